@@ -1,0 +1,69 @@
+"""The errors a user can cause, and the exit code of each.
+
+KumiError (1)
+├── ConfigError (2)         a run file, a flag or a path that cannot be used; nothing was started
+│   ├── ModelError          a config.json that is not understood
+│   ├── LayoutError         a layout that is illegal for this model, cluster or batch
+│   └── RefusedError        an existing folder, a damaged checkpoint, too little disk: nothing was touched
+├── DataError (3)           a record that cannot be read, where the run asked to stop at one
+├── FitError (4)            the plan does not fit the device
+├── DeviceMemoryError (5)   the device ran out of memory during a step
+├── DivergedError (6)       the loss is not finite
+├── CommunicationError (7)  a rank died, or a collective timed out
+└── SaveError (8)           a checkpoint could not be written during the run
+
+Codes 75 (saved, please run again), 130 (Ctrl-C, saved) and 143 (SIGTERM, saved) are not errors.
+"""
+
+from __future__ import annotations
+
+OK = 0
+REQUEUE = 75
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class KumiError(Exception):
+    """A failure that is explained in one sentence: what, where, the values, why, and what to do."""
+
+    exit_code = 1
+
+
+class ConfigError(KumiError):
+    exit_code = 2
+
+
+class ModelError(ConfigError):
+    """A config.json or a weight file that does not describe a model kumi understands."""
+
+
+class LayoutError(ConfigError):
+    """A layout that is illegal for the model, the cluster or the batch."""
+
+
+class RefusedError(ConfigError):
+    """Something on disk that kumi will not use or overwrite."""
+
+
+class DataError(KumiError):
+    exit_code = 3
+
+
+class FitError(KumiError):
+    exit_code = 4
+
+
+class DeviceMemoryError(KumiError):
+    exit_code = 5
+
+
+class DivergedError(KumiError):
+    exit_code = 6
+
+
+class CommunicationError(KumiError):
+    exit_code = 7
+
+
+class SaveError(KumiError):
+    exit_code = 8
