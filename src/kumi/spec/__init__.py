@@ -1,0 +1,1 @@
+"""What things are: models, clusters, layouts. Frozen data and arithmetic on it; standard library only."""

@@ -1,0 +1,24 @@
+"""How many tokens make a step, and how they are cut into microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kumi.spec.layout import Layout
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """A step trains on `tokens_per_step` tokens, in sequences of `seq_len`, over all ranks."""
+
+    seq_len: int
+    tokens_per_step: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in a step, over all ranks."""
+        return self.tokens_per_step // self.seq_len
+
+    def microbatches(self, layout: Layout) -> int:
+        """Forward-backward units that each data-parallel rank runs in a step."""
+        return self.sequences // (layout.dp * layout.microbatch)

@@ -1,0 +1,77 @@
+"""How the ranks of a run are arranged: the degree of every mesh axis, and who is where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+# From the outermost axis, whose neighbours are far apart, to the innermost, whose neighbours share a node.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The full parallel arrangement of a run.
+
+    `zero` says what the `dp_shard` ranks divide among them (Rajbhandari et al., 2020, arXiv:1910.02054): 0 nothing,
+    1 optimizer states, 2 gradients too, 3 parameters too. `dp_replicate` > 1 beside `dp_shard` > 1 is hybrid sharding.
+    `ep` borrows its ranks from `dp_shard`, `cp` and `tp`. `microbatch` is in sequences; `recompute` is what the backward
+    pass computes again: "none", "selective" (the cheap, large activations) or "full" (whole layers).
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero: int = 0
+    microbatch: int = 1
+    recompute: str = "none"
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.degrees)
+
+    @property
+    def dp(self) -> int:
+        """How many ranks see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on every axis; the last axis varies fastest."""
+        found = {}
+        for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
+            rank, found[axis] = divmod(rank, degree)
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, coords: dict[str, int]) -> int:
+        """The rank at `coords`, the inverse of `coords`."""
+        number = 0
+        for axis, degree in zip(AXES, self.degrees, strict=True):
+            number = number * degree + coords[axis]
+        return number
+
+    def dp_index(self, rank: int) -> int:
+        """Which slice of the global batch `rank` reads, in 0 .. dp-1."""
+        coords = self.coords(rank)
+        return coords["dp_replicate"] * self.dp_shard + coords["dp_shard"]
+
+    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """The groups of ranks that communicate along `axis`."""
+        others = [range(1 if name == axis else degree) for name, degree in zip(AXES, self.degrees, strict=True)]
+        for fixed in product(*others):
+            coords = dict(zip(AXES, fixed, strict=True))
+            yield tuple(self.rank({**coords, axis: index}) for index in range(getattr(self, axis)))
+
+    def span(self, axis: str) -> int:
+        """How many consecutive ranks a group along `axis` stretches over: it tells which link the group crosses."""
+        stride = prod(self.degrees[AXES.index(axis) + 1 :])
+        return stride * (getattr(self, axis) - 1) + 1
