@@ -1,0 +1,208 @@
+"""Every key of a run file, with its default and a sentence on what it does."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """The model: a Hugging Face folder or hub id, or a config.json written inline."""
+
+    source: str | None = Field(None, description="A folder with config.json (and weights), or a hub id.")
+    config: dict[str, Any] | None = Field(None, description="A Hugging Face config.json, inline, instead of `source`.")
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="Start from the weights in `source`, or from random weights drawn with `train.seed`."
+    )
+
+    @model_validator(mode="after")
+    def _one_description(self) -> ModelSection:
+        if (self.source is None) == (self.config is None):
+            raise ValueError("give either source or config, and only one of them")
+        if self.config is not None and self.init == "pretrained":
+            raise ValueError("an inline config has no weights; set init = 'random', or give source")
+        return self
+
+
+class ClusterSection(Section):
+    """The machines."""
+
+    source: str = Field("auto", description="'auto' describes this machine; otherwise a preset's name or a TOML file.")
+    nodes: Positive = Field(1, description="How many machines.")
+    devices_per_node: Positive | None = Field(
+        None, description="Ranks a machine runs; by default its GPUs, or one rank on a machine without any."
+    )
+
+
+class BatchSection(Section):
+    """How many tokens make a step."""
+
+    seq_len: Positive = Field(description="Tokens in a sequence.")
+    tokens_per_step: Positive = Field(description="Tokens in an optimizer step, over all ranks.")
+
+
+class ObjectiveSection(Section):
+    """What is learned."""
+
+    kind: Literal["lm"] = Field("lm", description="'lm' predicts every next token.")
+
+
+class SourceSection(Section):
+    """One source of documents."""
+
+    path: str = Field(description="A file, folder or glob; {stdlib} is this Python's standard library.")
+    weight: float = Field(1.0, gt=0, description="Share of this source in the training tokens, relative to the others.")
+    text_key: str = Field("text", description="The field that holds the text, in JSONL and parquet.")
+    format: Literal["auto", "jsonl", "parquet", "text", "indexed"] = Field(
+        "auto", description="How to read it; 'auto' goes by the suffix. 'indexed' is a Megatron .bin/.idx prefix."
+    )
+    exclude: tuple[str, ...] = Field((), description="Globs of files to leave out.")
+
+
+class TrainedTokenizer(Section):
+    """A byte-level BPE tokenizer to train on the sources."""
+
+    vocab_size: Annotated[int, Field(ge=260)] = Field(description="Entries of the vocabulary, special tokens included.")
+
+
+class DataSection(Section):
+    """Where the tokens come from."""
+
+    sources: tuple[SourceSection, ...] = Field(min_length=1, description="The sources, mixed by weight.")
+    tokenizer: str | TrainedTokenizer = Field(
+        description="A Hugging Face tokenizer folder or hub id, or { vocab_size = N } to train one on the sources."
+    )
+    validation: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        0.01, description="Share of the documents held out, by a hash of their text, so that no copy is trained on."
+    )
+    on_error: Literal["skip", "fail"] = Field(
+        "skip", description="What to do with a record that cannot be read: skip and report it, or stop."
+    )
+    add_bos: bool = Field(False, description="Begin every document with the tokenizer's bos token.")
+    cross_document: bool = Field(
+        False, description="Let attention and prediction cross from a document into the next one in its window."
+    )
+    workers: NotNegative = Field(0, description="Processes that tokenise; 0 means one a core.")
+    cache: str | None = Field(None, description="Folder of tokenised data; by default `data` inside `train.out`.")
+
+
+class OptimSection(Section):
+    """The optimizer and its learning rate."""
+
+    kind: Literal["adamw"] = Field("adamw", description="AdamW, with decoupled weight decay.")
+    lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Decay of the first and second moments.")
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay; norms and biases are not decayed.")
+    grad_clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
+        "cosine", description="How the rate falls after the warm-up; 'wsd' stays, then falls over `decay_steps`."
+    )
+    warmup_steps: NotNegative = Field(0, description="Steps over which the rate climbs from 0.")
+    decay_steps: NotNegative = Field(0, description="Last steps over which 'wsd' falls; 0 means a tenth of the run.")
+    min_lr_ratio: Fraction = Field(0.1, description="The rate at the last step, relative to `lr`.")
+
+
+class PrecisionSection(Section):
+    """In which number formats to compute."""
+
+    kind: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = Field(
+        "auto", description="'auto' is bf16 where the device computes it fast, else fp32. Master weights are float32."
+    )
+
+
+class LayoutSection(Section):
+    """What you pin of the parallel layout; the rest is chosen for you."""
+
+    pp: Positive | None = Field(None, description="Pipeline-parallel degree.")
+    dp_replicate: Positive | None = Field(None, description="Data-parallel groups that hold copies of the states.")
+    dp_shard: Positive | None = Field(None, description="Data-parallel ranks that divide the states among them.")
+    cp: Positive | None = Field(None, description="Context-parallel degree.")
+    tp: Positive | None = Field(None, description="Tensor-parallel degree.")
+    ep: Positive | None = Field(None, description="Expert-parallel degree.")
+    zero: Annotated[int, Field(ge=0, le=3)] | None = Field(
+        None, description="What dp_shard divides: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."
+    )
+    microbatch: Positive | None = Field(None, description="Sequences in a forward-backward pass of one rank.")
+    recompute: Literal["none", "selective", "full"] | None = Field(
+        None, description="What the backward pass computes again instead of keeping it from the forward pass."
+    )
+
+
+class TrainSection(Section):
+    """The run."""
+
+    steps: Positive = Field(description="Optimizer steps.")
+    out: str = Field(description="Folder of the run; the same command again resumes from it.")
+    seed: NotNegative = Field(0, description="Seed of the initial weights and of the order of the data.")
+    compile: bool = Field(False, description="Compile every layer with torch.compile.")
+
+
+class EvalSection(Section):
+    """Evaluation on the held-out documents."""
+
+    every: NotNegative = Field(0, description="Steps between evaluations; 0 evaluates at the end only.")
+    sequences: NotNegative = Field(0, description="Held-out sequences to use; 0 means all.")
+
+
+class CheckpointSection(Section):
+    """What is saved, so that a run survives."""
+
+    every: NotNegative = Field(0, description="Steps between checkpoints; 0 saves at the end only.")
+    keep: Positive = Field(2, description="How many checkpoints to keep; older ones are removed.")
+    asynchronous: bool = Field(True, description="Write in the background while training goes on.")
+
+
+class LogSection(Section):
+    """What is reported."""
+
+    every: Positive = Field(10, description="Steps between lines in the terminal.")
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        (), description="Where metrics go besides the terminal and metrics.jsonl."
+    )
+
+
+class ExportSection(Section):
+    """The Hugging Face folder written at the end, to `hf` inside `train.out`."""
+
+    enabled: bool = Field(True, description="Whether to write it.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Dtype of the weights; 'auto' is that of `model.source`, float32 for a new model."
+    )
+
+
+class SampleSection(Section):
+    """Text written by the model at the end, for a first look."""
+
+    prompts: tuple[str, ...] = Field((), description="Beginnings to continue.")
+    max_new_tokens: Positive = Field(48, description="Tokens to add to each.")
+    temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token every time.")
+
+
+class RunConfig(Section):
+    """A kumi run file."""
+
+    name: str = Field(min_length=1, description="Name of the run.")
+    model: ModelSection
+    cluster: ClusterSection = ClusterSection()
+    batch: BatchSection
+    objective: ObjectiveSection = ObjectiveSection()
+    data: DataSection
+    optim: OptimSection = OptimSection()
+    precision: PrecisionSection = PrecisionSection()
+    layout: LayoutSection = LayoutSection()
+    train: TrainSection
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+    export: ExportSection = ExportSection()
+    sample: SampleSection = SampleSection()

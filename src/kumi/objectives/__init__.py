@@ -1,0 +1,1 @@
+"""What is learned: pure functions of per-token log-probabilities, blind to how the model is split."""

@@ -1,0 +1,1 @@
+"""Arithmetic on specs: what a run needs, and which layout to take."""

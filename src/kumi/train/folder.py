@@ -1,0 +1,116 @@
+"""The run folder: whose it is, and what may change when the same command runs again.
+
+runs/<name>/
+  config.toml        the resolved configuration
+  metrics.jsonl      one JSON object a step, and one an evaluation
+  data/              tokenizer and tokenised data
+  checkpoints/       step_000200/ ...
+  logs/              output of the ranks
+  hf/                the Hugging Face folder, at the end
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kumi.config import RunConfig, dump
+from kumi.errors import RefusedError
+
+CONFIG = "config.toml"
+
+# What may differ between a run and its continuation: nothing here changes what is learned.
+FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "data.workers", "data.cache",
+        "data.on_error", "train.out", "train.compile")  # fmt: skip
+
+
+@contextmanager
+def claim(out: Path, config: RunConfig, allow_change: Sequence[str] = ()) -> Iterator[bool]:
+    """Hold the folder `out` for this run; yields whether an earlier start of the run left its configuration there.
+
+    Raises RefusedError when the folder belongs to another run, when the configuration differs in a key that decides what
+    is learned and that `allow_change` does not name, or when another process is training there. Nothing is written before
+    all of that is clear.
+    """
+    _check(out, config, allow_change)
+    out.mkdir(parents=True, exist_ok=True)
+    with _locked(out):
+        resumed = (out / CONFIG).exists()
+        _write_atomically(out / CONFIG, dump(config))
+        yield resumed
+
+
+def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
+    if out.exists() and not out.is_dir():
+        raise RefusedError(f"train.out: {out} is a file; name a folder for the run")
+    if not out.exists() or not (found := [item.name for item in out.iterdir() if item.name != ".lock"]):
+        return
+    if not (out / CONFIG).exists():
+        raise RefusedError(
+            f"train.out: {out} holds {len(found)} files that kumi did not write ({', '.join(sorted(found)[:3])}); "
+            f"name an empty or new folder"
+        )
+    changed = changes(read_config(out), tomllib.loads(dump(config)))
+    refused = [line for key, line in changed if not _allowed(key, allow_change)]
+    if refused:
+        keys = " ".join(f"--allow-change {key}" for key, _ in changed if not _allowed(key, allow_change))
+        raise RefusedError(
+            f"train.out: {out} holds a run with another configuration ({'; '.join(refused)}); "
+            f"choose another train.out, or continue with the new values: {keys}"
+        )
+
+
+def read_config(out: Path) -> dict[str, Any]:
+    """The configuration that lies in the run folder `out`."""
+    try:
+        return tomllib.loads((out / CONFIG).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RefusedError(f"{out / CONFIG} is damaged ({error}); restore it, or choose another train.out") from None
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every dotted key that differs, with `key: old -> new`."""
+    before, after = _flat(old), _flat(new)
+    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
+    return [(key, f"{key}: {before.get(key, 'unset')!r} -> {after.get(key, 'unset')!r}") for key in keys]
+
+
+def _allowed(key: str, allow_change: Sequence[str]) -> bool:
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*FREE, *allow_change))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+@contextmanager
+def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
+    """Hold an exclusive lock on `out`. The ranks of a killed run let go of it within seconds, hence the patience."""
+    with open(out / ".lock", "w") as file:
+        for attempt in range(int(patience / 0.1) + 1):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == int(patience / 0.1):
+                    raise RefusedError(f"train.out: {out} is in use by another kumi process; wait for it, or stop it") from None
+                time.sleep(0.1)
+        yield
+
+
+def _write_atomically(file: Path, text: str) -> None:
+    part = file.with_suffix(".part")
+    with open(part, "w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(part, file)

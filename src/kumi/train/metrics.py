@@ -1,0 +1,170 @@
+"""What a run reports: lines or a progress bar in the terminal, metrics.jsonl, trackers.
+
+Keys: step, tokens, train/loss, train/grad_norm, train/lr, perf/tokens_per_s, perf/mfu, perf/step_s, time/data_s,
+mem/peak_bytes, mem/estimated_bytes; eval/loss, eval/tokens on evaluation lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from kumi.units import format_bytes, format_count, format_seconds
+
+Tracker = Callable[[dict[str, Any], int], None]
+
+
+def truncate_metrics(file: Path, step: int) -> None:
+    """Drop the lines of `file` that lie after `step`, and a half-written last one: those steps will be done again."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break  # only the last line can be cut short, by a kill while it was written
+        if entry["step"] <= step:
+            kept.append(line + "\n")
+    part = file.with_suffix(".part")
+    part.write_text("".join(kept), encoding="utf-8")
+    os.replace(part, file)
+
+
+class Metrics:
+    """The run's reports on rank 0. A tracker that fails is reported once and left out; it never stops training."""
+
+    def __init__(self, out: Path, *, name: str, steps: int, first_step: int, every: int, trackers: tuple[str, ...]) -> None:
+        self.steps, self.every = steps, every
+        self._started = time.monotonic()
+        self._first = first_step
+        self._file: IO[str] = open(out / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 closed by close()
+        self._trackers: dict[str, Tracker] = {}
+        for kind in trackers:
+            self._start_tracker(kind, out, name)
+        self._bar = _Bar(steps, first_step) if sys.stdout.isatty() else None
+
+    def step(self, entry: dict[str, Any]) -> None:
+        """Record the entry of one train step."""
+        self._write(entry)
+        step = entry["step"]
+        line = self._line(entry)
+        if self._bar is not None:
+            self._bar.update(step, line)
+        elif step % self.every == 0 or step in (self._first + 1, self.steps):
+            print(f"step {step}/{self.steps} | {line}", flush=True)
+
+    def note(self, text: str, entry: dict[str, Any] | None = None) -> None:
+        """Print `text` and, when given, record `entry`."""
+        if entry is not None:
+            self._write(entry)
+        if self._bar is not None:
+            self._bar.print(text)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _line(self, entry: dict[str, Any]) -> str:
+        done = entry["step"] - self._first
+        left = (time.monotonic() - self._started) / max(1, done) * (self.steps - entry["step"])
+        mfu = entry["perf/mfu"]
+        return " | ".join([
+            f"loss {entry['train/loss']:.4f}",
+            f"lr {entry['train/lr']:.1e}",
+            f"gnorm {entry['train/grad_norm']:.2f}",
+            f"{format_count(entry['perf/tokens_per_s'])} tok/s",
+            "MFU n/a (device peak unknown)" if mfu is None else f"MFU {100 * mfu:.1f}%",
+            f"mem {format_bytes(entry['mem/peak_bytes'])} (estimated {format_bytes(entry['mem/estimated_bytes'])})",
+            f"eta {format_seconds(left)}",
+        ])  # fmt: skip
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        for kind, send in list(self._trackers.items()):
+            try:
+                send({key: value for key, value in entry.items() if isinstance(value, int | float)}, entry["step"])
+            except Exception as error:  # a tracker is a guest: whatever it raises must not stop the run
+                del self._trackers[kind]
+                print(f"{kind}: stopped reporting there: {error}", file=sys.stderr, flush=True)
+
+    def _start_tracker(self, kind: str, out: Path, name: str) -> None:
+        try:
+            self._trackers[kind] = TRACKERS[kind](out, name)
+        except Exception as error:
+            print(f"{kind}: not reporting there: {error}", file=sys.stderr, flush=True)
+
+
+class _Bar:
+    """A progress bar with the latest figures, for a person who watches."""
+
+    def __init__(self, steps: int, first_step: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[line]}")
+        )
+        self._task = self._progress.add_task("", total=steps, completed=first_step, line="")
+        self._progress.start()
+
+    def update(self, step: int, line: str) -> None:
+        self._progress.update(self._task, completed=step, line=line)
+
+    def print(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _tensorboard(out: Path, name: str) -> Tracker:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(out / "tensorboard"))
+
+    def send(values: dict[str, Any], step: int) -> None:
+        summary = Summary(value=[Summary.Value(tag=key, simple_value=float(value)) for key, value in values.items()])
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        writer.flush()
+
+    return send
+
+
+def _wandb(out: Path, name: str) -> Tracker:
+    import wandb
+
+    run = wandb.init(project="kumi", name=name, dir=str(out), resume="allow", id=f"{name}-{out.resolve().name}")
+    return lambda values, step: run.log(values, step=step)
+
+
+def _mlflow(out: Path, name: str) -> Tracker:
+    import mlflow
+
+    mlflow.start_run(run_name=name)
+    return lambda values, step: mlflow.log_metrics({key: float(value) for key, value in values.items()}, step=step)
+
+
+def _trackio(out: Path, name: str) -> Tracker:
+    import trackio
+
+    run = trackio.init(project="kumi", name=name)
+    return lambda values, step: run.log(values, step=step)
+
+
+TRACKERS: dict[str, Callable[[Path, str], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+}
