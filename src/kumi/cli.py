@@ -1,0 +1,158 @@
+"""The command line: each verb parses, imports its package, calls one function and prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kumi import __version__
+from kumi.errors import OK, ConfigError, KumiError
+
+if TYPE_CHECKING:
+    from kumi.config import Run
+
+RUN_HELP = "a TOML run file, such as examples/quickstart.toml"
+SET_HELP = "set a key of the run file, such as optim.lr=2e-5"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code (see kumi.errors)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.verb(arguments))
+    except KumiError as error:
+        if os.environ.get("KUMI_DEBUG"):
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `kumi describe | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kumi", allow_abbrev=False, description="Train large language models on many GPUs.",
+        epilog="Start with: kumi train examples/quickstart.toml",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"kumi {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    _describe_parser(verbs)
+    _data_parser(verbs)
+    _train_parser(verbs)
+    _convert_parser(verbs)
+    return parser
+
+
+def _verb(verbs: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    found: argparse.ArgumentParser = verbs.add_parser(
+        name, allow_abbrev=False, help=summary, description=f"{summary}.", epilog=f"Example: {example}"
+    )
+    return found
+
+
+def _describe_parser(verbs: Any) -> None:
+    parser = _verb(verbs, "describe", "Say what a run is going to do", "kumi describe examples/quickstart.toml layout.zero=3")
+    parser.add_argument("run", nargs="?", metavar="RUN.toml", help=RUN_HELP)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of run files, for editors")
+    parser.add_argument("--resolved", action="store_true", help="print the whole configuration, defaults included, as TOML")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(verb=_describe)
+
+
+def _data_parser(verbs: Any) -> None:
+    parser = _verb(verbs, "data", "Tokenise a run's data, or look at it", "kumi data inspect examples/quickstart.toml")
+    parser.add_argument("action", choices=["prepare", "inspect"], help="tokenise now, or show what was tokenised")
+    parser.add_argument("run", metavar="RUN.toml", help=RUN_HELP)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(verb=_data)
+
+
+def _train_parser(verbs: Any) -> None:
+    parser = _verb(verbs, "train", "Train; the same command again resumes", "kumi train examples/quickstart.toml train.steps=50")
+    parser.add_argument("run", metavar="RUN.toml", help=RUN_HELP)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
+    parser.add_argument(
+        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key has a new value"
+    )
+    parser.set_defaults(verb=_train)
+
+
+def _convert_parser(verbs: Any) -> None:
+    parser = _verb(verbs, "convert", "Convert weights, streaming", "kumi convert runs/quickstart/checkpoints/step_000250 out --to hf")
+    parser.add_argument("source", metavar="SRC", help="a Hugging Face folder or a kumi checkpoint")
+    parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
+    parser.add_argument("--to", choices=["hf", "kumi"], required=True, help="the format to write")
+    parser.add_argument("--verify", action="store_true", help="load the result and compare tensors and logits")
+    parser.set_defaults(verb=_convert)
+
+
+def _resolve(arguments: argparse.Namespace) -> Run:
+    from kumi.config import load, resolve
+
+    return resolve(load(arguments.run, arguments.overrides))
+
+
+def _describe(arguments: argparse.Namespace) -> int:
+    from kumi import config
+    from kumi.describe import describe, render
+
+    if arguments.schema:
+        print(json.dumps(config.json_schema(), indent=2))
+        return OK
+    if arguments.run is None:
+        raise ConfigError("describe: name a run file, such as examples/quickstart.toml, or give --schema")
+    run = _resolve(arguments)
+    if arguments.resolved:
+        print(config.dump(run.config), end="")
+    elif arguments.json:
+        print(json.dumps(describe(run), indent=2))
+    else:
+        _console().print(render(describe(run)))
+    return OK
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from kumi.data import inspect
+    from kumi.train.prepare import open_data, prepare_data
+
+    run = _resolve(arguments)
+    store = prepare_data(run) if arguments.action == "prepare" else open_data(run)
+    found = inspect(store)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        from kumi.describe import render_data
+
+        _console().print(render_data(found))
+    return OK
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from kumi.train.start import start
+
+    return start(_resolve(arguments), allow_change=tuple(arguments.allow_change))
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from kumi.convert import convert
+
+    print(convert(arguments.source, arguments.target, to=arguments.to, verify=arguments.verify))
+    return OK
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

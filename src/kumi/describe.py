@@ -1,0 +1,86 @@
+"""What a run is going to do, before it does it: as data, and as tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kumi.spec import ledger
+from kumi.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kumi.config import Run
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """The model, layout, batch and memory of `run`, as plain data."""
+    model, batch, layout = run.model, run.batch, run.layout
+    config = run.config
+    return {
+        "name": config.name,
+        "model": {
+            "family": model.family,
+            "parameters": ledger.num_params(model),
+            "layers": model.num_hidden_layers,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "init": config.model.init,
+        },
+        "cluster": {
+            "device": run.cluster.device.name,
+            "devices_per_node": run.cluster.devices_per_node,
+            "nodes": run.cluster.nodes,
+            "memory_bytes": run.cluster.device.memory,
+        },
+        "layout": asdict(layout),
+        "precision": asdict(run.precision),
+        "batch": {
+            "seq_len": batch.seq_len,
+            "tokens_per_step": batch.tokens_per_step,
+            "sequences": batch.sequences,
+            "microbatches": batch.microbatches(layout),
+            "steps": config.train.steps,
+            "tokens": config.train.steps * batch.tokens_per_step,
+            "train_flops_per_step": ledger.train_flops(model, batch.tokens_per_step, batch.seq_len),
+        },
+        "memory": {**asdict(run.memory), "total": run.memory.total},
+        "out": str(run.out),
+    }
+
+
+def render(found: dict[str, Any]) -> RenderableType:
+    """`describe`'s data as a table for the terminal."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    for label, text in _rows(found):
+        table.add_row(label, text)
+    return table
+
+
+def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    model, batch, layout, memory = found["model"], found["batch"], found["layout"], found["memory"]
+    cluster, precision = found["cluster"], found["precision"]
+    ranks = cluster["devices_per_node"] * cluster["nodes"]
+    axes = [f"{axis} {layout[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if layout[axis] > 1]
+    kinds = [f"{kind} {format_bytes(size)}" for kind, size in memory.items() if kind != "total" and size]
+    return [
+        ("run", f"{found['name']} -> {found['out']}"),
+        ("model", f"{model['family']}, {format_count(model['parameters'])} parameters, {model['layers']} layers of "
+                  f"{model['hidden_size']}, vocabulary {model['vocab_size']}, {model['init']} weights"),
+        ("machines", f"{ranks} x {cluster['device']}, {format_bytes(cluster['memory_bytes'])} each"),
+        ("layout", f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "
+                   f"recompute {layout['recompute']}"),
+        ("precision", f"{precision['compute']} compute, {precision['param']} weights, {precision['reduce']} reduction"),
+        ("step", f"{format_count(batch['tokens_per_step'])} tokens = {ranks // max(1, ranks // _dp(layout))} data-parallel ranks x "
+                 f"{batch['microbatches']} microbatches x {layout['microbatch']} sequences x {batch['seq_len']}"),
+        ("length", f"{batch['steps']} steps, {format_count(batch['tokens'])} tokens"),
+        ("memory", f"{format_bytes(memory['total'])} a rank estimated: {', '.join(kinds)}"),
+    ]  # fmt: skip
+
+
+def _dp(layout: dict[str, Any]) -> int:
+    return int(layout["dp_replicate"] * layout["dp_shard"])
