@@ -1,0 +1,36 @@
+"""Llama 2, 3, 3.1, 3.2 and 3.3 (text), and the many models that share their architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families.common import build
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.model import ModelSpec
+
+ARCHITECTURE = "LlamaForCausalLM"
+KEYS = {
+    **DECODER,
+    "num_key_value_heads": Key("integer?", None),
+    "attention_bias": Key("true or false", False),
+    "mlp_bias": Key("true or false", False),
+    "bos_token_id": Key("integer?", 1),
+    "eos_token_id": Key("integer or list of integers?", 2),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "llama" describes."""
+    values = read("llama", config, KEYS)
+    bias = values["attention_bias"]
+    windows = [None] * values["num_hidden_layers"]
+    return build("llama", values, windows=windows, qkv_bias=bias, out_bias=bias, mlp_bias=values["mlp_bias"])
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    layer = spec.layers[0]
+    own = {"attention_bias": layer.attention.qkv_bias, "mlp_bias": layer.mlp.bias, "pretraining_tp": 1}
+    return common_to_hf(spec, ARCHITECTURE) | own

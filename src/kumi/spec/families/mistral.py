@@ -1,0 +1,39 @@
+"""Mistral 7B and the models that share its architecture: Llama with an optional sliding window in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families.common import build, check_layer_types
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.model import ModelSpec
+
+ARCHITECTURE = "MistralForCausalLM"
+KEYS = {
+    **DECODER,
+    "num_key_value_heads": Key("integer?", 8),
+    "sliding_window": Key("integer?", 4096),
+    "layer_types": Key("list?", None),
+    "bos_token_id": Key("integer?", 1),
+    "eos_token_id": Key("integer or list of integers?", 2),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "mistral" describes."""
+    values = read("mistral", config, KEYS)
+    window, layers = values["sliding_window"], values["num_hidden_layers"]
+    if values["layer_types"] is not None:
+        kind = "full_attention" if window is None else "sliding_attention"
+        if any(found != kind for found in check_layer_types(values)):
+            raise ModelError(f"config.json: layer_types contradicts sliding_window={window}, which makes every layer "
+                             f"of a mistral model {kind!r}; remove layer_types")  # fmt: skip
+    return build("mistral", values, windows=[window] * layers)
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    return common_to_hf(spec, ARCHITECTURE) | {"sliding_window": spec.layers[0].attention.sliding_window}

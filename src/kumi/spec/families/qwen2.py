@@ -1,0 +1,26 @@
+"""Qwen2 and Qwen2.5: Llama with biases on the query, key and value projections, and a sliding window in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families.common import build
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families.windows import WINDOW_KEYS, from_values, to_values
+from kumi.spec.model import ModelSpec
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+KEYS = {**DECODER, **WINDOW_KEYS, "num_key_value_heads": Key("integer?", 32)}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "qwen2" describes."""
+    values = read("qwen2", config, KEYS)
+    return build("qwen2", values, windows=from_values(values), qkv_bias=True)
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    return common_to_hf(spec, ARCHITECTURE) | to_values(spec)

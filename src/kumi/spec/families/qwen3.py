@@ -1,0 +1,34 @@
+"""Qwen3, the dense models: Llama with RMSNorm on every query and key head, and a sliding window in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families.common import build
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families.windows import WINDOW_KEYS, from_values, to_values
+from kumi.spec.model import ModelSpec
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+KEYS = {
+    **DECODER,
+    **WINDOW_KEYS,
+    "num_key_value_heads": Key("integer?", 32),
+    "head_dim": Key("integer", 128),
+    "attention_bias": Key("true or false", False),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "qwen3" describes."""
+    values = read("qwen3", config, KEYS)
+    bias = values["attention_bias"]
+    return build("qwen3", values, windows=from_values(values), qkv_bias=bias, out_bias=bias, qk_norm=True)
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    own = {"attention_bias": spec.layers[0].attention.qkv_bias}
+    return common_to_hf(spec, ARCHITECTURE) | own | to_values(spec)

@@ -1,0 +1,99 @@
+"""Rotary embeddings in a config.json, both spellings.
+
+transformers up to 4 writes `rope_theta` beside `rope_scaling` (whose kind is under "rope_type" or, older, "type");
+transformers 5 writes one table, `rope_parameters`. What a scaling leaves out is filled in here: a `Rope` is whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families.keys import Key, read
+from kumi.spec.model import Rope
+
+_BASE = {"rope_type": Key("text?", None), "type": Key("text?", None), "rope_theta": Key("number?", None)}
+_FACTOR, _ORIGINAL = {"factor": Key("number")}, "original_max_position_embeddings"
+_YARN = {
+    "factor": Key("number?", None),
+    _ORIGINAL: Key("integer?", None),
+    "beta_fast": Key("number?", None),
+    "beta_slow": Key("number?", None),
+    "attention_factor": Key("number?", None),
+    "mscale": Key("number?", None),
+    "mscale_all_dim": Key("number?", None),
+    "truncate": Key("true or false", True),
+}
+_LLAMA3 = {
+    **_FACTOR,
+    "low_freq_factor": Key("number"),
+    "high_freq_factor": Key("number"),
+    _ORIGINAL: Key("integer"),
+}
+SCALINGS: dict[str, dict[str, Key]] = {"default": {}, "linear": _FACTOR, "llama3": _LLAMA3, "yarn": _YARN}
+
+# What transformers assumes where a config names no base.
+DEFAULT_THETA = 10_000.0
+
+
+def from_hf(family: str, values: Mapping[str, Any]) -> Rope:
+    """The rotary embedding in `values` (what `keys.read` returned), in one spelling or, where they agree, both."""
+    limit, theta = values["max_position_embeddings"], values["rope_theta"]
+    old = _table(family, values["rope_scaling"] or {}, theta, limit)
+    if values["rope_parameters"] is None:
+        return old
+    new = _table(family, values["rope_parameters"], theta, limit)
+    if (values["rope_scaling"] is not None and new != old) or (theta is not None and new.rope_theta != theta):
+        raise ModelError(f"config.json: rope_parameters={values['rope_parameters']!r} contradicts rope_theta={theta!r} "
+                         f"and rope_scaling={values['rope_scaling']!r}; keep one of them")  # fmt: skip
+    return new
+
+
+def to_hf(rope: Rope) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, the spelling that every version of transformers reads."""
+    if rope.scaling is None:
+        return {"rope_theta": rope.rope_theta, "rope_scaling": None}
+    table = {"rope_type": rope.scaling, "factor": rope.factor}
+    fields = [name for name in SCALINGS[rope.scaling] if hasattr(rope, name) and name != "factor"]
+    values = {name: getattr(rope, name) for name in fields}
+    return {"rope_theta": rope.rope_theta, "rope_scaling": table | {k: v for k, v in values.items() if v is not None}}
+
+
+def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: int) -> Rope:
+    kind = table.get("rope_type") or table.get("type") or "default"
+    if kind == "dynamic":
+        raise ModelError("config.json: rope type 'dynamic' changes with the length of the input, which training cannot "
+                         "follow; up to max_position_embeddings it equals no scaling: remove it")  # fmt: skip
+    if kind not in SCALINGS:
+        raise ModelError(f"config.json: rope type {kind!r} is not supported; kumi knows {', '.join(SCALINGS)}")
+    # partial_rotary_factor may stand in the table, too: `read` accepts its neutral value.
+    values = read(f"{family} (rope type {kind})", table, _BASE | SCALINGS[kind])
+    base = float(values["rope_theta"] or theta or DEFAULT_THETA)
+    if kind == "default":
+        return Rope(base)
+    if kind == "linear":
+        return Rope(base, "linear", float(values["factor"]))
+    if kind == "llama3":
+        return Rope(base, "llama3", float(values["factor"]), values[_ORIGINAL],
+                    float(values["low_freq_factor"]), float(values["high_freq_factor"]))  # fmt: skip
+    return _yarn(base, values, limit)
+
+
+def _yarn(base: float, values: Mapping[str, Any], limit: int) -> Rope:
+    """YaRN with its defaults: 32 and 1 rotations, and a softmax temperature that grows with log(factor)."""
+    original = values[_ORIGINAL] or limit
+    factor = float(values["factor"] or limit / original)
+    attention = values["attention_factor"]
+    if attention is None and values["mscale"] and values["mscale_all_dim"]:
+        attention = _mscale(factor, values["mscale"]) / _mscale(factor, values["mscale_all_dim"])
+    elif attention is None:
+        attention = _mscale(factor, 1.0)
+    return Rope(base, "yarn", factor, original, beta_fast=float(values["beta_fast"] or 32),
+                beta_slow=float(values["beta_slow"] or 1), attention_factor=float(attention),
+                truncate=values["truncate"])  # fmt: skip
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,0 +1,48 @@
+"""Which layers of a Qwen model see only a sliding window.
+
+Newer configs list the kind of every layer in `layer_types`; in older ones the layers from `max_window_layers` on slide.
+Neither counts unless `use_sliding_window` is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families.common import check_layer_types
+from kumi.spec.families.keys import Key
+from kumi.spec.model import ModelSpec
+
+WINDOW_KEYS = {
+    "use_sliding_window": Key("true or false", False),
+    "sliding_window": Key("integer?", 4096),
+    "max_window_layers": Key("integer", 28),
+    "layer_types": Key("list?", None),
+}
+
+
+def from_values(values: Mapping[str, Any]) -> list[int | None]:
+    """Each layer's sliding window, or None where the layer sees everything before."""
+    window = values["sliding_window"] if values["use_sliding_window"] else None
+    if values["layer_types"] is not None:
+        slides = [kind == "sliding_attention" for kind in check_layer_types(values)]
+        if window is None and any(slides):
+            raise ModelError(f"config.json: layer_types has sliding_attention, but use_sliding_window="
+                             f"{values['use_sliding_window']} and sliding_window={values['sliding_window']}; "
+                             f"set both, or make every layer full_attention")  # fmt: skip
+    else:
+        slides = [index >= values["max_window_layers"] for index in range(values["num_hidden_layers"])]
+    return [window if slide else None for slide in slides]
+
+
+def to_values(spec: ModelSpec) -> dict[str, Any]:
+    """The keys that say the same to older and newer readers."""
+    windows = [layer.attention.sliding_window for layer in spec.layers]
+    sliding = [index for index, window in enumerate(windows) if window is not None]
+    return {
+        "use_sliding_window": bool(sliding),
+        "sliding_window": windows[sliding[0]] if sliding else None,
+        "max_window_layers": sliding[0] if sliding else len(windows),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }
