@@ -1,0 +1,230 @@
+"""Reading a checkpoint: any rectangular slice of any tensor, each byte verified before it is used.
+
+Nothing larger than one block (or one row, where that is larger) is held beside the destination. Whatever layout wrote
+the pieces, any other can read them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kumi.errors import RefusedError
+from kumi.train.checkpoint_folders import list_complete
+from kumi.train.checkpoint_write import DTYPES, FORMAT, as_bytes, blocks, read_sealed
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Where a piece of a tensor lies: `offset` bytes into `file`, `sums` the CRC-32 of its blocks."""
+
+    file: str
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    offset: int
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A global tensor's dtype, shape and pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A shard: its size, and the length and CRC-32 of its header."""
+
+    size: int
+    header: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: `meta` as it was saved, and the tensors, read piece by piece on demand."""
+
+    folder: Path
+    meta: dict[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, StoredFile]
+    _verified_headers: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    def expect(self, name: str, shape: Sequence[int]) -> StoredTensor:
+        """The entry of `name`; RefusedError when it is not there or not of the global `shape`."""
+        tensor = self._entry(name)
+        if tensor.shape != tuple(shape):
+            raise RefusedError(f"{self.folder}: {name!r} is {tensor.shape} on disk, {tuple(shape)} in the model")
+        return tensor
+
+    def _entry(self, name: str) -> StoredTensor:
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            near = difflib.get_close_matches(name, self.tensors, n=1)
+            hint = f"; the nearest name is {near[0]!r}" if near else ""
+            raise RefusedError(
+                f"{self.folder}: {name!r} is not among the checkpoint's {len(self.tensors)} tensors{hint}"
+            )
+        return tensor
+
+    def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """The slice of `name` of `shape` from the indices `start` on, on the CPU; all of it by default."""
+        tensor = self._entry(name)
+        start = tuple(start) if start is not None else (0,) * len(tensor.shape)
+        shape = tuple(shape) if shape is not None else tuple(whole - low for low, whole in zip(start, tensor.shape))
+        out = torch.empty(shape, dtype=tensor.dtype)
+        self.read_into(out, name, start)
+        return out
+
+    def read_into(self, out: torch.Tensor, name: str, start: Sequence[int]) -> None:
+        """Fills `out` (any dtype, strides and device) with the slice of `name` from the indices `start` on."""
+        tensor, start, dims = self._entry(name), tuple(start), len(start)
+        inside = all(low >= 0 and low + count <= whole for low, count, whole in zip(start, out.shape, tensor.shape))
+        if not (dims == len(tensor.shape) == out.dim() and inside):
+            slice_ = f"{tuple(out.shape)} at {start}"
+            raise RefusedError(f"{self.folder}: {name!r} is {tensor.shape} on disk and has no slice {slice_}")
+        if not tensor.shape:
+            out, start = out.view(1), (0,)
+        for piece in tensor.pieces:
+            self._copy(name, tensor.dtype, piece, out, start)
+
+    def verify(self) -> None:
+        """Nothing, when every byte of every shard matches its checksum; RefusedError naming what does not."""
+        for name, tensor in self.tensors.items():
+            for piece in tensor.pieces:
+                row_shape = piece.extent[1:]
+                step = max((high - low for low, high in self._blocks(piece, tensor.dtype)), default=0)
+                buffer = torch.empty((step, *row_shape), dtype=tensor.dtype)
+                with (self.folder / piece.file).open("rb", buffering=0) as handle:
+                    self._verify_header(handle.fileno(), piece.file)
+                    for index, (low, high) in enumerate(self._blocks(piece, tensor.dtype)):
+                        self._load_block(handle.fileno(), name, piece, index, low, buffer[: high - low])
+
+    def _blocks(self, piece: StoredPiece, dtype: torch.dtype) -> list[tuple[int, int]]:
+        rows = piece.extent[0] if piece.extent else 1
+        return list(blocks(rows, math.prod(piece.extent[1:]) * dtype.itemsize))
+
+    def _copy(
+        self, name: str, dtype: torch.dtype, piece: StoredPiece, out: torch.Tensor, start: tuple[int, ...]
+    ) -> None:
+        """Copies what `piece` and `out` (whose first element is global index `start`) have in common."""
+        origin, extent = piece.start or (0,), piece.extent or (1,)
+        low = [max(a, b) for a, b in zip(origin, start)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(origin, extent, start, out.shape)]
+        if any(a >= b for a, b in zip(low, high)):
+            return
+        inner_piece = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], origin[1:]))
+        inner_out = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], start[1:]))
+        whole_rows = all(b - a == n == m for a, b, n, m in zip(low[1:], high[1:], extent[1:], out.shape[1:]))
+        direct = whole_rows and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu"
+        buffer = torch.empty(0, dtype=dtype)
+        with (self.folder / piece.file).open("rb", buffering=0) as handle:
+            self._verify_header(handle.fileno(), piece.file)
+            for index, (row, end) in enumerate(self._blocks(piece, dtype)):
+                first, last = max(row + origin[0], low[0]), min(end + origin[0], high[0])
+                if first >= last:
+                    continue
+                target = out[first - start[0] : last - start[0]]
+                if direct and last - first == end - row:
+                    self._load_block(handle.fileno(), name, piece, index, row, target)
+                    continue
+                if buffer.numel() < (end - row) * math.prod(extent[1:]):
+                    buffer = torch.empty((end - row, *extent[1:]), dtype=dtype)
+                self._load_block(handle.fileno(), name, piece, index, row, buffer[: end - row])
+                target[(slice(None), *inner_out)].copy_(
+                    buffer[(slice(first - origin[0] - row, last - origin[0] - row), *inner_piece)]
+                )
+
+    def _load_block(
+        self, handle: int, name: str, piece: StoredPiece, index: int, row: int, target: torch.Tensor
+    ) -> None:
+        """Fills `target` (contiguous) with block `index` of `piece`, whose first row is `row`, and verifies it."""
+        view = as_bytes(target)
+        row_bytes = len(view) // target.shape[0] if target.shape[0] else 0
+        _read_all(handle, view, piece.offset + row * row_bytes)
+        self._compare(piece.file, repr(name), zlib.crc32(view), piece.sums[index])
+
+    def _verify_header(self, handle: int, file: str) -> None:
+        if file in self._verified_headers:
+            return
+        header = memoryview(bytearray(self.files[file].header))
+        _read_all(handle, header, 0)
+        self._compare(file, "its header", zlib.crc32(header), self.files[file].crc32)
+        self._verified_headers.add(file)
+
+    def _compare(self, file: str, what: str, found: int, written: int) -> None:
+        if found != written:
+            raise damaged(self.folder, file, f"the checksum of {what} is {found:08x}, {written:08x} was written")
+
+
+def open(folder: Path | str) -> Checkpoint:
+    """The checkpoint in `folder`, its index and meta verified and the sizes of its files compared with the disk.
+
+    Raises RefusedError naming the file and what to do. The tensors are verified as they are read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RefusedError(f"{folder}: no such checkpoint folder")
+    index = _read_json(folder, "index.json")
+    if index["format"] != FORMAT:
+        raise RefusedError(f"{folder}: its format is {index['format']}, known is {FORMAT}; use the kumi that wrote it")
+    files = {file["name"]: StoredFile(file["size"], file["header"], file["crc32"]) for file in index["files"]}
+    for name, file in files.items():
+        path = folder / name
+        if not path.exists():
+            raise damaged(folder, name, "the file is missing")
+        if path.stat().st_size != file.size:
+            raise damaged(folder, name, f"{path.stat().st_size} bytes on disk, {file.size} were written")
+    tensors = {name: _stored_tensor(entry) for name, entry in index["tensors"].items()}
+    return Checkpoint(folder, _read_json(folder, "meta.json")["meta"], tensors, files)
+
+
+def damaged(folder: Path, file: str, what: str) -> RefusedError:
+    """The refusal of a checkpoint because of `file`, with the one to continue from when this one is deleted."""
+    complete = [other.name for other in list_complete(folder.parent)]
+    earlier = complete[: complete.index(folder.name)] if folder.name in complete else []
+    remedy = f"to continue from {earlier[-1]}" if earlier else "to start anew (there is no earlier one)"
+    return RefusedError(f"{folder / file}: the checkpoint is damaged: {what}; delete the folder {folder} {remedy}")
+
+
+def _stored_tensor(entry: Mapping[str, Any]) -> StoredTensor:
+    pieces = tuple(
+        StoredPiece(one["file"], tuple(one["start"]), tuple(one["extent"]), one["offset"], tuple(one["crc32"]))
+        for one in entry["pieces"]
+    )
+    return StoredTensor(_TORCH[entry["dtype"]], tuple(entry["shape"]), pieces)
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return read_sealed(folder / name)
+    except FileNotFoundError as error:
+        raise damaged(folder, name, "the file is missing") from error
+    except ValueError as error:
+        raise damaged(folder, name, str(error)) from error
+
+
+def _read_all(handle: int, view: memoryview, offset: int) -> None:
+    """Fills `view` from `offset` on; what lies beyond the end of the file is left, and fails its checksum."""
+    while view:
+        count = os.preadv(handle, [view], offset)
+        if count == 0:
+            return
+        view, offset = view[count:], offset + count
