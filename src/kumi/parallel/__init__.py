@@ -1,0 +1,50 @@
+"""Modules onto a mesh.
+
+    place = init_distributed("cpu")
+    mesh = build_mesh(layout, place)
+    model = build(spec, mesh, precision, weights=seed)
+    optimizer = init_adamw(bare(model).named_parameters(), optim)
+
+    for index, microbatch in enumerate(microbatches):                 # a step
+        with sync_context(model, mesh, last=index + 1 == len(microbatches)):
+            loss = ...                                                # sum over this rank's tokens / tokens of the step
+            loss.backward()
+    norm = clip_gradients(model.parameters(), optim.grad_clip, mesh)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    owned([*model_pieces(model), *optimizer_pieces(model, optimizer)], mesh)      # what this rank saves
+
+mesh: ranks, axes, groups. build: the order of assembly. data: DDP and FSDP2. recompute: activation checkpointing.
+grads: global norm, clipping, loss scale. optimizer: AdamW. state: tensors as pieces of global ones.
+"""
+
+from kumi.parallel.build import build
+from kumi.parallel.data import bare, sync_context
+from kumi.parallel.grads import LossScale, clip_gradients
+from kumi.parallel.mesh import Mesh, Place, barrier, build_mesh, close_distributed, greatest, init_distributed, total
+from kumi.parallel.optimizer import init_adamw
+from kumi.parallel.state import Piece, Reader, fill, model_pieces, optimizer_pieces, owned
+
+__all__ = [
+    "LossScale",
+    "Mesh",
+    "Piece",
+    "Place",
+    "Reader",
+    "bare",
+    "barrier",
+    "build",
+    "build_mesh",
+    "clip_gradients",
+    "close_distributed",
+    "fill",
+    "greatest",
+    "init_adamw",
+    "init_distributed",
+    "model_pieces",
+    "optimizer_pieces",
+    "owned",
+    "sync_context",
+    "total",
+]

@@ -1,0 +1,95 @@
+"""Data parallelism: whole replicas (DDP), or states divided over the dp_shard ranks (FSDP2; ZeRO 1, 2, 3 and hybrid).
+
+A rank's loss is its part of the step's mean, so gradients are added up over ranks, never averaged.
+
+    zero  parameters at rest  gathered                              gradients are summed
+    0     whole               -                                     all-reduce in the last microbatch
+    1     divided             once a step                           reduce-scatter in the last microbatch
+    2     divided             once a step                           reduce-scatter in every microbatch
+    3     divided             every forward, again every backward   reduce-scatter in every microbatch
+
+With dp_replicate > 1 beside dp_shard, the reduce-scattered parts are summed over dp_replicate in the last microbatch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from kumi.compat import ddp_without_buffer_sync
+from kumi.parallel.mesh import Mesh
+from kumi.spec.precision import Precision
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The decoder itself: its parameters have the ledger's names, whatever data parallelism wraps it in."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision) -> nn.Module:
+    """`decoder` with whole replicas on all data ranks, which must hold equal weights already."""
+    model = DistributedDataParallel(
+        decoder,
+        process_group=mesh.data_group,
+        device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        init_sync=False,
+        **ddp_without_buffer_sync(),
+    )
+    model.register_comm_hook((mesh.data_group, getattr(torch, precision.reduce)), _sum_bucket)
+    return model
+
+
+def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Adds a bucket of gradients up over the group; DDP's own hook would average. DDP inspects this signature."""
+    group, dtype = state
+    buffer = bucket.buffer()
+    future = dist.all_reduce(buffer.to(dtype), group=group, async_op=True).get_future()
+    summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
+    return summed
+
+
+def shard(decoder: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Precision) -> None:
+    """Divides the parameters of `decoder` over dp_shard, in place; each of `units` is gathered as one piece.
+
+    What belongs to no unit forms the root unit, gathered when the forward begins and kept until the backward
+    ends, which needs it first. Master weights stay in `precision.param`; what is gathered has `precision.compute`.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.compute),
+        reduce_dtype=getattr(torch, precision.reduce),
+        cast_forward_inputs=False,  # rope tables stay in float32, as without sharding
+    )
+    axes = mesh.axis("dp_replicate", "dp_shard")
+    for unit in units:
+        fully_shard(unit, mesh=axes, mp_policy=policy, reshard_after_forward=mesh.layout.zero == 3)
+    fully_shard(decoder, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            # Gloo has no pre-multiplied sums; a plain sum divided by 1 is what is wanted anyway.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+@contextmanager
+def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
+    """Where the forward and backward of one microbatch run; `last` says that it is the step's last.
+
+    Only what the layout's ZeRO stage asks for is communicated (see the table above).
+    """
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        zero = mesh.layout.zero
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or zero > 1)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or zero == 3)
+    yield

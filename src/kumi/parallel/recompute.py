@@ -1,0 +1,54 @@
+"""What the backward pass computes again instead of keeping it: nothing, the cheap large activations, or whole layers.
+
+Selective recomputation keeps what a matrix product or the attention kernel returned and recomputes the element-wise
+rest (norms, rotations, SwiGLU products), large in bytes and small in FLOPs. Korthikanti et al., 2022, arXiv:2205.05198,
+recompute the attention core; flash attention keeps no scores, so here its output is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_aten = torch.ops.aten
+KEPT = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def recompute_layers(layers: Iterable[nn.Module], how: str) -> None:
+    """Makes each layer recompute as `how` says ("none", "selective" or "full"). Module and parameter names stay.
+
+    Call it before the layers are sharded, so that the sharding's hooks run outside of what is recomputed.
+    """
+    if how == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # a decoder draws no random numbers
+    if how == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward, options)
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return run
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,201 @@
+"""A pool of gloo ranks that lives as long as the test session.
+
+Ranks are forked from a server that has imported torch and has computed nothing, so a fork is safe whatever the test
+process did before; they keep their process group between tests, so a multi-rank test costs tenths of a second.
+
+    results = run_ranks(4, work, argument)      # work(argument) on ranks 0..3 of one gloo group; their return values
+
+`work` must be a function at the top of a module. Each world size has its own ranks. World size 1 has no process group.
+When a rank raises, dies or hangs, `RankError` carries what the first rank to fail said; the ranks are killed and the
+next call starts new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+# What the fork server imports. kumi itself is imported by the ranks: a syntax error there then fails one test.
+PRELOAD = [
+    "numpy",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.tensor.debug",
+    "torch.utils.checkpoint",
+    "torch.nn.parallel",
+    "torch.optim",
+]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
+GRACE = 1.0  # seconds the other ranks get to finish after one has failed
+
+
+class RankError(AssertionError):
+    """A rank failed; the text is the traceback of the first rank that did."""
+
+
+@dataclass
+class Rank:
+    """A process of the pool and the pipe to it."""
+
+    process: BaseProcess
+    pipe: Connection
+
+
+class Ranks:
+    """The pools of all world sizes. Call it like `run_ranks`."""
+
+    def __init__(self) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.pools: dict[int, list[Rank]] = {}
+        self.folder = tempfile.TemporaryDirectory(prefix="kumi-ranks-")
+        self.started = 0
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """What `function(*args)` returns on each rank of a group of `world_size`.
+
+        Raises RankError when a rank fails, or when one has not answered after `timeout` seconds.
+        """
+        pool = self.pools.get(world_size) or self._start(world_size)
+        module = sys.modules[function.__module__]
+        job = (function.__module__, module.__file__, list(sys.path), pickle.dumps((function, args)))
+        try:
+            for rank in pool:
+                rank.pipe.send(job)
+            return _collect(pool, timeout)
+        except BaseException:
+            self.stop(world_size)
+            raise
+
+    def _start(self, world_size: int) -> list[Rank]:
+        self.started += 1
+        store = Path(self.folder.name) / str(self.started)
+        pool = []
+        with _plain_main():
+            for rank in range(world_size):
+                ours, theirs = self.context.Pipe()
+                process = self.context.Process(target=serve, args=(rank, world_size, str(store), theirs), daemon=True)
+                process.start()
+                theirs.close()
+                pool.append(Rank(process, ours))
+        self.pools[world_size] = pool
+        return pool
+
+    def stop(self, world_size: int | None = None) -> None:
+        """Kills the ranks of one world size, or all."""
+        for size in [world_size] if world_size else list(self.pools):
+            for rank in self.pools.pop(size, []):
+                rank.process.kill()
+                rank.process.join()
+                rank.pipe.close()
+
+
+@contextlib.contextmanager
+def _plain_main() -> Any:
+    """Keeps a new process from importing the program that was started (pytest): it needs nothing from there."""
+    main = sys.modules["__main__"]
+    kept = {name: getattr(main, name, None) for name in ("__file__", "__spec__")}
+    main.__dict__.update(dict.fromkeys(kept))
+    try:
+        yield
+    finally:
+        main.__dict__.update(kept)
+
+
+def _collect(pool: list[Rank], timeout: float) -> list[Any]:
+    """The ranks' results in order. Raises RankError with the failure that came first."""
+    results: dict[int, Any] = {}
+    failures: list[tuple[float, str]] = []
+    deadline = time.monotonic() + timeout
+    waiting = set(range(len(pool)))
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for index in _answering(pool, waiting, left):
+            waiting.discard(index)
+            try:
+                moment, error, value = pool[index].pipe.recv()
+            except (EOFError, ConnectionError):
+                moment, error, value = time.time(), f"rank {index} {_death(pool[index].process)}", None
+            results[index] = value
+            if error:
+                failures.append((moment, error))
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if failures:
+        raise RankError(min(failures)[1])
+    if waiting:
+        raise RankError(f"ranks {sorted(waiting)} of {len(pool)} gave no answer in {timeout:.0f} s")
+    return [results[index] for index in range(len(pool))]
+
+
+def _answering(pool: list[Rank], waiting: set[int], timeout: float) -> list[int]:
+    ready = wait([pool[index].pipe for index in waiting], timeout)
+    return [index for index in sorted(waiting) if pool[index].pipe in ready]
+
+
+def _death(process: BaseProcess) -> str:
+    process.join(GRACE)
+    code = process.exitcode
+    if code is None:
+        return "closed its pipe"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    """The life of a rank: joins its group, then runs what arrives until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_run(rank, job))
+
+
+def _run(rank: int, job: tuple[str, str, list[str], bytes]) -> tuple[float, str | None, Any]:
+    import torch
+
+    name, file, path, payload = job
+    try:
+        sys.path[:] = path
+        if name not in sys.modules:
+            _load(name, file)
+        function, args = pickle.loads(payload)
+        torch.manual_seed(0)
+        return 0.0, None, function(*args)
+    except BaseException:
+        return time.time(), f"on rank {rank}:\n{traceback.format_exc()}", None
+
+
+def _load(name: str, file: str) -> None:
+    """Imports a test module from its file, under the name the test process knows it by."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+run_ranks = Ranks()
