@@ -1,0 +1,200 @@
+"""Training of a byte-level BPE tokenizer, in a process of its own.
+
+The library's trainer starts threads that would not survive the fork of ranks later on, so `train` runs this module
+(`python -m kumi.data.bpe`) and waits. The result depends on the sources, the vocabulary size and the sample alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kumi.data import records, tokenizer, work
+from kumi.data.records import Record
+from kumi.data.sources import Source, compression
+from kumi.data.tokenizer import Tokenizer
+from kumi.data.worker import in_validation
+from kumi.errors import ConfigError, KumiError, RefusedError
+
+EOS, PAD = "<|endoftext|>", "<|pad|>"
+_ALPHABET, _SPECIALS = 256, (EOS, PAD)
+_CHUNK = 1 << 20
+_ORIGIN = "kumi_tokenizer.json"
+# Compressed text counts as this many times its size on disk when a sample is drawn.
+_EXPANSION = 4
+
+
+def train(
+    sources: Sequence[Source],
+    vocab_size: int,
+    out_folder: Path | str,
+    *,
+    sample_bytes: int = 256 << 20,
+    validation: float = 0.0,
+) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` ids learnt from `sources`, in a folder that transformers loads.
+
+    From more than `sample_bytes` of text a sample of about that size is taken, chosen by a hash of file name and
+    place. Of what `prepare` would hold out with the same `validation` nothing is read. Id 0 is `<|endoftext|>` (begin
+    and end mark), id 1 `<|pad|>`. A folder that holds this very tokenizer already is used as it is."""
+    if vocab_size < _ALPHABET + len(_SPECIALS):
+        raise ConfigError(
+            f"vocab_size={vocab_size}: a byte-level tokenizer needs at least {_ALPHABET + len(_SPECIALS)} ids"
+        )
+    folder = Path(out_folder)
+    chosen = _sample(sources, sample_bytes)
+    options = {"version": work.FORMAT_VERSION, "vocab_size": vocab_size, "validation": validation}
+    # Paths and times stay out of what names the tokenizer's content, but any change of a file asks for a new training.
+    origin = work.digest([options, chosen])
+    if not _is_made_from(folder, origin):
+        _refuse_foreign(folder)
+        _run({"folder": str(folder), "chosen": chosen, "vocab_size": vocab_size, "validation": validation})
+        found = {"origin": origin, "sha256": _sha256(folder / "tokenizer.json"), **options}
+        (folder / _ORIGIN).write_text(json.dumps(found, indent=2) + "\n")
+    return tokenizer.load(folder)
+
+
+def _sample(sources: Sequence[Source], sample_bytes: int) -> list[dict[str, Any]]:
+    """The units to learn from, each with its source's text key and the most characters to take from it."""
+    chunks = []
+    for number, source in enumerate(sources):
+        files = work.files_of(source)
+        if any(file.format == "indexed" for file in files):
+            raise ConfigError(
+                f"data source {source.path!r}: a tokenizer learns from text, and indexed data holds tokens"
+            )
+        chunks += [(unit, source.text_key) for unit in work.units(number, files, source.text_key, _CHUNK)]
+    order = sorted(range(len(chunks)), key=lambda n: _place_hash(chunks[n][0]))
+    kept, size = [], 0
+    for number in order:
+        if size >= sample_bytes:
+            break
+        kept.append(number)
+        size += sum(s.bytes * (_EXPANSION if _packed(s) else 1) for s in chunks[number][0].segments)
+    limit = max(8 * _CHUNK, sample_bytes // max(len(kept), 1))
+    return [asdict(chunks[number][0]) | {"text_key": chunks[number][1], "limit": limit} for number in sorted(kept)]
+
+
+def _packed(segment: work.Segment) -> bool:
+    return segment.file.format == "parquet" or compression(Path(segment.file.path)) != ""
+
+
+def _place_hash(unit: work.Unit) -> bytes:
+    first = unit.segments[0]
+    return hashlib.sha256(
+        f"{Path(first.file.path).name}:{first.file.size}:{first.start}:{unit.source}".encode()
+    ).digest()
+
+
+def _is_made_from(folder: Path, origin: str) -> bool:
+    try:
+        found = json.loads((folder / _ORIGIN).read_text())
+        return bool(found["origin"] == origin and found["sha256"] == _sha256(folder / "tokenizer.json"))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / _ORIGIN).exists():
+        raise RefusedError(f"{folder}: holds files that are no tokenizer trained by kumi; name a new or empty folder")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _run(job: dict[str, Any]) -> None:
+    """Trains in a new process and waits for it."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true"}
+    command = [sys.executable, "-m", "kumi.data.bpe"]
+    done = subprocess.run(command, input=json.dumps(job).encode(), stdout=subprocess.PIPE, env=environment, check=False)
+    if done.returncode == ConfigError.exit_code:
+        raise ConfigError(done.stdout.decode())
+    if done.returncode != 0:
+        raise KumiError(f"the training of the tokenizer ended with code {done.returncode}; its message is above")
+
+
+def _texts(job: dict[str, Any]) -> Iterator[str]:
+    for unit in job["chosen"]:
+        left = unit["limit"]
+        for segment in unit["segments"]:
+            file = segment["file"]
+            items = records.read_range(
+                Path(file["path"]), file["format"], unit["text_key"], segment["start"], segment["end"]
+            )
+            for item in items:
+                if isinstance(item, Record) and not in_validation(item.text, job["validation"]):
+                    left -= len(item.text)
+                    yield from tokenizer.pieces(item.text)
+                if left <= 0:
+                    break
+
+
+def _learn(job: dict[str, Any]) -> None:
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=job["vocab_size"],
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in _SPECIALS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    texts = _texts(job)
+    first = next(texts, None)
+    if first is None:
+        raise ConfigError("the sources hold no text to learn a tokenizer from")
+    backend.train_from_iterator(_chain(first, texts), trainer=trainer)
+    _write(Path(job["folder"]), backend)
+
+
+def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def _write(folder: Path, backend: Any) -> None:
+    """The folder's files; the mark that it is kumi's and unfinished comes first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _ORIGIN).write_text("{}\n")
+    special = {"bos_token": EOS, "eos_token": EOS, "pad_token": PAD}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
+    partial = folder / "tokenizer.json.partial"
+    backend.save(str(partial))
+    os.replace(partial, folder / "tokenizer.json")
+
+
+def main() -> int:
+    """Does the one job given on standard input; a ConfigError's sentence goes to standard output."""
+    try:
+        _learn(json.load(sys.stdin))
+    except ConfigError as error:
+        sys.stdout.write(str(error))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

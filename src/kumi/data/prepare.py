@@ -1,0 +1,192 @@
+"""Sources to a store of token files: planned, tokenised in parallel, joined in order.
+
+    expand and cut into units -> those not in the cache go to worker processes -> units joined per source and side
+      -> meta.json, written last
+
+The cache (`<out>/cache`) holds one folder a finished unit, named after its exact input; a killed run leaves it, the
+next one goes on from it, and a finished one removes it. So the disk holds the tokens twice at the end of a run, and
+once after it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kumi.data import pool, progress, records, store, work
+from kumi.data.join import join
+from kumi.data.sources import DataPathError, Source
+from kumi.data.store import Store
+from kumi.data.tokenizer import Tokenizer
+from kumi.data.work import Plan, Unit
+from kumi.errors import ConfigError, DataError, KumiError, RefusedError
+
+OWNER = ".kumi-data"
+
+
+def prepare(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    out: Path | str,
+    *,
+    validation: float = 0.0,
+    on_error: str = "skip",
+    workers: int = 0,
+    progress: bool = False,
+    add_bos: bool = False,
+) -> Store:
+    """The store of `sources` in folder `out`, made where it is not there yet.
+
+    Every document gets the end mark. `validation` is the share of documents held out, chosen by a hash of the text.
+    `workers=0` takes every core this process may use. With `on_error="fail"` the first record that cannot be read
+    raises DataError with file:line; with "skip" it is counted and listed in faults.jsonl. Raises ConfigError for what
+    cannot work, RefusedError for a folder that holds something else."""
+    _check_options(sources, tokenizer, validation, on_error, add_bos)
+    folder = Path(out)
+    plan = work.plan(sources, tokenizer, validation, add_bos)
+    with _owned(folder):
+        if not _matches(folder, plan):
+            _make(folder, plan, tokenizer, on_error, workers or len(os.sched_getaffinity(0)), progress)
+        _keep_weights(folder, plan.sources)
+        if on_error == "fail":
+            _refuse_faults(folder)
+        return store.open_store(folder)
+
+
+def _check_options(
+    sources: Sequence[Source], tokenizer: Tokenizer, validation: float, on_error: str, add_bos: bool
+) -> None:
+    if not sources:
+        raise DataPathError("no data source is given; name at least one path")
+    if not 0 <= validation <= 0.5:
+        raise ConfigError(f"validation={validation}: the share of documents held out must lie between 0 and 0.5")
+    if on_error not in ("skip", "fail"):
+        raise ConfigError(f"on_error={on_error!r} must be 'skip' or 'fail'")
+    if add_bos and tokenizer.bos_id is None:
+        raise ConfigError(
+            f"{tokenizer.folder}: add_bos is set, but this tokenizer names no bos_token; leave add_bos out"
+        )
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Holds the folder against other preparations; creates it, or refuses one that holds something else."""
+    if folder.exists() and not folder.is_dir():
+        raise RefusedError(f"{folder}: is a file; data is prepared into a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / OWNER).exists():
+        raise RefusedError(f"{folder}: holds files that kumi did not prepare; name a new or empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / OWNER, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{folder}: another process is preparing this data; waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _matches(folder: Path, plan: Plan) -> bool:
+    meta = store.read_meta(folder)
+    if meta is None or meta["fingerprint"] != plan.fingerprint:
+        return False
+    try:
+        store.open_store(folder)
+    except RefusedError as error:
+        print(f"{error}: preparing again", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
+    cache = folder / "cache"
+    cache.mkdir(exist_ok=True)
+    try:
+        _run_units(cache, plan, tokenizer, on_error, workers, show)
+        join(folder, cache, plan, tokenizer)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise RefusedError(
+            f"{folder}: the disk is full; finished units are kept, free some space and run the same command again "
+            "(the end of a preparation needs the tokens' size twice)"
+        ) from error
+    shutil.rmtree(cache)
+
+
+def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
+    counts = [work.read_unit(cache / key) for key in plan.keys]
+    missing = [number for number, found in enumerate(counts) if found is None]
+    jobs = [_job(cache, plan, number, tokenizer, on_error) for number in missing]
+    total = sum(unit.bytes for unit in plan.units)
+    done = {number: unit.bytes for number, unit in enumerate(plan.units) if counts[number] is not None}
+    tokens = 0
+    with progress.showing("tokenising", total, enabled=show) as update, closing(pool.answers(jobs, workers)) as answers:
+        for job, answer in answers:
+            number = missing[job]
+            if "error" in answer:
+                _raise(answer, plan.units[number])
+            if "progress" in answer:
+                done[number] = answer["progress"]
+            else:
+                done[number] = plan.units[number].bytes
+                tokens += answer["result"].get("train_tokens", 0) + answer["result"].get("validation_tokens", 0)
+            update(sum(done.values()), tokens)
+
+
+def _job(cache: Path, plan: Plan, number: int, tokenizer: Tokenizer, on_error: str) -> dict[str, Any]:
+    unit = plan.units[number]
+    return {
+        "tokenizer": str(tokenizer.folder.resolve()),
+        "digest": tokenizer.digest,
+        "target": str((cache / plan.keys[number]).resolve()),
+        "segments": [asdict(segment) for segment in unit.segments],
+        "text_key": plan.sources[unit.source].text_key,
+        "validation": plan.options["validation"],
+        "add_bos": plan.options["bos"] is not None,
+        "on_error": on_error,
+        "parent": os.getpid(),
+    }
+
+
+def _raise(answer: dict[str, Any], unit: Unit) -> None:
+    kind, text = answer["kind"], answer["error"]
+    if kind == "DataError":
+        segment, file, line, reason = json.loads(text)
+        if unit.segments[segment].file.format == "jsonl":
+            line += records.lines_before(Path(file), unit.segments[segment].start)
+        raise DataError(_fault_sentence(file, line, reason))
+    if kind == "OSError":
+        raise OSError(answer["errno"], text)
+    if kind in ("ConfigError", "DataPathError", "RefusedError"):
+        raise ConfigError(text)
+    raise KumiError(f"a data worker failed in a way that was not foreseen:\n{text}")
+
+
+def _fault_sentence(file: str, line: int, reason: str) -> str:
+    return f"{file}:{line}: {reason}; correct it, or set on_error='skip' to count and leave out such records"
+
+
+def _refuse_faults(folder: Path) -> None:
+    with open(folder / store.FAULTS, encoding="utf-8") as lines:
+        for line in lines:
+            fault = json.loads(line)
+            raise DataError(_fault_sentence(fault["file"], fault["line"], fault["reason"]))
+
+
+def _keep_weights(folder: Path, sources: Sequence[Source]) -> None:
+    """Writes the weights asked for into meta.json: they are of the mixture and change no token."""
+    meta = store.read_meta(folder)
+    assert meta is not None
+    weights = [source.weight for source in sources]
+    if weights != [entry["weight"] for entry in meta["sources"]]:
+        for entry, weight in zip(meta["sources"], weights, strict=True):
+            entry["weight"] = weight
+        store.write_json(folder / store.META, meta)

@@ -1,0 +1,284 @@
+"""Files to documents: every record of a file is either a Record or a Fault, and none is lost in between.
+
+A file can be read in ranges: a range of a JSONL file is in bytes and holds the lines that begin in it, a range of a
+parquet file is in row groups. `line` counts from 1 (rows in parquet); in a range of a JSONL file it counts from the
+range's first line."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from kumi.data.sources import DataPathError, compression, file_format
+from kumi.errors import ConfigError
+
+MAX_BYTES = 256 * 2**20
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One document and where it stands."""
+
+    text: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A record that cannot be used. `kind` is one of broken-json, encoding, empty, missing-field, not-a-string,
+    not-an-object, too-long, unreadable; `reason` says it in words with the values."""
+
+    file: str
+    line: int
+    kind: str
+    reason: str
+
+
+Item = Record | Fault
+
+
+def read(path: Path | str, fmt: str = "auto", text_key: str = "text") -> Iterator[Item]:
+    """Every document and every fault of a file, in file order."""
+    found = file_format(Path(path), fmt)
+    if found is None or found == "indexed":
+        raise DataPathError(f"{path}: its suffix does not say how to read it; set format to jsonl, parquet or text")
+    yield from read_range(Path(path), found, text_key)
+
+
+def read_range(
+    path: Path, fmt: str, text_key: str, start: int = 0, end: int | None = None
+) -> Generator[Item, None, int]:
+    """The items of one range of `path` (all of it by default); the generator returns the number of lines it
+    passed."""
+    if fmt == "text":
+        yield _text(path)
+        return 1
+    reader = _jsonl if fmt == "jsonl" else _parquet
+    line = 0
+    try:
+        lines = reader(path, text_key, start, end)
+        while True:
+            line, item = next(lines)
+            if item is not None:
+                yield item
+    except StopIteration:
+        return line
+    except (OSError, EOFError, zlib.error, RuntimeError, ValueError) as error:
+        yield Fault(str(path), line + 1, "unreadable", f"cannot be read on from here: {_first_line(error)}")
+    return line
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The uncompressed bytes of `path`. A cut-off .gz or .zst raises EOFError at its end."""
+    kind = compression(path)
+    if kind == ".gz":
+        return cast(BinaryIO, io.BufferedReader(cast(Any, gzip.open(path, "rb")), _BLOCK))
+    if kind == ".zst":
+        return cast(BinaryIO, io.BufferedReader(_ZstReader(path), _BLOCK))
+    return open(path, "rb", buffering=_BLOCK)
+
+
+def need(module: str, suffix: str) -> Any:
+    """The optional module `module`, or a ConfigError that says how to get it."""
+    try:
+        return __import__(module, fromlist=["_"])
+    except ImportError as error:
+        name = module.split(".")[0]
+        raise ConfigError(
+            f"reading {suffix} files needs {name}, which is not installed; pip install 'kumi[data]'"
+        ) from error
+
+
+def parquet_groups(path: Path, text_key: str) -> list[int] | None:
+    """Rows of each row group, or None when the file is not readable. Raises ConfigError when the column is not
+    there."""
+    parquet = need("pyarrow.parquet", ".parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+            rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    except (OSError, ValueError):
+        return None
+    if text_key not in schema.names:
+        raise ConfigError(f"{path}: no column {text_key!r}; it has {', '.join(schema.names)}; set text_key")
+    if str(schema.field(text_key).type) not in ("string", "large_string", "string_view", "null"):
+        raise ConfigError(f"{path}: column {text_key!r} is {schema.field(text_key).type}, not string; set text_key")
+    return rows
+
+
+def lines_before(path: Path, offset: int) -> int:
+    """Number of lines that begin before byte `offset` of an uncompressed file, and end before the first that does
+    not."""
+    if offset == 0:
+        return 0
+    count, left = 0, offset - 1
+    with open(path, "rb") as stream:
+        while left > 0 and (block := stream.read(min(_BLOCK, left))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count + 1
+
+
+def _text(path: Path) -> Item:
+    try:
+        with open_bytes(path) as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        return Fault(str(path), 1, "unreadable", f"cannot be read: {_first_line(error)}")
+    if len(raw) > MAX_BYTES:
+        return _too_long(str(path), 1)
+    try:
+        return _checked(raw.decode("utf-8-sig"), str(path), 1)
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        return Fault(str(path), line, "encoding", _encoding_reason(raw, error))
+
+
+def _jsonl(path: Path, key: str, start: int, end: int | None) -> Iterator[tuple[int, Item | None]]:
+    file, line, seen = str(path), 0, False
+    with open_bytes(path) as stream:
+        position = start
+        if start:
+            stream.seek(start - 1)
+            position = start - 1 + _skip_line(stream)
+        while end is None or position < end:
+            raw = stream.readline(MAX_BYTES + 1)
+            if not raw:
+                break
+            position, line = position + len(raw), line + 1
+            if len(raw) > MAX_BYTES and not raw.endswith(b"\n"):
+                position, seen = position + _skip_line(stream), True
+                yield line, _too_long(file, line)
+                continue
+            if start == 0 and line == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            blank = not raw.strip()
+            seen = seen or not blank
+            yield line, None if blank else _parse(raw, key, file, line)
+    if not seen and start == 0 and end is None:
+        yield line, Fault(file, 1, "empty", "the file holds no record")
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Reads to the end of the line in bounded memory; returns the bytes passed."""
+    passed = 0
+    while block := stream.readline(_BLOCK):
+        passed += len(block)
+        if block.endswith(b"\n"):
+            break
+    return passed
+
+
+def _parse(raw: bytes, key: str, file: str, line: int) -> Item:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Fault(file, line, "encoding", _encoding_reason(raw, error))
+    except (ValueError, RecursionError) as error:
+        return Fault(file, line, "broken-json", f"not a JSON object: {_first_line(error)}")
+    if not isinstance(value, dict):
+        return Fault(file, line, "not-an-object", f"a JSON {type(value).__name__} where an object was expected")
+    return _field(value, key, file, line)
+
+
+def _field(value: dict[str, Any], key: str, file: str, line: int) -> Item:
+    text = value.get(key)
+    if isinstance(text, str):
+        return _checked(text, file, line)
+    if text is None:
+        has = ", ".join(list(value)[:8]) or "nothing"
+        state = "is null" if key in value else f"is missing (the record has: {has})"
+        return Fault(file, line, "missing-field", f"field {key!r} {state}")
+    return Fault(file, line, "not-a-string", f"field {key!r} is of type {type(text).__name__}, not a string")
+
+
+def _checked(text: str, file: str, line: int) -> Item:
+    if not text or text.isspace():
+        return Fault(file, line, "empty", "the text is empty")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return Fault(file, line, "encoding", f"half a surrogate pair (U+{ord(text[error.start]):04X}) in the text")
+    return Record(text, file, line)
+
+
+def _parquet(path: Path, key: str, start: int, end: int | None) -> Iterator[tuple[int, Item | None]]:
+    parquet, file = need("pyarrow.parquet", ".parquet"), str(path)
+    with parquet.ParquetFile(path) as table:
+        metadata = table.metadata
+        groups = range(start, metadata.num_row_groups if end is None else end)
+        row = sum(metadata.row_group(group).num_rows for group in range(start))
+        if metadata.num_rows == 0:
+            yield 0, Fault(file, 1, "empty", "the file holds no record")
+        for batch in table.iter_batches(batch_size=256, row_groups=list(groups), columns=[key]):
+            for value in batch.column(0):
+                row += 1
+                yield row, _value(value, key, file, row)
+
+
+def _value(value: Any, key: str, file: str, row: int) -> Item:
+    try:
+        return _field({key: value.as_py()}, key, file, row)
+    except UnicodeDecodeError as error:
+        return Fault(file, row, "encoding", f"not UTF-8 at byte {error.start}")
+
+
+def _too_long(file: str, line: int) -> Fault:
+    return Fault(file, line, "too-long", f"one document of more than {MAX_BYTES >> 20} MiB; split it")
+
+
+def _encoding_reason(raw: bytes, error: UnicodeDecodeError) -> str:
+    hint = " (it begins like UTF-16)" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+    return f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}{hint}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+class _ZstReader(io.RawIOBase):
+    """Uncompressed bytes of a .zst file of one or more frames; unlike zstandard's own reader it notices a cut-off
+    end."""
+
+    def __init__(self, path: Path) -> None:
+        self._zstandard = need("zstandard", ".zst")
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by close()
+        self._frame: Any = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            block = (self._frame.unused_data if self._frame and self._frame.eof else b"") or self._file.read(1 << 17)
+            if not block:
+                if self._frame and not self._frame.eof:
+                    raise EOFError("the compressed file ends in the middle of a frame")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+            self._ready = self._decompress(block)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _decompress(self, block: bytes) -> bytes:
+        try:
+            return cast(bytes, self._frame.decompress(block))
+        except self._zstandard.ZstdError as error:
+            raise EOFError(str(error)) from error
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

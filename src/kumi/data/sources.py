@@ -1,0 +1,169 @@
+"""Where text comes from: a source names files, and each file has a format.
+
+A source's path is a file, a folder, a glob or (for `format="indexed"`) the prefix of a .bin/.idx pair. `{stdlib}`
+stands for the standard library of the running interpreter, `~` for the home folder, `{a,b}` for alternatives."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import math
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kumi.errors import ConfigError
+
+FORMATS = ("auto", "jsonl", "parquet", "text", "indexed")
+COMPRESSIONS = (".gz", ".zst")
+_JSONL = frozenset({".jsonl", ".ndjson"})
+_PROSE = (".txt", ".md", ".rst", ".tex", ".org", ".html", ".xml")
+_CODE = (
+    ".py",
+    ".pyi",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".hpp",
+    ".cu",
+    ".java",
+    ".js",
+    ".ts",
+    ".go",
+    ".rs",
+    ".rb",
+    ".sh",
+    ".sql",
+)
+_SETTINGS = (".css", ".toml", ".yaml", ".yml", ".ini", ".cfg")
+_TEXT = frozenset({*_PROSE, *_CODE, *_SETTINGS})
+
+
+class DataPathError(ConfigError):
+    """A data path that names nothing, or something whose format is not known."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One named stream of documents: `weight` is its share in the mixture, `exclude` are globs of files to leave
+    out."""
+
+    path: str
+    weight: float = 1.0
+    text_key: str = "text"
+    format: str = "auto"
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ConfigError(f"data source {self.path!r}: format={self.format!r} is none of {', '.join(FORMATS)}")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ConfigError(f"data source {self.path!r}: weight={self.weight} must be a finite number above 0")
+
+
+def expand(source: Source) -> list[Path]:
+    """The files of `source`, absolute and sorted by name; for indexed data the .idx files.
+
+    In a folder, names that begin with a dot and `__pycache__` are left out. Raises DataPathError when nothing is
+    left, or when a file's suffix does not say what it is."""
+    found: set[Path] = set()
+    for pattern in _alternatives(source.path):
+        found.update(_matches(pattern, source.format == "indexed"))
+    if not found:
+        folder = os.path.abspath(os.curdir)
+        raise DataPathError(f"data source {source.path!r} matches no file (looked from {folder}); correct the path")
+    excluded = [_glob_regex(pattern) for pattern in source.exclude]
+    files = sorted(
+        (f for f in found if not any(e.fullmatch(f.as_posix()) for e in excluded)), key=lambda f: f.as_posix()
+    )
+    if not files:
+        raise DataPathError(
+            f"data source {source.path!r}: exclude={list(source.exclude)} removes all {len(found)} files"
+        )
+    _refuse_unknown(source, files)
+    return files
+
+
+def file_format(path: Path, fmt: str = "auto") -> str | None:
+    """The format of `path`: `fmt` itself, or, for "auto", what the suffix says; None when it says nothing."""
+    if fmt != "auto":
+        return fmt
+    suffix = _inner_suffix(path)
+    if suffix in _JSONL:
+        return "jsonl"
+    if suffix == ".parquet":
+        return "parquet"
+    return "text" if suffix in _TEXT else None
+
+
+def compression(path: Path) -> str:
+    """The compression that the name of `path` tells: ".gz", ".zst" or ""."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in COMPRESSIONS else ""
+
+
+def _inner_suffix(path: Path) -> str:
+    return Path(path.stem).suffix.lower() if compression(path) else path.suffix.lower()
+
+
+def _refuse_unknown(source: Source, files: list[Path]) -> None:
+    unknown = [f for f in files if file_format(f, source.format) is None]
+    if unknown:
+        shown = ", ".join(str(f) for f in unknown[:3]) + (" ..." if len(unknown) > 3 else "")
+        raise DataPathError(
+            f"data source {source.path!r}: {len(unknown)} of {len(files)} files have a suffix that does not say how to "
+            f"read them ({shown}); set format to one of {', '.join(FORMATS[1:])}, name the wanted files with a glob "
+            "such as '**/*.jsonl', or leave these out with exclude"
+        )
+
+
+def _alternatives(path: str) -> Iterator[str]:
+    """`path` with `{a,b}` written out and `~` and `{stdlib}` filled in."""
+    pieces = re.split(r"\{([^{}]*,[^{}]*)\}", path)
+    choices = [piece.split(",") if number % 2 else [piece] for number, piece in enumerate(pieces)]
+    for combination in itertools.product(*choices):
+        text = "".join(combination)
+        stdlib = sysconfig.get_paths()["stdlib"]
+        text = text.replace("{stdlib}", glob.escape(stdlib) if glob.has_magic(text) else stdlib)
+        yield os.path.abspath(os.path.expanduser(text))
+
+
+def _matches(pattern: str, indexed: bool) -> Iterator[Path]:
+    path = Path(pattern)
+    if indexed:
+        yield from _indexed_matches(pattern)
+    elif path.is_dir():
+        yield from _walk(path)
+    elif path.is_file():
+        yield path
+    elif glob.has_magic(pattern):
+        yield from (Path(name) for name in glob.iglob(pattern, recursive=True) if os.path.isfile(name))
+
+
+def _indexed_matches(pattern: str) -> Iterator[Path]:
+    if os.path.isdir(pattern):
+        yield from sorted(Path(pattern).glob("*.idx"))
+        return
+    stem = pattern[:-4] if pattern.endswith((".bin", ".idx")) else pattern
+    names = [stem + ".idx"] if os.path.isfile(stem + ".idx") else glob.iglob(stem + ".idx", recursive=True)
+    yield from (Path(name) for name in names)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
+        yield from (Path(root, name) for name in names if not name.startswith("."))
+
+
+def _glob_regex(pattern: str) -> re.Pattern[str]:
+    """A regex for whole absolute paths; a relative pattern may match from any folder on."""
+    text = os.path.expanduser(pattern).replace("{stdlib}", sysconfig.get_paths()["stdlib"])
+    if not text.startswith(("/", "**")):
+        text = "**/" + text
+    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    tokens = re.split(r"(\*\*/|\*\*|\*|\?)", text)
+    return re.compile("".join(parts.get(token, re.escape(token)) for token in tokens))

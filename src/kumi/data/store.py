@@ -1,0 +1,186 @@
+"""A prepared folder: token files of each source, `meta.json` with what they hold and where they come from,
+`files.jsonl` with every input file, `faults.jsonl` with every record that was left out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kumi.data import binfile
+from kumi.data.binfile import Array, IndexedFile
+from kumi.data.mix import Mixture, Sweep
+from kumi.data.tokenizer import Tokenizer
+from kumi.errors import RefusedError
+
+META, FAULTS, FILES = "meta.json", "faults.jsonl", "files.jsonl"
+
+
+@dataclass(frozen=True)
+class StoredSource:
+    """The tokens of one source. A prefix is None where that side has no document. `faults` counts records by kind,
+    `special_tokens_in_text` the special tokens that documents spelled out themselves."""
+
+    name: str
+    path: str
+    weight: float
+    train: Path | None
+    validation: Path | None
+    train_documents: int
+    train_tokens: int
+    validation_documents: int
+    validation_tokens: int
+    faults: dict[str, int]
+    special_tokens_in_text: int
+    unigram_entropy: float
+
+
+@dataclass(frozen=True)
+class Store:
+    """A prepared folder. `unigram_entropy` is that of all training tokens, in nats a token."""
+
+    folder: Path
+    sources: tuple[StoredSource, ...]
+    tokenizer_digest: str
+    vocab_size: int
+    eos_id: int
+    bos_id: int | None
+    validation: float
+    unigram_entropy: float
+    fingerprint: str
+
+    @property
+    def train_tokens(self) -> int:
+        return sum(source.train_tokens for source in self.sources)
+
+    @property
+    def validation_tokens(self) -> int:
+        return sum(source.validation_tokens for source in self.sources)
+
+    @property
+    def documents(self) -> int:
+        return sum(source.train_documents + source.validation_documents for source in self.sources)
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """Records left out, by kind, over all sources."""
+        total: Counter[str] = Counter()
+        for source in self.sources:
+            total.update(source.faults)
+        return dict(sorted(total.items()))
+
+    def train_parts(self) -> list[tuple[IndexedFile, float]]:
+        """Open training files with their weights."""
+        return [(binfile.open_file(s.train), s.weight) for s in self.sources if s.train]
+
+    def validation_parts(self) -> list[IndexedFile]:
+        """Open validation files."""
+        return [binfile.open_file(s.validation) for s in self.sources if s.validation]
+
+    def mixture(self, seq_len: int, seed: int, *, cross_document: bool = False) -> Mixture:
+        """The training sequences of this store."""
+        return Mixture(self.train_parts(), seq_len, seed, cross_document)
+
+    def sweep(self, seq_len: int, *, cross_document: bool = False) -> Sweep:
+        """The validation sequences of this store."""
+        return Sweep(self.validation_parts(), seq_len, cross_document)
+
+
+def open_store(folder: Path | str) -> Store:
+    """The store in `folder`. Raises RefusedError when there is none or a token file is not the one described."""
+    folder = Path(folder)
+    meta = read_meta(folder)
+    if meta is None:
+        raise RefusedError(f"{folder}: no {META} of prepared data; run `kumi data prepare` first")
+    sources = tuple(_source(folder, entry) for entry in meta["sources"])
+    names = ("vocab_size", "eos_id", "bos_id", "validation", "unigram_entropy", "fingerprint")
+    return Store(folder, sources, meta["tokenizer"]["sha256"], **{name: meta[name] for name in names})
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """What meta.json of a prepared folder says, or None when there is none."""
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RefusedError(f"{folder / META}: not JSON: {error}; remove the folder and prepare again") from error
+    return meta if isinstance(meta, dict) and meta.get("kind") == "kumi data" else None
+
+
+def inspect(
+    folder: Path | str, tokens: Tokenizer | None = None, documents: int = 3, characters: int = 400
+) -> dict[str, Any]:
+    """What `kumi data inspect` shows: counts and faults of each source, its first documents (decoded where `tokens`
+    is given, else as ids), and the first faults."""
+    store = open_store(folder)
+    if tokens is not None and tokens.digest != store.tokenizer_digest:
+        raise RefusedError(
+            f"{folder}: was prepared with tokenizer {store.tokenizer_digest[:12]}, {tokens.folder} is "
+            f"{tokens.digest[:12]}; give the tokenizer it was prepared with"
+        )
+    meta = read_meta(store.folder)
+    assert meta is not None
+    for entry, source in zip(meta["sources"], store.sources, strict=True):
+        entry["documents"] = _first_documents(source, tokens, documents, characters)
+    with open(store.folder / FAULTS, encoding="utf-8") as lines:
+        meta["first_faults"] = [json.loads(line) for line in islice(lines, 10)]
+    return meta
+
+
+def _first_documents(
+    source: StoredSource, tokens: Tokenizer | None, count: int, characters: int
+) -> list[dict[str, Any]]:
+    if source.train is None:
+        return []
+    file = binfile.open_file(source.train)
+    shown = []
+    for number in range(min(count, file.document_count)):
+        ids = file.document(number)
+        entry: dict[str, Any] = {"tokens": len(ids), "first_ids": ids[:8].tolist(), "last_ids": ids[-3:].tolist()}
+        if tokens is not None:
+            entry["text"] = tokens.decode(ids[:characters].tolist())[:characters]
+        shown.append(entry)
+    return shown
+
+
+def _source(folder: Path, entry: dict[str, Any]) -> StoredSource:
+    values = {name: entry[name] for name in StoredSource.__dataclass_fields__}
+    for side in ("train", "validation"):
+        if entry[side] is not None:
+            values[side] = folder / entry[side]
+            found = binfile.open_file(values[side])
+            have, want = (
+                (found.token_count, found.document_count),
+                (entry[f"{side}_tokens"], entry[f"{side}_documents"]),
+            )
+            if have != want:
+                raise RefusedError(
+                    f"{values[side]}.bin: holds {have[0]} tokens in {have[1]} documents where {META} says {want[0]} in "
+                    f"{want[1]}; remove {folder / META} and prepare again"
+                )
+    return StoredSource(**values)
+
+
+def entropy(counts: Sequence[int] | Array) -> float:
+    """Entropy in nats of the distribution that the counts give; 0 for none."""
+    seen = np.asarray(counts, np.float64)
+    seen = seen[seen > 0]
+    if not len(seen):
+        return 0.0
+    share = seen / seen.sum()
+    return float(-(share * np.log(share)).sum()) + 0.0
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file so that it appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
