@@ -1,0 +1,206 @@
+"""Starting ranks on this machine, and stopping them: one call, one exit code, one error.
+
+    CLI --run--> parent: torch's elastic agent + Watch --fork--> rank 0 (terminal), rank 1 ... (log files)
+
+Ranks are forked, so they have the parent's imports and start in a tenth of a second; the parent must not have used
+CUDA (it is spawned from then on, which takes seconds) and must not have computed with more than one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kumi.errors
+from kumi.errors import CommunicationError, KumiError
+from kumi.launch import signals
+from kumi.launch.rank import Failure, Start, log_path, read_failures, run_rank
+from kumi.launch.watch import Death, Watch
+
+_TRACE_LINES = 12
+# The agent insists on handling some signal; this one is nobody's.
+_AGENT_SIGNAL = "SIGUSR2"
+_NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+
+def run(
+    fn: Callable[..., int | None], args: tuple[Any, ...] = (), *, nproc: int, log_dir: Path | str, grace: float = 600.0
+) -> int:
+    """The exit code that `fn(*args)` returns (None is 0), run as each of `nproc` ranks of this machine.
+
+    With one rank, or as a rank that torchrun or srun has started (RANK and WORLD_SIZE are set), `fn` runs in this
+    process. `fn` finds its rank where torch's env:// finds it, asks `signals.install()` whether to stop, and returns
+    `signals.exit_code(...)` when it did. After SIGINT, SIGTERM, SIGHUP or SIGUSR1 it has `grace` seconds for that.
+
+    Raises the first failing rank's KumiError; KumiError with the end of the traceback for any other exception; and
+    CommunicationError for a rank that was killed. The rest is in `log_dir`/rank_00001.log and so on.
+    """
+    if nproc == 1 or is_rank(os.environ):
+        with signals.installed():
+            return fn(*args) or 0
+    log_dir = Path(log_dir).absolute()
+    log_dir.mkdir(parents=True, exist_ok=True)
+    return _run_ranks(fn, args, nproc, log_dir, grace)
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as one rank of several."""
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that `nproc` ranks of this machine need and `environ` does not set.
+
+    OMP_NUM_THREADS and OMP_WAIT_POLICY count only when they are set before torch is imported.
+    """
+    wanted = {
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the other ranks
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not start CUDA in the parent: a fork cannot use it
+    }
+    if nproc > 1:
+        wanted["OMP_NUM_THREADS"] = str(threads_per_rank(nproc, environ))
+        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
+    """Threads each of `nproc` ranks computes with: the user's OMP_NUM_THREADS, else an equal share of the cores."""
+    if environ.get("OMP_NUM_THREADS", "").isdecimal():
+        return int(environ["OMP_NUM_THREADS"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // nproc)
+
+
+def _run_ranks(fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float) -> int:
+    added = environment(nproc, os.environ)
+    threads = threads_per_rank(nproc, os.environ)
+    control = Path(tempfile.mkdtemp(prefix="kumi-launch-"))
+    os.environ.update(added)
+    try:
+        with _quiet_agent(), signals.installed() as flag, Watch(control, flag, grace) as watch:
+            codes = _elastic(nproc, fn, args, Start(control, log_dir, os.getpid(), threads))
+        if codes is not None:
+            return next((code for code in codes if code), 0)
+        if flag.requested is not None and (flag.insisted or watch.out_of_grace):
+            return _stopped_hard(flag, grace)
+        raise _first_error(watch, read_failures(control), log_dir)
+    finally:
+        for name in added:
+            del os.environ[name]
+        shutil.rmtree(control)
+
+
+def _elastic(nproc: int, fn: Callable[..., int | None], args: tuple[Any, ...], start: Start) -> list[int] | None:
+    """The ranks' exit codes from torch's elastic agent; None when a rank failed."""
+    import torch
+    from torch.distributed.distributed_c10d import TCPStore
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The kernel chooses the port and this process keeps it: the agent and the ranks use this very store.
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, multi_tenant=True)
+    can_fork = sys.platform == "linux" and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=start.control.name,
+        role="kumi",
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{store.port}",
+        rdzv_configs={"rank": 0},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="fork" if can_fork else "spawn",
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle=_AGENT_SIGNAL,
+    )
+    before = signal.getsignal(getattr(signal, _AGENT_SIGNAL))
+    try:
+        results = elastic_launch(config, run_rank)(fn, args, start)
+    except ChildFailedError:
+        return None
+    finally:
+        signal.signal(getattr(signal, _AGENT_SIGNAL), before)
+    return [results[rank] for rank in sorted(results)]
+
+
+def _stopped_hard(flag: signals.StopFlag, grace: float) -> int:
+    """The exit code after the user insisted; CommunicationError when the ranks used up their grace."""
+    assert flag.requested is not None
+    if flag.insisted:
+        return signals.exit_code(flag.requested)
+    name = signal.Signals(flag.requested).name
+    raise CommunicationError(
+        f"the ranks did not stop within {grace:.0f} s of {name} and were killed; the last complete checkpoint counts"
+    )
+
+
+def _first_error(watch: Watch, failures: list[Failure], log_dir: Path) -> KumiError:
+    """The error of the rank that failed first, and of those the one that no other rank's failure explains."""
+    reported = {failure.rank for failure in failures}
+    crashes = [death for death in watch.deaths if death.code != 0 and death.rank not in reported | watch.killed]
+    causes: list[tuple[bool, float, Failure | Death]] = [
+        *((failure.echo, failure.at, failure) for failure in failures),
+        # gloo aborts the process when a peer sends less than it was promised
+        *((death.code in (None, -signal.SIGABRT, -signal.SIGTERM), death.at, death) for death in crashes),
+    ]
+    if not causes:
+        return CommunicationError(f"a rank ended without saying why; see the logs in {log_dir}")
+    cause = min(causes, key=lambda one: one[:2])[2]
+    return _crash(cause, log_dir) if isinstance(cause, Death) else _reported(cause, log_dir)
+
+
+def _reported(failure: Failure, log_dir: Path) -> KumiError:
+    """The rank's KumiError again, or a KumiError with the end of its traceback."""
+    for name in failure.kinds:
+        kind = getattr(kumi.errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, KumiError):
+            return kind(failure.message)
+    tail = "\n".join(failure.trace.rstrip().splitlines()[-_TRACE_LINES:])
+    return KumiError(
+        f"rank {failure.rank} failed unexpectedly; all of it is in {log_path(log_dir, failure.rank)}\n{tail}"
+    )
+
+
+def _crash(death: Death, log_dir: Path) -> CommunicationError:
+    log = log_path(log_dir, death.rank)
+    if death.code is None or death.code >= 0:
+        return CommunicationError(f"rank {death.rank} ended with exit code {death.code} without saying why; see {log}")
+    try:
+        name = signal.Signals(-death.code).name
+    except ValueError:
+        name = "a real-time signal"
+    hint = f"see {log}"
+    if -death.code == signal.SIGKILL:
+        hint = f"the system does that when memory runs out (see `dmesg`): use less memory per rank; its log is {log}"
+    return CommunicationError(f"rank {death.rank} was killed by signal {-death.code} ({name}); {hint}")
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Silences the agent's own reports of what `run` reports in a sentence."""
+    import torch.distributed.launcher.api  # noqa: F401  (its loggers exist from here on)
+
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger) and name.startswith(_NOISY) and not logger.disabled
+    ]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.disabled = False
