@@ -101,7 +101,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
-    """The value of each of `keys`, defaults filled in; ModelError for a key that is unknown, missing or of a wrong type."""
+    """The value of each of `keys`, defaults filled in; ModelError for an unknown, missing or mistyped one."""
     for name, value in config.items():
         if name in keys:
             _check_kind(family, name, value, keys[name].kind)

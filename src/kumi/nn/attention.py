@@ -1,0 +1,71 @@
+"""Causal grouped-query attention over rows that may hold several documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kumi.nn import rope
+from kumi.nn.linear import Linear
+from kumi.nn.norm import RMSNorm
+from kumi.spec import model
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the documents of a batch lie, worked out once per batch.
+
+    `document_ids` (B, S) has another value on each side of a boundary; None means that every row is one document.
+    """
+
+    document_ids: Tensor | None
+
+    def mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+        """True where query s may look at key t, (B or 1, 1, S, S); None where causal order is all there is."""
+        if self.document_ids is None and (window is None or window >= length):
+            return None
+        position = torch.arange(length, device=device)
+        distance = position[:, None] - position[None, :]
+        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        if self.document_ids is None:
+            return seen[None, None]
+        return (self.document_ids[:, :, None] == self.document_ids[:, None, :])[:, None] & seen
+
+
+class Attention(nn.Module):
+    """Projections, optional query and key norms, rotation, attention, output projection."""
+
+    def __init__(
+        self, hidden_size: int, spec: model.Attention, eps: float, *, device: torch.device | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = Linear(hidden_size, heads, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.k_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.v_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.o_proj = Linear(heads, hidden_size, bias=spec.out_bias, device=device, dtype=dtype)
+        self.q_norm = RMSNorm(spec.head_dim, eps, device=device, dtype=dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, eps, device=device, dtype=dtype) if spec.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
+        batch, length, _ = x.shape
+        heads = (batch, length, -1, self.spec.head_dim)
+        q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        out = attend(q, k, v, segments, self.spec.sliding_window)
+        projected: Tensor = self.o_proj(out.reshape(batch, length, -1))
+        return projected
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None) -> Tensor:
+    """Attention of `q` (B, S, H, E) over `k` and `v` (B, S, K, E), each position over its document's past."""
+    mask = segments.mask(q.shape[1], window, q.device)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return out.transpose(1, 2)

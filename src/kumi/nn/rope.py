@@ -1,0 +1,73 @@
+"""Rotary position embeddings (Su et al., 2021, arXiv:2104.09864) and their scalings for longer contexts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kumi.spec.model import Rope
+
+
+def tables(rope: Rope, head_dim: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin (B, S, E/2) in float32 for every position.
+
+    They are made anew in each forward pass: no buffer that a build on the meta device or a sharding could lose.
+    """
+    angles = position_ids[..., None].float() * frequencies(rope, head_dim, position_ids.device)
+    factor = rope.attention_factor
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor is None else (cos * factor, sin * factor)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` (B, S, heads, E) with each pair (i, i + E/2) turned by its angle."""
+    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
+    """Radians per position of each of the E/2 pairs, in float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    plain = 1.0 / rope.rope_theta**exponents
+    if rope.scaling == "linear":
+        return plain / rope.factor
+    if rope.scaling == "llama3":
+        return _llama3(rope, plain)
+    if rope.scaling == "yarn":
+        return _yarn(rope, head_dim, plain)
+    return plain
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """Wavelengths beyond the original context are stretched by `factor`, short ones kept, with a ramp between."""
+    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    assert original is not None
+    assert low is not None
+    assert high is not None
+    turns = original * plain / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * keep + plain / rope.factor * (1 - keep)
+
+
+def _yarn(rope: Rope, head_dim: int, plain: Tensor) -> Tensor:
+    """Pairs that turn more than `beta_fast` times in the original context are kept, below `beta_slow` stretched."""
+    assert rope.beta_fast is not None
+    assert rope.beta_slow is not None
+    low, high = _pair(rope, head_dim, rope.beta_fast), _pair(rope, head_dim, rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    index = torch.arange(head_dim // 2, dtype=torch.float32, device=plain.device)
+    stretch = ((index - low) / width).clamp(0, 1)
+    return plain / rope.factor * stretch + plain * (1 - stretch)
+
+
+def _pair(rope: Rope, head_dim: int, turns: float) -> float:
+    """The (fractional) index of the pair that makes `turns` turns in the original context."""
+    assert rope.original_max_position_embeddings is not None
+    ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+    return head_dim * math.log(ratio) / (2 * math.log(rope.rope_theta))
