@@ -1,7 +1,7 @@
 """What a TOML run file may say, and how it becomes the values that the planner and the trainer read.
 
-    load(path, overrides) -> RunConfig     what was written, checked key by key
-    resolve(config)       -> Run           what will run: specs, with everything derived
+load(path, overrides) -> RunConfig     what was written, checked key by key
+resolve(config)       -> Run           what will run: specs, with everything derived
 """
 
 from kumi.config.load import dump, from_dict, json_schema, load

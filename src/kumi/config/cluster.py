@@ -45,13 +45,17 @@ def cluster_spec(section: ClusterSection) -> ClusterSpec:
 
 def presets() -> list[str]:
     """Names of the clusters that come with kumi."""
-    return sorted(item.name.removesuffix(".toml") for item in files("kumi.clusters").iterdir() if item.name.endswith(".toml"))
+    return sorted(
+        item.name.removesuffix(".toml") for item in files("kumi.clusters").iterdir() if item.name.endswith(".toml")
+    )
 
 
 def _read(source: str) -> ClusterFile:
     file = Path(source) if source.endswith(".toml") else files("kumi.clusters").joinpath(f"{source}.toml")
     if not file.is_file():
-        raise ConfigError(f"cluster.source: {source!r} is no preset and no TOML file; use 'auto', {', '.join(presets())}, or a file")
+        raise ConfigError(
+            f"cluster.source: {source!r} is no preset and no TOML file; use 'auto', {', '.join(presets())}, or a file"
+        )
     try:
         return ClusterFile.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, ValidationError) as error:
@@ -75,7 +79,9 @@ def _gpus() -> list[Device]:
     except (OSError, subprocess.SubprocessError):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len([part for part in visible.split(",") if part.strip() not in ("", "-1")]) if visible is not None else None
+    count = (
+        len([part for part in visible.split(",") if part.strip() not in ("", "-1")]) if visible is not None else None
+    )
     return [_gpu(line) for line in listed.strip().splitlines()][:count]
 
 

@@ -35,7 +35,7 @@ def from_dict(written: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(written)
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(dict(item)) for item in error.errors())) from None
+        raise ConfigError("; ".join(_sentence(item) for item in _innermost(error))) from None
 
 
 def json_schema() -> dict[str, Any]:
@@ -94,6 +94,17 @@ def _value(text: str) -> Any:
         return text
 
 
+def _innermost(error: ValidationError) -> list[dict[str, Any]]:
+    """The errors of `error` without those that only follow from an error further inside."""
+    items = [dict(item) for item in error.errors()]
+    places = [item["loc"] for item in items]
+    return [
+        item
+        for item in items
+        if not any(place != item["loc"] and place[: len(item["loc"])] == item["loc"] for place in places)
+    ]
+
+
 def _sentence(item: dict[str, Any]) -> str:
     """One validation error as `path: what is wrong; what to do`."""
     location = [part for part in item["loc"] if part not in ("str", "TrainedTokenizer")]
@@ -109,7 +120,7 @@ def _sentence(item: dict[str, Any]) -> str:
 
 
 def _suggest(location: Sequence[str | int]) -> str:
-    """"; did you mean 'x'?" for the known key most like the last of `location`, or the known keys."""
+    """ "; did you mean 'x'?" for the known key most like the last of `location`, or the known keys."""
     *parents, key = location
     model: Any = RunConfig
     for part in parents:

@@ -69,7 +69,9 @@ def model_folder(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        return Path(
+            snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+        )
     except Exception as error:  # the hub client raises many kinds, all of which mean the same here
         raise ConfigError(f"model.source: {source!r} is no folder, and the hub did not give it: {error}") from None
 

@@ -12,7 +12,7 @@ from kumi.spec.model import ModelSpec
 
 def problems(model: ModelSpec, layout: Layout, cluster: ClusterSpec, batch: BatchSpec) -> list[str]:
     """Everything that keeps `model` from training on `cluster` with `layout` and `batch`; empty when nothing does."""
-    return [*_layout(layout), *_cluster(layout, cluster), *_batch(model, layout, batch)]
+    return list(_degrees(layout)) or [*_layout(layout), *_cluster(layout, cluster), *_batch(model, layout, batch)]
 
 
 def divisors(number: int) -> list[int]:
@@ -25,10 +25,13 @@ def _choices(number: int) -> str:
     return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} or {listed[-1]}"
 
 
-def _layout(layout: Layout) -> Iterator[str]:
+def _degrees(layout: Layout) -> Iterator[str]:
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "microbatch"):
         if getattr(layout, axis) < 1:
             yield f"{axis}={getattr(layout, axis)} is not a degree; use 1 or more"
+
+
+def _layout(layout: Layout) -> Iterator[str]:
     for axis in ("pp", "cp", "tp", "ep"):
         if getattr(layout, axis) > 1:
             yield f"{axis}={getattr(layout, axis)}: this version splits the data axes only; set {axis} = 1"

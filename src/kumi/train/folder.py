@@ -102,7 +102,9 @@ def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if attempt == int(patience / 0.1):
-                    raise RefusedError(f"train.out: {out} is in use by another kumi process; wait for it, or stop it") from None
+                    raise RefusedError(
+                        f"train.out: {out} is in use by another kumi process; wait for it, or stop it"
+                    ) from None
                 time.sleep(0.1)
         yield
 

@@ -39,7 +39,9 @@ def truncate_metrics(file: Path, step: int) -> None:
 class Metrics:
     """The run's reports on rank 0. A tracker that fails is reported once and left out; it never stops training."""
 
-    def __init__(self, out: Path, *, name: str, steps: int, first_step: int, every: int, trackers: tuple[str, ...]) -> None:
+    def __init__(
+        self, out: Path, *, name: str, steps: int, first_step: int, every: int, trackers: tuple[str, ...]
+    ) -> None:
         self.steps, self.every = steps, every
         self._started = time.monotonic()
         self._first = first_step

@@ -1,0 +1,34 @@
+"""Text from a decoder, a token at a time: for a first look at a model, not for serving."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from kumi.nn.decoder import Decoder
+
+
+@torch.no_grad()
+def generate(
+    decoder: Decoder, prompt: Sequence[int], count: int, *, temperature: float, seed: int, stop: Collection[int]
+) -> list[int]:
+    """Up to `count` token ids that continue `prompt`, ending before one in `stop`.
+
+    `temperature` 0 takes the likeliest token. The whole text is read again for every token; the context is cut to the
+    model's max_position_embeddings.
+    """
+    device = decoder.head_weight.device
+    draws = torch.Generator().manual_seed(seed)
+    ids = list(prompt)
+    for _ in range(count):
+        context = torch.tensor([ids[-decoder.spec.max_position_embeddings :]], device=device)
+        logits = decoder(context)[0, -1].float().cpu()
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws))
+        if token in stop:
+            break
+        ids.append(token)
+    return ids[len(prompt) :]

@@ -1,0 +1,30 @@
+"""The fire drill: what would fail after an hour fails in the first minute.
+
+Between the first backward pass and its update, when memory is fullest, the run evaluates one microbatch a rank and saves a
+whole checkpoint to the disk, which is then removed. Nothing that the run learns from is touched.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from kumi.parallel.mesh import barrier
+from kumi.train import checkpoint
+from kumi.train.evaluate import evaluate
+from kumi.train.state import Parts, TrainState, meta, pieces
+
+FOLDER = "drill"
+
+
+def fire_drill(parts: Parts, state: TrainState, root: Path, attempt: str) -> None:
+    """Evaluate, and save into a folder of its own under `root` that is gone afterwards. Raises what they raise."""
+    layout, rank = parts.run.layout, parts.mesh.rank
+    if parts.validation is not None:
+        evaluate(parts, sequences=layout.dp * layout.microbatch)
+    folder = checkpoint.step_folder(root / FOLDER, state.step)
+    said = meta(state, parts.run, parts.store)
+    checkpoint.save(folder, pieces(parts), said, rank=rank, ranks=layout.world_size, attempt=attempt)
+    barrier(parts.mesh)
+    if rank == 0:
+        shutil.rmtree(root / FOLDER)

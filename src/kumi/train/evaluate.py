@@ -1,0 +1,43 @@
+"""The loss on held-out documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kumi.objectives import lm
+from kumi.parallel.mesh import total
+from kumi.train.state import Parts
+from kumi.train.step import to_device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean negative log-probability of a held-out token, in nats, over `tokens` of them."""
+
+    loss: float
+    tokens: int
+
+
+@torch.no_grad()
+def evaluate(parts: Parts, sequences: int) -> Evaluation:
+    """The loss on the first `sequences` held-out sequences (0: all), the same ones every time, divided over the ranks."""
+    assert parts.validation is not None
+    layout, size = parts.run.layout, parts.run.layout.microbatch
+    count = min(sequences or len(parts.validation), len(parts.validation))
+    sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
+    parts.model.eval()
+    # Every rank runs the same number of microbatches, since sharded parameters are gathered together; past the end it
+    # repeats the first sequences with nothing to predict.
+    for start in range(0, count, layout.dp * size):
+        first = start + layout.dp_index(parts.mesh.rank) * size
+        rows = max(0, min(size, count - first))
+        inputs = to_device(parts.validation.batch(first if rows else 0, rows or 1), parts.mesh.device)
+        if rows == 0:
+            inputs["labels"].fill_(lm.IGNORED)
+        log_probs = parts.model(**inputs)
+        sums += torch.stack([-log_probs.double().sum(), (inputs["labels"] != lm.IGNORED).sum()])
+    parts.model.train()
+    loss, tokens = total(sums, parts.mesh).tolist()
+    return Evaluation(loss / max(tokens, 1), int(tokens))

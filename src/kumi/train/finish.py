@@ -1,0 +1,124 @@
+"""The end of a run: a Hugging Face folder from the last checkpoint, checked against the trained model, and a sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from kumi.config import Run
+from kumi.convert import hf, load_decoder
+from kumi.data import Store, load_tokenizer
+from kumi.errors import KumiError
+from kumi.nn.decoder import Decoder
+from kumi.nn.generate import generate
+from kumi.spec.precision import ITEMSIZE
+from kumi.train import checkpoint
+from kumi.train.loop import checkpoint_root
+from kumi.train.prepare import tokenizer_folder
+from kumi.train.probe import FILE
+
+# Largest share of the logits' own spread by which an export may differ from the trained model. Equal weights in equal
+# arithmetic give 0; another number of threads, or weights rounded on export, give rounding errors of the compute dtype.
+TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+
+
+def finish(run: Run, store: Store) -> None:
+    """Export where it has not been done, verify, and print what the model writes."""
+    folder = run.out / "hf"
+    if run.config.export.enabled and not folder.exists():
+        decoder, difference = _export(run, store, folder)
+        print(f"export    {folder}: logits within {difference:.1e} of the trained model's")
+    elif run.config.export.enabled:
+        print(f"export    {folder} is there already; nothing to do")
+        decoder = load_decoder(folder)
+    else:
+        return
+    _sample(run, decoder)
+
+
+def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
+    """Write `folder`, load it back, compare; the loaded decoder and the largest difference of logits."""
+    found = checkpoint.latest(checkpoint_root(run))
+    assert found is not None, "a finished run has a checkpoint"
+    saved = checkpoint.open(found)
+    part = folder.with_name(folder.name + ".unverified")
+    hf.write(
+        part,
+        run.model,
+        ((name.removeprefix("model/"), saved.read(name)) for name in saved.tensors if name.startswith("model/")),
+        base_config=run.hf_config,
+        dtype=_export_dtype(run),
+        tokenizer_folder=tokenizer_folder(run),
+        card=hf.model_card(**_card(run, store)),
+        replace=True,
+    )
+    decoder = load_decoder(part)
+    difference = _compare(decoder, run, part)
+    part.rename(folder)
+    return decoder, difference
+
+
+def _export_dtype(run: Run) -> str:
+    wanted = run.config.export.dtype
+    if wanted != "auto":
+        return wanted
+    given = str(run.hf_config.get("dtype") or run.hf_config.get("torch_dtype") or "float32")
+    return given if run.source is not None and given in ITEMSIZE else "float32"
+
+
+def _compare(decoder: Decoder, run: Run, folder: Path) -> float:
+    """The largest difference between the logits of `decoder` and those that the trained model gave at the end."""
+    probe = load_file(run.out / FILE)
+    decoder.compute_dtype = getattr(torch, run.precision.compute)
+    with torch.no_grad():
+        logits = decoder(probe["input_ids"]).float()
+    decoder.compute_dtype = torch.float32
+    difference = float((logits - probe["logits"]).abs().max())
+    allowed = TOLERANCE[run.precision.compute] * float(probe["logits"].std())
+    if not difference <= allowed:
+        raise KumiError(
+            f"{folder}: its logits differ from the trained model's by {difference:.3g}, more than {allowed:.3g}; the "
+            f"checkpoint is intact, the folder is kept for inspection; please report this"
+        )
+    return difference
+
+
+def _card(run: Run, store: Store) -> dict[str, Any]:
+    """What the model card says of this run."""
+    evaluations = [entry for entry in _metrics(run) if "eval/loss" in entry]
+    return {
+        "name": run.config.name,
+        "base_model": run.config.model.source if run.config.model.init == "pretrained" else None,
+        "model": run.model,
+        "facts": {
+            "training tokens": f"{run.config.train.steps * run.batch.tokens_per_step:,}",
+            "steps": f"{run.config.train.steps:,}",
+            "sequence length": f"{run.batch.seq_len:,}",
+            "precision": f"{run.precision.compute} compute, {run.precision.param} weights",
+            "documents": f"{store.documents:,}",
+            "validation loss (nats a token)": f"{evaluations[-1]['eval/loss']:.4f}" if evaluations else "not measured",
+            "unigram entropy (nats a token)": f"{store.unigram_entropy:.4f}",
+        },
+    }
+
+
+def _metrics(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _sample(run: Run, decoder: Decoder) -> None:
+    sample = run.config.sample
+    if not sample.prompts:
+        return
+    tokenizer = load_tokenizer(tokenizer_folder(run))
+    for prompt in sample.prompts:
+        ids = tokenizer.encode(prompt)
+        new = generate(
+            decoder, ids, sample.max_new_tokens, temperature=sample.temperature, seed=run.config.train.seed,
+            stop={tokenizer.eos_id},
+        )  # fmt: skip
+        print(f"sample    {prompt!r} -> {tokenizer.decode(new)!r}")

@@ -1,0 +1,162 @@
+"""What one rank does: build, restore, then step after step until the end or a signal.
+
+mesh -> model -> optimizer -> data -> restore -> [step -> report -> evaluate -> save]* -> probe
+"""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from pathlib import Path
+from signal import Signals
+
+import torch
+
+from kumi.config import Run
+from kumi.convert import weights_reader
+from kumi.data import Store
+from kumi.errors import INTERRUPTED, OK, REQUEUE, TERMINATED, DeviceMemoryError
+from kumi.launch.signals import StopFlag, install
+from kumi.nn.matmul import enable_fast_float32
+from kumi.parallel.build import build
+from kumi.parallel.data import bare
+from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, init_distributed, total
+from kumi.parallel.optimizer import init_adamw
+from kumi.parallel.state import Reader, fill, optimizer_pieces
+from kumi.train import checkpoint
+from kumi.train.drill import fire_drill
+from kumi.train.evaluate import evaluate
+from kumi.train.metrics import Metrics, truncate_metrics
+from kumi.train.probe import write_probe
+from kumi.train.report import Reporter, memory_now
+from kumi.train.state import Parts, TrainState, meta, pieces, restored_state
+from kumi.train.step import read_step, train_step
+
+EXIT_CODES = {Signals.SIGUSR1: REQUEUE, Signals.SIGINT: INTERRUPTED, Signals.SIGTERM: TERMINATED}
+
+
+def train_rank(run: Run, store: Store) -> int:
+    """Train on this rank from where the run folder's last checkpoint left off; the exit code (see kumi.errors)."""
+    stop = install()
+    place = init_distributed(run.cluster.device.kind)
+    try:
+        return _train(run, store, build_mesh(run.layout, place), stop)
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(_out_of_memory(run, error)) from error
+    finally:
+        close_distributed()
+
+
+def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
+    memory_before = memory_now(mesh.device)
+    if mesh.device.type == "cpu" and run.precision.compute == "float32":
+        enable_fast_float32()
+    parts, state = _restore(run, store, mesh)
+    attempt = _attempt(mesh)
+    saver = checkpoint.AsyncSaver(rank=mesh.rank, ranks=run.layout.world_size, attempt=attempt)
+    metrics = _metrics(run, state) if mesh.rank == 0 else None
+    reporter = Reporter(parts, state, metrics, memory_before)
+    if state.step:
+        reporter.note(f"resumed after step {state.step} ({state.tokens} tokens, {state.sequences} sequences)")
+    try:
+        code = _steps(parts, state, stop, reporter, saver, attempt)
+        saver.wait()
+        if code == OK:
+            write_probe(parts, run.out)
+        return code
+    finally:
+        if metrics is not None:
+            metrics.close()
+
+
+def _steps(
+    parts: Parts, state: TrainState, stop: StopFlag, reporter: Reporter, saver: checkpoint.AsyncSaver, attempt: str
+) -> int:
+    """Every step that is left. A signal ends them after a save."""
+    config, root = parts.run.config, checkpoint_root(parts.run)
+    drill = partial(fire_drill, parts, state, root, attempt)
+    before_update = drill
+    while state.step < config.train.steps:
+        counts = read_step(parts, state, stop.requested)
+        if counts.signal is not None:
+            reporter.flush()
+            _save(parts, state, saver, root, wait=True)
+            reporter.note(
+                f"{Signals(counts.signal).name}: saved after step {state.step}; the same command goes on from there"
+            )
+            return EXIT_CODES[Signals(counts.signal)]
+        reporter.step(train_step(parts, state, counts, before_update))
+        before_update = None
+        last = state.step == config.train.steps
+        if parts.validation is not None and (last or _due(state.step, config.eval.every)):
+            reporter.flush()
+            reporter.evaluation(state.step, evaluate(parts, config.eval.sequences))
+        if last or _due(state.step, config.checkpoint.every):
+            reporter.flush()
+            _save(parts, state, saver, root, wait=last or not config.checkpoint.asynchronous)
+    return OK
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def checkpoint_root(run: Run) -> Path:
+    """The folder of the run's checkpoints."""
+    return run.out / "checkpoints"
+
+
+def _save(parts: Parts, state: TrainState, saver: checkpoint.AsyncSaver, root: Path, *, wait: bool) -> None:
+    folder = checkpoint.step_folder(root, state.step)
+    saver.wait()
+    if not folder.exists():
+        saver.save(folder, pieces(parts), meta(state, parts.run, parts.store), keep=parts.run.config.checkpoint.keep)
+    if wait:
+        saver.wait()
+
+
+def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
+    """Model, optimizer and data as the last checkpoint left them, or as the run begins."""
+    found = checkpoint.latest(checkpoint_root(run))
+    saved = None if found is None else checkpoint.open(found)
+    state = TrainState() if saved is None else restored_state(saved, store)
+    weights: int | Reader = run.config.train.seed
+    if saved is not None:
+        weights = saved.read
+    elif run.source is not None and run.config.model.init == "pretrained":
+        weights = weights_reader(run.source, run.model)
+    model = build(run.model, mesh, run.precision, weights=weights)
+    optimizer = init_adamw(bare(model).named_parameters(), run.optim)
+    if saved is not None:
+        fill(optimizer_pieces(model, optimizer), saved.read)
+    cross = run.config.data.cross_document
+    data = store.mixture(run.batch.seq_len, run.config.train.seed, cross_document=cross)
+    held_out = store.sweep(run.batch.seq_len, cross_document=cross) if store.validation_tokens else None
+    return Parts(run, mesh, model, optimizer, data, held_out, store), state
+
+
+def _attempt(mesh: Mesh) -> str:
+    """A name for this start of the run that all ranks share, so that files of a dead start are never taken for ours."""
+    return f"{int(total(torch.tensor(secrets.randbits(48) if mesh.rank == 0 else 0), mesh)):012x}"
+
+
+def _metrics(run: Run, state: TrainState) -> Metrics:
+    truncate_metrics(run.out / "metrics.jsonl", state.step)
+    log, config = run.config.log, run.config
+    return Metrics(
+        run.out,
+        name=config.name,
+        steps=config.train.steps,
+        first_step=state.step,
+        every=log.every,
+        trackers=log.trackers,
+    )
+
+
+def _out_of_memory(run: Run, error: BaseException) -> str:
+    layout = run.layout
+    return (
+        f"the device ran out of memory ({str(error).splitlines()[0]}) with microbatch={layout.microbatch}, "
+        f"recompute={layout.recompute}, zero={layout.zero}; try layout.microbatch={max(1, layout.microbatch // 2)}, "
+        f"layout.recompute=full, or layout.zero=3"
+    )

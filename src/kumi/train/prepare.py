@@ -1,0 +1,87 @@
+"""A run's tokenizer and tokenised data, made before any rank starts so that no rank waits in a collective."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kumi.config import Run
+from kumi.config.resolve import model_folder
+from kumi.config.schema import SourceSection
+from kumi.data import Source, Store, Tokenizer, expand, load_tokenizer, open_store, prepare, train_tokenizer
+from kumi.errors import ConfigError
+
+
+def data_folder(run: Run) -> Path:
+    """Where the tokenizer and the tokenised data of `run` lie."""
+    cache = run.config.data.cache
+    return run.out / "data" if cache is None else Path(cache).expanduser()
+
+
+def check_data(run: Run) -> None:
+    """Nothing, when the sources exist and a given tokenizer fits the model; ConfigError otherwise. Writes nothing."""
+    for source in _sources(run):
+        expand(source)
+    if isinstance(run.config.data.tokenizer, str):
+        _check_vocabulary(run, load_tokenizer(tokenizer_folder(run)))
+    elif run.config.data.tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer.vocab_size={run.config.data.tokenizer.vocab_size} is larger than the model's "
+            f"vocab_size={run.model.vocab_size}; use at most {run.model.vocab_size}"
+        )
+
+
+def prepare_data(run: Run) -> Store:
+    """The tokenised data of `run`, made now where it is not there yet."""
+    data = run.config.data
+    return prepare(
+        _sources(run),
+        _tokenizer(run),
+        data_folder(run) / "tokens",
+        validation=data.validation,
+        on_error=data.on_error,
+        workers=_workers(run),
+        progress=True,
+        add_bos=data.add_bos,
+    )
+
+
+def open_data(run: Run) -> Store:
+    """The tokenised data of `run` as it lies there. Raises ConfigError when there is none."""
+    return open_store(data_folder(run) / "tokens")
+
+
+def tokenizer_folder(run: Run) -> Path:
+    """The folder of the run's tokenizer: the one given, or the one trained for the run."""
+    wanted = run.config.data.tokenizer
+    return model_folder(wanted) if isinstance(wanted, str) else data_folder(run) / "tokenizer"
+
+
+def _sources(run: Run) -> list[Source]:
+    return [_source(section) for section in run.config.data.sources]
+
+
+def _source(section: SourceSection) -> Source:
+    return Source(section.path, section.weight, section.text_key, section.format, section.exclude)
+
+
+def _tokenizer(run: Run) -> Tokenizer:
+    wanted = run.config.data.tokenizer
+    if isinstance(wanted, str):
+        tokenizer = load_tokenizer(tokenizer_folder(run))
+    else:
+        tokenizer = train_tokenizer(_sources(run), wanted.vocab_size, tokenizer_folder(run))
+    _check_vocabulary(run, tokenizer)
+    return tokenizer
+
+
+def _check_vocabulary(run: Run, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: {tokenizer.folder} has {tokenizer.vocab_size} entries, the model's vocab_size is "
+            f"{run.model.vocab_size}; use the model's own tokenizer, or a model with vocab_size >= {tokenizer.vocab_size}"
+        )
+
+
+def _workers(run: Run) -> int:
+    return run.config.data.workers or len(os.sched_getaffinity(0))

@@ -1,0 +1,27 @@
+"""The trained model's own logits on a few tokens, kept so that an export can be compared with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kumi.train.state import Parts
+from kumi.train.step import to_device
+
+FILE = "probe.safetensors"
+ROWS, LENGTH = 3, 64
+
+
+@torch.no_grad()
+def write_probe(parts: Parts, out: Path) -> None:
+    """Rank 0 writes input ids (3, S) and the trained model's float32 logits (3, S, V) to `out`/probe.safetensors."""
+    batch = parts.data.batch(0, ROWS)
+    input_ids: Tensor = to_device(batch, parts.mesh.device)["input_ids"][:, :LENGTH]
+    parts.model.eval()
+    logits = parts.model(input_ids)
+    parts.model.train()
+    if parts.mesh.rank == 0:
+        save_file({"input_ids": input_ids.cpu(), "logits": logits.float().cpu().contiguous()}, out / FILE)

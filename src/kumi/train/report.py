@@ -1,0 +1,119 @@
+"""From a step's tensors to the figures that people read, on every rank that must act on them."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kumi.errors import DivergedError
+from kumi.spec import ledger
+from kumi.train.evaluate import Evaluation
+from kumi.train.metrics import Metrics
+from kumi.train.state import Parts, TrainState
+from kumi.train.step import StepResult
+
+
+class Reporter:
+    """Turns results into metrics. On CUDA it waits for figures only at the steps that are shown.
+
+    All ranks use it, since all must stop when the loss is not finite; only rank 0 has `metrics` to write to.
+    """
+
+    def __init__(self, parts: Parts, state: TrainState, metrics: Metrics | None, memory_before: int) -> None:
+        self._parts, self._metrics, self._memory_before = parts, metrics, memory_before
+        self._tokens = state.tokens
+        self._pending: list[StepResult] = []
+        self._since = time.perf_counter()
+
+    def step(self, result: StepResult) -> None:
+        """Take in one step; raises DivergedError when a loss among those now known is not finite."""
+        self._pending.append(result)
+        run = self._parts.run
+        shown = result.step % run.config.log.every == 0 or result.step == run.config.train.steps
+        if self._parts.mesh.device.type == "cpu" or shown or len(self._pending) == 1 == result.step:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read the figures of all pending steps and record them."""
+        if not self._pending:
+            return
+        losses = [float(result.loss) for result in self._pending]
+        now = time.perf_counter()
+        step_s = (now - self._since) / len(self._pending)
+        for result, loss in zip(self._pending, losses, strict=True):
+            self._check(result, loss)
+            self._tokens += result.tokens
+            if self._metrics is not None:
+                self._metrics.step(self._entry(result, loss, step_s))
+        self._pending, self._since = [], now
+
+    def evaluation(self, step: int, found: Evaluation) -> None:
+        """Record an evaluation after `step` steps, beside the entropy of the tokens themselves."""
+        if self._metrics is not None:
+            entropy = self._parts.store.unigram_entropy
+            self._metrics.note(
+                f"step {step} | validation loss {found.loss:.4f} on {found.tokens} held-out tokens "
+                f"(unigram entropy {entropy:.4f})",
+                {"step": step, "eval/loss": found.loss, "eval/tokens": found.tokens, "eval/unigram_entropy": entropy},
+            )
+        self._since = time.perf_counter()
+
+    def note(self, text: str) -> None:
+        """Show `text` to whoever watches."""
+        if self._metrics is not None:
+            self._metrics.note(text)
+
+    def _check(self, result: StepResult, loss: float) -> None:
+        if not math.isfinite(loss):
+            if self._metrics is not None:
+                self._metrics.close()
+            raise DivergedError(
+                f"step {result.step}: the loss is {loss} (gradient norm {float(result.grad_norm):.3g}, lr {result.lr:.2e}); "
+                f"lower optim.lr or lengthen optim.warmup_steps, and start again from an earlier checkpoint"
+            )
+
+    def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
+        run = self._parts.run
+        return {
+            "step": result.step,
+            "tokens": self._tokens,
+            "train/loss": loss,
+            "train/grad_norm": float(result.grad_norm),
+            "train/lr": result.lr,
+            "perf/step_s": step_s,
+            "perf/tokens_per_s": run.batch.tokens_per_step / step_s,
+            "perf/mfu": model_flops_utilisation(self._parts, step_s),
+            "time/data_s": result.data_s,
+            "mem/peak_bytes": peak_memory(self._parts.mesh.device) - self._memory_before,
+            "mem/estimated_bytes": run.memory.total,
+        }
+
+
+def model_flops_utilisation(parts: Parts, step_s: float) -> float | None:
+    """Share of the devices' peak that the model's own FLOPs take, or None where the peak is not known."""
+    run = parts.run
+    peak = run.cluster.device.peak_flops(run.precision.compute)
+    if peak is None:
+        return None
+    flops = ledger.train_flops(run.model, run.batch.tokens_per_step, run.batch.seq_len)
+    return flops / (step_s * peak * run.layout.world_size)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that this process has held: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_now(device: torch.device) -> int:
+    """Bytes held before a model is there: what the interpreter and its libraries take on a CPU, nothing on a GPU."""
+    if device.type == "cuda":
+        return 0
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()

@@ -1,0 +1,99 @@
+"""`kumi train`: check everything, claim the folder, prepare the data, start the ranks, export what they trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from kumi.config import Run
+from kumi.data import Store
+from kumi.describe import describe, render
+from kumi.errors import OK, ModelError
+from kumi.spec import ledger
+from kumi.train.folder import claim
+from kumi.train.prepare import check_data, open_data, prepare_data
+from kumi.units import format_count
+
+
+def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
+    """Train `run`, or go on with it, and write the Hugging Face folder; the exit code (see kumi.errors).
+
+    Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this.
+    """
+    check(run)
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:
+        return _follow(run)
+    with claim(run.out, run.config, allow_change):
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(render(describe(run)))
+        store = prepare_data(run)
+        console.print(_data_line(store))
+        code = OK if _trained(run) else _launch(run, store)
+        if code == OK:
+            from kumi.train.finish import finish
+
+            finish(run, store)
+        return code
+
+
+def check(run: Run) -> None:
+    """Nothing, when the run can start; the reason as a ConfigError otherwise. Writes nothing."""
+    from kumi.train.checkpoint_folders import free_space_check, list_complete
+
+    check_data(run)
+    if run.config.model.init == "pretrained":
+        _check_weights(run)
+    root = run.out / "checkpoints"
+    size = ledger.num_params(run.model) * (4 + run.optim.state_bytes_per_param)
+    # While a new checkpoint is written the kept ones are still there.
+    free_space_check(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
+
+
+def _check_weights(run: Run) -> None:
+    assert run.source is not None, "the configuration allows pretrained weights only with a source"
+    if not any(run.source.glob("*.safetensors")):
+        raise ModelError(
+            f"model.source: {run.source} has no .safetensors file; add the weights, or start anew with model.init=random"
+        )
+
+
+def _trained(run: Run) -> bool:
+    """Whether the last checkpoint is the run's last step, and its probe is there: only the export is left."""
+    from kumi.train.checkpoint_folders import latest, step_of
+
+    found = latest(run.out / "checkpoints")
+    return found is not None and step_of(found) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
+
+
+def _launch(run: Run, store: Store) -> int:
+    # torch comes in here, once: ranks are forked from this process and find it imported.
+    from kumi.launch import local
+    from kumi.train.loop import train_rank
+
+    return local.run(train_rank, (run, store), nproc=run.cluster.devices_per_node, log_dir=run.out / "logs")
+
+
+def _follow(run: Run) -> int:
+    """A rank other than 0 that an external launcher started: rank 0 prepares the data, the others wait for its word."""
+    from kumi.parallel.mesh import init_distributed
+    from kumi.train.loop import train_rank
+
+    init_distributed(run.cluster.device.kind)
+    return train_rank(run, open_data(run))
+
+
+def _data_line(store: Store) -> str:
+    faults = sum(store.faults.values())
+    skipped = f"; {faults} records left out, listed in {_shown(store.folder / 'faults.jsonl')}" if faults else ""
+    return (
+        f"data      {format_count(store.documents)} documents: {format_count(store.train_tokens)} tokens to train on, "
+        f"{format_count(store.validation_tokens)} held out; unigram entropy {store.unigram_entropy:.4f} nats a token{skipped}"
+    )
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,81 @@
+"""What changes while a run trains, and how it is saved and found again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from kumi import __version__
+from kumi.config import Run
+from kumi.data import Mixture, Store, Sweep
+from kumi.errors import RefusedError
+from kumi.parallel.grads import LossScale
+from kumi.parallel.mesh import Mesh
+from kumi.parallel.state import model_pieces, optimizer_pieces, owned
+from kumi.train.checkpoint import Checkpoint, Piece
+from kumi.train.prepare import tokenizer_folder
+
+
+@dataclass
+class TrainState:
+    """The only thing in kumi that changes: updates done, tokens trained on, sequences taken from the data."""
+
+    step: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    scale: LossScale = field(default_factory=LossScale)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one rank trains with. `validation` is None when nothing is held out."""
+
+    run: Run
+    mesh: Mesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Mixture
+    validation: Sweep | None
+    store: Store
+
+
+def pieces(parts: Parts) -> list[Piece]:
+    """The part of the model and the optimizer that this rank saves."""
+    every = [*model_pieces(parts.model), *optimizer_pieces(parts.model, parts.optimizer)]
+    return owned(every, parts.mesh)
+
+
+def checkpoint_bytes(run: Run, numel: int) -> int:
+    """Bytes of a checkpoint of a model with `numel` parameters: float32 weights and optimizer states."""
+    return numel * (4 + run.optim.state_bytes_per_param)
+
+
+def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
+    """What a checkpoint says besides its tensors: all that is needed to go on, and to export the model."""
+    return {
+        "kumi": __version__,
+        "run": run.config.name,
+        "step": state.step,
+        "tokens": state.tokens,
+        "sequences": state.sequences,
+        "loss_scale": state.scale.scale,
+        "loss_scale_good_steps": state.scale.good_steps,
+        "data": store.fingerprint,
+        "hf_config": run.hf_config,
+        "tokenizer": str(tokenizer_folder(run).resolve()),
+    }
+
+
+def restored_state(checkpoint: Checkpoint, store: Store) -> TrainState:
+    """The state in `checkpoint`. Raises RefusedError when it was trained on other data than `store` holds."""
+    found = checkpoint.meta
+    if found["data"] != store.fingerprint:
+        raise RefusedError(
+            f"{checkpoint.folder}: was trained on data {found['data'][:12]}, {store.folder} holds {store.fingerprint[:12]}; "
+            f"restore the data files, or start a new run in another train.out"
+        )
+    scale = LossScale(found["loss_scale"], found["loss_scale_good_steps"])
+    return TrainState(found["step"], found["tokens"], found["sequences"], scale)

@@ -1,0 +1,119 @@
+"""One update: the forward and backward of every microbatch, one gradient norm, one step of the optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from signal import Signals
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kumi.data import Batch
+from kumi.objectives import lm
+from kumi.parallel.data import sync_context
+from kumi.parallel.grads import clip_gradients
+from kumi.parallel.mesh import Mesh, total
+from kumi.train.state import Parts, TrainState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Figures of one update. `loss` (mean over the step's tokens) and `grad_norm` are tensors, so that nothing waits."""
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    tokens: int
+    data_s: float
+
+
+def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """The arrays of `batch` as tensors on `device`, by the decoder's argument names."""
+    arrays = {
+        "input_ids": batch.input_ids,
+        "labels": batch.labels,
+        "position_ids": batch.position_ids,
+        "document_ids": batch.document_ids,
+    }
+    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+
+
+def train_step(
+    parts: Parts, state: TrainState, counts: StepCounts, before_update: Callable[[], None] | None
+) -> StepResult:
+    """Train on the step's sequences and advance `state`. `before_update` is called once all gradients are there."""
+    run, mesh = parts.run, parts.mesh
+    loss = torch.zeros((), device=mesh.device, dtype=torch.float32)
+    microbatches = _cut(counts.batch, run.layout.microbatch)
+    for index, microbatch in enumerate(microbatches):
+        inputs = to_device(microbatch, mesh.device)
+        with sync_context(parts.model, run.layout.zero, last=index == len(microbatches) - 1):
+            weights = lm.token_weights(inputs["labels"], counts.tokens)
+            part, _ = parts.model(**inputs, token_weights=weights)
+            (part * state.scale.scale if run.precision.loss_scaling else part).backward()
+        loss += part.detach()
+    if before_update is not None:
+        before_update()
+    norm, lr = _update(parts, state)
+    state.step += 1
+    state.tokens += counts.tokens
+    state.sequences += run.batch.sequences
+    return StepResult(state.step, total(loss, mesh), norm, lr, counts.tokens, counts.data_s)
+
+
+def _update(parts: Parts, state: TrainState) -> tuple[Tensor, float]:
+    """Clip, step the optimizer, drop the gradients; the norm before clipping and the learning rate used."""
+    run, scaling = parts.run, parts.run.precision.loss_scaling
+    scale = state.scale.scale if scaling else 1.0
+    norm = clip_gradients(parts.model.parameters(), run.optim.grad_clip, parts.mesh, loss_scale=scale)
+    lr = run.optim.lr_at(state.step, run.config.train.steps)
+    for group in parts.optimizer.param_groups:
+        group["lr"] = lr
+    # A float16 gradient that overflowed is no gradient: that update is left out, and the scale comes down.
+    if not scaling or bool(torch.isfinite(norm)):
+        parts.optimizer.step()
+    if scaling:
+        state.scale = state.scale.after(norm)
+    parts.optimizer.zero_grad(set_to_none=True)
+    return norm, lr
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """This rank's sequences of a step, the trained tokens of all ranks, and whether a rank was asked to stop."""
+
+    batch: Batch
+    tokens: int
+    signal: int | None
+    data_s: float
+
+
+def read_step(parts: Parts, state: TrainState, signal: int | None) -> StepCounts:
+    """The next step's sequences, and what all ranks agree on. `signal` is the one this rank was sent, if any."""
+    started = time.perf_counter()
+    share = parts.run.batch.sequences // parts.run.layout.dp
+    first = state.sequences + parts.run.layout.dp_index(parts.mesh.rank) * share
+    batch = parts.data.batch(first, share)
+    data_s = time.perf_counter() - started
+    trained = int(np.count_nonzero(batch.labels != lm.IGNORED))
+    tokens, signal = _agree(trained, signal, parts.mesh)
+    return StepCounts(batch, tokens, signal, data_s)
+
+
+# Signals that end a run, the more urgent last: when ranks were sent different ones, all act on the last.
+ENDING = (Signals.SIGUSR1, Signals.SIGINT, Signals.SIGTERM)
+
+
+def _agree(tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int | None]:
+    """One reduction over the ranks: the sum of `tokens`, and the most urgent signal that any rank was sent."""
+    counts = total(torch.tensor([tokens, *(int(signal == number) for number in ENDING)], dtype=torch.int64), mesh)
+    sent = [number for number, count in zip(ENDING, counts[1:].tolist(), strict=True) if count]
+    return int(counts[0]), sent[-1] if sent else None
+
+
+def _cut(batch: Batch, size: int) -> list[Batch]:
+    return [batch.rows(start, start + size) for start in range(0, len(batch.input_ids), size)]

@@ -1,0 +1,100 @@
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kumi.config import dump, from_dict, json_schema, load
+from kumi.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def minimal(**sections):
+    return {
+        "name": "tiny",
+        "model": {"config": {"model_type": "llama"}, "init": "random"},
+        "batch": {"seq_len": 8, "tokens_per_step": 16},
+        "data": {"sources": [{"path": "x.txt"}], "tokenizer": "tok"},
+        "train": {"steps": 2, "out": "runs/tiny"},
+        **sections,
+    }
+
+
+def message(written):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(written)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_every_example_loads_and_survives_a_round_trip(example):
+    config = load(example)
+    assert from_dict(tomllib.loads(dump(config))) == config
+
+
+def test_unknown_keys_are_named_with_their_path_and_a_suggestion():
+    assert message(minimal(layout={"tpp": 2})) == "layout.tpp: unknown key; did you mean 'tp'?"
+    assert message(minimal(lauout={})) == "lauout: unknown key; did you mean 'layout'?"
+    assert message(minimal(learning={})).startswith("learning: unknown key")
+    assert (
+        message(minimal(train={"steps": 1, "out": "x", "lr": 1})) == "train.lr: unknown key; did you mean 'optim.lr'?"
+    )
+    wrong_source = {"sources": [{"path": "x", "wieght": 2}], "tokenizer": "tok"}
+    assert message(minimal(data=wrong_source)) == "data.sources.0.wieght: unknown key; did you mean 'weight'?"
+
+
+def test_every_wrong_key_is_reported_at_once():
+    text = message(minimal(optim={"lr": -1}, batch={"seq_len": 8}))
+    assert "batch.tokens_per_step: required, and not set" in text
+    assert "optim.lr: -1 is wrong, it should be greater than 0" in text
+
+
+def test_a_model_is_described_once():
+    assert "give either source or config" in message(minimal(model={"init": "random"}))
+    assert "an inline config has no weights" in message(minimal(model={"config": {}}))
+
+
+def test_overrides_set_values_lists_and_inline_configs(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(dump(from_dict(minimal())))
+    config = load(file, ["optim.lr=2e-5", "data.sources.0.weight=3", "train.out=a/b", "model.config.hidden_size=64"])
+    assert config.optim.lr == 2e-5
+    assert config.data.sources[0].weight == 3
+    assert config.train.out == "a/b"
+    assert config.model.config == {"model_type": "llama", "hidden_size": 64}
+
+
+@pytest.mark.parametrize("override", ["optim.lr", "=3", "a..b=1", "data.sources.4.path=x", "name.first=x"])
+def test_what_is_not_an_override_is_refused(tmp_path, override):
+    file = tmp_path / "run.toml"
+    file.write_text(dump(from_dict(minimal())))
+    with pytest.raises(ConfigError):
+        load(file, [override])
+
+
+def test_files_that_are_no_run_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such run file"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        load(tmp_path)
+    (tmp_path / "bad.toml").write_text("name = ")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
+
+
+def test_the_schema_is_json_and_knows_every_section():
+    schema = json.loads(json.dumps(json_schema()))
+    assert schema["additionalProperties"] is False
+    assert set(schema["properties"]) >= {"name", "model", "cluster", "batch", "data", "optim", "layout", "train"}
+
+
+def test_every_key_has_a_sentence():
+    def undescribed(schema, path):
+        for key, item in schema.get("properties", {}).items():
+            if "$ref" not in item and "description" not in item:
+                yield f"{path}.{key}"
+
+    schema = json_schema()
+    missing = [name for section, item in schema["$defs"].items() for name in undescribed(item, section)]
+    assert missing == []
