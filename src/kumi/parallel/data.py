@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kumi.compat import ddp_without_buffer_sync
+from kumi.nn.decoder import Decoder
 from kumi.parallel.mesh import Mesh
 from kumi.spec.precision import Precision
 
@@ -54,11 +55,11 @@ def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
     return summed
 
 
-def shard(decoder: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Precision) -> None:
-    """Divides the parameters of `decoder` over dp_shard, in place; each of `units` is gathered as one piece.
+def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
+    """Divides the parameters of `decoder` over dp_shard, in place, in the units of `kumi.spec.sharding.units`.
 
-    What belongs to no unit forms the root unit, gathered when the forward begins and kept until the backward
-    ends, which needs it first. Master weights stay in `precision.param`; what is gathered has `precision.compute`.
+    The last unit, gathered first and kept until the backward ends, is the decoder itself. Master weights stay in
+    `precision.param`; what is gathered has `precision.compute`.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute),
@@ -66,8 +67,14 @@ def shard(decoder: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Pre
         cast_forward_inputs=False,  # rope tables stay in float32, as without sharding
     )
     axes = mesh.axis("dp_replicate", "dp_shard")
-    for unit in units:
-        fully_shard(unit, mesh=axes, mp_policy=policy, reshard_after_forward=mesh.layout.zero == 3)
+    embedding = [] if decoder.spec.tie_word_embeddings else [decoder.model.embed_tokens]
+    layers = list(decoder.model.layers)
+    for unit in [*embedding, *layers]:
+        # The backward begins with the last layer: to free it in between would only cost another gathering.
+        free = mesh.layout.zero == 3 and unit is not layers[-1]
+        fully_shard(unit, mesh=axes, mp_policy=policy, reshard_after_forward=free)
+    for unit in embedding:
+        unit.set_unshard_in_backward(False)  # the gradient of a lookup needs no weights
     fully_shard(decoder, mesh=axes, mp_policy=policy, reshard_after_forward=False)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
