@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kumi.compat import ddp_without_buffer_sync
-from kumi.nn.decoder import Decoder
+from kumi.nn.decoder import Decoder, Embedding
 from kumi.parallel.mesh import Mesh
 from kumi.spec.precision import Precision
 
@@ -73,11 +73,11 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
         # The backward begins with the last layer: to free it in between would only cost another gathering.
         free = mesh.layout.zero == 3 and unit is not layers[-1]
         fully_shard(unit, mesh=axes, mp_policy=policy, reshard_after_forward=free)
-    for unit in embedding:
-        unit.set_unshard_in_backward(False)  # the gradient of a lookup needs no weights
     fully_shard(decoder, mesh=axes, mp_policy=policy, reshard_after_forward=False)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
+            # The gradient of a lookup needs no weights.
+            module.set_unshard_in_backward(not isinstance(module, Embedding))
             # Gloo has no pre-multiplied sums; a plain sum divided by 1 is what is wanted anyway.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
