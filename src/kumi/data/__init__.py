@@ -1,18 +1,20 @@
 """Records to tokens to training sequences, without torch.
 
-sources (which files) -> records (documents and faults) -> prepare (parallel, resumable) -> store (.bin/.idx +
-meta.json)
-  -> mix (sequence n as a pure function of data, seed and n)
+sources (which files) -> records (documents and faults) -> preparation (parallel, resumable)
+  -> store (.bin/.idx and meta.json) -> mix (sequence n as a pure function of data, seed and n)
 """
 
 from __future__ import annotations
 
 from kumi.data.binfile import IndexedFile
 from kumi.data.mix import Batch, Mixture, Sweep
+from kumi.data.preparation import prepare
 from kumi.data.records import Fault, Record, read
 from kumi.data.sources import DataPathError, Source, expand
 from kumi.data.store import Store, StoredSource, inspect, open_store
 from kumi.data.tokenizer import Tokenizer
+from kumi.data.tokenizer import load as load_tokenizer
+from kumi.data.tokenizer import train as train_tokenizer
 
 __all__ = [
     "Batch",
@@ -28,6 +30,9 @@ __all__ = [
     "Tokenizer",
     "expand",
     "inspect",
+    "load_tokenizer",
     "open_store",
+    "prepare",
     "read",
+    "train_tokenizer",
 ]

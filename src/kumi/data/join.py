@@ -18,11 +18,10 @@ from kumi.data import binfile, store, work
 from kumi.data.binfile import Array
 from kumi.data.sources import Source
 from kumi.data.tokenizer import Tokenizer
-from kumi.data.work import Plan, Unit
+from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, KumiError
 
 _BLOCK = 1 << 16
-SIDES = ("train", "validation")
 
 
 def join(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
@@ -190,7 +189,7 @@ def _meta(plan: Plan, tokens: Tokenizer, entries: list[dict[str, Any]], entropy:
         "kind": "kumi data",
         "kumi": kumi.__version__,
         "fingerprint": plan.fingerprint,
-        "tokenizer": {"folder": str(tokens.folder), "sha256": tokens.digest, "added_tokens": added},
+        "tokenizer": {"folder": str(tokens.folder.resolve()), "sha256": tokens.digest, "added_tokens": added},
         "vocab_size": tokens.vocab_size,
         "eos_id": tokens.eos_id,
         "bos_id": tokens.bos_id,

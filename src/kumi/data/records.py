@@ -6,12 +6,12 @@ range's first line."""
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -71,19 +71,22 @@ def read_range(
                 yield item
     except StopIteration:
         return line
-    except (OSError, EOFError, zlib.error, RuntimeError, ValueError) as error:
+    except (OSError, EOFError, RuntimeError, ValueError) as error:
         yield Fault(str(path), line + 1, "unreadable", f"cannot be read on from here: {_first_line(error)}")
     return line
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The uncompressed bytes of `path`. A cut-off .gz or .zst raises EOFError at its end."""
+    """The uncompressed bytes of `path`. A damaged or cut-off .gz or .zst raises EOFError after its last good
+    bytes."""
     kind = compression(path)
     if kind == ".gz":
-        return cast(BinaryIO, io.BufferedReader(cast(Any, gzip.open(path, "rb")), _BLOCK))
-    if kind == ".zst":
-        return cast(BinaryIO, io.BufferedReader(_ZstReader(path), _BLOCK))
-    return open(path, "rb", buffering=_BLOCK)
+        new_frame = partial(zlib.decompressobj, wbits=31)
+    elif kind == ".zst":
+        new_frame = need("zstandard", ".zst").ZstdDecompressor().decompressobj
+    else:
+        return open(path, "rb", buffering=_BLOCK)
+    return cast(BinaryIO, io.BufferedReader(_Frames(path, new_frame), 1 << 17))
 
 
 def need(module: str, suffix: str) -> Any:
@@ -131,7 +134,7 @@ def _text(path: Path) -> Item:
     try:
         with open_bytes(path) as stream:
             raw = stream.read(MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError) as error:
         return Fault(str(path), 1, "unreadable", f"cannot be read: {_first_line(error)}")
     if len(raw) > MAX_BYTES:
         return _too_long(str(path), 1)
@@ -245,12 +248,12 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-class _ZstReader(io.RawIOBase):
-    """Uncompressed bytes of a .zst file of one or more frames; unlike zstandard's own reader it notices a cut-off
-    end."""
+class _Frames(io.RawIOBase):
+    """Uncompressed bytes of a file of compressed frames, one after the other. It passes on all that it can before an
+    error, and notices a cut-off end, which the libraries' own readers do not both do."""
 
-    def __init__(self, path: Path) -> None:
-        self._zstandard = need("zstandard", ".zst")
+    def __init__(self, path: Path, new_frame: Callable[[], Any]) -> None:
+        self._new_frame = new_frame
         self._file = open(path, "rb")  # noqa: SIM115 - closed by close()
         self._frame: Any = None
         self._ready = b""
@@ -260,24 +263,30 @@ class _ZstReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            block = (self._frame.unused_data if self._frame and self._frame.eof else b"") or self._file.read(1 << 17)
+            block = (
+                self._frame.unused_data.lstrip(b"\0") if self._frame and self._frame.eof else b""
+            ) or self._next_block()
             if not block:
-                if self._frame and not self._frame.eof:
-                    raise EOFError("the compressed file ends in the middle of a frame")
                 return 0
             if self._frame is None or self._frame.eof:
-                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+                self._frame = self._new_frame()
             self._ready = self._decompress(block)
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
+    def _next_block(self) -> bytes:
+        block = self._file.read(1 << 16)
+        if not block and self._frame and not self._frame.eof:
+            raise EOFError("the compressed file ends in the middle")
+        return block
+
     def _decompress(self, block: bytes) -> bytes:
         try:
             return cast(bytes, self._frame.decompress(block))
-        except self._zstandard.ZstdError as error:
-            raise EOFError(str(error)) from error
+        except Exception as error:  # each library has its own kind
+            raise EOFError(f"the compressed data is damaged: {error}") from error
 
     def close(self) -> None:
         self._file.close()

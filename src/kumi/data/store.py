@@ -17,8 +17,8 @@ import numpy as np
 from kumi.data import binfile
 from kumi.data.binfile import Array, IndexedFile
 from kumi.data.mix import Mixture, Sweep
-from kumi.data.tokenizer import Tokenizer
-from kumi.errors import RefusedError
+from kumi.data.tokenizer import Tokenizer, load
+from kumi.errors import ConfigError, RefusedError
 
 META, FAULTS, FILES = "meta.json", "faults.jsonl", "files.jsonl"
 
@@ -116,23 +116,35 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def inspect(
-    folder: Path | str, tokens: Tokenizer | None = None, documents: int = 3, characters: int = 400
+    place: Store | Path | str, tokens: Tokenizer | None = None, *, documents: int = 3, characters: int = 400
 ) -> dict[str, Any]:
-    """What `kumi data inspect` shows: counts and faults of each source, its first documents (decoded where `tokens`
-    is given, else as ids), and the first faults."""
-    store = open_store(folder)
-    if tokens is not None and tokens.digest != store.tokenizer_digest:
-        raise RefusedError(
-            f"{folder}: was prepared with tokenizer {store.tokenizer_digest[:12]}, {tokens.folder} is "
-            f"{tokens.digest[:12]}; give the tokenizer it was prepared with"
-        )
+    """What `kumi data inspect` shows: meta.json with the counts, the first documents of each source, the first
+    faults.
+
+    Documents are decoded with `tokens`, or else with the tokenizer they were made with where that still lies in its
+    folder."""
+    store = place if isinstance(place, Store) else open_store(place)
     meta = read_meta(store.folder)
     assert meta is not None
+    tokens = tokens or _own_tokenizer(meta["tokenizer"])
+    if tokens is not None and tokens.digest != store.tokenizer_digest:
+        raise RefusedError(
+            f"{store.folder}: was prepared with tokenizer {store.tokenizer_digest[:12]}, {tokens.folder} is "
+            f"{tokens.digest[:12]}; give the tokenizer it was prepared with"
+        )
     for entry, source in zip(meta["sources"], store.sources, strict=True):
         entry["documents"] = _first_documents(source, tokens, documents, characters)
     with open(store.folder / FAULTS, encoding="utf-8") as lines:
         meta["first_faults"] = [json.loads(line) for line in islice(lines, 10)]
     return meta
+
+
+def _own_tokenizer(described: dict[str, Any]) -> Tokenizer | None:
+    try:
+        found = load(described["folder"])
+    except ConfigError:
+        return None
+    return found if found.digest == described["sha256"] else None
 
 
 def _first_documents(

@@ -18,8 +18,9 @@ from kumi.data.sources import Source, compression, expand, file_format
 from kumi.data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
+SIDES = ("train", "validation")
 _UNITS = 1024
-_MIN_BYTES, _MAX_BYTES = 4 << 20, 128 << 20
+_MIN_BYTES, _MAX_BYTES, _MAX_SEGMENTS = 4 << 20, 128 << 20, 4096
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,14 @@ def units(source: int, files: list[File], text_key: str, size: int) -> list[Unit
     """Units of about `size` bytes that hold every segment of `files` once, in order."""
     result: list[Unit] = []
     group: list[Segment] = []
+    held = 0
     for file in files:
         for segment in _segments(file, text_key, size):
             group.append(segment)
-            if sum(s.bytes for s in group) >= size or len(group) >= 4096:
+            held += segment.bytes
+            if held >= size or len(group) >= _MAX_SEGMENTS:
                 result.append(Unit(source, tuple(group)))
-                group = []
+                group, held = [], 0
     return [*result, Unit(source, tuple(group))] if group else result
 
 

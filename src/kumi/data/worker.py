@@ -17,24 +17,28 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
 from kumi.data import binfile, records, tokenizer
 from kumi.data.binfile import Append, Array
-from kumi.data.records import Fault, Item
+from kumi.data.records import Fault
+from kumi.data.sources import compression
 from kumi.data.tokenizer import Tokenizer
+from kumi.data.work import SIDES
 from kumi.errors import ConfigError, DataError, KumiError
 
 _BATCH_CHARS = 1 << 18
 _BATCH_TEXTS = 1024
-SIDES = ("train", "validation")
-Report = Callable[[int], None]
+Report = Callable[[int, int], None]
+# Compressed data is taken as this many times its size, for the progress display only.
+_EXPANSION = 4
 
 
 def in_validation(text: str, fraction: float) -> bool:
@@ -58,83 +62,95 @@ def encode_unit(job: dict[str, Any], report: Report) -> dict[str, Any]:
     return counts
 
 
+@dataclass(frozen=True)
+class Sink:
+    """Where a unit's documents and faults go, and what has been counted so far."""
+
+    job: dict[str, Any]
+    tokens: Tokenizer
+    sides: tuple[Append, Append]
+    faults: TextIO
+    counts: Counter[str]
+    report: Report
+
+
 def _write(job: dict[str, Any], tokens: Tokenizer, folder: Path, report: Report) -> dict[str, Any]:
     dtype = binfile.token_dtype(tokens.vocab_size)
     counts: Counter[str] = Counter()
-    lines: list[int] = []
+    lines, done = [], 0
     with ExitStack() as stack:
         faults = stack.enter_context(open(folder / "faults.jsonl", "w", encoding="utf-8"))
-        out = [stack.enter_context(binfile.writing(folder / side, dtype)) for side in SIDES]
+        train, held_out = (stack.enter_context(binfile.writing(folder / side, dtype)) for side in SIDES)
+        sink = Sink(job, tokens, (train, held_out), faults, counts, report)
         for number, segment in enumerate(job["segments"]):
-            before = counts["bytes"]
             encode = _encode_indexed if segment["file"]["format"] == "indexed" else _encode_texts
-
-            def add(batch: list[tuple[bool, list[int]]]) -> None:
-                _append(batch, out, dtype, counts)
-                _check_parent(job["parent"])
-
-            def fault(item: Fault, number: int = number) -> None:
-                if job["on_error"] == "fail":
-                    raise DataError(json.dumps([number, item.file, item.line, item.reason]))
-                counts[f"fault:{item.kind}"] += 1
-                faults.write(json.dumps([number, item.file, item.line, item.kind, item.reason]) + "\n")
-
-            lines.append(encode(job, segment, tokens, add, fault))
+            lines.append(encode(sink, number, segment))
             _check_unchanged(segment["file"])
-            counts["bytes"] = before + segment["bytes"]
-            report(counts["bytes"])
-    return {**counts, "lines": lines, "faults": sum(n for kind, n in counts.items() if kind.startswith("fault:"))}
+            done += segment["bytes"]
+            counts["bytes"] = done
+    return {**counts, "lines": lines}
 
 
-Add = Callable[[list[tuple[bool, list[int]]]], None]
-OnFault = Callable[[Fault], None]
-
-
-def _encode_texts(job: dict[str, Any], segment: dict[str, Any], tokens: Tokenizer, add: Add, fault: OnFault) -> int:
+def _encode_texts(sink: Sink, number: int, segment: dict[str, Any]) -> int:
     """Encodes the documents of one range in batches; returns the number of lines the range has."""
-    file, texts, size = segment["file"], list[str](), 0
-
-    def flush() -> None:
-        sides = [in_validation(text, job["validation"]) for text in texts]
-        add([(side, _framed(ids, tokens, job)) for side, ids in zip(sides, tokens.encode_batch(texts), strict=True)])
-
-    reader: Generator[Item, None, int] = records.read_range(
-        Path(file["path"]), file["format"], job["text_key"], segment["start"], segment["end"]
-    )
+    path, fmt = Path(segment["file"]["path"]), segment["file"]["format"]
+    items = records.read_range(path, fmt, sink.job["text_key"], segment["start"], segment["end"])
+    expansion = _EXPANSION if compression(path) else 1
+    texts: list[str] = []
+    size = 0
     while True:
         try:
-            item = next(reader)
+            item = next(items)
         except StopIteration as end:
-            flush()
+            _add_texts(sink, texts, size // expansion)
             return int(end.value)
         if isinstance(item, Fault):
-            fault(item)
+            _fault(sink, number, item)
             continue
         texts.append(item.text)
         size += len(item.text)
         if size >= _BATCH_CHARS or len(texts) >= _BATCH_TEXTS:
-            flush()
+            _add_texts(sink, texts, size // expansion)
             texts, size = [], 0
 
 
-def _encode_indexed(job: dict[str, Any], segment: dict[str, Any], tokens: Tokenizer, add: Add, fault: OnFault) -> int:
+def _add_texts(sink: Sink, texts: list[str], size: int) -> None:
+    sides = [in_validation(text, sink.job["validation"]) for text in texts]
+    encoded = [_framed(ids, sink) for ids in sink.tokens.encode_batch(texts)]
+    _add(sink, list(zip(sides, encoded, strict=True)), size)
+
+
+def _encode_indexed(sink: Sink, number: int, segment: dict[str, Any]) -> int:
     """Takes over documents that are tokens already; returns 0, for they have no lines."""
-    path = Path(segment["file"]["path"])
+    path, tokens = Path(segment["file"]["path"]), sink.tokens
     file = binfile.open_file(path.with_suffix(""))
-    for number in range(segment["start"], segment["end"]):
-        ids = file.document(number)
+    batch, size = [], 0
+    for document in range(segment["start"], segment["end"]):
+        ids = file.document(document)
         if len(ids) and (ids.max() >= tokens.vocab_size or ids.min() < 0):
             raise ConfigError(
-                f"{path}: document {number} holds token ids {ids.min()} to {ids.max()}, outside the "
+                f"{path}: document {document} holds token ids {ids.min()} to {ids.max()}, outside the "
                 f"{tokens.vocab_size} of {tokens.folder}: it was written with another tokenizer"
             )
         bare = _bare(ids.tolist(), tokens)
         if not bare:
-            fault(Fault(str(path), number + 1, "empty", "the document has no tokens"))
+            _fault(sink, number, Fault(str(path), document + 1, "empty", "the document has no tokens"))
             continue
         text = tokens.decode(bare[1:] if bare[0] == tokens.bos_id else bare)
-        add([(in_validation(text, job["validation"]), _framed(bare, tokens, job))])
+        batch.append((in_validation(text, sink.job["validation"]), _framed(bare, sink)))
+        size += ids.nbytes
+        if size >= _BATCH_CHARS:
+            _add(sink, batch, size)
+            batch, size = [], 0
+    _add(sink, batch, size)
     return 0
+
+
+def _fault(sink: Sink, segment: int, fault: Fault) -> None:
+    if sink.job["on_error"] == "fail":
+        raise DataError(json.dumps([segment, fault.file, fault.line, fault.reason]))
+    sink.counts[f"fault:{fault.kind}"] += 1
+    sink.faults.write(json.dumps([segment, fault.file, fault.line, fault.kind, fault.reason]) + "\n")
 
 
 def _bare(ids: list[int], tokens: Tokenizer) -> list[int]:
@@ -142,23 +158,29 @@ def _bare(ids: list[int], tokens: Tokenizer) -> list[int]:
     return ids[:-1] if ids and ids[-1] == tokens.eos_id else ids
 
 
-def _framed(ids: list[int], tokens: Tokenizer, job: dict[str, Any]) -> list[int]:
+def _framed(ids: list[int], sink: Sink) -> list[int]:
     """`ids` with the end mark, and the begin mark where asked for and not there yet."""
-    if job["add_bos"] and ids[:1] != [tokens.bos_id]:
+    tokens = sink.tokens
+    if sink.job["add_bos"] and ids[:1] != [tokens.bos_id]:
         assert tokens.bos_id is not None
         ids.insert(0, tokens.bos_id)
     ids.append(tokens.eos_id)
     return ids
 
 
-def _append(batch: list[tuple[bool, list[int]]], out: list[Append], dtype: np.dtype[Any], counts: Counter[str]) -> None:
+def _add(sink: Sink, batch: list[tuple[bool, list[int]]], size: int) -> None:
+    """Writes documents to their sides and says how far the unit is."""
+    counts, dtype = sink.counts, binfile.token_dtype(sink.tokens.vocab_size)
     for number, side in enumerate(SIDES):
         mine = [ids for held_out, ids in batch if held_out == bool(number)]
         lengths: Array = np.array([len(ids) for ids in mine], np.int64)
         total = int(lengths.sum())
-        out[number](np.fromiter(chain.from_iterable(mine), dtype, total), lengths)
+        sink.sides[number](np.fromiter(chain.from_iterable(mine), dtype, total), lengths)
         counts[f"{side}_documents"] += len(mine)
         counts[f"{side}_tokens"] += total
+    counts["bytes"] += size
+    _check_parent(sink.job["parent"])
+    sink.report(counts["bytes"], counts["train_tokens"] + counts["validation_tokens"])
 
 
 @functools.lru_cache(maxsize=1)
@@ -193,8 +215,8 @@ def _publish(partial: Path, final: Path) -> None:
 
 
 def main() -> None:
-    """Answers each job line on stdin with lines on stdout: {"progress": bytes}*, then {"result": ...} or {"error":
-    ...}."""
+    """Answers each job line on stdin with lines on stdout: {"progress": bytes, "tokens": n}*, then {"result": ...} or
+    {"error": ...}."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     sys.stdout = sys.stderr
@@ -206,11 +228,11 @@ def main() -> None:
 def _answer(job: dict[str, Any], answers: Any) -> dict[str, Any]:
     last = time.monotonic()
 
-    def report(done: int) -> None:
+    def report(done: int, tokens: int) -> None:
         nonlocal last
         if time.monotonic() - last > 0.5:
             last = time.monotonic()
-            answers.write(json.dumps({"progress": done}) + "\n")
+            answers.write(json.dumps({"progress": done, "tokens": tokens}) + "\n")
             answers.flush()
 
     try:

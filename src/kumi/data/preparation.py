@@ -26,7 +26,7 @@ from kumi.data.join import join
 from kumi.data.sources import DataPathError, Source
 from kumi.data.store import Store
 from kumi.data.tokenizer import Tokenizer
-from kumi.data.work import Plan, Unit
+from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 
 OWNER = ".kumi-data"
@@ -127,18 +127,19 @@ def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, wor
     jobs = [_job(cache, plan, number, tokenizer, on_error) for number in missing]
     total = sum(unit.bytes for unit in plan.units)
     done = {number: unit.bytes for number, unit in enumerate(plan.units) if counts[number] is not None}
-    tokens = 0
+    tokens: dict[int, int] = {}
     with progress.showing("tokenising", total, enabled=show) as update, closing(pool.answers(jobs, workers)) as answers:
         for job, answer in answers:
             number = missing[job]
             if "error" in answer:
                 _raise(answer, plan.units[number])
             if "progress" in answer:
-                done[number] = answer["progress"]
+                done[number] = min(answer["progress"], plan.units[number].bytes)
+                tokens[number] = answer["tokens"]
             else:
                 done[number] = plan.units[number].bytes
-                tokens += answer["result"].get("train_tokens", 0) + answer["result"].get("validation_tokens", 0)
-            update(sum(done.values()), tokens)
+                tokens[number] = sum(answer["result"].get(f"{side}_tokens", 0) for side in SIDES)
+            update(sum(done.values()), sum(tokens.values()))
 
 
 def _job(cache: Path, plan: Plan, number: int, tokenizer: Tokenizer, on_error: str) -> dict[str, Any]:
