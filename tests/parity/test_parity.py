@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from families import CASES, build_pair
+from tiny_models import CASES, build_pair
 
 from kumi.spec import ledger
 
@@ -27,9 +27,8 @@ def test_logits_loss_and_gradients(name):
     ours, theirs = dict(decoder.named_parameters()), dict(reference.named_parameters())
     assert ours.keys() == theirs.keys()
     for key, parameter in ours.items():
-        torch.testing.assert_close(
-            parameter.grad, theirs[key].grad, rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}"
-        )
+        difference = (parameter.grad - theirs[key].grad).abs().max()
+        assert difference <= 1e-5 * theirs[key].grad.abs().max() + 1e-7, key
 
 
 @pytest.mark.parametrize("name", CASES)

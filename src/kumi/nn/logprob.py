@@ -45,7 +45,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         cast, chunk = weight.to(hidden.dtype), chunk_tokens(weight.shape[0], hidden.device)
-        parts = [_statistics(h, cast, y) for h, y in zip(hidden.split(chunk), labels.split(chunk))]
+        parts = [_statistics(h, cast, y) for h, y in zip(torch.split(hidden, chunk), torch.split(labels, chunk))]
         log_prob = torch.cat([part[0] for part in parts])
         ctx.save_for_backward(hidden, weight, labels)
         ctx.chunk = chunk

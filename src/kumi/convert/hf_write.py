@@ -1,0 +1,159 @@
+"""Writing a Hugging Face model folder, a tensor at a time, so that it is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kumi.convert.safetensors_file import Layout, create, lay_out, put, sync
+from kumi.errors import ModelError, RefusedError
+from kumi.spec import families
+from kumi.spec.ledger import Param, params
+from kumi.spec.model import ModelSpec
+from kumi.spec.precision import ITEMSIZE
+from kumi.units import format_bytes
+
+# Files that go with a tokenizer, copied as they are.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+# What is written besides the weights (configs, card, headers) stays below this many bytes, tokenizer files apart.
+_SLACK = 2**20
+
+
+def write(
+    folder: str | Path,
+    spec: ModelSpec,
+    tensors: Iterator[tuple[str, Tensor]],
+    *,
+    base_config: Mapping[str, Any] | None,
+    dtype: str | Mapping[str, str],
+    tokenizer_folder: str | Path | None,
+    card: str,
+    generation_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    replace: bool = False,
+) -> None:
+    """Write the model folder `folder`, as transformers would save it; at most one tensor is held at a time.
+
+    `tensors` gives every parameter of `spec` once, in any order; `dtype` is what they are stored in, one or by name.
+    `base_config` is changed only where it does not describe `spec`. RefusedError when `folder` is there and not empty
+    (unless `replace`) or the disk is too small, before anything is written; ModelError for a tensor that is missing,
+    unknown or of a wrong shape. Nothing is left behind then.
+    """
+    folder = Path(folder)
+    wanted = params(spec)
+    dtypes = {param.name: dtype if isinstance(dtype, str) else dtype[param.name] for param in wanted}
+    shards = _shards(wanted, dtypes, max_shard_bytes)
+    check_target(folder, replace=replace)
+    check_disk(folder, sum(layout.size for layout in shards.values()) + _SLACK)
+    config = _with_dtype(families.patched(base_config, spec) if base_config else families.to_hf(spec), dtypes)
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        _write_tensors(part, shards, tensors)
+        _write_json(part / "config.json", config)
+        _write_json(part / "generation_config.json", generation_config or _generation(config))
+        (part / "README.md").write_text(card, encoding="utf-8")
+        _copy_tokenizer(tokenizer_folder, part)
+        _publish(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _shards(wanted: tuple[Param, ...], dtypes: Mapping[str, str], limit: int) -> dict[str, Layout]:
+    """The files to write and what goes where: as few as `limit` bytes a file allow, the last parameters last."""
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for param in wanted:
+        bytes_ = param.numel * ITEMSIZE[dtypes[param.name]]
+        if groups[-1] and size + bytes_ > limit:
+            groups.append({})
+            size = 0
+        groups[-1][param.name] = param.shape
+        size += bytes_
+    names = [f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else ["model.safetensors"]
+    return {name: lay_out(group, {key: dtypes[key] for key in group}) for name, group in zip(names, groups)}
+
+
+def _write_tensors(part: Path, shards: Mapping[str, Layout], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    place = {name: file for file, layout in shards.items() for name in layout.shapes}
+    waiting = dict(place)
+    for file, layout in shards.items():
+        create(part / file, layout)
+    for name, tensor in tensors:
+        if name not in waiting:
+            again = "came twice" if name in place else "is not a parameter of this model"
+            raise ModelError(f"{part}: {name!r} {again}; nothing was written")
+        file = waiting.pop(name)
+        shape = shards[file].shapes[name]
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{part}: {name!r} is {tuple(tensor.shape)}, {shape} in the model; nothing was written")
+        put(part / file, shards[file], name, tensor)
+    if waiting:
+        raise ModelError(f"{part}: {next(iter(waiting))!r} and {len(waiting) - 1} more never came; nothing was written")
+    if len(shards) > 1:
+        total = sum(layout.size - len(layout.header) for layout in shards.values())
+        _write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": place})
+
+
+def check_target(folder: Path, *, replace: bool) -> None:
+    """Nothing, or RefusedError when `folder` is there, not empty, and not to be replaced."""
+    if folder.exists() and not replace and (not folder.is_dir() or any(folder.iterdir())):
+        raise RefusedError(f"{folder}: exists and is not empty; name another folder, or delete it")
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Nothing, or RefusedError when less than `needed` bytes are free where `folder` will be."""
+    place = folder.absolute().parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise RefusedError(f"{folder}: the model needs {format_bytes(needed)} and {format_bytes(free)} are free on "
+                           f"that disk; free some, or write elsewhere")  # fmt: skip
+
+
+def _with_dtype(config: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """`config` with the dtype of most of the bytes, under the key that it has already."""
+    names = list(dtypes.values())
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    return config | {key: max(sorted(set(names)), key=names.count)}
+
+
+def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {"_from_model_config": True} | {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _copy_tokenizer(source: str | Path | None, part: Path) -> None:
+    if source is None:
+        return
+    for name in TOKENIZER_FILES:
+        if (Path(source) / name).exists():
+            shutil.copyfile(Path(source) / name, part / name)
+
+
+def _publish(part: Path, folder: Path) -> None:
+    """Put everything on the disk, and only then give it its name."""
+    for file in part.iterdir():
+        sync(file)
+    sync(part)
+    if folder.exists():
+        shutil.rmtree(folder)
+    part.rename(folder)
+    sync(folder.absolute().parent)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,59 @@
+"""A model on disk in either format, seen the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kumi.convert import hf, native
+from kumi.errors import ModelError
+from kumi.spec import families
+from kumi.spec.ledger import params
+from kumi.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checked model on disk: its spec and config.json, each parameter's dtype, and how to read one."""
+
+    folder: Path
+    spec: ModelSpec
+    config: Mapping[str, Any]
+    dtypes: Mapping[str, str]
+    read: Callable[[str], Tensor]
+    tokenizer: Path | None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter with its name, one at a time."""
+        for param in params(self.spec):
+            yield param.name, self.read(param.name)
+
+
+def open_source(folder: str | Path) -> Source:
+    """The model in `folder`, a Hugging Face folder or a checkpoint of kumi."""
+    folder = Path(folder)
+    if (folder / "config.json").exists():
+        return _open_hf(folder)
+    if native.is_checkpoint(folder):
+        return _open_native(folder)
+    raise ModelError(f"{folder}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi")
+
+
+def _open_hf(folder: Path) -> Source:
+    config = families.read_config(folder)
+    spec = families.from_hf(config)
+    stored = hf.check(folder, spec)
+    dtypes = {name: entry.dtype for name, entry in stored.items()}
+    return Source(folder, spec, config, dtypes, lambda name: hf.read(stored[name]), folder)
+
+
+def _open_native(folder: Path) -> Source:
+    saved = native.open_model(folder)
+    spec = families.from_hf(saved.config)
+    native.check(saved, spec)
+    dtypes = {param.name: saved.dtype(param.name) for param in params(spec)}
+    return Source(folder, spec, saved.config, dtypes, saved.read, saved.tokenizer)
