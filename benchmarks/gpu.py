@@ -1,0 +1,174 @@
+"""kumi and the bare loop on one GPU: the GPU tests, then tokens/s, MFU and peak memory of Llama-3.2-1B and -3.1-8B shapes.
+
+    python benchmarks/gpu.py [--budget 460] [--out FILE] [--only TEXT] [--device cpu --tiny]
+
+Every case runs in a process of its own with a time limit, the most important ones first; what the budget did not allow is
+listed. The JSON file is written anew after every case, so that nothing measured is lost. Needs no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import gpu_cases
+import machine
+from gpu_cases import Case
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+NEEDED = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "tomli_w")
+CASE_LIMIT, TEST_LIMIT = 100.0, 150.0
+MEASURED = 3.0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--budget", type=float, default=460.0, help="seconds for everything")
+    parser.add_argument("--out", type=Path, help="JSON file; by default benchmarks/results/gpu_<device>_<time>.json")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.add_argument("--no-tests", action="store_true", help="leave out pytest tests/gpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: tries the script, measures nothing of use")
+    return parser.parse_args()
+
+
+def check_packages() -> dict[str, str]:
+    """Why each system that cannot run here cannot. Raises SystemExit when kumi itself cannot."""
+    absent = [name for name in NEEDED if find_spec(name) is None]
+    if absent:
+        packages = " ".join(name.replace("_", "-") for name in absent)
+        raise SystemExit(f"kumi needs packages that are not installed here: pip install {packages}")
+    if find_spec("kumi") is None:
+        sys.path.insert(0, str(ROOT / "src"))
+    without = {} if find_spec("transformers") else {"bare": "transformers is not installed: pip install transformers"}
+    return {"amp": without["bare"], "bf16": without["bare"]} if without else {}
+
+
+def python(*args: str, limit: float) -> subprocess.CompletedProcess[str] | None:
+    """What a Python process with kumi on its path did; None when it took longer than `limit` seconds."""
+    code = f"import sys, runpy; sys.path[:0] = {[str(HERE), str(ROOT / 'src')]}; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=limit, cwd=ROOT
+        )
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def run_tests(limit: float) -> dict:
+    """How `pytest tests/gpu` ended, with the end of what it said."""
+    if find_spec("pytest") is None:
+        return {"status": "not run", "reason": "pytest is not installed: pip install pytest hypothesis"}
+    began = time.monotonic()
+    done = python("pytest", "tests/gpu", "-q", "-x", "--maxfail=20", "-p", "no:cacheprovider", limit=limit)
+    if done is None:
+        return {"status": "out of time", "reason": f"took longer than {limit:.0f} s"}
+    status = {0: "passed", 5: "no tests"}.get(done.returncode, "failed")
+    return {"status": status, "seconds": time.monotonic() - began, "output": done.stdout[-3000:]}
+
+
+def run_case(case: Case, device: str, limit: float) -> dict:
+    """What benchmarks/gpu_case.py measured, or why it did not."""
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "case.json"
+        seconds = str(MEASURED if device == "cuda" else 0.1)
+        options = [json.dumps(asdict(case)), str(out), "--device", device, "--seconds", seconds]
+        done = python("gpu_case", *options, limit=limit)
+        if done is None:
+            return {"status": "out of time", "reason": f"took longer than {limit:.0f} s"}
+        if done.returncode != 0:
+            return {"status": "failed", "reason": done.stderr[-1500:]}
+        return json.loads(out.read_text())
+
+
+def run_cases(
+    cases: list[Case],
+    one: Callable[[Case, float], dict],
+    *,
+    skipped: dict[str, str],
+    left: Callable[[], float],
+    save: Callable[[dict], None],
+) -> None:
+    """Runs `cases` in order while `left()` seconds allow it; `save` gets every case's entry, those left out included."""
+    slowest = 0.0
+    for case in cases:
+        entry = {"name": case.name, **asdict(case)}
+        began = left()
+        if case.system in skipped:
+            save(entry | {"status": "skipped", "reason": skipped[case.system]})
+        elif began < max(10.0, slowest / 2):
+            save(entry | {"status": "left out", "reason": "the time budget was spent"})
+        else:
+            save(entry | one(case, min(CASE_LIMIT, began)))
+            slowest = max(slowest, began - left())
+
+
+def describe_device(device: str) -> dict:
+    """The machine, and on CUDA the GPU with its data-sheet peak and the measured rate of a large bf16 product."""
+    found = machine.describe() | {"device": "cpu"}
+    if device == "cuda":
+        done = python("gpu_device", limit=60)
+        if done is None or done.returncode != 0:
+            said = "nothing within 60 s" if done is None else done.stderr[-1500:]
+            raise SystemExit(f"no CUDA device answers (use --device cpu --tiny to try the script): {said}")
+        found |= json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def line(entry: dict, peak: float | None) -> str:
+    """One line of the table."""
+    if entry["status"] != "ok":
+        return f"{entry['name']:<52} {entry['status']}: {entry.get('reason', '').strip().splitlines()[-1][:80]}"
+    mfu = f"{100 * entry['flops_per_s'] / peak:5.1f}" if peak else "  n/a"
+    memory = f"{entry['peak_bytes'] / 2**30:7.1f}" if entry["peak_bytes"] else "    n/a"
+    estimate = f"{entry['estimated_bytes'] / 2**30:7.1f}" if entry["estimated_bytes"] else "      -"
+    low, high = entry["step_s_range"]
+    return (f"{entry['name']:<52} {entry['tokens_per_s']:9.0f} tok/s {mfu} % MFU {memory} GiB (estimated {estimate}) "
+            f"step {low:.4f}-{high:.4f} s")  # fmt: skip
+
+
+def result_file(found: dict) -> Path:
+    """A new file under benchmarks/results, named after the device and the day."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in found["device"].lower())
+    return HERE / "results" / f"gpu_{name}_{datetime.now(UTC):%Y-%m-%d_%H%M}.json"
+
+
+def main() -> None:
+    began, args = time.monotonic(), arguments()
+    skipped = check_packages()
+    found = describe_device(args.device)
+    out = args.out or result_file(found)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result = {"machine": found, "budget_s": args.budget, "tiny": args.tiny, "tests": {"status": "not run"}, "cases": []}
+
+    def left() -> float:
+        return args.budget - (time.monotonic() - began)
+
+    def save(entry: dict) -> None:
+        result["cases"].append(entry)
+        result["seconds"] = time.monotonic() - began
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        print(line(entry, found.get("peak_flops")), flush=True)
+
+    if not args.no_tests:
+        result["tests"] = run_tests(min(TEST_LIMIT, left()))
+        print(f"tests/gpu {result['tests']['status']}\n{result['tests'].get('output', '')[-800:]}", flush=True)
+    cases = [gpu_cases.tiny(case) if args.tiny else case for case in gpu_cases.all_cases()]
+    cases = [case for case in cases if args.only in case.name]
+    run_cases(cases, lambda case, limit: run_case(case, args.device, limit), skipped=skipped, left=left, save=save)
+    print(f"{time.monotonic() - began:.0f} s; written to {out}")
+
+
+if __name__ == "__main__":
+    main()

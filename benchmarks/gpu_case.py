@@ -1,0 +1,117 @@
+"""One case of benchmarks/gpu.py, in a process of its own: builds, warms up, measures, writes a JSON file.
+
+python benchmarks/gpu_case.py '{"system": "kumi", "shape": "1b", "microbatch": 4}' OUT.json [--device cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import shapes
+import torch
+from gpu_cases import Case
+
+GROUPS = 3
+
+
+def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
+    """kumi's own train step on random weights, and its estimate of the peak memory in bytes."""
+    from kumi_parts import make_parts, synthetic
+
+    from kumi.train.state import TrainState
+    from kumi.train.step import StepCounts, train_step
+
+    parts = make_parts(
+        case.config(), device, seq_len=case.seq_len, microbatch=case.microbatch, recompute=case.recompute,
+        compile=case.compile, precision="bf16",
+    )  # fmt: skip
+    batch = synthetic(case.microbatch, case.seq_len, case.config()["vocab_size"], case.documents)
+    counts = StepCounts(batch, int(np.count_nonzero(batch.labels >= 0)), None, 0.0)
+    state = TrainState()
+    return (lambda: train_step(parts, state, counts, None).loss), parts.run.memory.total
+
+
+def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], None]:
+    """The bare loop's step on random weights."""
+    import bare_loop
+
+    args = argparse.Namespace(
+        dtype=case.system, device=device.type, random=True, recompute=case.recompute == "full", compile=case.compile,
+        packed=False, batches=None, microbatch=case.microbatch, seq_len=case.seq_len, lr=3e-4,
+    )  # fmt: skip
+    with TemporaryDirectory() as folder:
+        args.model = shapes.write_config(case.config(), Path(folder))
+        model = bare_loop.load_model(args)
+    optimizer = bare_loop.make_optimizer(args, model)
+    batch = bare_loop.Batches(args, case.config()["vocab_size"], rank=0, world=1)(0)
+    forward = torch.compile(model) if args.compile else model
+    return (lambda: bare_loop.train_step(args, forward, optimizer, batch)), None
+
+
+def timed(step: Callable[[], torch.Tensor], device: torch.device, seconds: float) -> dict:
+    """Seconds a step: the median and the range of a few groups of steps, after a warm-up that is not counted."""
+    began = time.perf_counter()
+    first_loss = step().item()
+    first = time.perf_counter() - began
+    step().item()
+    began = time.perf_counter()
+    step().item()
+    size = max(1, round(seconds / GROUPS / max(time.perf_counter() - began, 1e-6)))
+    groups = []
+    for _ in range(GROUPS):
+        began = time.perf_counter()
+        for _ in range(size):
+            loss = step()
+        last_loss = loss.item()  # waits for the device
+        groups.append((time.perf_counter() - began) / size)
+    return {"step_s": median(groups), "step_s_range": [min(groups), max(groups)], "steps": GROUPS * size,
+            "first_step_s": first, "first_loss": first_loss, "last_loss": last_loss}  # fmt: skip
+
+
+def memory(device: torch.device) -> dict:
+    """Peak bytes that tensors took, and that the allocator held."""
+    if device.type != "cuda":
+        return {"peak_bytes": None, "reserved_bytes": None}
+    return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+
+
+def run(case: Case, device: torch.device, seconds: float = 3.0) -> dict:
+    """What was measured of `case`; running out of memory is a result, too."""
+    from kumi.spec import families, ledger
+
+    torch.manual_seed(0)
+    spec, tokens = families.from_hf(case.config()), case.microbatch * case.seq_len
+    flops = ledger.train_flops(spec, tokens, case.seq_len)
+    found = {"status": "ok", "parameters": ledger.num_params(spec), "tokens": tokens, "flops": flops,
+             "estimated_bytes": None}  # fmt: skip
+    try:
+        began = time.perf_counter()
+        step, found["estimated_bytes"] = (kumi_step if case.system == "kumi" else bare_step)(case, device)
+        found["build_s"] = time.perf_counter() - began
+        found |= timed(step, device, seconds)
+        found |= {"tokens_per_s": tokens / found["step_s"], "flops_per_s": flops / found["step_s"]}
+    except torch.OutOfMemoryError as error:
+        found |= {"status": "out of memory", "reason": str(error).splitlines()[0]}
+    return found | memory(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("case", help="the fields of gpu_cases.Case as JSON")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time for the measured steps")
+    args = parser.parse_args()
+    found = run(Case(**json.loads(args.case)), torch.device(args.device), args.seconds)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Prints one JSON object: what the GPU is, what its data sheet promises, what a large product of random data reaches."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+
+import torch
+
+from kumi.config.cluster import cluster_spec
+from kumi.config.schema import ClusterSection
+
+
+def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
+    """FLOP/s of the median bf16 product of two random square matrices."""
+    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        left @ right
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * size**3 / median(times[3:])
+
+
+def copy_bytes_per_s(count: int = 2**32, repeats: int = 10) -> float:
+    """Bytes per second, read and written, of the median copy within the device."""
+    source = torch.empty(count, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * count / median(times[2:])
+
+
+def main() -> None:
+    properties = torch.cuda.get_device_properties(0)
+    print(json.dumps({
+        "device": properties.name,
+        "device_memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "devices": torch.cuda.device_count(),
+        "peak_flops": cluster_spec(ClusterSection()).device.peak_flops("bfloat16"),
+        "measured_matmul_flops": matmul_flops(),
+        "measured_copy_bytes_per_s": copy_bytes_per_s(),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""kumi's training parts without a run folder: for measuring a train step alone, on random weights and tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kumi.config import Run, from_dict
+from kumi.config.cluster import cluster_spec
+from kumi.config.resolve import choose_optim
+from kumi.data import Batch
+from kumi.parallel.build import build
+from kumi.parallel.data import bare
+from kumi.parallel.mesh import Place, build_mesh
+from kumi.parallel.optimizer import init_adamw
+from kumi.plan.memory import estimate_memory
+from kumi.spec import families
+from kumi.spec.batch import BatchSpec
+from kumi.spec.layout import Layout
+from kumi.spec.precision import PRECISIONS
+from kumi.train.state import Parts
+
+
+def make_run(
+    config: dict[str, Any], *, seq_len: int, microbatch: int, recompute: str, compile: bool, precision: str
+) -> Run:
+    """A run of one rank and one microbatch a step, whether or not the planner would say that it fits."""
+    written = from_dict({
+        "name": "benchmark",
+        "model": {"config": config, "init": "random"},
+        "batch": {"seq_len": seq_len, "tokens_per_step": seq_len * microbatch},
+        "data": {"sources": [{"path": "unused"}], "tokenizer": "unused"},
+        "optim": {"schedule": "constant"},
+        "train": {"steps": 1, "out": "unused", "compile": compile},
+    })  # fmt: skip
+    model, batch = families.from_hf(config), BatchSpec(seq_len, seq_len * microbatch)
+    optim, layout = choose_optim(written.optim, 1), Layout(microbatch=microbatch, recompute=recompute)
+    memory = estimate_memory(model, layout, batch, PRECISIONS[precision], optim)
+    cluster = cluster_spec(written.cluster)
+    cluster = replace(cluster, devices_per_node=1)
+    return Run(written, model, config, None, cluster, batch, PRECISIONS[precision], optim, layout, memory)
+
+
+def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> Parts:
+    """A decoder and its optimizer on `device`, with random weights drawn there."""
+    run = make_run(config, **options)
+    mesh = build_mesh(run.layout, Place(0, 1, 0, device))
+
+    def weights(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=device)
+        return torch.randn(shape, device=device) * run.model.initializer_range
+
+    model = build(run.model, mesh, run.precision, weights=weights)
+    optimizer = init_adamw(bare(model).named_parameters(), run.optim)
+    return Parts(run, mesh, model, optimizer, None, None, None)
+
+
+def synthetic(rows: int, seq_len: int, vocab_size: int, documents: int) -> Batch:
+    """Random tokens; each row holds `documents` documents of equal length."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocab_size, (rows, seq_len + 1))
+    place = np.arange(seq_len)
+    length = -(-seq_len // documents)
+    labels = tokens[:, 1:].copy()
+    if documents > 1:
+        labels[:, (place + 1) % length == 0] = -100
+    positions, numbers = (np.broadcast_to(values, (rows, seq_len)) for values in (place % length, place // length))
+    return Batch(tokens[:, :-1].copy(), labels, positions.copy(), numbers.astype(np.int32))

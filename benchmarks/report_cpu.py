@@ -1,0 +1,147 @@
+"""The tables of benchmarks/train_cpu.py, from what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import shapes
+from measure import Mark, Measured
+
+GIB = 2**30
+# Which measured matmul peak a row is compared with.
+PEAK_OF = {"fp32": "fp32 medium", "bf16": "bf16", "amp": "bf16"}
+
+
+def report(result: dict) -> str:
+    """Everything that was measured, as text."""
+    parts = [_machine(result), _peaks(result)]
+    parts += [_setup(result, setup) for setup in result["setups"]]
+    parts += [f"skipped {row}: {reason}" for row, reason in result["skipped"].items()]
+    if result["left_out"]:
+        parts.append("left out for time: " + "; ".join(result["left_out"]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _machine(result: dict) -> str:
+    found = result["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    return (
+        f"{found['cpu']}, {found['cores']} cores ({' '.join(found['cpu_flags'])}), "
+        f"{found['memory_bytes'] / GIB:.0f} GiB; Python {found['python']}, {packages}; commit {found['commit']}"
+    )
+
+
+def peak(result: dict, kind: str, key: str = "peak") -> float:
+    """The best GFLOP/s of `kind` ("peak", by the wall clock) over all measurements, or "peak_per_cpu_second"."""
+    return max(found["kinds"][kind][key] for found in result["peaks"])
+
+
+def _peaks(result: dict) -> str:
+    threads = result["peaks"][0]["threads"]
+    kinds = result["peaks"][0]["kinds"]
+    listed = ", ".join(f"{kind} {peak(result, kind):.0f}" for kind in kinds)
+    errors = ", ".join(f"{kind} {found['error']:.1e}" for kind, found in kinds.items())
+    return f"matmul peak, GFLOP/s with {threads} threads: {listed} (relative error against float64: {errors})"
+
+
+def runs_of(result: dict, setup: dict) -> dict[str, list[Measured]]:
+    """The runs of every row in `setup`."""
+    found: dict[str, list[Measured]] = {}
+    for entry in result["runs"]:
+        if entry["setup"] == setup["name"]:
+            fields = {key: value for key, value in entry.items() if key not in ("row", "setup", "marks")}
+            marks = tuple(Mark(**mark) for mark in entry["marks"])
+            found.setdefault(entry["row"], []).append(Measured(marks=marks, **fields))
+    return found
+
+
+def spread(values: list[float], form: str) -> str:
+    """The median, and the range where there is one."""
+    low, high, middle = (format(value, form) for value in (min(values), max(values), median(values)))
+    return middle if low == high else f"{middle} ({low}-{high})"
+
+
+def _setup(result: dict, setup: dict) -> str:
+    runs, drop = runs_of(result, setup), result["drop"]
+    if not runs:
+        return ""
+    flops = train_flops(setup["tokens"])
+    head = (
+        f"{setup['name']}: {setup['tokens']} tokens a step, {flops / 1e9:.0f} GFLOP; median (and range) of "
+        f"{max(map(len, runs.values()))} runs, first {drop} of {setup['steps']} steps dropped"
+    )
+    columns: list[tuple[str, Callable[[str, list[Measured]], str]]] = [
+        ("tokens/s", lambda row, found: spread([setup["tokens"] / run.steady(drop).wall for run in found], ".0f")),
+        ("CPU s/step", lambda row, found: spread([run.steady(drop).cpu for run in found], ".2f")),
+        ("share of peak", lambda row, found: _share(result, row, found, flops)),
+        ("first step: s", lambda row, found: spread([run.first_step().wall for run in found], ".1f")),
+        ("CPU s", lambda row, found: spread([run.first_step().cpu for run in found], ".1f")),
+        ("peak RSS GiB", lambda row, found: spread([run.peak_rss / GIB for run in found], ".2f")),
+        ("PSS", lambda row, found: spread([run.peak_pss / GIB for run in found], ".2f")),
+        ("largest process", lambda row, found: spread([run.largest_rss / GIB for run in found], ".2f")),
+    ]
+    table = [["", *(name for name, _ in columns)]]
+    table += [[row, *(cell(row, found) for _, cell in columns)] for row, found in runs.items()]
+    return "\n".join([head, aligned(table), "", *_ratios(runs, drop), *_losses(runs)])
+
+
+def train_flops(tokens: int) -> int:
+    """Model FLOPs of a step of W1, from kumi's ledger."""
+    from kumi.spec import families, ledger
+
+    return ledger.train_flops(families.from_hf(shapes.W1), tokens, shapes.W1["max_position_embeddings"])
+
+
+def _share(result: dict, row: str, found: list[Measured], flops: int) -> str:
+    """Model FLOPs per CPU second, of what a large product in the same format reaches per CPU second."""
+    kind = PEAK_OF[next(word for word in row.split() if word in PEAK_OF)]
+    best = peak(result, kind, "peak_per_cpu_second") * 1e9
+    return spread([100 * flops / run.steady(result["drop"]).cpu / best for run in found], ".0f") + f" % {kind}"
+
+
+def aligned(table: list[list[str]]) -> str:
+    """The rows of `table` in columns, the first to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    first, *rest = widths
+    return "\n".join(
+        "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], rest, strict=True))])
+        for row in table
+    )
+
+
+PAIRS = (
+    ("kumi fp32", "bare fp32"),
+    ("kumi bf16", "bare fp32"),
+    ("kumi bf16", "bare amp"),
+    ("kumi fp32", "trainer fp32"),
+    ("kumi bf16", "trainer fp32"),
+    ("bare amp", "bare fp32"),
+)
+
+
+def _ratios(runs: dict[str, list[Measured]], drop: int) -> list[str]:
+    """Speed ratios of the pairs, each from the runs that were neighbours in time."""
+    lines = []
+    for fast, slow in PAIRS:
+        if fast in runs and slow in runs:
+            pairs = list(zip(runs[fast], runs[slow]))
+            cpu = [b.steady(drop).cpu / a.steady(drop).cpu for a, b in pairs]
+            wall = [b.steady(drop).wall / a.steady(drop).wall for a, b in pairs]
+            lines.append(f"{fast} / {slow}: {spread(cpu, '.2f')} by CPU seconds, {spread(wall, '.2f')} by wall clock")
+    return lines
+
+
+def loss_difference(run: list[float], reference: list[float]) -> float:
+    """The largest relative difference between two loss curves."""
+    return max(abs(a - b) / b for a, b in zip(run, reference))
+
+
+def _losses(runs: dict[str, list[Measured]]) -> list[str]:
+    lines = []
+    for row, reference in (("kumi bf16", "kumi fp32"), ("kumi fp32", "bare fp32"), ("bare amp", "bare fp32")):
+        if row in runs and reference in runs:
+            found = loss_difference(runs[row][0].losses(), runs[reference][0].losses())
+            steps = len(runs[row][0].marks)
+            lines.append(f"loss of {row} against {reference} over {steps} steps: at most {100 * found:.3f} % apart")
+    return lines

@@ -1,0 +1,58 @@
+"""The model shapes that are measured, as Hugging Face `config.json` contents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+_LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192}  # fmt: skip
+
+# 18.9 M parameters: the workload of the CPU benchmark.
+W1 = _LLAMA | {
+    "vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0,
+}  # fmt: skip
+
+LLAMA_1B = _LLAMA | {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+    "tie_word_embeddings": True, "rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE | {"factor": 32.0},
+}  # fmt: skip
+
+LLAMA_8B = _LLAMA | {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+    "rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
+}  # fmt: skip
+
+TINY = _LLAMA | {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """`config` with another number of layers: the same matrix shapes in less memory."""
+    return config | {"num_hidden_layers": layers}
+
+
+def write_config(config: dict[str, Any], folder: Path) -> Path:
+    """`folder`, which then holds `config` as config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder

@@ -1,0 +1,182 @@
+"""kumi beside a bare PyTorch loop and the Hugging Face Trainer on this machine's CPU, measured in turn.
+
+    python benchmarks/train_cpu.py [--work build/benchmark] [--repeats 2] [--only "kumi bf16" ...] [--json FILE]
+
+Every row is a command of its own, watched from outside by benchmarks/measure.py; rows follow one another A B C A B C,
+so that what else happens on the machine meets all of them. docs/benchmarks.md says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import machine
+import measure
+import report_cpu
+import workload
+
+HERE = Path(__file__).parent
+DROP = 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How many processes with how many threads each, and the steps of one run."""
+
+    name: str
+    processes: int
+    threads: int
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.processes * workload.MICROBATCH * workload.SEQ_LEN
+
+
+SETUPS = (Setup("1 process x 2 threads", 1, 2, 9), Setup("2 processes x 1 thread", 2, 1, 7))
+
+# Row -> (script, its options); kumi's rows have the precision instead. The order is the order of measurement.
+ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bare fp32": ("bare_loop.py", ("--dtype", "fp32")),
+    "kumi fp32": ("kumi", ("fp32",)),
+    "bare amp": ("bare_loop.py", ("--dtype", "amp")),
+    "kumi bf16": ("kumi", ("bf16",)),
+    "trainer fp32": ("hf_trainer.py", ("--dtype", "fp32")),
+    "trainer amp": ("hf_trainer.py", ("--dtype", "amp")),
+    "bare compile amp": ("bare_loop.py", ("--dtype", "amp", "--compile")),
+    "kumi bf16 packed": ("kumi", ("bf16", "packed")),
+}
+DEFAULT_ROWS = tuple(ROWS)[:5]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--work", type=Path, default=Path("build/benchmark"), help="folder for data, model and logs")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(DEFAULT_ROWS), metavar="ROW",
+                        help=f"rows to measure: {', '.join(ROWS)}")  # fmt: skip
+    parser.add_argument("--setups", nargs="+", type=int, choices=(1, 2), default=[1, 2], metavar="PROCESSES")
+    parser.add_argument("--steps", type=int, help=f"steps of every run; the first {DROP} are not counted")
+    parser.add_argument("--budget", type=float, default=680.0, help="seconds; runs that would end later are left out")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The same for every row. Waiting threads sleep: spinning ones would count as CPU time and slow others."""
+    extra = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo",
+             "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
+    return {**os.environ, **extra}
+
+
+def missing(row: str) -> str | None:
+    """Why `row` cannot be measured here, None when it can."""
+    script, _ = ROWS[row]
+    needed = {"kumi": ("kumi",), "bare_loop.py": ("transformers",), "hf_trainer.py": ("transformers", "accelerate")}
+    absent = [name for name in needed[script] if find_spec(name) is None]
+    return f"the package {absent[0]} is not installed: pip install {absent[0]}" if absent else None
+
+
+def command(row: str, setup: Setup, work: Path, out: Path) -> tuple[list[str], Path]:
+    """The command of `row`, and the file in which it writes its steps."""
+    script, options = ROWS[row]
+    if script == "kumi":
+        file = out / "run.toml"
+        text = workload.run_file(work, ranks=setup.processes, steps=setup.steps, precision=options[0],
+                                 out=out / "run", cross_document="packed" not in options)  # fmt: skip
+        file.write_text(text)
+        return [sys.executable, "-m", "kumi.cli", "train", str(file)], out / "run" / "metrics.jsonl"
+    start = [sys.executable]
+    if setup.processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(setup.processes)]
+    metrics = out / "metrics.jsonl"
+    given = ["--model", work / "model", "--batches", work / "batches.npz", "--metrics", metrics, "--steps", setup.steps,
+             "--microbatch", workload.MICROBATCH]  # fmt: skip
+    return [*start, str(HERE / script), *options, *map(str, given)], metrics
+
+
+def run_row(row: str, setup: Setup, work: Path, repeat: int) -> measure.Measured:
+    """One run of `row` from an empty folder. Raises SystemExit with the end of its output when it fails."""
+    out = work / "runs" / f"{row.replace(' ', '_')}_{setup.processes}_{repeat}"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    line, metrics = command(row, setup, work, out)
+    found = measure.run(line, metrics=metrics, env=environment(setup.threads), log=out / "log.txt")
+    if found.returncode != 0 or len(found.marks) != setup.steps:
+        raise SystemExit(f"{row}, {setup.name}: exit code {found.returncode} after {len(found.marks)} of {setup.steps} "
+                         f"steps; the end of its output:\n{found.output}")  # fmt: skip
+    shutil.rmtree(out / "run", ignore_errors=True)
+    return found
+
+
+def matmul_peak(threads: int) -> dict:
+    """What benchmarks/matmul_peak.py measures with `threads` threads."""
+    file = Path(os.environ.get("TMPDIR", "/tmp")) / f"matmul_peak_{os.getpid()}.json"
+    options = ["--threads", str(threads), "--seconds", "0.15", "--json", str(file)]
+    subprocess.run([sys.executable, str(HERE / "matmul_peak.py"), *options], env=environment(threads), check=True,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
+    found = json.loads(file.read_text())
+    file.unlink()
+    return found
+
+
+def measure_all(args: argparse.Namespace, setups: list[Setup], rows: list[str]) -> tuple[dict, list[str]]:
+    """(row, setup name) -> its runs, and what the budget left out."""
+    began = time.monotonic()
+    found: dict[tuple[str, str], list[measure.Measured]] = {}
+    left_out = []
+    for repeat in range(args.repeats):
+        for setup in setups:
+            for row in rows:
+                before = found.setdefault((row, setup.name), [])
+                expected = max((run.wall for run in before), default=0.0)
+                if time.monotonic() - began + expected > args.budget:
+                    left_out.append(f"{row}, {setup.name}, repeat {repeat + 1}")
+                    continue
+                before.append(run_row(row, setup, args.work, repeat))
+                mark = before[-1].steady(DROP)
+                print(f"  {row}, {setup.name}: {setup.tokens / mark.wall:.0f} tokens/s, {mark.cpu:.2f} CPU s a step",
+                      file=sys.stderr, flush=True)  # fmt: skip
+    return {key: runs for key, runs in found.items() if runs}, left_out
+
+
+def main() -> None:
+    args = arguments()
+    args.work = args.work.resolve()
+    setups = [setup for setup in SETUPS if setup.processes in args.setups]
+    if args.steps:
+        setups = [Setup(setup.name, setup.processes, setup.threads, args.steps) for setup in setups]
+    skipped = {row: reason for row in args.only if (reason := missing(row))}
+    rows = [row for row in ROWS if row in args.only and row not in skipped]
+    workload.prepare(args.work, max(setup.processes * setup.steps * workload.MICROBATCH for setup in setups))
+    peaks = [matmul_peak(2)]
+    found, left_out = measure_all(args, setups, rows)
+    peaks.append(matmul_peak(2))
+    result = {
+        "machine": machine.describe(),
+        "peaks": peaks,
+        "setups": [asdict(setup) | {"tokens": setup.tokens} for setup in setups],
+        "runs": [{"row": row, "setup": setup, **asdict(run)} for (row, setup), runs in found.items() for run in runs],
+        "skipped": skipped,
+        "left_out": left_out,
+        "drop": DROP,
+    }
+    print(report_cpu.report(result))
+    if args.json:
+        for run in result["runs"]:
+            del run["output"]
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Makes the CPU benchmark's model and data once, in a folder of its own.
+
+WORK/kumi/data/      tokenizer and tokens of the standard library's sources, made by `kumi data prepare`
+WORK/model/          config.json and one set of random weights, from which everyone starts
+WORK/batches.npz     the sequences, in kumi's order, for the others to read
+
+python benchmarks/workload.py --work build/benchmark [--sequences 512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import shapes
+
+SEQ_LEN, MICROBATCH, SEED = 512, 8, 0
+
+
+def run_file(work: Path, *, ranks: int, steps: int, precision: str, out: Path, cross_document: bool = True) -> str:
+    """A kumi run file for the workload: everything that is not stated is kumi's default."""
+    tokens = SEQ_LEN * MICROBATCH * ranks
+    return f"""\
+name = "benchmark"
+
+[model]
+source = {json.dumps(str(work / "model"))}
+
+[cluster]
+devices_per_node = {ranks}
+
+[batch]
+seq_len = {SEQ_LEN}
+tokens_per_step = {tokens}
+
+[data]
+sources = [{{ path = "{{stdlib}}/**/*.py", exclude = ["**/site-packages/**"] }}]
+tokenizer = {{ vocab_size = {shapes.W1["vocab_size"]} }}
+cache = {json.dumps(str(work / "data"))}
+cross_document = {json.dumps(cross_document)}
+
+[optim]
+lr = 3e-4
+schedule = "constant"
+weight_decay = 0.1
+grad_clip = 1.0
+
+[precision]
+kind = "{precision}"
+
+[layout]
+microbatch = {MICROBATCH}
+recompute = "none"
+
+[train]
+steps = {steps}
+seed = {SEED}
+out = {json.dumps(str(out))}
+
+[eval]
+sequences = {MICROBATCH * ranks}
+
+[log]
+every = 1
+
+[export]
+enabled = false
+"""
+
+
+def write_model(folder: Path) -> None:
+    """Random weights from one seed, as transformers initialises and saves them."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shapes.write_config(shapes.W1, folder)
+    torch.manual_seed(SEED)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
+def write_batches(work: Path, sequences: int) -> None:
+    """The first `sequences` sequences of the run, in the order in which kumi trains on them."""
+    from kumi.data import open_store
+
+    mixture = open_store(work / "data" / "tokens").mixture(SEQ_LEN, SEED, cross_document=True)
+    batch = mixture.batch(0, sequences)
+    arrays = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids}
+    np.savez(work / "batches.npz", **{name: array.astype(np.int32) for name, array in arrays.items()})
+
+
+def prepare(work: Path, sequences: int) -> None:
+    """Makes whatever of the workload is not there yet."""
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "model" / "model.safetensors").exists():
+        write_model(work / "model")
+    file = work / "prepare.toml"
+    file.write_text(run_file(work, ranks=1, steps=1, precision="fp32", out=work / "unused"))
+    subprocess.run([sys.executable, "-m", "kumi.cli", "data", "prepare", str(file)], check=True)
+    write_batches(work, sequences)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--work", type=Path, default=Path("build/benchmark"))
+    parser.add_argument("--sequences", type=int, default=512)
+    args = parser.parse_args()
+    prepare(args.work.resolve(), args.sequences)
+
+
+if __name__ == "__main__":
+    main()
