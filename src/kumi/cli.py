@@ -57,11 +57,15 @@ def _verb(verbs: Any, name: str, summary: str, example: str) -> argparse.Argumen
 
 
 def _describe_parser(verbs: Any) -> None:
-    parser = _verb(verbs, "describe", "Say what a run is going to do", "kumi describe examples/quickstart.toml layout.zero=3")
+    parser = _verb(
+        verbs, "describe", "Say what a run is going to do", "kumi describe examples/quickstart.toml layout.zero=3"
+    )
     parser.add_argument("run", nargs="?", metavar="RUN.toml", help=RUN_HELP)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of run files, for editors")
-    parser.add_argument("--resolved", action="store_true", help="print the whole configuration, defaults included, as TOML")
+    parser.add_argument(
+        "--resolved", action="store_true", help="print the whole configuration, defaults included, as TOML"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(verb=_describe)
 
@@ -76,7 +80,9 @@ def _data_parser(verbs: Any) -> None:
 
 
 def _train_parser(verbs: Any) -> None:
-    parser = _verb(verbs, "train", "Train; the same command again resumes", "kumi train examples/quickstart.toml train.steps=50")
+    parser = _verb(
+        verbs, "train", "Train; the same command again resumes", "kumi train examples/quickstart.toml train.steps=50"
+    )
     parser.add_argument("run", metavar="RUN.toml", help=RUN_HELP)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
     parser.add_argument(
@@ -86,7 +92,12 @@ def _train_parser(verbs: Any) -> None:
 
 
 def _convert_parser(verbs: Any) -> None:
-    parser = _verb(verbs, "convert", "Convert weights, streaming", "kumi convert runs/quickstart/checkpoints/step_000250 out --to hf")
+    parser = _verb(
+        verbs,
+        "convert",
+        "Convert weights, streaming",
+        "kumi convert runs/quickstart/checkpoints/step_000250 out --to hf",
+    )
     parser.add_argument("source", metavar="SRC", help="a Hugging Face folder or a kumi checkpoint")
     parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
     parser.add_argument("--to", choices=["hf", "kumi"], required=True, help="the format to write")
@@ -102,7 +113,7 @@ def _resolve(arguments: argparse.Namespace) -> Run:
 
 def _describe(arguments: argparse.Namespace) -> int:
     from kumi import config
-    from kumi.describe import describe, render
+    from kumi.describe import console, describe, render
 
     if arguments.schema:
         print(json.dumps(config.json_schema(), indent=2))
@@ -115,23 +126,24 @@ def _describe(arguments: argparse.Namespace) -> int:
     elif arguments.json:
         print(json.dumps(describe(run), indent=2))
     else:
-        _console().print(render(describe(run)))
+        console().print(render(describe(run)))
     return OK
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    from kumi.data import inspect
-    from kumi.train.prepare import open_data, prepare_data
+    from kumi.data import inspect, load_tokenizer
+    from kumi.train.prepare import check_data, open_data, prepare_data, tokenizer_folder
 
     run = _resolve(arguments)
+    check_data(run)
     store = prepare_data(run) if arguments.action == "prepare" else open_data(run)
-    found = inspect(store)
+    found = inspect(store.folder, load_tokenizer(tokenizer_folder(run)))
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
-        from kumi.describe import render_data
+        from kumi.describe import console, render_data
 
-        _console().print(render_data(found))
+        console().print(render_data(found))
     return OK
 
 
@@ -146,12 +158,6 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     print(convert(arguments.source, arguments.target, to=arguments.to, verify=arguments.verify))
     return OK
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

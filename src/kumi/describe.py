@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,16 @@ from kumi.spec import ledger
 from kumi.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from kumi.config import Run
+
+
+def console() -> Console:
+    """Where tables go: as wide as the terminal, and 120 columns where there is none."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -65,7 +73,10 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     model, batch, layout, memory = found["model"], found["batch"], found["layout"], found["memory"]
     cluster, precision = found["cluster"], found["precision"]
     ranks = cluster["devices_per_node"] * cluster["nodes"]
-    axes = [f"{axis} {layout[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if layout[axis] > 1]
+    dp = layout["dp_replicate"] * layout["dp_shard"]
+    axes = [
+        f"{axis} {layout[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if layout[axis] > 1
+    ]
     kinds = [f"{kind} {format_bytes(size)}" for kind, size in memory.items() if kind != "total" and size]
     return [
         ("run", f"{found['name']} -> {found['out']}"),
@@ -75,12 +86,29 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("layout", f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "
                    f"recompute {layout['recompute']}"),
         ("precision", f"{precision['compute']} compute, {precision['param']} weights, {precision['reduce']} reduction"),
-        ("step", f"{format_count(batch['tokens_per_step'])} tokens = {ranks // max(1, ranks // _dp(layout))} data-parallel ranks x "
+        ("step", f"{format_count(batch['tokens_per_step'])} tokens = {dp} data-parallel ranks x "
                  f"{batch['microbatches']} microbatches x {layout['microbatch']} sequences x {batch['seq_len']}"),
         ("length", f"{batch['steps']} steps, {format_count(batch['tokens'])} tokens"),
         ("memory", f"{format_bytes(memory['total'])} a rank estimated: {', '.join(kinds)}"),
     ]  # fmt: skip
 
 
-def _dp(layout: dict[str, Any]) -> int:
-    return int(layout["dp_replicate"] * layout["dp_shard"])
+def render_data(found: dict[str, Any]) -> RenderableType:
+    """What `kumi.data.inspect` found, as tables: sources, the first documents of each, the first faults."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = ("source", "documents", "tokens", "held-out documents", "held-out tokens", "left out")
+    table = Table(*columns, box=None, pad_edge=False)
+    for source in found["sources"]:
+        faults = ", ".join(f"{count} {kind}" for kind, count in source["faults"].items()) or "0"
+        counts = ("train_documents", "train_tokens", "validation_documents", "validation_tokens")
+        table.add_row(source["path"], *(f"{source[name]:,}" for name in counts), faults)
+    parts: list[RenderableType] = [table, Text()]
+    for source in found["sources"]:
+        for number, document in enumerate(source["documents"]):
+            head = f"{source['name']} document {number}, {document['tokens']} tokens, ids {document['first_ids']} ..."
+            parts += [Text(f"{head} {document['last_ids']}", style="bold"), Text(document.get("text", "")), Text()]
+    parts += [Text(f"left out: {item['file']}:{item['line']}: {item['reason']}") for item in found["first_faults"]]
+    return Group(*parts)

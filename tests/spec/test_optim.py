@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 from kumi.spec.optim import Optim
@@ -18,7 +20,7 @@ def test_decays_end_at_the_floor_and_never_rise(schedule):
     found = rates(schedule=schedule)
     assert found[10] == pytest.approx(1.0)
     assert found[-1] == pytest.approx(0.1)
-    assert all(later <= earlier for earlier, later in zip(found[10:], found[11:]))
+    assert all(later <= earlier for earlier, later in pairwise(found[10:]))
 
 
 def test_wsd_stays_and_then_falls():

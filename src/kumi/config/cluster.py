@@ -9,7 +9,7 @@ import tomllib
 from importlib.resources import files
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from kumi.config.schema import ClusterSection, Section
 from kumi.errors import ConfigError
@@ -22,7 +22,7 @@ class DeviceFile(Section):
     kind: str
     memory: str
     dtypes: tuple[str, ...]
-    peak_flops: dict[str, float] = {}
+    peak_flops: dict[str, float] = Field(default_factory=dict)
 
 
 class ClusterFile(Section):

@@ -96,7 +96,7 @@ def _value(text: str) -> Any:
 
 def _innermost(error: ValidationError) -> list[dict[str, Any]]:
     """The errors of `error` without those that only follow from an error further inside."""
-    items = [dict(item) for item in error.errors()]
+    items: list[dict[str, Any]] = [dict(item) for item in error.errors()]
     places = [item["loc"] for item in items]
     return [
         item

@@ -106,7 +106,7 @@ def choose_optim(section: OptimSection, steps: int) -> Optim:
         fields["decay_steps"] = max(1, steps // 10)
     if section.warmup_steps + fields["decay_steps"] * (section.schedule == "wsd") > steps:
         raise ConfigError(
-            f"optim.warmup_steps={section.warmup_steps} and the decay over {fields['decay_steps']} steps do not fit into "
-            f"train.steps={steps}; shorten them or train longer"
+            f"optim.warmup_steps={section.warmup_steps} and the decay over {fields['decay_steps']} steps do not fit "
+            f"into train.steps={steps}; shorten them or train longer"
         )
     return Optim(**fields)

@@ -23,7 +23,12 @@ USABLE = 0.9
 
 
 def choose_layout(
-    model: ModelSpec, cluster: ClusterSpec, batch: BatchSpec, precision: Precision, optim: Optim, pinned: dict[str, int | str]
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    batch: BatchSpec,
+    precision: Precision,
+    optim: Optim,
+    pinned: dict[str, int | str],
 ) -> tuple[Layout, MemoryEstimate]:
     """The first layout, from the least communication and recomputation to the most, that is legal and fits.
 
@@ -56,13 +61,17 @@ def candidates(cluster: ClusterSpec, batch: BatchSpec, pinned: dict[str, int | s
 
 def _data_axes(cluster: ClusterSpec, pinned: dict[str, int | str]) -> Iterator[Layout]:
     """Layouts without microbatch and recompute: plain data parallelism first, then ZeRO-1, 2, 3."""
-    fixed = Layout(**{axis: int(pinned.get(axis, 1)) for axis in ("pp", "cp", "tp", "ep")})
+    pp, cp, tp, ep = (int(pinned.get(axis, 1)) for axis in ("pp", "cp", "tp", "ep"))
+    fixed = Layout(pp=pp, cp=cp, tp=tp, ep=ep)
     ranks = max(1, cluster.devices // fixed.world_size)
     for zero in [int(pinned["zero"])] if "zero" in pinned else [0, 1, 2, 3]:
         whole = (ranks, 1) if zero == 0 else (1, ranks)
         replicate, shard = pinned.get("dp_replicate"), pinned.get("dp_shard")
         if replicate is not None or shard is not None:
-            whole = (int(replicate or max(1, ranks // int(shard or 1))), int(shard or max(1, ranks // int(replicate or 1))))
+            whole = (
+                int(replicate or max(1, ranks // int(shard or 1))),
+                int(shard or max(1, ranks // int(replicate or 1))),
+            )
         yield replace(fixed, dp_replicate=whole[0], dp_shard=whole[1], zero=zero)
 
 
@@ -78,6 +87,7 @@ def _does_not_fit(layout: Layout, estimate: MemoryEstimate, cluster: ClusterSpec
     need, have = format_bytes(estimate.total), format_bytes(USABLE * device.memory)
     states = format_bytes(estimate.params + estimate.grads + estimate.optimizer)
     return (
-        f"the model does not fit: even zero={layout.zero}, microbatch={layout.microbatch}, recompute={layout.recompute} needs {need} "
-        f"a rank ({states} of it states), and {device.name} has {have} usable; use more devices or a shorter seq_len"
+        f"the model does not fit: even zero={layout.zero}, microbatch={layout.microbatch}, "
+        f"recompute={layout.recompute} needs {need} a rank ({states} of it states), and {device.name} has {have} "
+        f"usable; use more devices or a shorter seq_len"
     )

@@ -23,8 +23,8 @@ CHEAP = ("norm", "gate", "rope", "add")
 class MemoryEstimate:
     """Bytes on the fullest rank, by kind, at the peak of a step.
 
-    `weights` are the copies of parameters in the compute dtype (and those gathered from other ranks), `head` the logits of
-    one chunk with their gradient.
+    `weights` are the copies of parameters in the compute dtype (and those gathered from other ranks), `head` the logits
+    of one chunk with their gradient.
     """
 
     params: int
@@ -79,12 +79,16 @@ def _unit_numel(model: ModelSpec) -> list[int]:
 
 
 def activation_bytes(model: ModelSpec, layout: Layout, precision: Precision, tokens: int) -> int:
-    """Bytes that the forward pass over `tokens` keeps for the backward pass, with what recomputation needs at its peak."""
+    """Bytes that the forward over `tokens` keeps for the backward, with what recomputation needs at its peak."""
     if layout.recompute == "none":
         return sum(_saved(op, precision) for op in ops(model)) * tokens
     layers = [layer_ops(model, index) for index in range(model.num_hidden_layers)]
-    outside = sum(_saved(op, precision) for op in ops(model)) - sum(_saved(op, precision) for layer in layers for op in layer)
-    again = [sum(_saved(op, precision) for op in layer if layout.recompute == "full" or op.kind in CHEAP) for layer in layers]
+    outside = sum(_saved(op, precision) for op in ops(model)) - sum(
+        _saved(op, precision) for layer in layers for op in layer
+    )
+    again = [
+        sum(_saved(op, precision) for op in layer if layout.recompute == "full" or op.kind in CHEAP) for layer in layers
+    ]
     kept = sum(_saved(op, precision) for layer in layers for op in layer) - sum(again)
     inputs = ITEMSIZE[precision.compute] * model.hidden_size * model.num_hidden_layers
     return (outside + kept + inputs + max(again)) * tokens

@@ -18,8 +18,8 @@ class Layout:
 
     `zero` says what the `dp_shard` ranks divide among them (Rajbhandari et al., 2020, arXiv:1910.02054): 0 nothing,
     1 optimizer states, 2 gradients too, 3 parameters too. `dp_replicate` > 1 beside `dp_shard` > 1 is hybrid sharding.
-    `ep` borrows its ranks from `dp_shard`, `cp` and `tp`. `microbatch` is in sequences; `recompute` is what the backward
-    pass computes again: "none", "selective" (the cheap, large activations) or "full" (whole layers).
+    `ep` borrows its ranks from `dp_shard`, `cp` and `tp`. `microbatch` is in sequences; `recompute` is what the
+    backward pass computes again: "none", "selective" (the cheap, large activations) or "full" (whole layers).
     """
 
     pp: int = 1
@@ -74,4 +74,5 @@ class Layout:
     def span(self, axis: str) -> int:
         """How many consecutive ranks a group along `axis` stretches over: it tells which link the group crosses."""
         stride = prod(self.degrees[AXES.index(axis) + 1 :])
-        return stride * (getattr(self, axis) - 1) + 1
+        degree: int = getattr(self, axis)
+        return stride * (degree - 1) + 1

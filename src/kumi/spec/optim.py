@@ -13,8 +13,8 @@ class Optim:
     """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) and its learning-rate schedule.
 
     The rate climbs linearly over `warmup_steps`, then follows `schedule` down to `min_lr_ratio * lr` at the last step:
-    "cosine", "linear", "constant" (stays), or "wsd" (warmup-stable-decay; Hu et al., 2024, arXiv:2404.06395: stays, then
-    falls linearly over the last `decay_steps`). Norm weights and biases are not decayed.
+    "cosine", "linear", "constant" (stays), or "wsd" (warmup-stable-decay; Hu et al., 2024, arXiv:2404.06395: stays,
+    then falls linearly over the last `decay_steps`). Norm weights and biases are not decayed.
     """
 
     kind: str = "adamw"

@@ -1,7 +1,7 @@
 """The fire drill: what would fail after an hour fails in the first minute.
 
-Between the first backward pass and its update, when memory is fullest, the run evaluates one microbatch a rank and saves a
-whole checkpoint to the disk, which is then removed. Nothing that the run learns from is touched.
+Between the first backward pass and its update, when memory is fullest, the run evaluates one microbatch a rank and
+saves a whole checkpoint to the disk, which is then removed. Nothing that the run learns from is touched.
 """
 
 from __future__ import annotations

@@ -22,20 +22,17 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(parts: Parts, sequences: int) -> Evaluation:
-    """The loss on the first `sequences` held-out sequences (0: all), the same ones every time, divided over the ranks."""
+    """The loss on `sequences` held-out sequences (0: all), the same ones every time, divided over the ranks."""
     assert parts.validation is not None
     layout, size = parts.run.layout, parts.run.layout.microbatch
     count = min(sequences or len(parts.validation), len(parts.validation))
     sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
     parts.model.eval()
-    # Every rank runs the same number of microbatches, since sharded parameters are gathered together; past the end it
-    # repeats the first sequences with nothing to predict.
+    # Every rank runs the same number of microbatches, since sharded parameters are gathered together; past the end
+    # there is only padding.
     for start in range(0, count, layout.dp * size):
         first = start + layout.dp_index(parts.mesh.rank) * size
-        rows = max(0, min(size, count - first))
-        inputs = to_device(parts.validation.batch(first if rows else 0, rows or 1), parts.mesh.device)
-        if rows == 0:
-            inputs["labels"].fill_(lm.IGNORED)
+        inputs = to_device(parts.validation.batch(first, size), parts.mesh.device)
         log_probs = parts.model(**inputs)
         sums += torch.stack([-log_probs.double().sum(), (inputs["labels"] != lm.IGNORED).sum()])
     parts.model.train()

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from kumi.config import Run
-from kumi.convert import hf, load_decoder
+from kumi.convert import load_decoder
+from kumi.convert.card import model_card
+from kumi.convert.hf_write import write
 from kumi.data import Store, load_tokenizer
 from kumi.errors import KumiError
 from kumi.nn.decoder import Decoder
@@ -31,9 +33,9 @@ def finish(run: Run, store: Store) -> None:
     folder = run.out / "hf"
     if run.config.export.enabled and not folder.exists():
         decoder, difference = _export(run, store, folder)
-        print(f"export    {folder}: logits within {difference:.1e} of the trained model's")
+        print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
     elif run.config.export.enabled:
-        print(f"export    {folder} is there already; nothing to do")
+        print(f"export     {folder} is there already; nothing to do")
         decoder = load_decoder(folder)
     else:
         return
@@ -46,18 +48,21 @@ def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
     assert found is not None, "a finished run has a checkpoint"
     saved = checkpoint.open(found)
     part = folder.with_name(folder.name + ".unverified")
-    hf.write(
+    card = _card(run, store)
+    write(
         part,
         run.model,
         ((name.removeprefix("model/"), saved.read(name)) for name in saved.tensors if name.startswith("model/")),
         base_config=run.hf_config,
         dtype=_export_dtype(run),
         tokenizer_folder=tokenizer_folder(run),
-        card=hf.model_card(**_card(run, store)),
+        card=model_card(**card),
         replace=True,
     )
     decoder = load_decoder(part)
     difference = _compare(decoder, run, part)
+    card["facts"]["largest logit difference to the trained model"] = f"{difference:.1e}"
+    (part / "README.md").write_text(model_card(**card), encoding="utf-8")
     part.rename(folder)
     return decoder, difference
 
@@ -121,4 +126,4 @@ def _sample(run: Run, decoder: Decoder) -> None:
             decoder, ids, sample.max_new_tokens, temperature=sample.temperature, seed=run.config.train.seed,
             stop={tokenizer.eos_id},
         )  # fmt: skip
-        print(f"sample    {prompt!r} -> {tokenizer.decode(new)!r}")
+        print(f"sample     {prompt!r} -> {tokenizer.decode(new)!r}")

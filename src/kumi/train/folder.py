@@ -34,9 +34,9 @@ FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "d
 def claim(out: Path, config: RunConfig, allow_change: Sequence[str] = ()) -> Iterator[bool]:
     """Hold the folder `out` for this run; yields whether an earlier start of the run left its configuration there.
 
-    Raises RefusedError when the folder belongs to another run, when the configuration differs in a key that decides what
-    is learned and that `allow_change` does not name, or when another process is training there. Nothing is written before
-    all of that is clear.
+    Raises RefusedError when the folder belongs to another run, when the configuration differs in a key that decides
+    what is learned and that `allow_change` does not name, or when another process is training there. Nothing is written
+    before all of that is clear.
     """
     _check(out, config, allow_change)
     out.mkdir(parents=True, exist_ok=True)

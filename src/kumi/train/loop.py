@@ -6,6 +6,7 @@ mesh -> model -> optimizer -> data -> restore -> [step -> report -> evaluate -> 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -15,8 +16,8 @@ import torch
 from kumi.config import Run
 from kumi.convert import weights_reader
 from kumi.data import Store
-from kumi.errors import INTERRUPTED, OK, REQUEUE, TERMINATED, DeviceMemoryError
-from kumi.launch.signals import StopFlag, install
+from kumi.errors import OK, DeviceMemoryError
+from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.matmul import enable_fast_float32
 from kumi.parallel.build import build
 from kumi.parallel.data import bare
@@ -31,8 +32,6 @@ from kumi.train.probe import write_probe
 from kumi.train.report import Reporter, memory_now
 from kumi.train.state import Parts, TrainState, meta, pieces, restored_state
 from kumi.train.step import read_step, train_step
-
-EXIT_CODES = {Signals.SIGUSR1: REQUEUE, Signals.SIGINT: INTERRUPTED, Signals.SIGTERM: TERMINATED}
 
 
 def train_rank(run: Run, store: Store) -> int:
@@ -74,8 +73,7 @@ def _steps(
 ) -> int:
     """Every step that is left. A signal ends them after a save."""
     config, root = parts.run.config, checkpoint_root(parts.run)
-    drill = partial(fire_drill, parts, state, root, attempt)
-    before_update = drill
+    before_update: Callable[[], None] | None = partial(fire_drill, parts, state, root, attempt)
     while state.step < config.train.steps:
         counts = read_step(parts, state, stop.requested)
         if counts.signal is not None:
@@ -84,7 +82,7 @@ def _steps(
             reporter.note(
                 f"{Signals(counts.signal).name}: saved after step {state.step}; the same command goes on from there"
             )
-            return EXIT_CODES[Signals(counts.signal)]
+            return exit_code(counts.signal)
         reporter.step(train_step(parts, state, counts, before_update))
         before_update = None
         last = state.step == config.train.steps

@@ -70,7 +70,9 @@ def _tokenizer(run: Run) -> Tokenizer:
     if isinstance(wanted, str):
         tokenizer = load_tokenizer(tokenizer_folder(run))
     else:
-        tokenizer = train_tokenizer(_sources(run), wanted.vocab_size, tokenizer_folder(run))
+        tokenizer = train_tokenizer(
+            _sources(run), wanted.vocab_size, tokenizer_folder(run), validation=run.config.data.validation
+        )
     _check_vocabulary(run, tokenizer)
     return tokenizer
 
@@ -78,8 +80,8 @@ def _tokenizer(run: Run) -> Tokenizer:
 def _check_vocabulary(run: Run, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(
-            f"data.tokenizer: {tokenizer.folder} has {tokenizer.vocab_size} entries, the model's vocab_size is "
-            f"{run.model.vocab_size}; use the model's own tokenizer, or a model with vocab_size >= {tokenizer.vocab_size}"
+            f"data.tokenizer: {tokenizer.folder} has {tokenizer.vocab_size} entries, the model's vocab_size "
+            f"is {run.model.vocab_size}; use the model's own tokenizer, or a model with at least that vocab_size"
         )
 
 

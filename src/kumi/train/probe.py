@@ -12,14 +12,14 @@ from kumi.train.state import Parts
 from kumi.train.step import to_device
 
 FILE = "probe.safetensors"
-ROWS, LENGTH = 3, 64
+ROWS, LENGTH = 3, 32
 
 
 @torch.no_grad()
 def write_probe(parts: Parts, out: Path) -> None:
     """Rank 0 writes input ids (3, S) and the trained model's float32 logits (3, S, V) to `out`/probe.safetensors."""
     batch = parts.data.batch(0, ROWS)
-    input_ids: Tensor = to_device(batch, parts.mesh.device)["input_ids"][:, :LENGTH]
+    input_ids: Tensor = to_device(batch, parts.mesh.device)["input_ids"][:, :LENGTH].contiguous()
     parts.model.eval()
     logits = parts.model(input_ids)
     parts.model.train()

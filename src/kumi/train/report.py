@@ -73,8 +73,9 @@ class Reporter:
             if self._metrics is not None:
                 self._metrics.close()
             raise DivergedError(
-                f"step {result.step}: the loss is {loss} (gradient norm {float(result.grad_norm):.3g}, lr {result.lr:.2e}); "
-                f"lower optim.lr or lengthen optim.warmup_steps, and start again from an earlier checkpoint"
+                f"step {result.step}: the loss is {loss} (gradient norm {float(result.grad_norm):.3g}, lr "
+                f"{result.lr:.2e}); lower optim.lr or lengthen optim.warmup_steps, and start again from an earlier "
+                f"checkpoint"
             )
 
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:

@@ -6,11 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from kumi.config import Run
 from kumi.data import Store
-from kumi.describe import describe, render
+from kumi.describe import console, describe, render
 from kumi.errors import OK, ModelError
 from kumi.spec import ledger
 from kumi.train.folder import claim
@@ -28,10 +26,9 @@ def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
     if rank > 0:
         return _follow(run)
     with claim(run.out, run.config, allow_change):
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(render(describe(run)))
+        console().print(render(describe(run)))
         store = prepare_data(run)
-        console.print(_data_line(store))
+        print(_data_line(store), flush=True)
         code = OK if _trained(run) else _launch(run, store)
         if code == OK:
             from kumi.train.finish import finish
@@ -57,7 +54,7 @@ def _check_weights(run: Run) -> None:
     assert run.source is not None, "the configuration allows pretrained weights only with a source"
     if not any(run.source.glob("*.safetensors")):
         raise ModelError(
-            f"model.source: {run.source} has no .safetensors file; add the weights, or start anew with model.init=random"
+            f"model.source: {run.source} has no .safetensors file; add the weights, or set model.init=random"
         )
 
 
@@ -90,8 +87,9 @@ def _data_line(store: Store) -> str:
     faults = sum(store.faults.values())
     skipped = f"; {faults} records left out, listed in {_shown(store.folder / 'faults.jsonl')}" if faults else ""
     return (
-        f"data      {format_count(store.documents)} documents: {format_count(store.train_tokens)} tokens to train on, "
-        f"{format_count(store.validation_tokens)} held out; unigram entropy {store.unigram_entropy:.4f} nats a token{skipped}"
+        f"data       {format_count(store.documents)} documents: {format_count(store.train_tokens)} tokens to train on, "
+        f"{format_count(store.validation_tokens)} held out; unigram entropy {store.unigram_entropy:.4f} nats a token"
+        f"{skipped}"
     )
 
 

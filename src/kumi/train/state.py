@@ -74,8 +74,8 @@ def restored_state(checkpoint: Checkpoint, store: Store) -> TrainState:
     found = checkpoint.meta
     if found["data"] != store.fingerprint:
         raise RefusedError(
-            f"{checkpoint.folder}: was trained on data {found['data'][:12]}, {store.folder} holds {store.fingerprint[:12]}; "
-            f"restore the data files, or start a new run in another train.out"
+            f"{checkpoint.folder}: was trained on data {found['data'][:12]}, {store.folder} holds "
+            f"{store.fingerprint[:12]}; restore the data files, or start a new run in another train.out"
         )
     scale = LossScale(found["loss_scale"], found["loss_scale_good_steps"])
     return TrainState(found["step"], found["tokens"], found["sequences"], scale)

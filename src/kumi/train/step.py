@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from signal import Signals
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kumi.data import Batch
+from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import lm
 from kumi.parallel.data import sync_context
 from kumi.parallel.grads import clip_gradients
@@ -21,7 +21,7 @@ from kumi.train.state import Parts, TrainState
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one update. `loss` (mean over the step's tokens) and `grad_norm` are tensors, so that nothing waits."""
+    """Figures of one update. `loss`, the mean over the step's tokens, and `grad_norm` are tensors: nothing waits."""
 
     step: int
     loss: Tensor
@@ -51,7 +51,7 @@ def train_step(
     microbatches = _cut(counts.batch, run.layout.microbatch)
     for index, microbatch in enumerate(microbatches):
         inputs = to_device(microbatch, mesh.device)
-        with sync_context(parts.model, run.layout.zero, last=index == len(microbatches) - 1):
+        with sync_context(parts.model, mesh, last=index == len(microbatches) - 1):
             weights = lm.token_weights(inputs["labels"], counts.tokens)
             part, _ = parts.model(**inputs, token_weights=weights)
             (part * state.scale.scale if run.precision.loss_scaling else part).backward()
@@ -104,16 +104,14 @@ def read_step(parts: Parts, state: TrainState, signal: int | None) -> StepCounts
     return StepCounts(batch, tokens, signal, data_s)
 
 
-# Signals that end a run, the more urgent last: when ranks were sent different ones, all act on the last.
-ENDING = (Signals.SIGUSR1, Signals.SIGINT, Signals.SIGTERM)
-
-
 def _agree(tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int | None]:
-    """One reduction over the ranks: the sum of `tokens`, and the most urgent signal that any rank was sent."""
-    counts = total(torch.tensor([tokens, *(int(signal == number) for number in ENDING)], dtype=torch.int64), mesh)
-    sent = [number for number, count in zip(ENDING, counts[1:].tolist(), strict=True) if count]
-    return int(counts[0]), sent[-1] if sent else None
+    """One reduction over the ranks: the sum of `tokens`, and a signal that any rank was sent, the same on all."""
+    counts = total(torch.tensor([tokens, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh)
+    sent = [int(number) for number, count in zip(EXIT_CODES, counts[1:].tolist(), strict=True) if count]
+    return int(counts[0]), sent[0] if sent else None
 
 
 def _cut(batch: Batch, size: int) -> list[Batch]:
-    return [batch.rows(start, start + size) for start in range(0, len(batch.input_ids), size)]
+    arrays = (batch.input_ids, batch.labels, batch.position_ids, batch.document_ids)
+    starts = range(0, len(batch.input_ids), size)
+    return [Batch(*(array[start : start + size] for array in arrays)) for start in starts]

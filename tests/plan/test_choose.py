@@ -1,0 +1,66 @@
+import pytest
+
+from kumi.errors import FitError, LayoutError
+from kumi.plan.choose import choose_layout
+from kumi.plan.memory import estimate_memory
+from kumi.spec.batch import BatchSpec
+from kumi.spec.cluster import ClusterSpec, Device
+from kumi.spec.layout import Layout
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
+
+LAYER = LayerSpec(Attention(32, 8, 128, Rope(500000.0)), MLP(14336))
+LLAMA_8B = ModelSpec("llama", 128256, 4096, (LAYER,) * 32, 1e-5, 8192)
+BATCH = BatchSpec(8192, 8192 * 64)
+
+
+def choose(devices, memory_gib, **pinned):
+    cluster = ClusterSpec("test", Device("GPU", "cuda", memory_gib * 2**30), devices)
+    return choose_layout(LLAMA_8B, cluster, BATCH, PRECISIONS["bf16"], Optim(), pinned)
+
+
+def test_plain_data_parallelism_is_taken_where_it_fits():
+    layout, estimate = choose(8, 288)
+    assert (layout.dp_replicate, layout.dp_shard, layout.zero) == (8, 1, 0)
+    assert estimate.params == 4 * 8_030_261_248
+
+
+def test_states_are_divided_where_they_must_be():
+    layout, _ = choose(8, 80)
+    assert (layout.dp_replicate, layout.dp_shard) == (1, 8)
+    assert layout.zero > 0
+
+
+def test_what_is_pinned_stays():
+    layout, _ = choose(8, 80, zero=3, microbatch=1, recompute="full", dp_replicate=2)
+    assert layout == Layout(dp_replicate=2, dp_shard=4, zero=3, microbatch=1, recompute="full")
+
+
+def test_what_cannot_fit_is_refused_with_the_closest_try():
+    with pytest.raises(FitError, match="even zero=3, microbatch=1, recompute=full needs"):
+        choose(2, 24)
+
+
+def test_an_illegal_pin_is_refused_with_its_reason():
+    with pytest.raises(LayoutError, match="dp=7 does not divide the 64 sequences"):
+        choose(7, 288)
+    with pytest.raises(LayoutError, match="tp=2: this version"):
+        choose(8, 80, tp=2)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_more_shards_need_less_memory(zero):
+    totals = [
+        estimate_memory(LLAMA_8B, Layout(dp_shard=shards, zero=zero), BATCH, PRECISIONS["bf16"], Optim()).total
+        for shards in (2, 4, 8, 64)
+    ]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_recomputing_more_keeps_less():
+    none, selective, full = (
+        estimate_memory(LLAMA_8B, Layout(recompute=how), BATCH, PRECISIONS["bf16"], Optim()).activations
+        for how in ("none", "selective", "full")
+    )
+    assert full < selective < none
