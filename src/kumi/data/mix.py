@@ -1,6 +1,6 @@
 """Token files to training sequences: sequence n is a pure function of (data, seed, n), found in constant time.
 
-    n -> place in a shuffled block of 256 -> part (a running share of the weights) and its k-th draw
+    n -> part, by weights that hold exactly in every block of 256 -> the k-th draw from that part
       -> epoch k // windows, window permutation(k % windows) -> tokens [w*S, w*S + S], labels one further
 
 A part is cut into ceil((tokens - 1) / S) windows that share no prediction and together hold every one; the last is
@@ -64,7 +64,7 @@ class Mixture:
 
     def locate(self, start: int, count: int) -> tuple[Array, Array, Array]:
         """Part, epoch and window of sequences start ... start + count - 1."""
-        part, draw = self._draws(np.arange(start, start + count, dtype=np.uint64))
+        part, draw = self._draws(start, count)
         epoch, window = np.zeros(count, np.int64), np.zeros(count, np.int64)
         for number, (file, _) in enumerate(self.parts):
             mine = part == number
@@ -77,31 +77,39 @@ class Mixture:
     def epochs(self, consumed: int) -> list[float]:
         """How often each part has been gone through after `consumed` sequences."""
         whole = consumed - consumed % _BLOCK
-        part, _ = self._draws(np.arange(whole, consumed, dtype=np.uint64))
-        result, rest = [], np.array([whole], np.uint64)
-        for number, share in enumerate(self._shares()):
-            taken = _scaled(rest, share)
-            rest = rest - taken
-            drawn = int(taken[0]) + int(np.count_nonzero(part == number))
-            result.append(drawn / windows(self.parts[number][0], self.seq_len))
-        return result
+        part, _ = self._draws(whole, consumed - whole)
+        drawn = [n + int(np.count_nonzero(part == p)) for p, n in enumerate(self._drawn_before(whole))]
+        return [count / windows(file, self.seq_len) for count, (file, _) in zip(drawn, self.parts, strict=True)]
 
-    def _draws(self, numbers: Array) -> tuple[Array, Array]:
-        """For each sequence number its part, and how many draws that part had before it.
+    def _draws(self, start: int, count: int) -> tuple[Array, Array]:
+        """For each sequence its part, and how many sequences that part gave before it.
 
-        Of the m-th arrivals a part with share p takes those at which floor(m * p) steps up; the others go on to the
-        next part. So after any whole block each part has its exact share to within one or two sequences, without a
-        state."""
+        Of the arrivals at a part with share p, the m-th is taken if floor(m * p) steps up there; the others go on to
+        the next part. So after any whole block each part has given its exact share to within one or two sequences, without
+        a state. Inside a block the arrivals come in a shuffled order, lest parts fall into step with ranks.
+        """
+        first = start - start % _BLOCK
+        numbers = np.arange(first, -(-(start + count) // _BLOCK) * _BLOCK, dtype=np.uint64)
         block, place = numbers // np.uint64(_BLOCK), numbers % np.uint64(_BLOCK)
         arrivals = block * np.uint64(_BLOCK) + permute(place, _BLOCK, key(self.seed, 0, block))
-        part = np.full(len(numbers), -1, np.int64)
-        draw = np.zeros(len(numbers), np.int64)
-        for number, share in enumerate(self._shares()):
+        part, draw = np.full(len(numbers), -1, np.int64), np.zeros(len(numbers), np.int64)
+        for number, (share, drawn) in enumerate(zip(self._shares(), self._drawn_before(first), strict=True)):
             before = _scaled(arrivals, share)
             takes = (part < 0) & (_scaled(arrivals + np.uint64(1), share) > before)
-            part[takes], draw[takes] = number, before[takes]
+            part[takes] = number
+            draw[takes] = drawn + np.arange(np.count_nonzero(takes))
             arrivals = arrivals - before
-        return part, draw
+        wanted = slice(start - first, start - first + count)
+        return part[wanted], draw[wanted]
+
+    def _drawn_before(self, number: int) -> list[int]:
+        """How many of the first `number` sequences, a whole number of blocks, each part gave."""
+        result, rest = [], np.array([number], np.uint64)
+        for share in self._shares():
+            taken = _scaled(rest, share)
+            rest = rest - taken
+            result.append(int(taken[0]))
+        return result
 
     def _shares(self) -> list[int]:
         """Of what reaches each part, the share it takes, in units of 2^-32; the last takes all."""

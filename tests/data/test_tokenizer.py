@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+
+from kumi.data import Source, load_tokenizer, tokenizer, train_tokenizer
+from kumi.errors import ConfigError, RefusedError
+
+JSON_SOURCES = Source("{stdlib}/{json,email,http,logging}/*.py")
+HARD = "def f(x):\n    return 'é 漢字 🎉'\r\n\n\t# 1234 <|endoftext|> end  "
+
+
+@given(st.text())
+def test_any_text_comes_back(tokens, text):
+    assert tokens.decode(tokens.encode(text)) == text
+
+
+def test_a_trained_folder_is_one_that_transformers_loads(tokens, texts):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tokens.folder)
+    for text in [HARD, *texts[:20]]:
+        assert theirs(text).input_ids == tokens.encode(text)
+        assert theirs.decode(tokens.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id, len(theirs)) == (0, 0, 1, tokens.vocab_size)
+
+
+def test_training_again_gives_the_same_tokenizer_on_any_number_of_threads(tokens, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+    again = train_tokenizer([JSON_SOURCES], 600, tmp_path / "again")
+    assert again.digest == tokens.digest
+    assert again.vocab_size == 600
+
+
+def test_a_trained_folder_is_used_again_only_for_the_same_request(tmp_path, write_jsonl, texts, monkeypatch):
+    source = Source(str(write_jsonl(tmp_path / "a.jsonl", texts[:100])))
+    first = train_tokenizer([source], 300, tmp_path / "t")
+    with monkeypatch.context() as patch:
+        patch.setattr("kumi.data.bpe._run", None)
+        assert train_tokenizer([source], 300, tmp_path / "t") == first
+    write_jsonl(tmp_path / "a.jsonl", texts[100:])
+    assert train_tokenizer([source], 300, tmp_path / "t").digest != first.digest
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/config.json").write_text("{}")
+    with pytest.raises(RefusedError, match="holds files that are no tokenizer trained by kumi"):
+        train_tokenizer([source], 300, tmp_path / "foreign")
+
+
+def test_a_sample_is_taken_of_a_large_corpus(tmp_path, write_jsonl, monkeypatch):
+    monkeypatch.setattr("kumi.data.bpe._CHUNK", 2000)
+    source = Source(str(write_jsonl(tmp_path / "a.jsonl", [f"{n} number {n}" for n in range(2000)])))
+    seen = []
+    monkeypatch.setattr("kumi.data.bpe._run", lambda job: seen.append(job["chosen"]))
+    for folder in ("a", "b"):
+        with pytest.raises(FileNotFoundError):
+            train_tokenizer([source], 300, tmp_path / folder, sample_bytes=10_000)
+    assert seen[0] == seen[1]
+    size = sum(segment["bytes"] for unit in seen[0] for segment in unit["segments"])
+    assert 10_000 <= size < 12_500
+    starts = [unit["segments"][0]["start"] for unit in seen[0]]
+    assert starts == sorted(starts)
+    assert starts != list(range(0, 10_000, 2000))
+
+
+def test_what_cannot_be_learnt_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text(" ")
+    with pytest.raises(ConfigError, match="at least 258"):
+        train_tokenizer([JSON_SOURCES], 200, tmp_path / "t")
+    with pytest.raises(ConfigError, match="no text to learn"):
+        train_tokenizer([Source(str(tmp_path / "a.txt"))], 300, tmp_path / "t")
+
+
+def edited(tokens, tmp_path, **files):
+    folder = tmp_path / "edited"
+    shutil.copytree(tokens.folder, folder, dirs_exist_ok=True)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink(missing_ok=True)
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": "<|pad|>"}},
+        {"tokenizer_config": {"eos_token": {"content": "<|pad|>", "special": True}}},
+        {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "<|pad|>"}},
+        {"generation_config": {"eos_token_id": [1]}},
+        {"config": {"eos_token_id": 1}},
+    ],
+)
+def test_the_end_mark_is_found_where_hugging_face_writes_it(tokens, tmp_path, files):
+    found = load_tokenizer(edited(tokens, tmp_path, **files))
+    assert (found.eos_id, found.bos_id) == (1, None)
+
+
+def test_an_unknown_end_mark_is_refused(tokens, tmp_path):
+    with pytest.raises(ConfigError, match="the token that ends a document is not known"):
+        load_tokenizer(edited(tokens, tmp_path))
+    with pytest.raises(ConfigError, match="the token that ends a document is not known"):
+        load_tokenizer(edited(tokens, tmp_path, generation_config={"eos_token_id": [0, 1]}))
+    with pytest.raises(ConfigError, match=r"eos_token '</s>' is not in the vocabulary"):
+        load_tokenizer(edited(tokens, tmp_path, tokenizer_config={"eos_token": "</s>"}))
+    with pytest.raises(ConfigError, match=r"eos_token_id 7000 is not in the vocabulary"):
+        load_tokenizer(edited(tokens, tmp_path, config={"eos_token_id": 7000}))
+
+
+def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a tokenizer that can be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_saved_truncation_and_padding_do_not_touch_documents(tokens, tmp_path):
+    folder = edited(tokens, tmp_path, tokenizer_config={"eos_token": "<|endoftext|>"})
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    backend.save(str(folder / "tokenizer.json"))
+    assert load_tokenizer(folder).encode(HARD) == tokens.encode(HARD)
+
+
+def test_a_long_text_in_pieces_is_the_same_tokens(tokens, texts, monkeypatch):
+    text = "\n\n".join(texts[:60])
+    whole = tokens.encode(text)
+    monkeypatch.setattr(tokenizer, "PIECE", 1000)
+    assert len(tokenizer.pieces(text, 1000)) > len(text) / 1000
+    assert "".join(tokenizer.pieces(text, 1000)) == text
+    assert tokens.encode(text) == whole
+    assert tokenizer.pieces("x" * 2500, 1000) == ["x" * 1000, "x" * 1000, "x" * 500]
