@@ -100,3 +100,10 @@ def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or zero == 3)
     yield
+
+
+def release(model: nn.Module) -> None:
+    """Gives back parameters that a forward without a backward has left gathered: each rank holds its part again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
