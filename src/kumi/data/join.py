@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -107,6 +108,7 @@ def _join_source(
     entry: dict[str, Any] = {"name": name, "path": source.path, "weight": source.weight}
     entry |= {"text_key": source.text_key, "format": source.format, "exclude": list(source.exclude)}
     histogram = np.zeros((2, tokens.vocab_size), np.int64)
+    hashes = {side: (hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)) for side in SIDES}
     for number, side in enumerate(SIDES):
         prefix = f"{name}_{side}_text_document"
         entry[f"{side}_documents"], entry[f"{side}_tokens"] = total[f"{side}_documents"], total[f"{side}_tokens"]
@@ -116,6 +118,10 @@ def _join_source(
                 for ids, lengths in _documents(path / side for _, path, _ in units):
                     histogram[number] += _histogram(ids, tokens)
                     append(ids, lengths)
+                    hashes[side][0].update(np.ascontiguousarray(ids))
+                    hashes[side][1].update(lengths)
+        # Ids and lengths apart, so that it does not matter in which blocks they came.
+        entry[f"{side}_digest"] = "".join(part.hexdigest() for part in hashes[side])
     entry["faults"] = {kind[6:]: count for kind, count in sorted(total.items()) if kind.startswith("fault:")}
     entry["unigram_entropy"] = store.entropy(histogram[0])
     return entry, histogram

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -25,7 +26,8 @@ META, FAULTS, FILES = "meta.json", "faults.jsonl", "files.jsonl"
 
 @dataclass(frozen=True)
 class StoredSource:
-    """The tokens of one source. A prefix is None where that side has no document. `faults` counts records by kind,
+    """The tokens of one source. A prefix is None where that side has no document; a digest is that of its
+    token ids and document lengths. `faults` counts records by kind,
     `special_tokens_in_text` the special tokens that documents spelled out themselves."""
 
     name: str
@@ -40,6 +42,8 @@ class StoredSource:
     faults: dict[str, int]
     special_tokens_in_text: int
     unigram_entropy: float
+    train_digest: str
+    validation_digest: str
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,12 @@ class Store:
     @property
     def validation_tokens(self) -> int:
         return sum(source.validation_tokens for source in self.sources)
+
+    @property
+    def content(self) -> str:
+        """A digest of the training tokens and documents themselves: equal wherever they came from and lie now."""
+        digests = "".join(source.train_digest for source in self.sources)
+        return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
     @property
     def documents(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kumi.objectives import lm
+from kumi.parallel.data import release
 from kumi.parallel.mesh import total
 from kumi.train.state import Parts
 from kumi.train.step import to_device
@@ -36,5 +37,6 @@ def evaluate(parts: Parts, sequences: int) -> Evaluation:
         log_probs = parts.model(**inputs)
         sums += torch.stack([-log_probs.double().sum(), (inputs["labels"] != lm.IGNORED).sum()])
     parts.model.train()
+    release(parts.model)
     loss, tokens = total(sums, parts.mesh).tolist()
     return Evaluation(loss / max(tokens, 1), int(tokens))

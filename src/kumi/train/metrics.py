@@ -7,6 +7,7 @@ mem/peak_bytes, mem/estimated_bytes; eval/loss, eval/tokens on evaluation lines.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -43,8 +44,8 @@ class Metrics:
         self, out: Path, *, name: str, steps: int, first_step: int, every: int, trackers: tuple[str, ...]
     ) -> None:
         self.steps, self.every = steps, every
-        self._started = time.monotonic()
         self._first = first_step
+        self._timed_from: tuple[int, float] | None = None
         self._file: IO[str] = open(out / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 closed by close()
         self._trackers: dict[str, Tracker] = {}
         for kind in trackers:
@@ -76,8 +77,6 @@ class Metrics:
             self._bar.close()
 
     def _line(self, entry: dict[str, Any]) -> str:
-        done = entry["step"] - self._first
-        left = (time.monotonic() - self._started) / max(1, done) * (self.steps - entry["step"])
         mfu = entry["perf/mfu"]
         return " | ".join([
             f"loss {entry['train/loss']:.4f}",
@@ -86,11 +85,24 @@ class Metrics:
             f"{format_count(entry['perf/tokens_per_s'])} tok/s",
             "MFU n/a (device peak unknown)" if mfu is None else f"MFU {100 * mfu:.1f}%",
             f"mem {format_bytes(entry['mem/peak_bytes'])} (estimated {format_bytes(entry['mem/estimated_bytes'])})",
-            f"eta {format_seconds(left)}",
+            f"eta {self._time_left(entry['step'])}",
         ])  # fmt: skip
 
+    def _time_left(self, step: int) -> str:
+        """From the pace since the first step here, which holds the fire drill and is no measure."""
+        if self._timed_from is None or step == self._timed_from[0]:
+            self._timed_from = self._timed_from or (step, time.monotonic())
+            return "..."
+        done, started = self._timed_from
+        return format_seconds((time.monotonic() - started) / (step - done) * (self.steps - step))
+
     def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry) + "\n")
+        # JSON knows no NaN; the norm of a float16 step that overflowed and was left out is none.
+        known = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in entry.items()
+        }
+        self._file.write(json.dumps(known, allow_nan=False) + "\n")
         self._file.flush()
         for kind, send in list(self._trackers.items()):
             try:

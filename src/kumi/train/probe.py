@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kumi.parallel.data import release
 from kumi.train.state import Parts
 from kumi.train.step import to_device
 
@@ -23,5 +24,6 @@ def write_probe(parts: Parts, out: Path) -> None:
     parts.model.eval()
     logits = parts.model(input_ids)
     parts.model.train()
+    release(parts.model)
     if parts.mesh.rank == 0:
         save_file({"input_ids": input_ids.cpu(), "logits": logits.float().cpu().contiguous()}, out / FILE)

@@ -63,7 +63,7 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
         "sequences": state.sequences,
         "loss_scale": state.scale.scale,
         "loss_scale_good_steps": state.scale.good_steps,
-        "data": store.fingerprint,
+        "data": store.content,
         "hf_config": run.hf_config,
         "tokenizer": str(tokenizer_folder(run).resolve()),
     }
@@ -72,10 +72,10 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
 def restored_state(checkpoint: Checkpoint, store: Store) -> TrainState:
     """The state in `checkpoint`. Raises RefusedError when it was trained on other data than `store` holds."""
     found = checkpoint.meta
-    if found["data"] != store.fingerprint:
+    if found["data"] != store.content:
         raise RefusedError(
             f"{checkpoint.folder}: was trained on data {found['data'][:12]}, {store.folder} holds "
-            f"{store.fingerprint[:12]}; restore the data files, or start a new run in another train.out"
+            f"{store.content[:12]}; restore the data files, or start a new run in another train.out"
         )
     scale = LossScale(found["loss_scale"], found["loss_scale_good_steps"])
     return TrainState(found["step"], found["tokens"], found["sequences"], scale)

@@ -1,0 +1,87 @@
+"""The command line as users type it: verbs and flags are frozen, help answers, exit codes are as documented."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kumi import errors
+from kumi.cli import _parser, main
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
+
+
+def flags(parser):
+    return sorted(option for action in parser._actions for option in action.option_strings)
+
+
+def test_verbs_and_flags_are_frozen():
+    verbs = next(action for action in _parser()._actions if action.choices).choices
+    assert {name: flags(verb) for name, verb in verbs.items()} == {
+        "describe": ["--help", "--json", "--resolved", "--schema", "-h"],
+        "data": ["--help", "--json", "-h"],
+        "train": ["--allow-change", "--help", "-h"],
+        "convert": ["--help", "--to", "--verify", "-h"],
+    }
+
+
+def test_config_keys_are_frozen():
+    """Renaming or removing a key breaks run files: change this list only together with the changelog."""
+    schema = json.loads(subprocess.run([sys.executable, "-m", "kumi.cli", "describe", "--schema"], check=True,
+                                       capture_output=True, text=True).stdout)  # fmt: skip
+    found = {name: sorted(section["properties"]) for name, section in schema["$defs"].items()}
+    frozen = json.loads((Path(__file__).parent / "config_keys.json").read_text())
+    assert found == frozen
+
+
+@pytest.mark.parametrize("verb", ["describe", "data", "train", "convert"])
+def test_every_verb_has_help_with_an_example(verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    assert "Example: kumi" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["trian"], ["train"], ["train", "x.toml", "--allow", "y"], ["describe", "--js"]])
+def test_wrong_usage_is_exit_code_2(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage: kumi" in capsys.readouterr().err
+
+
+def test_describe_as_json(capsys):
+    assert main(["describe", QUICKSTART, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout"]["dp_replicate"] == 2
+    assert 5e6 < found["model"]["parameters"] < 10e6
+    assert found["memory"]["total"] == sum(size for kind, size in found["memory"].items() if kind != "total")
+
+
+def test_describe_resolved_is_a_run_file(capsys, tmp_path):
+    assert main(["describe", QUICKSTART, "--resolved"]) == 0
+    (tmp_path / "run.toml").write_text(capsys.readouterr().out)
+    assert main(["describe", str(tmp_path / "run.toml"), "--resolved"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "run.toml").read_text()
+
+
+def test_describe_without_a_run_file_says_what_to_do(capsys):
+    assert main(["describe"]) == 2
+    assert "name a run file" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_is_no_error():
+    program = f"{sys.executable} -m kumi.cli describe --schema | head -n 1"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("{\n", "")
+
+
+def test_every_error_kind_has_a_documented_exit_code():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.KumiError)]
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "running.md").read_text(), re.M)}
+    assert {kind.exit_code for kind in kinds} <= documented
+    assert {errors.OK, errors.REQUEUE, errors.INTERRUPTED, errors.TERMINATED} <= documented

@@ -1,0 +1,92 @@
+"""A small run: two hundred short documents, a tokenizer of 300 entries, a Llama of a few thousand parameters."""
+
+import contextlib
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kumi.cli import main
+
+WORDS = (
+    "the a model layer token rank step loss learns reads writes splits adds of and over with small large fast".split()
+)
+
+
+def _documents(count):
+    draw = random.Random(0)
+    for _ in range(count):
+        yield " ".join(draw.choices(WORDS, k=draw.randrange(5, 60))) + "."
+
+
+def run_file(folder, **changes):
+    """Writes run.toml for use in `folder`, where its data lies, changed by `section={...}` and
+    `section__key=value`; its path."""
+    sections = {
+        "model": {"init": "random", "config": {
+            "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}},
+        "cluster": {"devices_per_node": 1},
+        "batch": {"seq_len": 32, "tokens_per_step": 256},
+        "data": {"tokenizer": {"vocab_size": 300}, "validation": 0.1, "workers": 1,
+                 "sources": [{"path": "documents.jsonl"}], "cache": "tokens"},
+        "optim": {"lr": 1e-2, "warmup_steps": 2},
+        "precision": {"kind": "fp32"},
+        "train": {"steps": 6, "out": "run"},
+        "checkpoint": {"every": 2, "keep": 9},
+        "log": {"every": 1},
+    }  # fmt: skip
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        node = sections
+        for part in path:
+            node = node[part]
+        node[last] = value
+    import tomli_w
+
+    file = folder / "run.toml"
+    file.write_text(tomli_w.dumps({"name": "small", **sections}))
+    return file
+
+
+@dataclass(frozen=True)
+class Small:
+    """A folder with data and a run that has finished, made once; tests take copies."""
+
+    folder: Path
+
+    def copy(self, target):
+        shutil.copytree(self.folder, target, dirs_exist_ok=True)
+        return target
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small")
+    lines = (json.dumps({"text": text}) for text in _documents(200))
+    (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    with contextlib.chdir(folder):
+        assert main(["train", str(run_file(folder))]) == 0
+    return Small(folder)
+
+
+def metrics(out):
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out):
+    """Step to training loss."""
+    return {entry["step"]: entry["train/loss"] for entry in metrics(out) if "train/loss" in entry}
+
+
+def back_to(out, step):
+    """Undoes a finished run to its state after `step` steps, as if it had been killed then."""
+    for folder in (Path(out) / "checkpoints").glob("step_*"):
+        if int(folder.name[5:]) > step:
+            shutil.rmtree(folder)
+    shutil.rmtree(Path(out) / "hf", ignore_errors=True)
+    (Path(out) / "probe.safetensors").unlink(missing_ok=True)

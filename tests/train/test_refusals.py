@@ -1,0 +1,155 @@
+"""Bad input: exit code 2, one sentence with the values and the remedy, and nothing written or overwritten."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from kumi.cli import main
+from kumi.train import checkpoint
+from tests.train.conftest import back_to, run_file
+
+
+def content(folder):
+    """Every file under `folder` with a hash of its bytes, but for locks, logs and tokens, which can be made again."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    files = (path for path in files if not {"logs", "tokens"} & set(path.parts))
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture
+def refused(small, tmp_path, capsys):
+    """refused(what the run file changes) -> the error; checks its exit code and that nothing in the folder changed."""
+    folder = small.copy(tmp_path)
+
+    def check(prepare=lambda folder: None, code=2, **changes):
+        prepare(folder)
+        run = run_file(folder, **changes)
+        before = content(folder)
+        with contextlib.chdir(folder):
+            assert main(["train", str(run)]) == code
+        assert content(folder) == before
+        error = capsys.readouterr().err.strip()
+        assert "\n" not in error, error
+        return error
+
+    return check
+
+
+def new_run(folder):
+    shutil.rmtree(folder / "run")
+
+
+def test_unknown_key(refused):
+    error = refused(layout={"tpp": 2})
+    assert error == "ConfigError: layout.tpp: unknown key; did you mean 'tp'?"
+
+
+def test_missing_data_file(refused):
+    error = refused(new_run, data={"tokenizer": {"vocab_size": 300}, "sources": [{"path": "nothing/*.jsonl"}]})
+    assert "nothing/*.jsonl" in error
+
+
+def test_tokenizer_larger_than_the_vocabulary_of_the_model(refused):
+    error = refused(new_run, data__tokenizer={"vocab_size": 999})
+    assert "data.tokenizer.vocab_size=999 is larger than the model's vocab_size=320; use at most 320" in error
+
+
+def test_given_tokenizer_larger_than_the_vocabulary_of_the_model(refused, small):
+    error = refused(new_run, data__tokenizer=str(small.folder / "run" / "hf"), model__config__vocab_size=280)
+    assert "has 300 entries, the model's vocab_size is 280" in error
+
+
+def test_a_degree_that_does_not_divide(refused):
+    error = refused(new_run, cluster__devices_per_node=3)
+    assert "LayoutError: dp=3 does not divide the 8 sequences of a step; use 1, 2, 4 or 8 data-parallel ranks" in error
+
+
+def test_unsupported_architecture(refused):
+    error = refused(new_run, model={"init": "random", "config": {"model_type": "mamba", "vocab_size": 320}})
+    assert "ModelError" in error
+    assert "mamba" in error
+    assert "LlamaForCausalLM" in error
+
+
+def test_not_enough_disk(refused, monkeypatch):
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    error = refused(new_run)
+    assert "1000 B" in error
+
+
+def test_a_folder_of_something_else(refused):
+    def occupy(folder):
+        new_run(folder)
+        (folder / "run").mkdir()
+        (folder / "run" / "thesis.tex").write_text("years of work")
+
+    assert "holds 1 files that kumi did not write (thesis.tex)" in refused(occupy)
+
+
+def test_a_folder_of_another_run(refused):
+    error = refused(optim={"lr": 1e-4, "warmup_steps": 2}, train={"steps": 8, "out": "run"})
+    assert "optim.lr: 0.01 -> 0.0001" in error
+    assert "train.steps: 6 -> 8" in error
+    assert "--allow-change optim.lr --allow-change train.steps" in error
+
+
+def test_weights_that_are_not_there(refused):
+    def model(folder):
+        new_run(folder)
+        (folder / "base").mkdir()
+        shutil.copy(folder.parent / folder.name / "run.toml", folder / "base" / "unrelated.toml")
+        config = {"model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64,
+                  "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5,
+                  "max_position_embeddings": 64}  # fmt: skip
+        (folder / "base" / "config.json").write_text(json.dumps(config))
+
+    assert "base has no .safetensors file; add the weights, or set model.init=random" in refused(
+        model, model={"source": "base"}
+    )
+
+
+@pytest.mark.parametrize("harm", ["truncated", "flipped"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_checkpoint(refused, harm, ranks):
+    def damage(folder):
+        back_to(folder / "run", 4)
+        shard = max(
+            (folder / "run" / "checkpoints" / "step_000004").glob("*.safetensors"), key=lambda p: p.stat().st_size
+        )
+        raw = bytearray(shard.read_bytes())
+        if harm == "truncated":
+            raw = raw[:-100]
+        else:
+            raw[len(raw) // 2] ^= 4
+        shard.write_bytes(raw)
+
+    error = refused(damage, cluster__devices_per_node=ranks)
+    assert error.startswith("RefusedError: run/checkpoints/step_000004")
+    assert ".safetensors" in error
+    assert "step_000002" in error
+
+
+def test_allow_change_goes_on_with_the_new_value(small, tmp_path):
+    folder = small.copy(tmp_path)
+    with contextlib.chdir(folder):
+        run = run_file(folder, train={"steps": 8, "out": "run"})
+        shutil.rmtree(folder / "run" / "hf")
+        assert main(["train", str(run), "--allow-change", "train.steps"]) == 0
+    assert checkpoint.latest(folder / "run" / "checkpoints").name == "step_000008"
+
+
+def test_a_folder_in_use(small, tmp_path, capsys, monkeypatch):
+    from kumi.config import load
+    from kumi.train import folder as run_folder
+
+    folder = small.copy(tmp_path)
+    monkeypatch.setattr(run_folder._locked.__wrapped__, "__defaults__", (0.2,))
+    with contextlib.chdir(folder):
+        run = run_file(folder)
+        with run_folder.claim(folder / "run", load(run)):
+            assert main(["train", str(run)]) == 2
+    assert "run is in use by another kumi process" in capsys.readouterr().err
