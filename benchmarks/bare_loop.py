@@ -56,7 +56,9 @@ def load_model(args: argparse.Namespace) -> torch.nn.Module:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device)
     model.config.use_cache = False
     if args.recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.2x renamed it.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model.train()
 
 

@@ -1,4 +1,4 @@
-"""Prints one JSON object: what the GPU is, what its data sheet promises, what a large product of random data reaches."""
+"""Prints one JSON object: what the GPU is, what its data sheet promises, what large products and copies reach."""
 
 from __future__ import annotations
 

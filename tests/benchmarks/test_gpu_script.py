@@ -1,0 +1,97 @@
+"""The GPU benchmark's script, tried on the CPU with tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_case
+import gpu_cases
+import pytest
+import torch
+from gpu_cases import Case
+
+import gpu
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("case", [
+    Case("kumi", "tiny", 2, "none", seq_len=32),
+    Case("kumi", "tiny", 2, "selective", seq_len=32, documents=4),
+    Case("kumi", "tiny", 1, "full", seq_len=32, layers=1),
+    Case("amp", "tiny", 2, "full", seq_len=32),
+    Case("bf16", "tiny", 1, seq_len=32),
+], ids=lambda case: case.name)  # fmt: skip
+def test_every_kind_of_case_trains(case):
+    found = gpu_case.run(case, CPU, seconds=0.02)
+    assert found["status"] == "ok"
+    assert found["tokens_per_s"] > 0
+    assert found["last_loss"] < found["first_loss"]
+    assert (found["estimated_bytes"] is None) == (case.system != "kumi")
+
+
+def test_running_out_of_memory_is_a_result(monkeypatch):
+    def no_room(case, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
+
+    monkeypatch.setattr(gpu_case, "kumi_step", no_room)
+    found = gpu_case.run(Case("kumi", "tiny", 1), CPU)
+    assert found["status"] == "out of memory"
+    assert found["reason"] == "CUDA out of memory. Tried to allocate 20.00 GiB."
+
+
+def test_cases_are_run_in_order_until_the_time_is_spent():
+    cases, entries, clock = gpu_cases.all_cases(), [], [100.0]
+
+    def one(case: Case, limit: float) -> dict:
+        clock[0] -= 30.0
+        return {"status": "ok"}
+
+    gpu.run_cases(cases, one, skipped={"amp": "no transformers"}, left=lambda: clock[0], save=entries.append)
+    statuses = [entry["status"] for entry in entries]
+    assert len(entries) == len(cases)
+    assert statuses[:6] == ["ok", "skipped", "ok", "skipped", "ok", "skipped"]
+    assert set(statuses[6:]) == {"left out", "skipped"}
+
+
+def test_the_first_cases_are_the_headline():
+    cases = gpu_cases.all_cases()
+    assert cases[0] == Case("kumi", "1b", 4)
+    assert cases[1] == Case("amp", "1b", 4)
+    wanted = {(shape, recompute) for shape in ("1b", "8b") for recompute in ("none", "selective", "full")}
+    assert wanted <= {(case.shape, case.recompute) for case in cases}
+    assert {True, False} == {case.compile for case in cases}
+    assert "8b/24 layers" in cases[4].name
+
+
+def test_the_script_writes_its_results(tmp_path):
+    out = tmp_path / "gpu.json"
+    script = Path(gpu.__file__)
+    command = [
+        sys.executable,
+        str(script),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--no-tests",
+        "--out",
+        str(out),
+        "--budget",
+        "60",
+    ]
+    done = subprocess.run([*command, "--only", "kumi, tiny, mb 1, recompute none"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert [entry["status"] for entry in found["cases"]] == ["ok"]
+    assert found["tests"]["status"] == "not run"
+    assert found["machine"]["packages"]["torch"]
+    assert "tok/s" in done.stdout
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name == "tomli_w" else object())
+    with pytest.raises(SystemExit, match="pip install tomli-w"):
+        gpu.check_packages()
