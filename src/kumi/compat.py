@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -12,3 +15,27 @@ def ddp_without_buffer_sync() -> dict[str, Any]:
     """The argument with which DDP leaves buffers alone in the forward: 2.13 renamed `broadcast_buffers`."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+
+
+def has_varlen(q: Tensor) -> bool:
+    """Whether PyTorch's variable-length attention takes queries like `q`: 16-bit, on an Ampere or newer GPU."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, longest: int, window: int | None) -> Tensor:
+    """Causal attention (T, H, E) of `q` (T, H, E) over `k`, `v` (T, K, E) within the documents that begin at `bounds`.
+
+    2.12 added `enable_gqa`; 2.11 needs as many key heads as query heads.
+    """
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    assert isinstance(out, Tensor)
+    return out

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kumi.compat import has_varlen, varlen_attention
 from kumi.nn import rope
+from kumi.nn.cpu_attention import packed_attention
 from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
 from kumi.spec import model
@@ -16,23 +18,34 @@ from kumi.spec import model
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the documents of a batch lie, worked out once per batch.
+    """Where the documents of a batch lie, worked out once and used by every layer.
 
-    `document_ids` (B, S) has another value on each side of a boundary; None means that every row is one document.
+    `bounds`: the tokens, numbered through the batch, at which documents begin, and their count at the end; a row begins
+    one. On the CPU a list, on CUDA the int32 tensor that variable-length attention takes. `document_ids` (B, S) has
+    another value on each side of a boundary. Both are None where a row is one document (on the CPU `document_ids` is).
     """
 
     document_ids: Tensor | None
+    bounds: list[int] | Tensor | None
 
-    def mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
-        """True where query s may look at key t, (B or 1, 1, S, S); None where causal order is all there is."""
-        if self.document_ids is None and (window is None or window >= length):
-            return None
-        position = torch.arange(length, device=device)
-        distance = position[:, None] - position[None, :]
-        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        if self.document_ids is None:
-            return seen[None, None]
-        return (self.document_ids[:, :, None] == self.document_ids[:, None, :])[:, None] & seen
+
+def segments(input_ids: Tensor, document_ids: Tensor | None) -> Segments:
+    """The segments of a batch (B, S) whose documents `document_ids` (B, S) tells apart; None: a row is a document."""
+    rows, length = input_ids.shape
+    if input_ids.device.type == "cpu" and document_ids is None:
+        return Segments(None, list(range(0, rows * length + 1, length)))
+    if document_ids is None or input_ids.device.type == "meta":
+        return Segments(document_ids, None)
+    end = torch.tensor([rows * length], device=document_ids.device)
+    bounds = torch.cat([begins(document_ids).flatten().nonzero()[:, 0], end])
+    return Segments(document_ids, bounds.tolist() if input_ids.device.type == "cpu" else bounds.int())
+
+
+def begins(document_ids: Tensor) -> Tensor:
+    """True (B, S) at the first token of every document."""
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return first
 
 
 class Attention(nn.Module):
@@ -65,7 +78,24 @@ class Attention(nn.Module):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None) -> Tensor:
     """Attention of `q` (B, S, H, E) over `k` and `v` (B, S, K, E), each position over its document's past."""
-    mask = segments.mask(q.shape[1], window, q.device)
+    if isinstance(segments.bounds, list):
+        return packed_attention(q, k, v, segments.bounds, window)
+    if segments.bounds is not None and has_varlen(q):
+        tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        return varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window).view(q.shape)
+    mask = visible(segments.document_ids, q.shape[1], window, q.device)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     return out.transpose(1, 2)
+
+
+def visible(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """True where query s may look at key t, (B or 1, 1, S, S); None where causal order is all there is."""
+    if document_ids is None and (window is None or window >= length):
+        return None
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if document_ids is None:
+        return seen[None, None]
+    return (document_ids[:, :, None] == document_ids[:, None, :])[:, None] & seen

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kumi.nn import logprob, rope
-from kumi.nn.attention import Attention, Segments
+from kumi.nn.attention import Attention, Segments, begins, segments
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.norm import RMSNorm
@@ -124,10 +124,10 @@ class Decoder(nn.Module):
             position_ids = positions(input_ids, document_ids)
         keys = {(layer.attention.rope, layer.attention.head_dim) for layer in self.spec.layers}
         tables = {key: rope.tables(*key, position_ids) for key in keys}
-        segments = Segments(document_ids)
+        where = segments(input_ids, document_ids)
         x = self.model.embed_tokens(input_ids).to(self.compute_dtype)
         for spec, layer in zip(self.spec.layers, self.model.layers):
-            x = layer(x, *tables[spec.attention.rope, spec.attention.head_dim], segments)
+            x = layer(x, *tables[spec.attention.rope, spec.attention.head_dim], where)
         normed: Tensor = self.model.norm(x)
         return normed
 
@@ -142,6 +142,4 @@ def positions(input_ids: Tensor, document_ids: Tensor | None) -> Tensor:
     index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     if document_ids is None:
         return index
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
+    return index - torch.where(begins(document_ids), index, 0).cummax(dim=1).values

@@ -15,11 +15,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
+
 _aten = torch.ops.aten
 KEPT = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    PACKED_ATTENTION,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
