@@ -48,14 +48,16 @@ def train_step(
     """Train on the step's sequences and advance `state`. `before_update` is called once all gradients are there."""
     run, mesh = parts.run, parts.mesh
     loss = torch.zeros((), device=mesh.device, dtype=torch.float32)
+    scale = state.scale.scale if run.precision.loss_scaling else 1.0
     microbatches = _cut(counts.batch, run.layout.microbatch)
     for index, microbatch in enumerate(microbatches):
         inputs = to_device(microbatch, mesh.device)
         with sync_context(parts.model, mesh, last=index == len(microbatches) - 1):
-            weights = lm.token_weights(inputs["labels"], counts.tokens)
+            # The head forms its gradient in the forward pass, so the loss scale must be in the weights already.
+            weights = lm.token_weights(inputs["labels"], counts.tokens / scale)
             part, _ = parts.model(**inputs, token_weights=weights)
-            (part * state.scale.scale if run.precision.loss_scaling else part).backward()
-        loss += part.detach()
+            part.backward()
+        loss += part.detach() / scale
     if before_update is not None:
         before_update()
     norm, lr = _update(parts, state)
