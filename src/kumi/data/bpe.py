@@ -134,7 +134,7 @@ def _texts(job: dict[str, Any]) -> Iterator[str]:
             for item in items:
                 if isinstance(item, Record) and not in_validation(item.text, job["validation"]):
                     left -= len(item.text)
-                    yield from tokenizer.pieces(item.text)
+                    yield from tokenizer.pieces(item.text, tokenizer.PIECE)
                 if left <= 0:
                     break
 

@@ -118,8 +118,8 @@ def _join_source(
                 for ids, lengths in _documents(path / side for _, path, _ in units):
                     histogram[number] += _histogram(ids, tokens)
                     append(ids, lengths)
-                    hashes[side][0].update(np.ascontiguousarray(ids))
-                    hashes[side][1].update(lengths)
+                    hashes[side][0].update(np.ascontiguousarray(ids).data)
+                    hashes[side][1].update(np.ascontiguousarray(lengths).data)
         # Ids and lengths apart, so that it does not matter in which blocks they came.
         entry[f"{side}_digest"] = "".join(part.hexdigest() for part in hashes[side])
     entry["faults"] = {kind[6:]: count for kind, count in sorted(total.items()) if kind.startswith("fault:")}
@@ -169,7 +169,7 @@ def _write_faults(out: TextIO, name: str, units: list[tuple[Unit, Path, dict[str
             before = passed[segment.file.path]
             for _, file, line, kind, reason in (fault for fault in found if fault[0] == number):
                 fault = {"source": name, "file": file, "line": before + line, "kind": kind, "reason": reason}
-                out.write(json.dumps(fault, ensure_ascii=False) + "\n")
+                out.write(json.dumps(fault) + "\n")
             if segment.file.format == "jsonl":
                 passed[segment.file.path] += counts["lines"][number]
 
@@ -178,7 +178,7 @@ def _write_files(path: Path, names: list[str], plan: Plan) -> None:
     with open(path, "w", encoding="utf-8") as out:
         for name, files in zip(names, plan.files, strict=True):
             for file in files:
-                out.write(json.dumps({"source": name, **asdict(file)}, ensure_ascii=False) + "\n")
+                out.write(json.dumps({"source": name, **asdict(file)}) + "\n")
 
 
 def _remove_others(folder: Path, entries: list[dict[str, Any]]) -> None:

@@ -85,8 +85,8 @@ class Mixture:
         """For each sequence its part, and how many sequences that part gave before it.
 
         Of the arrivals at a part with share p, the m-th is taken if floor(m * p) steps up there; the others go on to
-        the next part. So after any whole block each part has given its exact share to within one or two sequences, without
-        a state. Inside a block the arrivals come in a shuffled order, lest parts fall into step with ranks.
+        the next part. So after any whole block each part has given its exact share to within one or two sequences,
+        without a state. Inside a block the arrivals come in a shuffled order, lest parts fall into step with ranks.
         """
         first = start - start % _BLOCK
         numbers = np.arange(first, -(-(start + count) // _BLOCK) * _BLOCK, dtype=np.uint64)

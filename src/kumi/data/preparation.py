@@ -95,7 +95,7 @@ def _owned(folder: Path) -> Iterator[None]:
 
 def _matches(folder: Path, plan: Plan) -> bool:
     meta = store.read_meta(folder)
-    if meta is None or meta["fingerprint"] != plan.fingerprint:
+    if meta is None or meta.get("fingerprint") != plan.fingerprint:
         return False
     try:
         store.open_store(folder)

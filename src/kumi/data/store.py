@@ -48,7 +48,8 @@ class StoredSource:
 
 @dataclass(frozen=True)
 class Store:
-    """A prepared folder. `unigram_entropy` is that of all training tokens, in nats a token."""
+    """A prepared folder. `unigram_entropy` is that of all training tokens, in nats a token. `fingerprint` names
+    the inputs as they were found, `content` the tokens themselves."""
 
     folder: Path
     sources: tuple[StoredSource, ...]

@@ -15,8 +15,10 @@ from kumi.errors import ConfigError
 
 # A longer text is encoded in pieces, for tokenizers need some fifty times the text's size while they work.
 PIECE = 4 << 20
-# Between a single line end and a line that begins with text, no usual splitting pattern joins across.
-_SEAM = re.compile(r"(?<=\S\n)(?=\S)")
+# Before a single space between words, and after a single line end before a line that is not indented: no usual splitting
+# pattern joins across these.
+_SEAM = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
+_SEARCH = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -34,32 +36,32 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text` without begin or end marks. As in Hugging Face tokenizers, a special token that is spelled
         out in the text becomes that token."""
-        return self.encode_batch([text])[0]
+        ids: list[int] = []
+        for piece in pieces(text, PIECE):
+            ids.extend(self.backend.encode(piece, add_special_tokens=False).ids)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text; a text of more than 4 Mi characters is encoded in pieces cut between lines."""
-        if all(len(text) <= PIECE for text in texts):
-            return [found.ids for found in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
-        return [self._encode_long(text) for text in texts]
+        """Ids of each text; a text of more than 4 Mi characters is encoded in pieces cut between words.
+
+        Starts threads unless TOKENIZERS_PARALLELISM is false, so a program that forks later must not call it.
+        """
+        if any(len(text) > PIECE for text in texts):
+            return [self.encode(text) for text in texts]
+        return [found.ids for found in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
-    def _encode_long(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for piece in pieces(text):
-            ids.extend(self.backend.encode_batch_fast([piece], add_special_tokens=False)[0].ids)
-        return ids
 
-
-def pieces(text: str, size: int = PIECE) -> list[str]:
-    """`text` in pieces of at most `size` characters, cut between lines where there is such a place."""
+def pieces(text: str, size: int) -> list[str]:
+    """`text` in pieces of at most `size` characters, cut between words where there is such a place near the end."""
     result, start = [], 0
     while len(text) - start > size:
-        seam = start + size
-        for match in _SEAM.finditer(text, start + size // 2, start + size):
-            seam = match.start()
+        end = start + size
+        seams = _SEAM.finditer(text, max(start + size // 2, end - _SEARCH), end)
+        seam = max((match.start() for match in seams), default=end)
         result.append(text[start:seam])
         start = seam
     return [*result, text[start:]]

@@ -52,6 +52,7 @@ def encode_unit(job: dict[str, Any], report: Report) -> dict[str, Any]:
     it."""
     tokens = _tokenizer(job["tokenizer"], job["digest"])
     final, partial = Path(job["target"]), Path(f"{job['target']}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         counts = _write(job, tokens, partial, report)
@@ -194,9 +195,12 @@ def _tokenizer(folder: str, digest: str) -> Tokenizer:
 def _check_unchanged(file: dict[str, Any]) -> None:
     if file["format"] == "indexed":
         return
-    now = os.stat(file["path"])
-    if (now.st_size, now.st_mtime_ns) != (file["size"], file["mtime"]):
-        raise ConfigError(f"{file['path']}: was changed while it was being read; run again when it is complete")
+    path = Path(file["path"])
+    now = path.stat() if path.exists() else None
+    if now is None or (now.st_size, now.st_mtime_ns) != (file["size"], file["mtime"]):
+        raise ConfigError(
+            f"{file['path']}: was changed or removed while it was being read; run again when it is complete"
+        )
 
 
 def _check_parent(parent: int) -> None:
