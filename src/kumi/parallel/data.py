@@ -87,7 +87,8 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
 def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
     """Where the forward and backward of one microbatch run; `last` says that it is the step's last.
 
-    Only what the layout's ZeRO stage asks for is communicated (see the table above).
+    Only what the layout's ZeRO stage asks for is communicated (see the table above). Between microbatches ZeRO-1 and 2
+    leave parameters whole, in the compute dtype: look at parameters and gradients after the last one only.
     """
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():

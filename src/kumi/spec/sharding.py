@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import Param, params
 from kumi.spec.model import ModelSpec
+from kumi.spec.precision import ITEMSIZE, Precision
 
 AXIS = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp", "experts": "ep", "layers": "pp", "seq": "cp"}
 
@@ -49,14 +50,30 @@ def local_numel(param: Param, layout: Layout, rank: int) -> int:
     return count
 
 
+def units(model: ModelSpec) -> tuple[tuple[Param, ...], ...]:
+    """The parameters in the pieces that are gathered and reduced as one: embedding, each layer, and last the root.
+
+    The root has the final norm and the head, and the embedding where they share it; it is gathered when the forward
+    begins and kept until the backward, which needs the head first, has ended.
+    """
+    found: dict[str, list[Param]] = {}
+    for param in params(model):
+        found.setdefault(_unit(param, model.tie_word_embeddings), []).append(param)
+    root = found.pop("")
+    return (*(tuple(unit) for unit in found.values()), tuple(root))
+
+
+def _unit(param: Param, tied: bool) -> str:
+    """The module that is gathered with `param`; empty for the root."""
+    parts = param.name.split(".")
+    if parts[1] == "layers":
+        return ".".join(parts[:3])
+    return "model.embed_tokens" if parts[1] == "embed_tokens" and not tied else ""
+
+
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes a rank holds for the model's states.
-
-    `params`, `grads` and `optimizer` are what lies between the backward pass and the update. `gathered` is what the
-    forward and backward passes hold besides, at most: parameters put together from all ranks, and, where ZeRO keeps
-    gradients whole until the last microbatch, those gradients.
-    """
+    """Bytes a rank holds for the model's states between the backward pass and the update."""
 
     params: int
     grads: int
@@ -67,12 +84,55 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
-def state_bytes(model: ModelSpec, layout: Layout, rank: int, *, state_per_param: int, state_per_tensor: int) -> StateBytes:
+def state_bytes(
+    model: ModelSpec, layout: Layout, rank: int, *, state_per_param: int, state_per_tensor: int
+) -> StateBytes:
     """Bytes of float32 parameters, float32 gradients and optimizer state on `rank`.
 
-    `state_per_param` and `state_per_tensor` are the optimizer's bytes (`kumi.spec.optim.Optim`). Under FSDP2 a rank whose
-    shard of a tensor is empty keeps no state for it beyond the per-tensor part.
+    `state_per_param` and `state_per_tensor` are the optimizer's bytes (`kumi.spec.optim.Optim`). Under FSDP2 a rank
+    whose shard of a tensor is empty keeps no state for it beyond the per-tensor part.
     """
     numel = sum(local_numel(param, layout, rank) for param in params(model))
     tensors = len(params(model))
     return StateBytes(4 * numel, 4 * numel, state_per_param * numel + state_per_tensor * tensors)
+
+
+@dataclass(frozen=True)
+class GatheredBytes:
+    """Bytes that the forward and backward passes hold beside the states, at most.
+
+    `params`: parameters put together from all ranks. `transfer`: the buffer a unit travels through, at the moment when
+    it is copied out. `grads`: whole gradients that await their division.
+    """
+
+    params: int
+    transfer: int
+    grads: int
+
+    @property
+    def total(self) -> int:
+        return self.params + self.transfer + self.grads
+
+
+def gathered_bytes(model: ModelSpec, layout: Layout, precision: Precision, microbatches: int) -> GatheredBytes:
+    """What dividing states costs in passing, on any rank; all zero where nothing is divided.
+
+    ZeRO-1 and 2 keep every unit whole from its first use in a step to its last; ZeRO-3 keeps the root and one other.
+    Only ZeRO-1 keeps whole gradients of all units, in the dtype they are reduced in, and only where there is more than
+    one microbatch; otherwise they exist for the root and one other unit, in the compute dtype.
+    """
+    if layout.zero == 0 or layout.dp_shard == 1:
+        return GatheredBytes(0, 0, 0)
+    compute, reduce = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce]
+    padded = [sum(_padded_numel(param, layout.dp_shard) for param in unit) for unit in units(model)]
+    exact = [sum(param.numel for param in unit) for unit in units(model)]
+    *others, root = padded
+    whole = root + max(others) if layout.zero == 3 else sum(padded)
+    accumulated = layout.zero == 1 and microbatches > 1
+    grads = reduce * sum(exact) if accumulated else compute * (exact[-1] + max(exact[:-1]))
+    return GatheredBytes(compute * whole, compute * max(padded), grads)
+
+
+def _padded_numel(param: Param, degree: int) -> int:
+    """Elements of `param` once its rows are padded so that `degree` ranks have equally many."""
+    return shard_rows(param.shape[0], degree, 0).count * degree * (param.numel // param.shape[0])

@@ -1,0 +1,127 @@
+"""A few training steps of a tiny decoder on the rank that calls, for tests that compare layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from kumi.parallel import (
+    LossScale,
+    Mesh,
+    Piece,
+    bare,
+    build,
+    build_mesh,
+    clip_gradients,
+    init_adamw,
+    init_distributed,
+    model_pieces,
+    sync_context,
+    total,
+)
+from kumi.parallel.state import piece_of
+from kumi.spec.layout import Layout
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
+
+VOCAB, SEQUENCES, LENGTH = 250, 12, 7  # 250 rows do not divide by 4 ranks
+
+
+def _spec(family: str, *, tied: bool, bias: bool, qk_norm: bool) -> ModelSpec:
+    layer = LayerSpec(Attention(4, 2, 6, Rope(10000.0), qkv_bias=bias, qk_norm=qk_norm), MLP(36))
+    return ModelSpec(family, VOCAB, 18, (layer,) * 3, 1e-5, 128, tie_word_embeddings=tied)
+
+
+# Grouped-query attention in both. A q_norm has 6 elements: on 4 ranks the last one holds none of them.
+SPECS = {
+    "llama": _spec("llama", tied=False, bias=False, qk_norm=False),
+    "qwen": _spec("qwen3", tied=True, bias=True, qk_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a tensor: the first row and the values."""
+
+    start: int
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a rank saw: loss, norm and this rank's gradients of every step, then its parameters and step counters."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: list[dict[str, Part]]
+    params: dict[str, Part]
+    counters: set[float]
+
+
+@cache
+def mesh_of(layout: Layout) -> Mesh:
+    """The mesh of `layout`, made once a rank: its groups stay."""
+    return build_mesh(layout, init_distributed())
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    """The global batch of `step`: token ids, labels of which a third is not trained on, and two documents a row."""
+    random = torch.Generator().manual_seed(step)
+    ids, labels = (torch.randint(0, VOCAB, (SEQUENCES, LENGTH), generator=random) for _ in range(2))
+    labels[torch.rand(labels.shape, generator=random) < 0.3] = -100
+    documents = (torch.arange(LENGTH) >= 3).int().expand(SEQUENCES, LENGTH)
+    return {"input_ids": ids, "labels": labels, "document_ids": documents.contiguous()}
+
+
+def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", steps: int = 3) -> Trace:
+    """Trains SPECS[family] for `steps` steps of the same global batches, whatever the layout."""
+    mesh = mesh_of(layout)
+    model = build(SPECS[family], mesh, PRECISIONS[kind], weights=7)
+    optimizer = init_adamw(bare(model).named_parameters(), Optim(lr=1e-2))
+    scale = LossScale(2.0**10 if PRECISIONS[kind].loss_scaling else 1.0)
+    dtype = getattr(torch, PRECISIONS[kind].param)
+    losses, norms, grads = [], [], []
+    for step in range(steps):
+        losses.append(forward_backward(model, mesh, step, microbatches, dtype=dtype, scale=scale.scale))
+        norm = clip_gradients(model.parameters(), 0.5, mesh, loss_scale=scale.scale)
+        norms.append(norm.item())
+        grads.append(_parts(piece_of(name, value.grad) for name, value in bare(model).named_parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    counters = {state["step"].item() for state in optimizer.state.values()}
+    params = _parts(piece._replace(name=piece.name.removeprefix("model/")) for piece in model_pieces(model))
+    return Trace(losses, norms, grads, params, counters)
+
+
+def forward_backward(
+    model: torch.nn.Module,
+    mesh: Mesh,
+    step: int,
+    microbatches: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+) -> float:
+    """Runs this rank's share of the batch of `step` and returns the loss of the whole batch."""
+    whole = batch(step)
+    weight = 1.0 / (whole["labels"] >= 0).sum().item()
+    share, index = SEQUENCES // mesh.layout.dp, mesh.layout.dp_index(mesh.rank)
+    mine = {name: tensor[index * share : (index + 1) * share].chunk(microbatches) for name, tensor in whole.items()}
+    loss = torch.zeros((), dtype=torch.float64)
+    for number in range(microbatches):
+        part = {name: chunks[number] for name, chunks in mine.items()}
+        weights = torch.full(part["labels"].shape, weight, dtype=dtype)
+        with sync_context(model, mesh, last=number + 1 == microbatches):
+            summed, _ = model(**part, token_weights=weights)
+            (-summed * scale).backward()
+        loss -= summed.detach().double()
+    return total(loss, mesh).item()
+
+
+def _parts(pieces: object) -> dict[str, Part]:
+    kept: list[Piece] = list(pieces)  # type: ignore[call-overload]
+    return {piece.name: Part(piece.start[0], piece.data.numpy().copy()) for piece in kept}
