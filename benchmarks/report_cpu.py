@@ -1,8 +1,14 @@
-"""The tables of benchmarks/train_cpu.py, from what it measured."""
+"""The tables of benchmarks/train_cpu.py, from what it measured.
+
+python benchmarks/report_cpu.py FILE.json      prints the report of a measurement that was kept
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import shapes
@@ -50,9 +56,9 @@ def runs_of(result: dict, setup: dict) -> dict[str, list[Measured]]:
     found: dict[str, list[Measured]] = {}
     for entry in result["runs"]:
         if entry["setup"] == setup["name"]:
-            fields = {key: value for key, value in entry.items() if key not in ("row", "setup", "marks")}
+            fields = {key: value for key, value in entry.items() if key not in ("row", "setup", "marks", "output")}
             marks = tuple(Mark(**mark) for mark in entry["marks"])
-            found.setdefault(entry["row"], []).append(Measured(marks=marks, **fields))
+            found.setdefault(entry["row"], []).append(Measured(marks=marks, output="", **fields))
     return found
 
 
@@ -83,7 +89,7 @@ def _setup(result: dict, setup: dict) -> str:
     ]
     table = [["", *(name for name, _ in columns)]]
     table += [[row, *(cell(row, found) for _, cell in columns)] for row, found in runs.items()]
-    return "\n".join([head, aligned(table), "", *_ratios(runs, drop), *_losses(runs)])
+    return "\n".join([head, aligned(table), "", *_ratios(runs, drop), *_least(runs), *_losses(runs)])
 
 
 def train_flops(tokens: int) -> int:
@@ -132,6 +138,23 @@ def _ratios(runs: dict[str, list[Measured]], drop: int) -> list[str]:
     return lines
 
 
+def _least(runs: dict[str, list[Measured]]) -> list[str]:
+    """kumi's start-up and memory beside the least of the other rows."""
+    figures: tuple[tuple[str, Callable[[Measured], float]], ...] = (
+        ("CPU seconds to the first step", lambda run: run.first_step().cpu),
+        ("peak RSS in GiB", lambda run: run.peak_rss / GIB),
+    )
+    others = [row for row in runs if not row.startswith("kumi")]
+    lines = []
+    for row in (row for row in runs if row.startswith("kumi") and others):
+        for name, figure in figures:
+            medians = {other: median(map(figure, runs[other])) for other in others}
+            least = min(medians, key=medians.__getitem__)
+            mine = median(map(figure, runs[row]))
+            lines.append(f"{row}: {mine:.2f} {name}; the least of the others is {medians[least]:.2f} ({least})")
+    return lines
+
+
 def loss_difference(run: list[float], reference: list[float]) -> float:
     """The largest relative difference between two loss curves."""
     return max(abs(a - b) / b for a, b in zip(run, reference))
@@ -145,3 +168,7 @@ def _losses(runs: dict[str, list[Measured]]) -> list[str]:
             steps = len(runs[row][0].marks)
             lines.append(f"loss of {row} against {reference} over {steps} steps: at most {100 * found:.3f} % apart")
     return lines
+
+
+if __name__ == "__main__":
+    print(report(json.loads(Path(sys.argv[1]).read_text())))

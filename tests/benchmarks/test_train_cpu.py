@@ -122,6 +122,7 @@ def test_the_report_shows_ratios_shares_and_loss_differences():
     share = 100 * report_cpu.train_flops(4096) / 2.0 / 250e9
     assert f"{share:.0f} % bf16" in text
     assert "skipped trainer fp32: no accelerate" in text
+    assert "kumi bf16: 2.00 CPU seconds to the first step; the least of the others is 8.00 (bare fp32)" in text
 
 
 def test_a_spread_is_the_median_and_the_range():
