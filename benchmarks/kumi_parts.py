@@ -54,7 +54,7 @@ def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> 
             return torch.ones(shape, device=device)
         return torch.randn(shape, device=device) * run.model.initializer_range
 
-    model = build(run.model, mesh, run.precision, weights=weights)
+    model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile)
     optimizer = init_adamw(bare(model).named_parameters(), run.optim)
     return Parts(run, mesh, model, optimizer, None, None, None)
 

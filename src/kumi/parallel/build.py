@@ -1,6 +1,6 @@
 """A decoder laid onto the mesh, weights in place, ready to train.
 
-meta device -> recompute -> divide (FSDP2) -> memory -> weights -> replicate (DDP). What is cut along further axes
+meta device -> recompute -> compile -> divide (FSDP2) -> memory -> weights -> replicate (DDP). What is cut along further axes
 (tensor, expert, context, pipeline) comes before recompute.
 """
 
@@ -19,15 +19,21 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
 
 
-def build(spec: ModelSpec, mesh: Mesh, precision: Precision, *, weights: int | Reader) -> nn.Module:
+def build(
+    spec: ModelSpec, mesh: Mesh, precision: Precision, *, weights: int | Reader, compile: bool = False
+) -> nn.Module:
     """The decoder of `spec` on `mesh`, called like `kumi.nn.Decoder`; a rank holds its own part of it only.
 
     `weights` is a seed, from which every layout draws the same values, or a function that reads one part of a tensor,
     `weights("model/<parameter>", start, shape)`. Nothing is communicated, so ranks need not keep step here.
+    `compile` compiles each layer by itself: equal layers share what was compiled.
     """
     decoder = Decoder(spec, device="meta", dtype=getattr(torch, precision.param))
     decoder.compute_dtype = getattr(torch, precision.compute)
     recompute_layers(decoder.model.layers, mesh.layout.recompute)
+    if compile:
+        for layer in decoder.model.layers:
+            layer.compile()
     divided = mesh.layout.zero > 0 and mesh.axes is not None
     if divided:
         data.shard(decoder, mesh, precision)

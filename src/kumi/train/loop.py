@@ -123,7 +123,7 @@ def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
         weights = saved.read
     elif run.source is not None and run.config.model.init == "pretrained":
         weights = weights_reader(run.source, run.model)
-    model = build(run.model, mesh, run.precision, weights=weights)
+    model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile)
     optimizer = init_adamw(bare(model).named_parameters(), run.optim)
     if saved is not None:
         fill(optimizer_pieces(model, optimizer), saved.read)

@@ -1,0 +1,70 @@
+"""Every command in the README and the docs runs, on less data and fewer steps; every link leads somewhere."""
+
+import contextlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import kumi
+from kumi.cli import main
+from kumi.config.reference import reference
+from kumi.spec import ledger
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# What makes the quickstart small: a few files, a shallow model, a handful of steps.
+SMALL = ['data.sources=[{path="{stdlib}/email/*.py"}]', "data.validation=0.2", "data.workers=1", "eval.sequences=4",
+         "model.config.num_hidden_layers=1", "model.config.hidden_size=32", "data.tokenizer.vocab_size=400",
+         "model.config.intermediate_size=32", "optim.warmup_steps=1"]  # fmt: skip
+STEPS = 4
+
+
+def commands(page):
+    """The kumi commands in the code blocks of `page`, as lists of words, without prompts and remarks."""
+    blocks = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", page.read_text(), re.M | re.S)
+    lines = (line.strip() for block in blocks for line in block.splitlines())
+    return [shlex.split(line, comments=True) for line in lines if re.match(r"kumi (?!VERB)", line)]
+
+
+def shrunk(words):
+    """The command for a small run: overrides are added, and steps come down."""
+    words = [word.replace("step_000250", f"step_{STEPS:06d}") for word in words[1:]]
+    if words[0] not in ("train", "describe", "data") or not any(word.endswith(".toml") for word in words):
+        return words
+    words = [re.sub(r"train.steps=\d+", f"train.steps={STEPS}", word) for word in words]
+    steps = [] if any(word.startswith("train.steps") for word in words) else [f"train.steps={STEPS}"]
+    position = next(index for index, word in enumerate(words) if word.endswith(".toml")) + 1
+    return [*words[:position], *SMALL, *steps, *words[position:]]
+
+
+def test_the_readme_s_commands_run_in_order(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    found = sorted((command for page in PAGES for command in commands(page)), key=lambda words: words[1] != "train")
+    assert len(found) >= 6
+    with contextlib.chdir(tmp_path):
+        for words in found:
+            assert main(shrunk(words)) == 0, words
+        decoder = kumi.load_decoder("runs/quickstart/hf")
+        assert decoder(torch.zeros((2, 5), dtype=torch.int64)).shape == (2, 5, 8192)
+
+
+def test_the_readme_s_figures_are_the_ledger_s():
+    from kumi.config import load, resolve
+
+    run = resolve(load(ROOT / "examples" / "quickstart.toml"))
+    assert f"{ledger.num_params(run.model) / 1e6:.1f} M parameter Llama" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_the_reference_of_run_files_is_up_to_date():
+    assert (ROOT / "docs" / "run-file.md").read_text() == reference()

@@ -1,0 +1,138 @@
+"""Kills at random moments, Ctrl-C and SIGTERM, and an outside launcher: a run survives all of them, exactly."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kumi.cli import main
+from tests.train.conftest import losses, metrics, run_file
+
+STEPS = 40
+
+
+def long_run(folder):
+    """A run of two ranks whose checkpoints are large enough for a kill to fall into a save."""
+    wide = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}  # fmt: skip
+    return run_file(
+        folder, model__config=wide, cluster__devices_per_node=2, layout={"zero": 3}, train__steps=STEPS,
+        checkpoint={"every": 3, "keep": 2},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small, tmp_path_factory):
+    folder = small.copy(tmp_path_factory.mktemp("uninterrupted"))
+    shutil.rmtree(folder / "run")
+    with contextlib.chdir(folder):
+        assert main(["train", str(long_run(folder))]) == 0
+    return losses(folder / "run")
+
+
+@contextlib.contextmanager
+def training(folder, run):
+    """`kumi train` in a process group of its own."""
+    command = [sys.executable, "-m", "kumi.cli", "train", str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(folder / "output.txt", "a") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=output, stderr=output, start_new_session=True, env=environment
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ranks_of(process):
+    """Process ids of the ranks: the children of the command's process that outlive a glance."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(word) for word in children.read_text().split()] if children.exists() else []
+
+
+def wait_for(condition, process, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        if process.poll() is not None:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def last_step(folder):
+    entries = metrics(folder / "run") if (folder / "run" / "metrics.jsonl").exists() else []
+    return max((entry["step"] for entry in entries), default=0)
+
+
+def test_any_rank_killed_at_any_moment_costs_nothing_but_time(small, tmp_path, uninterrupted):
+    """Ten SIGKILLs, two or more of them while a checkpoint is being written."""
+    folder = small.copy(tmp_path)
+    shutil.rmtree(folder / "run")
+    run, draw = long_run(folder), random.Random(5)
+    root = folder / "run" / "checkpoints"
+    in_saves = 0
+    for kill in range(10):
+        with training(folder, run) as process:
+            begun = last_step(folder)
+            if kill % 3 == 0:
+                # Past the drill, which writes into a folder of its own.
+                saving = lambda: any(root.glob("step_*.tmp")) and last_step(folder) > begun  # noqa: E731, B023
+                assert wait_for(saving, process)
+                in_saves += any(root.glob("step_*.tmp"))
+            else:
+                assert wait_for(lambda: len(ranks_of(process)) >= 2, process)  # noqa: B023
+                time.sleep(draw.uniform(0, 1.5))
+            ranks = ranks_of(process)
+            if not ranks:
+                break  # it has finished already
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(draw.choice(ranks), signal.SIGKILL)
+            assert process.wait(timeout=60) == 7, (folder / "output.txt").read_text()
+    with training(folder, run) as process:
+        assert process.wait(timeout=120) == 0, (folder / "output.txt").read_text()
+    assert in_saves >= 2
+    assert losses(folder / "run") == uninterrupted
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+def test_a_signal_saves_and_ends_the_run_which_then_goes_on(small, tmp_path, uninterrupted, number, code):
+    folder = small.copy(tmp_path)
+    shutil.rmtree(folder / "run")
+    run = long_run(folder)
+    with training(folder, run) as process:
+        assert wait_for(lambda: last_step(folder) >= 4, process)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        assert process.wait(timeout=60) == code, (folder / "output.txt").read_text()
+    stopped = last_step(folder)
+    assert f"step_{stopped:06d}" in {path.name for path in (folder / "run" / "checkpoints").iterdir()}
+    with training(folder, run) as process:
+        assert process.wait(timeout=120) == 0
+    assert f"resumed after step {stopped}" in (folder / "output.txt").read_text()
+    assert losses(folder / "run") == uninterrupted
+
+
+def test_an_outside_launcher_starts_the_ranks(small, tmp_path, uninterrupted):
+    folder = small.copy(tmp_path)
+    shutil.rmtree(folder / "run")
+    run = long_run(folder)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [*launcher, sys.executable, "-m", "kumi.cli", "train", str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert losses(folder / "run") == uninterrupted
+    assert (folder / "run" / "hf" / "model.safetensors").exists()
