@@ -102,35 +102,40 @@ class GatheredBytes:
     """Bytes that the forward and backward passes hold beside the states, at most.
 
     `params`: parameters put together from all ranks. `transfer`: the buffer a unit travels through, at the moment when
-    it is copied out. `grads`: whole gradients that await their division.
+    it is copied out. `accumulated`: whole gradients that wait for the last microbatch. `grads`: whole gradients of the
+    microbatch at hand, on their way to be divided.
     """
 
     params: int
     transfer: int
+    accumulated: int
     grads: int
 
     @property
     def total(self) -> int:
-        return self.params + self.transfer + self.grads
+        return self.params + self.transfer + self.accumulated + self.grads
 
 
 def gathered_bytes(model: ModelSpec, layout: Layout, precision: Precision, microbatches: int) -> GatheredBytes:
     """What dividing states costs in passing, on any rank; all zero where nothing is divided.
 
     ZeRO-1 and 2 keep every unit whole from its first use in a step to its last; ZeRO-3 keeps the root and one other.
-    Only ZeRO-1 keeps whole gradients of all units, in the dtype they are reduced in, and only where there is more than
-    one microbatch; otherwise they exist for the root and one other unit, in the compute dtype.
+    Gradients are whole for the root and one other unit, in the compute dtype; where there is more than one microbatch,
+    ZeRO-1 also accumulates those of all units, in the dtype they are reduced in.
     """
     if layout.zero == 0 or layout.dp_shard == 1:
-        return GatheredBytes(0, 0, 0)
-    compute, reduce = ITEMSIZE[precision.compute], ITEMSIZE[precision.reduce]
-    padded = [sum(_padded_numel(param, layout.dp_shard) for param in unit) for unit in units(model)]
-    exact = [sum(param.numel for param in unit) for unit in units(model)]
-    *others, root = padded
-    whole = root + max(others) if layout.zero == 3 else sum(padded)
-    accumulated = layout.zero == 1 and microbatches > 1
-    grads = reduce * sum(exact) if accumulated else compute * (exact[-1] + max(exact[:-1]))
-    return GatheredBytes(compute * whole, compute * max(padded), grads)
+        return GatheredBytes(0, 0, 0, 0)
+    compute = ITEMSIZE[precision.compute]
+    *others, root = (sum(_padded_numel(param, layout.dp_shard) for param in unit) for unit in units(model))
+    *exact, exact_root = (sum(param.numel for param in unit) for unit in units(model))
+    whole = root + (max(others) if layout.zero == 3 else sum(others))
+    kept = exact_root + sum(exact) if layout.zero == 1 and microbatches > 1 else 0
+    return GatheredBytes(
+        compute * whole,
+        compute * max(*others, root),
+        ITEMSIZE[precision.reduce] * kept,
+        compute * (exact_root + max(exact)),
+    )
 
 
 def _padded_numel(param: Param, degree: int) -> int:

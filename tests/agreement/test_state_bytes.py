@@ -1,0 +1,115 @@
+"""What a rank holds, measured, is what `kumi.spec.sharding` says, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from kumi.parallel import bare, build, init_adamw
+from kumi.parallel.grads import local
+from kumi.spec.layout import Layout
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
+from kumi.spec.sharding import gathered_bytes, state_bytes, units
+from steps import SPECS, forward_backward, mesh_of
+
+DIVIDED = [
+    *(Layout(dp_shard=4, zero=zero) for zero in (1, 2, 3)),
+    *(Layout(dp_replicate=2, dp_shard=2, zero=zero) for zero in (1, 3)),
+]
+OPTIM = Optim()
+
+
+def _bytes(tensors):
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def _measured_states(layout, family, microbatches):
+    """Bytes of parameters, gradients and optimizer states between backward and update, and after the update."""
+    mesh = mesh_of(layout)
+    model = build(SPECS[family], mesh, PRECISIONS["bf16"], weights=0)
+    optimizer = init_adamw(bare(model).named_parameters(), OPTIM)
+    found = []
+    for step in range(2):
+        forward_backward(model, mesh, step, microbatches)
+        parameters = list(model.parameters())
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        found.append((_bytes(parameters), _bytes(value.grad for value in parameters), _bytes(states)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=4), *DIVIDED])
+def test_states(ranks, layout, family):
+    for rank, found in enumerate(ranks(layout.world_size, _measured_states, layout, family, 3)):
+        said = state_bytes(
+            SPECS[family],
+            layout,
+            rank,
+            state_per_param=OPTIM.state_bytes_per_param,
+            state_per_tensor=OPTIM.state_bytes_per_tensor,
+        )
+        assert found == [(said.params, said.grads, said.optimizer)] * 2
+
+
+def _whole(model):
+    """Bytes of parameters that are put together at this moment, and of their whole gradients."""
+    found = [value for value in model.parameters() if not isinstance(value, DTensor)]
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in found}
+    grads = {id(value.grad): value.grad.nbytes for value in found if value.grad is not None}
+    for module in model.modules():
+        # Gradients that wait for the last microbatch in another dtype than the parameters.
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []:
+            kept = [value.unsharded_accumulated_grad for value in group.fsdp_params]
+            grads |= {id(grad): grad.nbytes for grad in kept if grad is not None}
+    return sum(storages.values()), sum(grads.values())
+
+
+def _measured_gathered(layout, family, microbatches, kind):
+    """Most bytes of whole parameters, of whole gradients before a forward, and in a backward; all after the step."""
+    mesh = mesh_of(layout)
+    model = build(SPECS[family], mesh, PRECISIONS[kind], weights=0)
+    forward, backward = [], []
+
+    def look_in_backward(module, args, output):
+        output.register_hook(lambda grad: backward.append(_whole(model)))
+
+    for module in (model.model.embed_tokens, *model.model.layers):
+        module.register_forward_pre_hook(lambda *_: forward.append(_whole(model)))
+        module.register_forward_hook(look_in_backward)
+    forward_backward(model, mesh, 0, microbatches, dtype=getattr(torch, PRECISIONS[kind].param))
+    params = max(params for params, _ in forward + backward)
+    return params, max(grads for _, grads in forward), max(grads for _, grads in backward), _whole(model)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_gathered(ranks, layout, family, kind):
+    for microbatches in (1, 3):
+        said = gathered_bytes(SPECS[family], layout, PRECISIONS[kind], microbatches)
+        for params, accumulated, grads, after in ranks(4, _measured_gathered, layout, family, microbatches, kind):
+            assert (params, accumulated) == (said.params, said.accumulated)
+            assert grads <= said.accumulated + said.grads
+            assert after == (0, 0)
+
+
+def _units(layout, family):
+    """The parameter names of each unit that FSDP gathers as one, the root last."""
+    model = build(SPECS[family], mesh_of(layout), PRECISIONS["fp32"], weights=0)
+    found = {}
+    for prefix, module in reversed(list(model.named_modules())):
+        if isinstance(module, FSDPModule):
+            names = {f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()}
+            found[prefix] = names.difference(*found.values())
+    return sorted(map(sorted, found.values()))
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_units(ranks, family):
+    said = sorted(sorted(param.name for param in unit) for unit in units(SPECS[family]))
+    assert ranks(2, _units, Layout(dp_shard=2, zero=3), family)[0] == said

@@ -1,0 +1,49 @@
+"""Meshes, groups and the sums over them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kumi.errors import LayoutError
+from kumi.parallel import Place, barrier, build_mesh, greatest, init_distributed, total
+from kumi.spec.layout import Layout
+
+
+def test_one_process_has_no_group():
+    mesh = build_mesh(Layout(), Place(0, 1, 0, torch.device("cpu")))
+    assert mesh.axes is None
+    assert mesh.data_group is None
+    assert mesh.group("dp_shard") is None
+    assert total(torch.tensor(3.0), mesh) == 3.0
+    barrier(mesh)
+
+
+def test_a_layout_of_another_size_is_refused():
+    with pytest.raises(LayoutError, match=r"needs 4 ranks \(.*dp_shard 2.*\), 1 were started"):
+        build_mesh(Layout(dp_replicate=2, dp_shard=2, zero=1), Place(0, 1, 0, torch.device("cpu")))
+
+
+def _groups(layout):
+    mesh = build_mesh(layout, init_distributed())
+    found = {}
+    for name in ("dp_replicate", "dp_shard"):
+        group = mesh.group(name)
+        found[name] = None if group is None else tuple(dist.get_process_group_ranks(group))
+    transposed = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T * mesh.rank  # not contiguous
+    largest = greatest(torch.tensor(mesh.rank), mesh).item()
+    return mesh.axes.mesh_dim_names, found, total(transposed, mesh).tolist(), largest
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_replicate=4), Layout(dp_shard=4, zero=3), Layout(dp_replicate=2, dp_shard=2, zero=2)]
+)
+def test_groups_are_those_of_the_layout(ranks, layout):
+    for rank, (names, found, summed, largest) in enumerate(ranks(4, _groups, layout)):
+        assert names == tuple(name for name in ("dp_replicate", "dp_shard") if getattr(layout, name) > 1)
+        for name, members in found.items():
+            wanted = next(group for group in layout.groups(name) if rank in group)
+            assert members == (wanted if len(wanted) > 1 else None)
+        assert summed == [[6.0, 18.0], [12.0, 24.0]]
+        assert largest == 3

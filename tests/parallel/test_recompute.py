@@ -1,0 +1,44 @@
+"""Recomputation changes what is kept, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from kumi.parallel import build, build_mesh
+from kumi.parallel.mesh import Place
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import params
+from kumi.spec.precision import PRECISIONS
+from steps import SPECS, batch
+
+
+def _forward_backward(how: str, family: str, kind: str = "fp32") -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes held after the forward pass, and the gradients."""
+    mesh = build_mesh(Layout(recompute=how), Place(0, 1, 0, torch.device("cpu")))
+    model = build(SPECS[family], mesh, PRECISIONS[kind], weights=0)
+    part = batch(0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        summed, _ = model(**part, token_weights=torch.ones(part["labels"].shape))
+    held = sum(event.self_cpu_memory_usage for event in record.key_averages())
+    summed.backward()
+    return held, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_gradients_and_names_stay_and_memory_falls(family, kind):
+    held, grads = zip(*(_forward_backward(how, family, kind) for how in ("none", "selective", "full")))
+    assert sorted(grads[0]) == sorted(param.name for param in params(SPECS[family]))
+    for other in grads[1:]:
+        assert list(other) == list(grads[0])
+        assert all(torch.equal(other[name], grad) for name, grad in grads[0].items())
+    assert held[0] > held[1] > held[2]
+
+
+def test_evaluation_does_not_recompute():
+    mesh = build_mesh(Layout(recompute="full"), Place(0, 1, 0, torch.device("cpu")))
+    model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0)
+    with torch.no_grad():
+        assert not model(batch(0)["input_ids"]).requires_grad

@@ -1,0 +1,95 @@
+"""The model's and the optimizer's tensors as pieces of global ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kumi.parallel import (
+    bare,
+    build,
+    fill,
+    init_adamw,
+    model_pieces,
+    optimizer_pieces,
+    owned,
+)
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import params
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
+from steps import SPECS, forward_backward, mesh_of
+
+LAYOUTS = [
+    Layout(),
+    Layout(dp_replicate=4),
+    Layout(dp_shard=4, zero=1),
+    Layout(dp_shard=4, zero=3),
+    Layout(dp_replicate=2, dp_shard=2, zero=2),
+]
+
+
+def _saved(layout, steps=1):
+    """What this rank would save after `steps` steps: (name, shape, start, values)."""
+    mesh = mesh_of(layout)
+    model = build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=3)
+    optimizer = init_adamw(bare(model).named_parameters(), Optim())
+    for step in range(steps):
+        forward_backward(model, mesh, step, 1, dtype=torch.float64)
+        optimizer.step()
+    pieces = owned([*model_pieces(model), *optimizer_pieces(model, optimizer)], mesh)
+    return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
+
+
+def _gather(parts):
+    """The global tensors, each element written once."""
+    whole, written = {}, {}
+    for name, shape, start, values in (piece for part in parts for piece in part):
+        where = tuple(slice(first, first + size) for first, size in zip(start, values.shape))
+        whole.setdefault(name, np.full(shape, np.nan))[where] = values
+        written.setdefault(name, np.zeros(shape, dtype=int))[where] += 1
+    assert all((count == 1).all() for count in written.values())
+    return whole
+
+
+def _loaded(layout, whole):
+    """Builds and fills from the global tensors, and returns them as this rank would save them."""
+    mesh = mesh_of(layout)
+
+    def read(name, start, shape):
+        where = tuple(slice(first, first + size) for first, size in zip(start, shape))
+        return torch.from_numpy(np.asarray(whole[name][where]))
+
+    model = build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=read)
+    optimizer = init_adamw(bare(model).named_parameters(), Optim())
+    fill(optimizer_pieces(model, optimizer), read)
+    pieces = owned([*model_pieces(model), *optimizer_pieces(model, optimizer)], mesh)
+    return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_is_saved_once_and_any_layout_reads_it(ranks, layout):
+    parts = ranks(layout.world_size, _saved, layout)
+    whole = _gather(parts)
+    names = [param.name for param in params(SPECS["qwen"])]
+    states = [f"optim/{name}/{state}" for name in names for state in ("step", "exp_avg", "exp_avg_sq")]
+    assert sorted(whole) == sorted([*(f"model/{name}" for name in names), *states])
+    assert all(whole[f"optim/{name}/step"] == 1.0 for name in names)
+    for other in (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2, zero=2)):
+        again = _gather(ranks(other.world_size, _loaded, other, whole))
+        assert all(np.array_equal(again[name], values) for name, values in whole.items())
+
+
+def test_replicated_tensors_are_shared_out_by_bytes(ranks):
+    for layout in (Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2, zero=1)):
+        sizes = [sum(piece[3].nbytes for piece in part) for part in ranks(4, _saved, layout, 0)]
+        largest = max(param.numel for param in params(SPECS["qwen"])) * 8
+        assert max(sizes) - min(sizes) <= largest
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_start_weights_do_not_depend_on_the_layout(ranks, layout):
+    whole = _gather(ranks(layout.world_size, _saved, layout, 0))
+    alone = _gather(ranks(1, _saved, Layout(), 0))
+    assert all(np.array_equal(whole[name], values) for name, values in alone.items())
