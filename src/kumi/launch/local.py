@@ -12,10 +12,13 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,8 @@ from kumi.launch.rank import Failure, Start, log_path, read_failures, run_rank
 from kumi.launch.watch import Death, Watch
 
 _TRACE_LINES = 12
-# The agent insists on handling some signal; this one is nobody's.
-_AGENT_SIGNAL = "SIGUSR2"
+# The one signal that is left to the agent: it makes it give up. The others are for `signals`.
+_AGENT_SIGNAL = signal.SIGUSR2
 _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
@@ -80,34 +83,39 @@ def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
 
 
 def _run_ranks(fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float) -> int:
-    added = environment(nproc, os.environ)
+    before = dict(os.environ)
     threads = threads_per_rank(nproc, os.environ)
     control = Path(tempfile.mkdtemp(prefix="kumi-launch-"))
-    os.environ.update(added)
+    os.environ.update(environment(nproc, before))
     try:
-        with _quiet_agent(), signals.installed() as flag, Watch(control, flag, grace) as watch:
-            codes = _elastic(nproc, fn, args, Start(control, log_dir, os.getpid(), threads))
+        with _quiet_agent(), signals.installed() as flag, Watch(control, nproc, flag, grace, _AGENT_SIGNAL) as watch:
+            flag.patient = True
+            codes, exits = _elastic(nproc, fn, args, Start(control, log_dir, os.getpid(), threads))
         if codes is not None:
             return next((code for code in codes if code), 0)
         if flag.requested is not None and (flag.insisted or watch.out_of_grace):
             return _stopped_hard(flag, grace)
-        raise _first_error(watch, read_failures(control), log_dir)
+        raise _first_error(watch, exits, read_failures(control), log_dir)
     finally:
-        for name in added:
+        for name in set(os.environ) - set(before):  # the agent leaves one of its own, too
             del os.environ[name]
         shutil.rmtree(control)
 
 
-def _elastic(nproc: int, fn: Callable[..., int | None], args: tuple[Any, ...], start: Start) -> list[int] | None:
-    """The ranks' exit codes from torch's elastic agent; None when a rank failed."""
+def _elastic(
+    nproc: int, fn: Callable[..., int | None], args: tuple[Any, ...], start: Start
+) -> tuple[list[int] | None, dict[int, int]]:
+    """What the ranks returned under torch's elastic agent; None, and the exit codes it saw, when one failed."""
     import torch
-    from torch.distributed.distributed_c10d import TCPStore
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The kernel chooses the port and this process keeps it: the agent and the ranks use this very store.
-    store = TCPStore("127.0.0.1", 0, 1, is_master=True, multi_tenant=True)
+    # The kernel chooses the port, and it stays bound: the agent finds this store in its process and the ranks use it.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, 1, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
     can_fork = sys.platform == "linux" and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     config = LaunchConfig(
         min_nodes=1,
@@ -116,23 +124,42 @@ def _elastic(nproc: int, fn: Callable[..., int | None], args: tuple[Any, ...], s
         run_id=start.control.name,
         role="kumi",
         rdzv_backend="static",
-        rdzv_endpoint=f"127.0.0.1:{store.port}",
+        rdzv_endpoint=f"127.0.0.1:{port}",
         rdzv_configs={"rank": 0},
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
         start_method="fork" if can_fork else "spawn",
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle=_AGENT_SIGNAL,
+        logs_specs=_no_agent_logs(),
+        signals_to_handle=_AGENT_SIGNAL.name,
     )
-    before = signal.getsignal(getattr(signal, _AGENT_SIGNAL))
+    before = signal.getsignal(_AGENT_SIGNAL)
     try:
         results = elastic_launch(config, run_rank)(fn, args, start)
-    except ChildFailedError:
-        return None
+    except ChildFailedError as error:
+        return None, {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except SignalException:
+        return None, {}
     finally:
-        signal.signal(getattr(signal, _AGENT_SIGNAL), before)
-    return [results[rank] for rank in sorted(results)]
+        signal.signal(_AGENT_SIGNAL, before)
+        del store
+    return [results[rank] for rank in sorted(results)], {}
+
+
+def _no_agent_logs() -> Any:
+    """What tells the agent to leave the ranks' output alone, which `run_rank` directs itself."""
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class NoLogs(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            none, nowhere = dict.fromkeys(envs, ""), dict.fromkeys(envs, os.devnull)
+            return LogsDest(stdouts=none, stderrs=none, error_files=nowhere)
+
+        @property
+        def root_log_dir(self) -> str:
+            return os.devnull
+
+    return NoLogs()
 
 
 def _stopped_hard(flag: signals.StopFlag, grace: float) -> int:
@@ -146,14 +173,16 @@ def _stopped_hard(flag: signals.StopFlag, grace: float) -> int:
     )
 
 
-def _first_error(watch: Watch, failures: list[Failure], log_dir: Path) -> KumiError:
+def _first_error(watch: Watch, exits: dict[int, int], failures: list[Failure], log_dir: Path) -> KumiError:
     """The error of the rank that failed first, and of those the one that no other rank's failure explains."""
-    reported = {failure.rank for failure in failures}
-    crashes = [death for death in watch.deaths if death.code != 0 and death.rank not in reported | watch.killed]
-    causes: list[tuple[bool, float, Failure | Death]] = [
-        *((failure.echo, failure.at, failure) for failure in failures),
-        # gloo aborts the process when a peer sends less than it was promised
-        *((death.code in (None, -signal.SIGABRT, -signal.SIGTERM), death.at, death) for death in crashes),
+    reported = {failure.rank for failure in failures} | watch.killed
+    deaths = [death if death.code is not None else replace(death, code=exits.get(death.rank)) for death in watch.deaths]
+    crashes = [death for death in deaths if death.rank not in reported]
+    # Least likely a consequence first. gloo aborts a process whose peer sends less than was agreed.
+    unclear = (None, -signal.SIGABRT, -signal.SIGTERM)
+    causes: list[tuple[int, float, Failure | Death]] = [
+        *((2 if failure.echo else 0, failure.at, failure) for failure in failures),
+        *((1 if death.code in unclear else 0, death.at, death) for death in crashes),
     ]
     if not causes:
         return CommunicationError(f"a rank ended without saying why; see the logs in {log_dir}")
@@ -181,10 +210,18 @@ def _crash(death: Death, log_dir: Path) -> CommunicationError:
         name = signal.Signals(-death.code).name
     except ValueError:
         name = "a real-time signal"
-    hint = f"see {log}"
+    hint = f"{_last_words(log)}see {log}"
     if -death.code == signal.SIGKILL:
         hint = f"the system does that when memory runs out (see `dmesg`): use less memory per rank; its log is {log}"
     return CommunicationError(f"rank {death.rank} was killed by signal {-death.code} ({name}); {hint}")
+
+
+def _last_words(log: Path) -> str:
+    """What a C++ exception said that ended a rank, from the end of its log; empty when there was none."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2**16))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if "what():" in line]
+    return lines[-1].partition("what():")[2].strip() + "; " if lines else ""
 
 
 @contextmanager
@@ -200,7 +237,10 @@ def _quiet_agent() -> Iterator[None]:
     for logger in loggers:
         logger.disabled = True
     try:
-        yield
+        with warnings.catch_warnings():
+            # Said from Python 3.12 on; the threads here (the store's, the watch's) hold nothing that a rank needs.
+            warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
+            yield
     finally:
         for logger in loggers:
             logger.disabled = False

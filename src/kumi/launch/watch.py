@@ -1,7 +1,7 @@
-"""Watching started ranks from their parent: who died first and how, and stopping the others.
+"""Watching started ranks from their parent: who ended first and how, and stopping the others.
 
-A thread beside torch's elastic agent, because the agent gives the surviving ranks 30 seconds after a failure and none
-to save after a signal.
+A thread beside torch's elastic agent, because the agent gives the surviving ranks 30 seconds after a failure, gives
+none of them time to save after a signal, and waits for ever for ranks that left without a word.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kumi.launch import rank as ranks
-from kumi.launch.signals import StopFlag
+from kumi.launch.rank import has_returned, let_all_go, read_pids
+from kumi.launch.signals import EXIT_CODES, StopFlag
 
-_SETTLE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
+_START_SECONDS = 0.01
+# The first to report is not always the first to fail; a rank that is busy dying gets this long to say why.
+_SETTLE_SECONDS = 3.0
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class Death:
-    """That a rank's process ended: when (monotonic seconds), and its exit code, negative for a signal, None unknown."""
+    """That a rank ended without returning: when (monotonic seconds), and its exit code, negative for a signal.
+
+    `code` is None where only the agent has seen it.
+    """
 
     rank: int
     at: float
@@ -31,17 +37,22 @@ class Death:
 
 
 class Watch:
-    """The thread: forwards a stop request, and kills what is left when a rank failed or the grace is over."""
+    """The thread: forwards a stop request, and kills what is left when a rank failed or the grace is over.
 
-    def __init__(self, control: Path, flag: StopFlag, grace: float) -> None:
+    `agent_signal` makes the agent in the main thread give up.
+    """
+
+    def __init__(self, control: Path, nproc: int, flag: StopFlag, grace: float, agent_signal: signal.Signals) -> None:
         self.deaths: list[Death] = []
         self.killed: set[int] = set()
         self.out_of_grace = False
-        self._control, self._flag, self._grace = control, flag, grace
-        self._handles: dict[int, int] = {}
-        self._poll = select.poll()
+        self._control, self._nproc, self._flag, self._grace = control, nproc, flag, grace
+        self._agent_signal = agent_signal
+        self._pids: dict[int, int] = {}
+        self._handles: dict[int, int] = {}  # of the ranks that live; where the system has such handles
+        self._alive: set[int] = set()
         self._told: set[int] = set()
-        self._kill_at = float("inf")
+        self._kill_at = self._give_up_at = _NEVER
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kumi-watch", daemon=True)
 
@@ -52,58 +63,91 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        self._find_ranks()
+        self._note_deaths()
         for handle in self._handles.values():
             os.close(handle)
 
     def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # they are for the main thread, which they wake
         while not self._ended.is_set():
-            self._find_ranks()
+            if len(self._pids) < self._nproc:
+                self._find_ranks()
+                if len(self._pids) == self._nproc:
+                    let_all_go(self._control)
+            self._pause(_POLL_SECONDS if len(self._pids) == self._nproc else _START_SECONDS)
             self._note_deaths()
-            self._decide()
+            self._decide(time.monotonic())
 
     def _find_ranks(self) -> None:
-        for rank, pid in ranks.read_pids(self._control).items():
-            if rank not in self._handles:
-                self._handles[rank] = os.pidfd_open(pid)
-                self._poll.register(self._handles[rank], select.POLLIN)
+        for rank, pid in read_pids(self._control).items():
+            if rank in self._pids:
+                continue
+            self._pids[rank] = pid
+            self._alive.add(rank)
+            if hasattr(os, "pidfd_open"):
+                try:
+                    self._handles[rank] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    self._bury(rank, None)
+
+    def _pause(self, seconds: float) -> None:
+        """Sleeps for a moment, or until a rank ends: the times of death tell cause from consequence."""
+        if self._handles:
+            select.select(list(self._handles.values()), [], [], seconds)
+        else:
+            time.sleep(seconds)
 
     def _note_deaths(self) -> None:
-        for handle, _ in self._poll.poll(_POLL_SECONDS * 1000):
-            at = time.monotonic()
-            self._poll.unregister(handle)
-            rank = next(rank for rank, known in self._handles.items() if known == handle)
-            death = Death(rank, at, _exit_code(handle))
-            self.deaths.append(death)
-            if death.code != 0:
-                # The others need a moment to report; the first report is not always that of the first to fail.
-                self._kill_at = min(self._kill_at, at + _SETTLE_SECONDS)
+        handles = {handle: rank for rank, handle in self._handles.items()}
+        for handle in select.select(list(handles), [], [], 0)[0]:
+            code = _exit_code(handle)
+            os.close(self._handles.pop(handles[handle]))
+            self._bury(handles[handle], code)
+        for rank in self._alive - set(self._handles):
+            if not _exists(self._pids[rank]):
+                self._bury(rank, None)
 
-    def _decide(self) -> None:
+    def _bury(self, rank: int, code: int | None) -> None:
         now = time.monotonic()
-        alive = set(self._handles) - {death.rank for death in self.deaths}
-        if self._flag.requested is not None:
-            if not self._told and self._kill_at == float("inf"):
-                self._kill_at = now + self._grace
-            for rank in alive - self._told:
-                self._send(rank, signal.Signals(self._flag.requested))
+        self._alive.discard(rank)
+        if code or not has_returned(self._control, rank):
+            self.deaths.append(Death(rank, now, code))
+            self._kill_at = min(self._kill_at, now + _SETTLE_SECONDS)
+
+    def _decide(self, now: float) -> None:
+        requested = self._flag.requested
+        if requested is not None and not self._told and not self.deaths:
+            self._kill_at = min(self._kill_at, now + self._grace)
+        if requested is not None:
+            for rank in self._alive - self._told:
                 self._told.add(rank)
+                self._send(rank, signal.Signals(requested))
         if self._flag.insisted:
             self._kill_at = min(self._kill_at, now)
         if now >= self._kill_at:
-            self.out_of_grace |= not self._flag.insisted and not any(death.code for death in self.deaths)
-            for rank in alive - self.killed:
+            self.out_of_grace |= not self.deaths and not self._flag.insisted
+            for rank in self._alive - self.killed:
                 self.killed.add(rank)
                 self._send(rank, signal.SIGKILL)
+        if self.deaths and not self._alive and len(self._pids) == self._nproc:
+            self._give_up_at = min(self._give_up_at, now + _SETTLE_SECONDS)
+        if now >= self._give_up_at:
+            self._give_up_at = _NEVER
+            os.kill(os.getpid(), self._agent_signal)
 
     def _send(self, rank: int, signum: signal.Signals) -> None:
         try:
-            signal.pidfd_send_signal(self._handles[rank], signum)
-        except ProcessLookupError:  # it ended by itself; its death is noted in the next round
+            if rank in self._handles:
+                signal.pidfd_send_signal(self._handles[rank], signum)
+            else:
+                os.kill(self._pids[rank], signum)
+        except ProcessLookupError:  # it ended by itself a moment ago; the next round notes it
             return
 
 
 def _exit_code(handle: int) -> int | None:
-    """The exit code of the process, left in place for the agent to collect; None when the agent was faster."""
+    """The exit code of an ended process, which stays there for the agent; None when the agent has it already."""
     try:
         status = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
@@ -111,3 +155,11 @@ def _exit_code(handle: int) -> int | None:
     if status is None:
         return None
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,378 @@
+"""Ranks of this machine: they meet, they stop when asked, and however one fails there is one error and no orphan."""
+
+import ctypes
+import os
+import pty
+import signal
+import sys
+import tempfile
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kumi.errors import CommunicationError, ConfigError, KumiError, LayoutError
+from kumi.launch import local, signals
+
+DEADLINE = 30.0
+
+
+class DataPathError(ConfigError):
+    """Like an error that a package other than kumi.errors defines."""
+
+
+# What ranks run
+
+
+def meet():
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    size = dist.get_world_size()
+    assert total == size * (size + 1) // 2
+    dist.destroy_process_group()
+
+
+def meet_and_tell(folder):
+    meet()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+    text = " ".join(os.environ[name] for name in names) + f" {torch.get_num_threads()}"
+    (folder / os.environ["RANK"]).write_text(text)
+    print("said by", os.environ["RANK"])
+    os.system("echo and by a child")
+
+
+def give_back(code):
+    return code
+
+
+def fail(error):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise error
+    dist.barrier()
+
+
+def fail_late(error):
+    """The peer hears of the failure before it is reported."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        try:
+            raise error
+        finally:
+            dist.destroy_process_group()
+            time.sleep(0.3)
+    dist.barrier()
+
+
+def disagree():
+    """Rank 1 is sent more than it expects, and gloo aborts it."""
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.zeros(4 if dist.get_rank() else 1024))
+    dist.barrier()
+
+
+def die(how):
+    """Rank 1 dies, rank 0 hears of it; rank 2 is busy elsewhere and hears of nothing."""
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 1:
+        time.sleep(0.2)
+        how()
+    if dist.get_rank() == 2:
+        time.sleep(60)
+    dist.barrier(pair)
+
+
+def segfault():
+    ctypes.string_at(0)
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave():
+    os._exit(0)
+
+
+def leave_with_3():
+    os._exit(3)
+
+
+def train(folder):
+    """Steps until the ranks agree that one of them was asked to stop; then 'saves'."""
+    dist.init_process_group("gloo")
+    flag = signals.install()
+    (folder / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+    while True:
+        asked = torch.tensor([flag.requested or 0])
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if asked:
+            (folder / f"saved{dist.get_rank()}").write_text("")
+            dist.destroy_process_group()
+            return signals.exit_code(int(asked))
+        time.sleep(0.02)
+
+
+def never_stop(folder):
+    (folder / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.02)
+
+
+def tell_terminal(folder):
+    (folder / os.environ["RANK"]).write_text(f"{os.isatty(1)} {os.isatty(2)}")
+
+
+# Parents in processes of their own
+
+
+def launch(tmp_path, fn, *args, nproc=2, grace=600.0):
+    """The process id of a child that runs the ranks, as the command line does, in a session of its own."""
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()
+    tempfile.tempdir = str(tmp_path)
+    output = os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    code = 99
+    try:
+        code = local.run(fn, args, nproc=nproc, log_dir=tmp_path / "logs", grace=grace)
+    except KumiError as error:
+        os.write(2, f"{type(error).__name__}: {error}".encode())
+        code = error.exit_code
+    finally:
+        os._exit(code)
+
+
+def until(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def pids(folder, nproc=2):
+    """The process ids of the ranks, once all have started."""
+    paths = [folder / f"pid{rank}" for rank in range(nproc)]
+    until(lambda: all(path.exists() and path.read_text() for path in paths))
+    return [int(path.read_text()) for path in paths]
+
+
+def exit_code(child):
+    """The exit code of `child`, which has to end soon."""
+    status = [0, 0]
+
+    def ended():
+        status[:] = os.waitpid(child, os.WNOHANG)
+        return status[0] == child
+
+    until(ended)
+    return os.waitstatus_to_exitcode(status[1])
+
+
+def exists(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# Tests
+
+
+def test_one_rank_runs_in_this_process(tmp_path):
+    assert local.run(lambda: os.getpid() % 100 + 1, nproc=1, log_dir=tmp_path) == os.getpid() % 100 + 1
+    assert local.run(give_back, (None,), nproc=1, log_dir=tmp_path) == 0
+    with pytest.raises(LayoutError, match="as it is"):
+        local.run(lambda: fail_here(LayoutError("as it is")), nproc=1, log_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail_here(error):
+    raise error
+
+
+def test_a_rank_that_torchrun_started_runs_in_this_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert local.run(lambda: os.getpid() % 100 + 1, nproc=4, log_dir=tmp_path) == os.getpid() % 100 + 1
+
+
+def test_ranks_meet_and_log(tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
+    handlers = [signal.getsignal(signum) for signum in signal.valid_signals()]
+    assert local.run(meet_and_tell, (tmp_path,), nproc=3, log_dir=tmp_path / "logs") == 0
+    threads = local.threads_per_rank(3, {})
+    for rank in range(3):
+        assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 3 {threads} lo {threads}"
+        said = f"said by {rank}\nand by a child\n"
+        assert (tmp_path / "logs" / f"rank_{rank:05d}.log").read_text() == ("" if rank == 0 else said)
+    assert capfd.readouterr() == ("said by 0\nand by a child\n", "")
+    assert dict(os.environ) == before
+    assert [signal.getsignal(signum) for signum in signal.valid_signals()] == handlers
+
+
+def test_the_users_threads_count(monkeypatch):
+    assert local.threads_per_rank(8, {"OMP_NUM_THREADS": "5"}) == 5
+    assert local.threads_per_rank(10**6, {}) == 1
+    assert local.environment(
+        2, {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "GLOO_SOCKET_IFNAME": "eth0"}
+    ) == {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    assert "OMP_NUM_THREADS" not in local.environment(1, {})
+
+
+@pytest.mark.parametrize("code", [0, 75, 130, 143])
+def test_the_ranks_exit_code_comes_back(tmp_path, code):
+    assert local.run(give_back, (code,), nproc=2, log_dir=tmp_path) == code
+
+
+def test_ranks_of_a_parent_that_uses_cuda_are_spawned(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    assert local.run(give_back, (75,), nproc=2, log_dir=tmp_path) == 75
+
+
+@pytest.mark.parametrize("how", [fail, fail_late])
+def test_the_first_ranks_sentence_is_the_error(tmp_path, capfd, how):
+    with pytest.raises(LayoutError, match=r"^tp=6 does not divide 8$") as caught:
+        local.run(how, (LayoutError("tp=6 does not divide 8"),), nproc=3, log_dir=tmp_path)
+    assert caught.value.exit_code == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_of_another_package_keeps_its_exit_code(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        local.run(fail, (DataPathError("no such file"),), nproc=2, log_dir=tmp_path)
+
+
+def test_an_unexpected_error_is_shown_once_with_its_log(tmp_path, capfd):
+    with pytest.raises(KumiError, match=r"rank 1 failed unexpectedly; all of it is in .*rank_00001.log") as caught:
+        local.run(fail, (ZeroDivisionError("one by zero"),), nproc=3, log_dir=tmp_path)
+    assert caught.value.exit_code == 1
+    assert str(caught.value).count("Traceback") == 1
+    assert str(caught.value).endswith("ZeroDivisionError: one by zero")
+    assert capfd.readouterr() == ("", "")
+    for rank in range(3):
+        assert "Traceback" in (tmp_path / f"rank_{rank:05d}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (kill_self, r"rank 1 was killed by signal 9 \(SIGKILL\); the system does that when memory runs out"),
+        (segfault, r"rank 1 was killed by signal 11 \(SIGSEGV\); see .*rank_00001.log"),
+        (os.abort, r"rank 1 was killed by signal 6 \(SIGABRT\)"),
+        (leave, "rank 1 ended with exit code 0 without saying why"),
+        (leave_with_3, "rank 1 ended with exit code 3 without saying why"),
+    ],
+)
+def test_a_dead_rank_stops_the_others(tmp_path, capfd, monkeypatch, how, sentence):
+    monkeypatch.setattr("kumi.launch.watch._SETTLE_SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match=sentence) as caught:
+        local.run(die, (how,), nproc=3, log_dir=tmp_path)
+    assert caught.value.exit_code == 7
+    assert time.monotonic() - began < 25, "the rank that slept was not stopped"
+    assert capfd.readouterr() == ("", "")
+    if how is segfault:
+        assert "in segfault" in (tmp_path / "rank_00001.log").read_text()
+
+
+def test_the_words_of_an_aborted_rank_are_shown(tmp_path):
+    with pytest.raises(CommunicationError, match=r"rank 1 .* \(SIGABRT\); .*Received data size doesn't match .*; see "):
+        local.run(disagree, nproc=2, log_dir=tmp_path)
+
+
+def test_ranks_that_all_leave_without_a_word_do_not_hang_the_parent(tmp_path, monkeypatch):
+    monkeypatch.setattr("kumi.launch.watch._SETTLE_SECONDS", 0.5)
+    with pytest.raises(CommunicationError, match="ended with exit code 0 without saying why"):
+        local.run(leave, nproc=2, log_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("who", "signum", "code"),
+    [
+        ("group", signal.SIGINT, 130),
+        ("parent", signal.SIGTERM, 143),
+        ("rank", signal.SIGTERM, 143),
+        ("parent", signal.SIGUSR1, 75),
+    ],
+)
+def test_a_signal_lets_all_ranks_save(tmp_path, who, signum, code):
+    child = launch(tmp_path, train, tmp_path)
+    ranks = pids(tmp_path)
+    if who == "group":
+        os.killpg(child, signum)
+    else:
+        os.kill(child if who == "parent" else ranks[1], signum)
+    assert exit_code(child) == code
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+    assert (tmp_path / "output").read_text() == ""
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    child = launch(tmp_path, never_stop, tmp_path)
+    ranks = pids(tmp_path)
+    os.killpg(child, signal.SIGINT)
+    time.sleep(1.2)
+    assert all(exists(pid) for pid in ranks)
+    os.killpg(child, signal.SIGINT)
+    assert exit_code(child) == 130
+    assert not any(exists(pid) for pid in ranks)
+
+
+def test_grace_ends(tmp_path):
+    child = launch(tmp_path, never_stop, tmp_path, grace=0.3)
+    ranks = pids(tmp_path)
+    os.kill(child, signal.SIGTERM)
+    assert exit_code(child) == 7
+    assert "CommunicationError: the ranks did not stop within 0 s of SIGTERM" in (tmp_path / "output").read_text()
+    assert not any(exists(pid) for pid in ranks)
+
+
+def test_a_killed_rank_outside(tmp_path):
+    child = launch(tmp_path, train, tmp_path)
+    os.kill(pids(tmp_path)[0], signal.SIGKILL)
+    assert exit_code(child) == 7
+    assert (tmp_path / "output").read_text().startswith("CommunicationError: rank 0 was killed by signal 9 (SIGKILL)")
+    assert (tmp_path / "output").read_text().count("\n") == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process of its parent's death")
+def test_ranks_die_with_their_parent(tmp_path):
+    child = launch(tmp_path, never_stop, tmp_path)
+    ranks = pids(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    assert exit_code(child) == -signal.SIGKILL
+    until(lambda: not any(exists(pid) for pid in ranks))
+
+
+def test_rank_0_keeps_the_terminal(tmp_path):
+    child, terminal = pty.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = local.run(tell_terminal, (tmp_path,), nproc=2, log_dir=tmp_path / "logs")
+        finally:
+            os._exit(code)
+    assert exit_code(child) == 0
+    os.close(terminal)
+    assert (tmp_path / "0").read_text() == "True True"
+    assert (tmp_path / "1").read_text() == "False False"
+
+
+def test_runs_beside_each_other_do_not_meet(tmp_path):
+    folders = [tmp_path / str(number) for number in range(4)]
+    for folder in folders:
+        folder.mkdir()
+    children = [launch(folder, meet) for folder in folders]
+    assert [exit_code(child) for child in children] == [0] * 4
