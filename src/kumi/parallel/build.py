@@ -1,7 +1,7 @@
 """A decoder laid onto the mesh, weights in place, ready to train.
 
-meta device -> recompute -> compile -> divide (FSDP2) -> memory -> weights -> replicate (DDP). What is cut along further axes
-(tensor, expert, context, pipeline) comes before recompute.
+meta device -> recompute -> compile -> divide (FSDP2) -> memory -> weights -> replicate (DDP). What is cut along further
+axes (tensor, expert, context, pipeline) comes before recompute.
 """
 
 from __future__ import annotations
