@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from kumi.nn.dtypes import wide
+
 # Queries of a block: fewer waste less on masked pairs, more make larger matrix products.
 BLOCK = 128
 
@@ -114,9 +116,9 @@ def _put(out: Tensor, block: _Block, rows: Tensor) -> None:
 
 def _scaled_keys(k: Tensor) -> Tensor:
     """`k` (B, S, K, E) as (K, E, T), divided by sqrt(E), in the dtype of scores."""
-    wide = k.dtype if k.dtype == torch.float64 else torch.float32
-    keys: Tensor = k.flatten(0, 1).permute(1, 2, 0).to(wide, memory_format=torch.contiguous_format)
-    return keys * k.shape[-1] ** -0.5
+    keys = k.flatten(0, 1).permute(1, 2, 0).to(wide(k.dtype), memory_format=torch.contiguous_format)
+    scaled: Tensor = keys * k.shape[-1] ** -0.5
+    return scaled
 
 
 # The operator as PyTorch's dispatcher knows it.

@@ -9,10 +9,13 @@ With d(log p_y)/d(logits) = onehot(y) - softmax(logits), both need one chunk (C,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from kumi.nn.dtypes import wide
 
 IGNORE = -100
 
@@ -44,22 +47,21 @@ def chunk_tokens(vocab_size: int, device: torch.device) -> int:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        cast, chunk = weight.to(hidden.dtype), chunk_tokens(weight.shape[0], hidden.device)
-        parts = [_statistics(h, cast, y) for h, y in zip(torch.split(hidden, chunk), torch.split(labels, chunk))]
-        log_prob = torch.cat([part[0] for part in parts])
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.chunk = chunk
+        log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
+        cast = weight.to(hidden.dtype)
+        for part in _chunks(hidden, weight):
+            log_prob[part], _ = _log_prob(hidden[part], cast, labels[part])
         return log_prob
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, weight, labels = ctx.saved_tensors
-        grad_hidden, grad_weight = _zeros(hidden, weight)
-        cast, chunk = weight.to(hidden.dtype), ctx.chunk
-        for start in range(0, len(labels), chunk):
-            part = slice(start, start + chunk)
-            _, logits, lse = _statistics(hidden[part], cast, labels[part])
-            _accumulate(grad_hidden[part], grad_weight, hidden[part], cast, labels[part], logits, lse, grad[part])
+        grad_hidden, grad_weight = _gradients(hidden, weight)
+        cast = weight.to(hidden.dtype)
+        for part in _chunks(hidden, weight):
+            _, probs = _log_prob(hidden[part], cast, labels[part])
+            grad_hidden[part] = _backward(grad_weight, hidden[part], cast, labels[part], probs, grad[part])
         return grad_hidden, grad_weight.to(weight.dtype), None
 
 
@@ -68,50 +70,60 @@ class _WeightedSum(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, needs_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        cast, chunk = weight.to(hidden.dtype), chunk_tokens(weight.shape[0], hidden.device)
-        grad_hidden, grad_weight = _zeros(hidden, weight) if needs_grad else (None, None)
-        log_prob = torch.empty(len(labels), dtype=_wide(hidden.dtype), device=hidden.device)
-        for start in range(0, len(labels), chunk):
-            part = slice(start, start + chunk)
+        log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
+        gradients = _gradients(hidden, weight) if needs_grad else None
+        # Of size 1 at most, so that gradients keep float16's range; the rest is multiplied on when they are used.
+        peak = token_weights.abs().amax().clamp(min=torch.finfo(token_weights.dtype).tiny)
+        relative = token_weights / peak
+        cast = weight.to(hidden.dtype)
+        for part in _chunks(hidden, weight):
             h, y = hidden[part], labels[part]
-            log_prob[part], logits, lse = _statistics(h, cast, y)
-            if grad_hidden is not None and grad_weight is not None:
-                _accumulate(grad_hidden[part], grad_weight, h, cast, y, logits, lse, token_weights[part])
-        if grad_hidden is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            log_prob[part], probs = _log_prob(h, cast, y)
+            if gradients is not None:
+                gradients[0][part] = _backward(gradients[1], h, cast, y, probs, relative[part])
+        if gradients is not None:
+            ctx.save_for_backward(gradients[0], gradients[1].to(weight.dtype), peak)
         ctx.mark_non_differentiable(log_prob)
         return (log_prob * token_weights).sum(), log_prob
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None
+        grad_hidden, grad_weight, peak = ctx.saved_tensors
+        factor = grad * peak
+        return grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor, None, None, None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    size = chunk_tokens(weight.shape[0], hidden.device)
+    return (slice(start, start + size) for start in range(0, len(hidden), size))
 
 
-def _zeros(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden), torch.zeros_like(weight, dtype=_wide(hidden.dtype))
+def _gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the gradients of `hidden` and, where chunks add up, in float32 or wider, of `weight`."""
+    return torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide(hidden.dtype))
 
 
-def _statistics(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs (C,) of `labels`, logits (C, V) and their log-sum-exp (C, 1), in float32 or wider."""
-    logits = (hidden @ weight.T).to(_wide(hidden.dtype))
-    lse = torch.logsumexp(logits, dim=-1, keepdim=True)
-    chosen = logits.gather(-1, labels.clamp(min=0)[:, None])
-    return torch.where(labels == IGNORE, 0.0, (chosen - lse)[:, 0]), logits, lse
+def _log_prob(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs (C,) of `labels`, 0 where ignored, and the probabilities (C, V), in float32 or wider.
+
+    log p_y = l_y - (l_max - log p_max): of all logits the largest gives the log-sum-exp most accurately.
+    """
+    logits = torch.mm(hidden, weight.T).to(wide(hidden.dtype))
+    largest, chosen = logits.amax(dim=-1), logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    probs = torch.softmax(logits, dim=-1)
+    log_prob = chosen - largest + probs.amax(dim=-1).log()
+    return log_prob.masked_fill_(labels == IGNORE, 0.0), probs
 
 
-def _accumulate(
-    grad_hidden: Tensor, grad_weight: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, logits: Tensor,
-    lse: Tensor, scale: Tensor,
-) -> None:  # fmt: skip
-    """Write the chunk's gradient of sum(scale * log_prob) into `grad_hidden`, and add it to `grad_weight`."""
-    scale = torch.where(labels == IGNORE, 0.0, scale.to(logits.dtype))[:, None]
-    grad = logits.sub_(lse).exp_().mul_(-scale)
-    grad.scatter_add_(-1, labels.clamp(min=0)[:, None], scale)
-    grad = grad.to(hidden.dtype)
-    torch.mm(grad, weight, out=grad_hidden)
-    grad_weight += grad.T @ hidden
+def _backward(
+    grad_weight: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, probs: Tensor, scale: Tensor
+) -> Tensor:
+    """The chunk's gradient of sum(scale * log_prob) with respect to `hidden`; adds that of `weight` to `grad_weight`.
+
+    `scale` multiplies rows of D elements, not of V. `probs` is overwritten.
+    """
+    scale = scale.to(probs.dtype).masked_fill(labels == IGNORE, 0.0).neg_()[:, None]
+    probs.scatter_add_(-1, labels.clamp(min=0)[:, None], torch.full_like(scale, -1.0))
+    error = probs.to(hidden.dtype)
+    grad_weight += torch.mm(error.T, (hidden * scale).to(hidden.dtype))
+    return torch.mm(error, weight) * scale

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from kumi.nn.dtypes import wide
 
 
 class RMSNorm(nn.Module):
@@ -15,9 +20,39 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * (wide * rms).to(x.dtype)
+        if x.device.type == "cpu":
+            normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+            return normed
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The CPU has no fused kernel for this norm: few passes over memory, and nothing kept but `x` and 1 / rms(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        values = x.to(wide(x.dtype))
+        square = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_()
+        scale = square.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        normed: Tensor = (values * scale).mul_(weight).to(x.dtype)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """By layer normalisation's fused kernel with mean 0.
+
+        Its gradient is scale * (g - mean(g) - y * mean(g * y)) with g = grad * weight and y = x * scale; only the term
+        mean(g), which comes from centring, is not in this norm's, and is added back.
+        """
+        x, weight, scale = ctx.saved_tensors
+        size, dtype = x.shape[-1], wide(x.dtype)
+        grad, mean, gain = grad.to(dtype), torch.zeros_like(scale), weight.to(dtype)
+        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x.to(dtype), [size], mean, scale, gain, None, [True, True, False]
+        )
+        centred = torch.mv(grad.reshape(-1, size), gain).view_as(scale).mul_(scale).mul_(1 / size)
+        return grad_x.add_(centred).to(x.dtype), grad_weight.to(weight.dtype), None

@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kumi.nn.dtypes import wide
 from kumi.spec.model import Rope
 
 
 def tables(rope: Rope, head_dim: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (B, S, E/2) in float32 for every position.
+    """cos and signed sin (B, S, 1, E) in float32 for every position, as `rotate` wants them.
 
     They are made anew in each forward pass: no buffer that a build on the meta device or a sharding could lose.
     """
-    angles = position_ids[..., None].float() * frequencies(rope, head_dim, position_ids.device)
-    factor = rope.attention_factor
+    angles = position_ids[..., None, None].float() * frequencies(rope, head_dim, position_ids.device)
     cos, sin = angles.cos(), angles.sin()
-    return (cos, sin) if factor is None else (cos * factor, sin * factor)
+    if rope.attention_factor is not None:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` (B, S, heads, E) with each pair (i, i + E/2) turned by its angle."""
-    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """`x` (B, S, heads, E) with each pair (i, i + E/2) turned by its angle, computed in float32 or wider."""
+    turned: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Rotate(torch.autograd.Function):
+    """In few passes over memory, keeping nothing of `x`: the gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    values = x.to(wide(x.dtype))
+    out, half = values * cos, x.shape[-1] // 2
+    out[..., :half].addcmul_(values[..., half:], sin[..., :half])
+    out[..., half:].addcmul_(values[..., :half], sin[..., half:])
+    return out.to(x.dtype)
 
 
 def frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
