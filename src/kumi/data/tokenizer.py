@@ -15,8 +15,8 @@ from kumi.errors import ConfigError
 
 # A longer text is encoded in pieces, for tokenizers need some fifty times the text's size while they work.
 PIECE = 4 << 20
-# Before a single space between words, and after a single line end before a line that is not indented: no usual splitting
-# pattern joins across these.
+# Before a single space between words, and after a single line end before a line that is not indented: no usual
+# splitting pattern joins across these.
 _SEAM = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 _SEARCH = 1 << 16
 

@@ -134,14 +134,15 @@ def _segments(file: File, text_key: str, size: int) -> Iterator[Segment]:
     if compression(path) == ".zst":
         records.need("zstandard", ".zst")
     if file.format == "jsonl" and not compression(path) and file.size > size:
-        cuts = [round(file.size * n / -(-file.size // size)) for n in range(-(-file.size // size) + 1)]
+        count = file.size // size
+        cuts = [file.size * n // count for n in range(count + 1)]
         yield from (Segment(file, a, b, b - a) for a, b in pairwise(cuts))
     elif file.format == "parquet":
         rows = records.parquet_groups(path, text_key)
         yield from _weighted(file, rows, size) if rows else [Segment(file, bytes=file.size)]
     elif file.format == "indexed":
         documents = binfile.open_file(path.with_suffix("")).document_count
-        count = max(1, min(documents, -(-file.size // size)))
+        count = max(1, min(documents, file.size // size))
         cuts = [documents * n // count for n in range(count + 1)]
         yield from (Segment(file, a, b, file.size // count) for a, b in pairwise(cuts))
     else:
