@@ -140,3 +140,13 @@ def test_what_cannot_be_mixed_is_refused(files, tmp_path):
         Sweep(files, 0)
     with pytest.raises(ConfigError, match="above 0"):
         Mixture([(files[0], 0.0)], 8)
+
+
+def test_a_limited_sweep_is_spread_evenly_over_all_windows(files):
+    every, some = Sweep(files, 8), Sweep(files, 8, limit=10)
+    assert len(some) == 10
+    wanted = np.concatenate([every.batch(number * len(every) // 10, 1).input_ids for number in range(10)])
+    chosen = some.batch(0, 12)
+    assert np.array_equal(chosen.input_ids[:10], wanted)
+    assert (chosen.labels[10:] == -100).all()
+    assert same(Sweep(files, 8, limit=10**6).batch(0, 20), every.batch(0, 20))

@@ -151,7 +151,7 @@ class EvalSection(Section):
     """Evaluation on the held-out documents."""
 
     every: NotNegative = Field(0, description="Steps between evaluations; 0 evaluates at the end only.")
-    sequences: NotNegative = Field(0, description="Held-out sequences to use; 0 means all.")
+    sequences: NotNegative = Field(0, description="Held-out sequences to use, spread over all; 0 means all.")
 
 
 class CheckpointSection(Section):

@@ -121,16 +121,22 @@ class Mixture:
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """Every window of every file once, in order: the validation set as len() sequences."""
+    """Windows of the files in order, each once: the validation set as len() sequences. Where `limit` is less than
+    there are windows, that many, spread evenly over all files."""
 
     parts: Sequence[IndexedFile]
     seq_len: int
     cross_document: bool = False
+    limit: int = 0
 
     def __post_init__(self) -> None:
         _check(self.parts, self.seq_len)
 
     def __len__(self) -> int:
+        every = self._windows()
+        return min(self.limit, every) if self.limit else every
+
+    def _windows(self) -> int:
         return sum(windows(file, self.seq_len) for file in self.parts)
 
     def batch(self, start: int, count: int) -> Batch:
@@ -138,6 +144,8 @@ class Sweep:
         changes."""
         ends = np.cumsum([windows(file, self.seq_len) for file in self.parts])
         numbers = np.arange(start, start + count)
+        if len(self) < ends[-1]:
+            numbers = np.where(numbers < len(self), numbers * ends[-1] // len(self), ends[-1])
         part = np.searchsorted(ends, numbers, side="right")
         window = numbers - np.concatenate([[0], ends])[part]
         return _cut(self.parts, part, window, self.seq_len, self.cross_document)

@@ -99,9 +99,9 @@ class Store:
         """The training sequences of this store."""
         return Mixture(self.train_parts(), seq_len, seed, cross_document)
 
-    def sweep(self, seq_len: int, *, cross_document: bool = False) -> Sweep:
-        """The validation sequences of this store."""
-        return Sweep(self.validation_parts(), seq_len, cross_document)
+    def sweep(self, seq_len: int, *, cross_document: bool = False, limit: int = 0) -> Sweep:
+        """The validation sequences of this store, or `limit` of them."""
+        return Sweep(self.validation_parts(), seq_len, cross_document, limit)
 
 
 def open_store(folder: Path | str) -> Store:

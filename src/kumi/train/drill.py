@@ -21,7 +21,7 @@ def fire_drill(parts: Parts, state: TrainState, root: Path, attempt: str) -> Non
     """Evaluate, and save into a folder of its own under `root` that is gone afterwards. Raises what they raise."""
     layout, rank = parts.run.layout, parts.mesh.rank
     if parts.validation is not None:
-        evaluate(parts, sequences=layout.dp * layout.microbatch)
+        evaluate(parts, first=layout.dp * layout.microbatch)
     folder = checkpoint.step_folder(root / FOLDER, state.step)
     said = meta(state, parts.run, parts.store)
     checkpoint.save(folder, pieces(parts), said, rank=rank, ranks=layout.world_size, attempt=attempt)

@@ -22,18 +22,18 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, sequences: int) -> Evaluation:
-    """The loss on `sequences` held-out sequences (0: all), the same ones every time, divided over the ranks."""
+def evaluate(parts: Parts, *, first: int | None = None) -> Evaluation:
+    """The loss on the run's held-out sequences, divided over the ranks; on the `first` of them only, where given."""
     assert parts.validation is not None
     layout, size = parts.run.layout, parts.run.layout.microbatch
-    count = min(sequences or len(parts.validation), len(parts.validation))
+    count = len(parts.validation) if first is None else first
     sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
     parts.model.eval()
     # Every rank runs the same number of microbatches, since sharded parameters are gathered together; past the end
     # there is only padding.
     for start in range(0, count, layout.dp * size):
-        first = start + layout.dp_index(parts.mesh.rank) * size
-        inputs = to_device(parts.validation.batch(first, size), parts.mesh.device)
+        mine = start + layout.dp_index(parts.mesh.rank) * size
+        inputs = to_device(parts.validation.batch(mine, size), parts.mesh.device)
         log_probs = parts.model(**inputs)
         sums += torch.stack([-log_probs.double().sum(), (inputs["labels"] != lm.IGNORED).sum()])
     parts.model.train()

@@ -88,7 +88,7 @@ def _steps(
         last = state.step == config.train.steps
         if parts.validation is not None and (last or _due(state.step, config.eval.every)):
             reporter.flush()
-            reporter.evaluation(state.step, evaluate(parts, config.eval.sequences))
+            reporter.evaluation(state.step, evaluate(parts))
         if last or _due(state.step, config.checkpoint.every):
             reporter.flush()
             _save(parts, state, saver, root, wait=last or not config.checkpoint.asynchronous)
@@ -129,7 +129,8 @@ def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
         fill(optimizer_pieces(model, optimizer), saved.read)
     cross = run.config.data.cross_document
     data = store.mixture(run.batch.seq_len, run.config.train.seed, cross_document=cross)
-    held_out = store.sweep(run.batch.seq_len, cross_document=cross) if store.validation_tokens else None
+    limit = run.config.eval.sequences
+    held_out = store.sweep(run.batch.seq_len, cross_document=cross, limit=limit) if store.validation_tokens else None
     return Parts(run, mesh, model, optimizer, data, held_out, store), state
 
 
