@@ -127,15 +127,21 @@ PAIRS = (
 
 
 def _ratios(runs: dict[str, list[Measured]], drop: int) -> list[str]:
-    """Speed ratios of the pairs, each from the runs that were neighbours in time."""
+    """Speed ratios of the pairs."""
     lines = []
     for fast, slow in PAIRS:
         if fast in runs and slow in runs:
-            pairs = list(zip(runs[fast], runs[slow]))
-            cpu = [b.steady(drop).cpu / a.steady(drop).cpu for a, b in pairs]
-            wall = [b.steady(drop).wall / a.steady(drop).wall for a, b in pairs]
+            cpu = speedups(runs[fast], runs[slow], lambda run: run.steady(drop).cpu)
+            wall = speedups(runs[fast], runs[slow], lambda run: run.steady(drop).wall)
             lines.append(f"{fast} / {slow}: {spread(cpu, '.2f')} by CPU seconds, {spread(wall, '.2f')} by wall clock")
     return lines
+
+
+def speedups(fast: list[Measured], slow: list[Measured], seconds: Callable[[Measured], float]) -> list[float]:
+    """How many times faster `fast` is, run by run where both have as many, else of the medians."""
+    if len(fast) == len(slow):
+        return [seconds(b) / seconds(a) for a, b in zip(fast, slow, strict=True)]
+    return [median(map(seconds, slow)) / median(map(seconds, fast))]
 
 
 def _least(runs: dict[str, list[Measured]]) -> list[str]:

@@ -99,6 +99,14 @@ def test_every_row_is_a_command(tmp_path, row, processes, words):
     assert metrics.name == "metrics.jsonl"
 
 
+def test_rows_follow_one_another_in_turn():
+    setups = list(train_cpu.SETUPS)
+    runs = train_cpu.order(["bare fp32", "kumi fp32", "trainer fp32"], setups, repeats=2)
+    assert [row for row, setup, _ in runs if setup is setups[0]] == [
+        "bare fp32", "kumi fp32", "bare fp32", "kumi fp32", "trainer fp32",
+    ]  # fmt: skip
+
+
 def measured(step_s: float, losses: list[float]) -> dict:
     marks = [{"step": n, "loss": loss, "wall": step_s * n, "cpu": 2 * step_s * n} for n, loss in enumerate(losses, 1)]
     return {"marks": marks, "wall": 1.0, "cpu": 1.0, "peak_rss": 2**31, "peak_pss": 2**30, "largest_rss": 2**30,
