@@ -8,6 +8,7 @@ CUDA (it is spawned from then on, which takes seconds) and must not have compute
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -31,6 +32,7 @@ from kumi.launch.watch import Death, Watch
 _TRACE_LINES = 12
 # The one signal that is left to the agent: it makes it give up. The others are for `signals`.
 _AGENT_SIGNAL = signal.SIGUSR2
+_CUDA_ERROR_NOT_INITIALIZED = 3
 _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
@@ -106,7 +108,6 @@ def _elastic(
     nproc: int, fn: Callable[..., int | None], args: tuple[Any, ...], start: Start
 ) -> tuple[list[int] | None, dict[int, int]]:
     """What the ranks returned under torch's elastic agent; None, and the exit codes it saw, when one failed."""
-    import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -116,7 +117,6 @@ def _elastic(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = TCPStore("127.0.0.1", port, 1, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
-    can_fork = sys.platform == "linux" and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -129,7 +129,7 @@ def _elastic(
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="fork" if can_fork else "spawn",
+        start_method="fork" if _can_fork() else "spawn",
         logs_specs=_no_agent_logs(),
         signals_to_handle=_AGENT_SIGNAL.name,
     )
@@ -144,6 +144,19 @@ def _elastic(
         signal.signal(_AGENT_SIGNAL, before)
         del store
     return [results[rank] for rank in sorted(results)], {}
+
+
+def _can_fork() -> bool:
+    """Whether a forked rank can use what this process has loaded: not on macOS, and not once CUDA has started here."""
+    import torch
+
+    if sys.platform != "linux" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return True  # nobody has even loaded the driver
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_ERROR_NOT_INITIALIZED)
 
 
 def _no_agent_logs() -> Any:
