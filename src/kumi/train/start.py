@@ -10,6 +10,7 @@ from kumi.config import Run
 from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, ModelError
+from kumi.launch.local import environment
 from kumi.spec import ledger
 from kumi.train.folder import claim
 from kumi.train.prepare import check_data, open_data, prepare_data
@@ -22,6 +23,8 @@ def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
     Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this.
     """
     check(run)
+    # OpenMP reads these when torch is imported, which is yet to come.
+    os.environ.update(environment(run.cluster.devices_per_node, os.environ))
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         return _follow(run)
@@ -39,7 +42,7 @@ def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
 
 def check(run: Run) -> None:
     """Nothing, when the run can start; the reason as a ConfigError otherwise. Writes nothing."""
-    from kumi.train.checkpoint_folders import free_space_check, list_complete
+    from kumi.storage.folders import free_space_check, list_complete
 
     check_data(run)
     if run.config.model.init == "pretrained":
@@ -60,18 +63,21 @@ def _check_weights(run: Run) -> None:
 
 def _trained(run: Run) -> bool:
     """Whether the last checkpoint is the run's last step, and its probe is there: only the export is left."""
-    from kumi.train.checkpoint_folders import latest, step_of
+    from kumi.storage.folders import latest, step_of
 
     found = latest(run.out / "checkpoints")
     return found is not None and step_of(found) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
 
 
 def _launch(run: Run, store: Store) -> int:
-    # torch comes in here, once: ranks are forked from this process and find it imported.
     from kumi.launch import local
+
+    nproc = run.cluster.devices_per_node
+    os.environ.update(local.environment(nproc, os.environ))
+    # torch comes in here, once, and reads that: ranks are forked from this process and find it imported.
     from kumi.train.loop import train_rank
 
-    return local.run(train_rank, (run, store), nproc=run.cluster.devices_per_node, log_dir=run.out / "logs")
+    return local.run(train_rank, (run, store), nproc=nproc, log_dir=run.out / "logs")
 
 
 def _follow(run: Run) -> int:
