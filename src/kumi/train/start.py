@@ -70,14 +70,11 @@ def _trained(run: Run) -> bool:
 
 
 def _launch(run: Run, store: Store) -> int:
+    # torch comes in here, once: ranks are forked from this process and find it imported.
     from kumi.launch import local
-
-    nproc = run.cluster.devices_per_node
-    os.environ.update(local.environment(nproc, os.environ))
-    # torch comes in here, once, and reads that: ranks are forked from this process and find it imported.
     from kumi.train.loop import train_rank
 
-    return local.run(train_rank, (run, store), nproc=nproc, log_dir=run.out / "logs")
+    return local.run(train_rank, (run, store), nproc=run.cluster.devices_per_node, log_dir=run.out / "logs")
 
 
 def _follow(run: Run) -> int:
