@@ -12,7 +12,7 @@ from kumi_parts import make_parts, synthetic
 
 from kumi.data import Batch
 from kumi.parallel.state import fill, model_pieces, optimizer_pieces
-from kumi.train import checkpoint
+from kumi.storage import checkpoint
 from kumi.train.state import Parts, TrainState
 from kumi.train.step import StepCounts, train_step
 

@@ -11,9 +11,8 @@ import pytest
 
 from kumi.cli import main
 
-WORDS = (
-    "the a model layer token rank step loss learns reads writes splits adds of and over with small large fast".split()
-)
+WORDS = ["the", "a", "model", "layer", "token", "rank", "step", "loss", "learns", "reads", "writes", "splits", "adds",
+         "of", "and", "over", "with", "small", "large", "fast"]  # fmt: skip
 
 
 def _documents(count):
@@ -27,8 +26,9 @@ def run_file(folder, **changes):
     `section__key=value`; its path."""
     sections = {
         "model": {"init": "random", "config": {
-            "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}},
+            "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5}},
         "cluster": {"devices_per_node": 1},
         "batch": {"seq_len": 32, "tokens_per_step": 256},
         "data": {"tokenizer": {"vocab_size": 300}, "validation": 0.1, "workers": 1,

@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.train.conftest import losses, metrics, run_file
 
 from kumi.cli import main
-from tests.train.conftest import losses, metrics, run_file
 
 STEPS = 40
 
 
 def long_run(folder):
     """A run of two ranks whose checkpoints are large enough for a kill to fall into a save."""
-    wide = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}  # fmt: skip
+    wide = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}  # fmt: skip
     return run_file(
         folder, model__config=wide, cluster__devices_per_node=2, layout={"zero": 3}, train__steps=STEPS,
         checkpoint={"every": 3, "keep": 2},
@@ -91,7 +91,7 @@ def test_any_rank_killed_at_any_moment_costs_nothing_but_time(small, tmp_path, u
                 assert wait_for(saving, process)
                 in_saves += any(root.glob("step_*.tmp"))
             else:
-                assert wait_for(lambda: len(ranks_of(process)) >= 2, process)  # noqa: B023
+                assert wait_for(lambda: len(ranks_of(process)) >= 2, process)
                 time.sleep(draw.uniform(0, 1.5))
             ranks = ranks_of(process)
             if not ranks:

@@ -6,10 +6,10 @@ import json
 import shutil
 
 import pytest
+from tests.train.conftest import back_to, run_file
 
 from kumi.cli import main
-from kumi.train import checkpoint
-from tests.train.conftest import back_to, run_file
+from kumi.storage import checkpoint
 
 
 def content(folder):

@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
+from tests.train.conftest import back_to, losses, metrics, run_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kumi
 from kumi.cli import main
-from kumi.train import checkpoint
-from tests.train.conftest import back_to, losses, metrics, run_file
+from kumi.storage import checkpoint
 
 
 def train(folder, *overrides, **changes):

@@ -13,7 +13,7 @@ from torch import Tensor
 from kumi.errors import ModelError
 from kumi.spec.ledger import params
 from kumi.spec.model import ModelSpec
-from kumi.train import checkpoint
+from kumi.storage import checkpoint
 
 PREFIX = "model/"
 SHARD_BYTES = 10**9

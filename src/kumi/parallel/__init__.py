@@ -24,12 +24,11 @@ from kumi.parallel.data import bare, sync_context
 from kumi.parallel.grads import LossScale, clip_gradients
 from kumi.parallel.mesh import Mesh, Place, barrier, build_mesh, close_distributed, greatest, init_distributed, total
 from kumi.parallel.optimizer import init_adamw
-from kumi.parallel.state import Piece, Reader, fill, model_pieces, optimizer_pieces, owned
+from kumi.parallel.state import Reader, fill, model_pieces, optimizer_pieces, owned
 
 __all__ = [
     "LossScale",
     "Mesh",
-    "Piece",
     "Place",
     "Reader",
     "bare",

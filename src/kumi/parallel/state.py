@@ -8,7 +8,6 @@ Names and global shapes do not depend on the layout, so a checkpoint of one layo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,10 @@ from kumi.parallel.data import bare
 from kumi.parallel.grads import local
 from kumi.parallel.mesh import Mesh
 from kumi.spec.sharding import shard_rows
+from kumi.storage.write import Piece
 
 # read(name, start, shape): that part of the global tensor `name`.
 Reader = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-
-
-class Piece(NamedTuple):
-    """A rectangular piece `data` of the global tensor `name` of `shape`, from the indices `start` on."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    data: Tensor
 
 
 def model_pieces(model: nn.Module) -> list[Piece]:

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from kumi.parallel.mesh import barrier
-from kumi.train import checkpoint
+from kumi.storage import checkpoint
 from kumi.train.evaluate import evaluate
 from kumi.train.state import Parts, TrainState, meta, pieces
 

@@ -18,7 +18,7 @@ from kumi.errors import KumiError
 from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
 from kumi.spec.precision import ITEMSIZE
-from kumi.train import checkpoint
+from kumi.storage import checkpoint
 from kumi.train.loop import checkpoint_root
 from kumi.train.prepare import tokenizer_folder
 from kumi.train.probe import FILE

@@ -24,7 +24,7 @@ from kumi.parallel.data import bare
 from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, init_distributed, total
 from kumi.parallel.optimizer import init_adamw
 from kumi.parallel.state import Reader, fill, optimizer_pieces
-from kumi.train import checkpoint
+from kumi.storage import checkpoint
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
 from kumi.train.metrics import Metrics, truncate_metrics

@@ -10,7 +10,6 @@ from kumi.config import Run
 from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, ModelError
-from kumi.launch.local import environment
 from kumi.spec import ledger
 from kumi.train.folder import claim
 from kumi.train.prepare import check_data, open_data, prepare_data
@@ -23,8 +22,6 @@ def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
     Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this.
     """
     check(run)
-    # OpenMP reads these when torch is imported, which is yet to come.
-    os.environ.update(environment(run.cluster.devices_per_node, os.environ))
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         return _follow(run)

@@ -15,7 +15,7 @@ from kumi.errors import RefusedError
 from kumi.parallel.grads import LossScale
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.state import model_pieces, optimizer_pieces, owned
-from kumi.train.checkpoint import Checkpoint, Piece
+from kumi.storage.checkpoint import Checkpoint, Piece
 from kumi.train.prepare import tokenizer_folder
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from kumi.errors import RefusedError
-from kumi.train.checkpoint_folders import list_complete
-from kumi.train.checkpoint_write import DTYPES, FORMAT, as_bytes, blocks, read_sealed
+from kumi.storage.folders import list_complete
+from kumi.storage.write import DTYPES, FORMAT, as_bytes, blocks, read_sealed
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 

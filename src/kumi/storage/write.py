@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from kumi.errors import SaveError
-from kumi.train.checkpoint_folders import sync_folder
+from kumi.storage.folders import sync_folder
 
 FORMAT = 1
 BLOCK_BYTES = 4 * 2**20

@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 
 from kumi.errors import RefusedError, SaveError
-from kumi.train import checkpoint
-from kumi.train.checkpoint import AsyncSaver, Piece
-from kumi.train.checkpoint_write import tiling_problem
+from kumi.storage import checkpoint
+from kumi.storage.checkpoint import AsyncSaver, Piece
+from kumi.storage.write import tiling_problem
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -78,7 +78,7 @@ def test_other_readers_read_the_shard(tmp_path):
 
 @pytest.mark.parametrize("block_bytes", [1, 64, 4 * 2**20])
 def test_any_slice_of_any_pieces(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr("kumi.train.checkpoint_write.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("kumi.storage.write.BLOCK_BYTES", block_bytes)
     w = two_rank_checkpoint(tmp_path / "step_000007")
     found = checkpoint.open(tmp_path / "step_000007")
     rng = random.Random(1)
@@ -298,7 +298,7 @@ def test_rank_0_hears_of_another_ranks_failure(tmp_path, monkeypatch):
     first.save(folder, [cut("w", torch.ones(4), [(0, 2)])], {})
     while not (checkpoint.temporary_folder(folder) / "shard_00000.json").exists():
         time.sleep(0.01)
-    monkeypatch.setattr("kumi.train.checkpoint_write._write_tensor", no_space)
+    monkeypatch.setattr("kumi.storage.write._write_tensor", no_space)
     second = AsyncSaver(rank=1, ranks=2)
     second.save(folder, [cut("w", torch.ones(4), [(2, 4)])], {})
     for saver in (second, first):

@@ -1,6 +1,6 @@
 """The storage of checkpoints: safetensors and JSON, no pickle; and saving them while training goes on.
 
-The parts: `checkpoint_write` (shards, index, commit), `checkpoint_read` (open, verify, slices), `checkpoint_folders`
+The parts: `write` (shards, index, commit), `read` (open, verify, slices), `folders`
 (which there are, rotation, free space). This is their one public face.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kumi.errors import KumiError, SaveError
-from kumi.train.checkpoint_folders import (
+from kumi.storage.folders import (
     clean,
     free_space_check,
     latest,
@@ -26,8 +26,8 @@ from kumi.train.checkpoint_folders import (
     step_of,
     temporary_folder,
 )
-from kumi.train.checkpoint_read import Checkpoint, StoredTensor, open
-from kumi.train.checkpoint_write import Piece, commit, write_pieces, write_sealed
+from kumi.storage.read import Checkpoint, StoredTensor, open
+from kumi.storage.write import Piece, commit, write_pieces, write_sealed
 
 __all__ = [
     "AsyncSaver", "Checkpoint", "Piece", "StoredTensor", "clean", "commit", "free_space_check", "latest",
