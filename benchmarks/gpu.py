@@ -77,7 +77,7 @@ def run_tests(limit: float) -> dict:
     if find_spec("pytest") is None:
         return {"status": "not run", "reason": "pytest is not installed: pip install pytest hypothesis"}
     began = time.monotonic()
-    done = python("pytest", "tests/gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", limit=limit)
+    done = python("pytest", "tests/gpu", "-q", "--maxfail=20", "-W", "default", "-p", "no:cacheprovider", limit=limit)
     if done is None:
         return {"status": "out of time", "reason": f"took longer than {limit:.0f} s"}
     status = {0: "passed", 5: "no tests"}.get(done.returncode, "failed")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")  # the tiny models are written as its configs
 from tiny_models import build_pair
 
 LENGTHS = (5, 17, 1, 9)
