@@ -48,9 +48,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], win
 @torch.library.custom_op("kumi::packed_attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor:
     queries, keys, values = _split(q, k.shape[2]), _scaled_keys(k), v.flatten(0, 1).transpose(0, 1).contiguous()
-    out = torch.empty_like(queries)
+    out, future = torch.empty_like(queries), _future(keys.dtype)
     for block in _blocks(bounds, window):
-        weights = _weights(_rows(queries, block), keys, block, window).to(q.dtype)
+        weights = _weights(_rows(queries, block), keys, block, window, future).to(q.dtype)
         _put(out, block, torch.bmm(weights, values[:, block.first : block.stop]))
     return out.view(q.shape)
 
@@ -62,12 +62,12 @@ def _backward(
     queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k)
     narrow_keys = keys.transpose(1, 2).to(q.dtype, memory_format=torch.contiguous_format)
     values = v.flatten(0, 1).permute(1, 2, 0).contiguous()
-    grad_q = torch.empty_like(queries)
+    grad_q, future = torch.empty_like(queries), _future(keys.dtype)
     grad_k, grad_v = keys.new_zeros(narrow_keys.shape), keys.new_zeros(narrow_keys.shape)
     for block in _blocks(bounds, window):
         seen = slice(block.first, block.stop)
         rows, out_rows = _rows(queries, block), _rows(grads, block)
-        weights = _weights(rows, keys, block, window).to(q.dtype)
+        weights = _weights(rows, keys, block, window, future).to(q.dtype)
         grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), out_rows)
         grad_weights = torch.bmm(out_rows, values[:, :, seen])
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
@@ -85,12 +85,15 @@ def _blocks(bounds: Sequence[int], window: int) -> Iterator[_Block]:
             yield _Block(first, start, min(start + BLOCK, end))
 
 
-def _weights(rows: Tensor, keys: Tensor, block: _Block, window: int) -> Tensor:
-    """The attention probabilities (K, G * n, m) of a block's queries over the m keys from its first on."""
+def _weights(rows: Tensor, keys: Tensor, block: _Block, window: int, future: Tensor) -> Tensor:
+    """The attention probabilities (K, G * n, m) of a block's queries over the m keys from its first on.
+
+    `future` (BLOCK, BLOCK) is -inf where a key comes after the query.
+    """
     scores = torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop])
     count, before = block.stop - block.start, block.start - block.first
     each_head = scores.view(keys.shape[0], -1, count, before + count)
-    each_head[..., before:] += torch.full((count, count), -torch.inf, dtype=keys.dtype).triu_(1)
+    each_head[..., before:] += future[:count, :count]
     if window and before + count > window:
         too_old = torch.ones(count, before + count, dtype=torch.bool).tril_(before - window)
         each_head.masked_fill_(too_old, -torch.inf)
@@ -112,6 +115,10 @@ def _put(out: Tensor, block: _Block, rows: Tensor) -> None:
     """The inverse of `_rows`."""
     _, kv_heads, group, size = out.shape
     out[block.start : block.stop] = rows.view(kv_heads, group, -1, size).permute(2, 0, 1, 3)
+
+
+def _future(dtype: torch.dtype) -> Tensor:
+    return torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu_(1)
 
 
 def _scaled_keys(k: Tensor) -> Tensor:

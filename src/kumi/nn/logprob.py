@@ -10,17 +10,15 @@ With d(log p_y)/d(logits) = onehot(y) - softmax(logits), both need one chunk (C,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kumi.nn.dtypes import wide
+from kumi.spec.ledger import logit_chunk
 
 IGNORE = -100
-
-# Elements of a chunk of logits: large enough for full-speed matrix products, small beside the model.
-_CPU_CHUNK, _DEVICE_CHUNK = 2**22, 2**27
 
 
 def log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -39,19 +37,14 @@ def weighted_sum(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: 
     return total, detached
 
 
-def chunk_tokens(vocab_size: int, device: torch.device) -> int:
-    """How many tokens' logits are held at a time."""
-    return max(128, (_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK) // vocab_size)
-
-
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
         log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
         cast = weight.to(hidden.dtype)
-        for part in _chunks(hidden, weight):
-            log_prob[part], _ = _log_prob(hidden[part], cast, labels[part])
+        for part, room in _chunks(hidden, _room(hidden, weight)):
+            log_prob[part] = _log_prob(room, hidden[part], cast, labels[part])
         return log_prob
 
     @staticmethod
@@ -59,9 +52,9 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, labels = ctx.saved_tensors
         grad_hidden, grad_weight = _gradients(hidden, weight)
         cast = weight.to(hidden.dtype)
-        for part in _chunks(hidden, weight):
-            _, probs = _log_prob(hidden[part], cast, labels[part])
-            grad_hidden[part] = _backward(grad_weight, hidden[part], cast, labels[part], probs, grad[part])
+        for part, room in _chunks(hidden, _room(hidden, weight)):
+            _log_prob(room, hidden[part], cast, labels[part])
+            grad_hidden[part] = _backward(room, grad_weight, hidden[part], cast, labels[part], grad[part])
         return grad_hidden, grad_weight.to(weight.dtype), None
 
 
@@ -76,11 +69,11 @@ class _WeightedSum(torch.autograd.Function):
         peak = token_weights.abs().amax().clamp(min=torch.finfo(token_weights.dtype).tiny)
         relative = token_weights / peak
         cast = weight.to(hidden.dtype)
-        for part in _chunks(hidden, weight):
+        for part, room in _chunks(hidden, _room(hidden, weight)):
             h, y = hidden[part], labels[part]
-            log_prob[part], probs = _log_prob(h, cast, y)
+            log_prob[part] = _log_prob(room, h, cast, y)
             if gradients is not None:
-                gradients[0][part] = _backward(gradients[1], h, cast, y, probs, relative[part])
+                gradients[0][part] = _backward(room, gradients[1], h, cast, y, relative[part])
         if gradients is not None:
             ctx.save_for_backward(gradients[0], gradients[1].to(weight.dtype), peak)
         ctx.mark_non_differentiable(log_prob)
@@ -93,9 +86,30 @@ class _WeightedSum(torch.autograd.Function):
         return grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor, None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    size = chunk_tokens(weight.shape[0], hidden.device)
-    return (slice(start, start + size) for start in range(0, len(hidden), size))
+class _Room(NamedTuple):
+    """Memory for one chunk of logits as the matrix product gives them, in float32 or wider, and as probabilities.
+
+    Used again for every chunk: fresh memory of this size costs more than what is computed in it.
+    """
+
+    product: Tensor
+    logits: Tensor
+    probs: Tensor
+
+
+def _room(hidden: Tensor, weight: Tensor) -> _Room:
+    tokens = min(logit_chunk(weight.shape[0], hidden.device.type), len(hidden))
+    product = hidden.new_empty(tokens, weight.shape[0])
+    logits = product.to(wide(hidden.dtype))
+    return _Room(product, logits, torch.empty_like(logits))
+
+
+def _chunks(hidden: Tensor, room: _Room) -> Iterator[tuple[slice, _Room]]:
+    """Consecutive tokens, and as much of `room` as they need."""
+    size = len(room.product)
+    for start in range(0, len(hidden), size):
+        stop = min(start + size, len(hidden))
+        yield slice(start, stop), _Room(*(tensor[: stop - start] for tensor in room))
 
 
 def _gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,27 +117,33 @@ def _gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide(hidden.dtype))
 
 
-def _log_prob(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs (C,) of `labels`, 0 where ignored, and the probabilities (C, V), in float32 or wider.
+def _log_prob(room: _Room, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Log-probs (C,) of `labels`, 0 where ignored; leaves the probabilities of all tokens in `room`.
 
     log p_y = l_y - (l_max - log p_max): of all logits the largest gives the log-sum-exp most accurately.
     """
-    logits = torch.mm(hidden, weight.T).to(wide(hidden.dtype))
-    largest, chosen = logits.amax(dim=-1), logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    probs = torch.softmax(logits, dim=-1)
-    log_prob = chosen - largest + probs.amax(dim=-1).log()
-    return log_prob.masked_fill_(labels == IGNORE, 0.0), probs
+    torch.mm(hidden, weight.T, out=room.product)
+    if room.logits.dtype != room.product.dtype:
+        room.logits.copy_(room.product)
+    largest = room.logits.amax(dim=-1)
+    chosen = room.logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    torch.softmax(room.logits, dim=-1, out=room.probs)
+    log_prob = chosen - largest + room.probs.amax(dim=-1).log()
+    return log_prob.masked_fill_(labels == IGNORE, 0.0)
 
 
 def _backward(
-    grad_weight: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, probs: Tensor, scale: Tensor
+    room: _Room, grad_weight: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
 ) -> Tensor:
     """The chunk's gradient of sum(scale * log_prob) with respect to `hidden`; adds that of `weight` to `grad_weight`.
 
-    `scale` multiplies rows of D elements, not of V. `probs` is overwritten.
+    `scale` multiplies rows of D elements, not of V. What `_log_prob` left in `room` is overwritten.
     """
-    scale = scale.to(probs.dtype).masked_fill(labels == IGNORE, 0.0).neg_()[:, None]
-    probs.scatter_add_(-1, labels.clamp(min=0)[:, None], torch.full_like(scale, -1.0))
-    error = probs.to(hidden.dtype)
+    scale = scale.to(room.probs.dtype).masked_fill(labels == IGNORE, 0.0).neg_()[:, None]
+    room.probs.scatter_add_(-1, labels.clamp(min=0)[:, None], torch.full_like(scale, -1.0))
+    if room.probs.dtype == hidden.dtype:
+        grad_weight.addmm_(room.probs.T, hidden * scale)
+        return torch.mm(room.probs, weight) * scale
+    error = room.product.copy_(room.probs)
     grad_weight += torch.mm(error.T, (hidden * scale).to(hidden.dtype))
     return torch.mm(error, weight) * scale

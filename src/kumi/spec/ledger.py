@@ -174,6 +174,11 @@ def forward_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
     return sum(op.forward_flops(tokens, seq_len) for op in ops(spec))
 
 
+def logit_chunk(vocab_size: int, device_kind: str) -> int:
+    """How many tokens' logits the head holds at a time: enough for full-speed matrix products, few beside the model."""
+    return max(128, (2**22 if device_kind == "cpu" else 2**27) // vocab_size)
+
+
 def train_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
     """Model FLOPs of a train step: a forward and a backward of twice its size, without recomputation.
 
