@@ -24,7 +24,9 @@ def parse_seconds(text: str) -> float:
 def _scaled(text: str, units: dict[str, float] | dict[str, int]) -> float:
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2] not in units:
-        raise ConfigError(f"{text!r} is not a quantity; write a number and one of {', '.join(units)}, such as '10 {list(units)[-2]}'")
+        raise ConfigError(
+            f"{text!r} is not a quantity; write a number and one of {', '.join(units)}, such as '10 {list(units)[-2]}'"
+        )
     return float(match[1].replace("_", "")) * units[match[2]]
 
 

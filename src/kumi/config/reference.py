@@ -29,7 +29,10 @@ def reference() -> str:
     return "\n".join(parts) + "\n"
 
 
-NESTED = {"A source, in `data.sources`": "SourceSection", "A tokenizer to train, as `data.tokenizer`": "TrainedTokenizer"}
+NESTED = {
+    "A source, in `data.sources`": "SourceSection",
+    "A tokenizer to train, as `data.tokenizer`": "TrainedTokenizer",
+}
 
 
 def _section(title: str, section: dict[str, Any]) -> str:

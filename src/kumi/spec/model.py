@@ -47,7 +47,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class MLP:
-    """Gated feed-forward layer: down(act(gate(x)) * up(x)), with act = SiLU (SwiGLU; Shazeer, 2020, arXiv:2002.05202)."""
+    """Gated feed-forward layer, down(act(gate(x)) * up(x)), with act = SiLU (Shazeer, 2020, arXiv:2002.05202)."""
 
     intermediate_size: int
     bias: bool = False
