@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import CASES, build_pair
+from torch.utils.flop_counter import FlopCounterMode
 
 from kumi.spec import ledger
 
@@ -36,3 +37,39 @@ def test_ledger_has_the_parameters_of_the_module(name):
     _, decoder = build_pair(name)
     listed = {param.name: param.shape for param in ledger.params(decoder.spec)}
     assert listed == {key: tuple(value.shape) for key, value in decoder.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ledger_counts_the_flops_of_the_forward_pass(name):
+    _, decoder = build_pair(name)
+    ids = torch.zeros(2, 24, dtype=torch.int64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        decoder(ids)
+    assert counter.get_total_flops() == ledger.forward_flops(decoder.spec, tokens=48, seq_len=24)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2-tied", "qwen3-window"])
+def test_ledger_counts_the_activations_that_are_kept(name):
+    _, decoder = build_pair(name)
+    ids, tokens = torch.zeros(2, 24, dtype=torch.int64), 48
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        total, _ = decoder(ids, labels=ids, token_weights=torch.full(ids.shape, 1.0))
+    ops = ledger.ops(decoder.spec)
+    sizes = {"compute": 4, "float32": 4, "int64": 8}
+    listed = sum(act.numel_per_token * sizes[act.dtype] for op in ops for act in op.saved) * tokens
+    # What the ledger lists for kernels of other devices: the log-sum-exp of attention.
+    listed -= sum(4 * op.saved[-1].numel_per_token for op in ops if op.kind == "attention") * tokens
+    # Kept once for all layers: cos and sin, for one or two row lengths; the gradient of the head, and its scale.
+    heads = decoder.spec.layers[0].attention.head_dim
+    once = 2 * 4 * heads * tokens + 4 * decoder.head_weight.numel() + 4
+    assert sum(kept.values()) == listed + once
+    total.backward()

@@ -1,0 +1,63 @@
+"""Initial weights: the same whatever the order, the cut or the other parameters."""
+
+import torch
+
+from kumi.nn import Decoder, init
+from kumi.spec.families import from_hf
+
+CONFIG = {"model_type": "qwen2", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
+          "initializer_range": 0.05}  # fmt: skip
+
+
+def decoder(**changes):
+    spec = from_hf(CONFIG | changes)
+    made = Decoder(spec)
+    init.init_weights(made, spec, seed=3)
+    return made
+
+
+def test_matrices_are_normal_norms_one_biases_zero():
+    for name, parameter in decoder().named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all()
+        elif name.endswith("bias"):
+            assert (parameter == 0).all()
+        else:
+            assert abs(parameter.mean()) < 0.003
+            assert abs(parameter.std() - 0.05) < 0.002
+
+
+def test_parameters_do_not_depend_on_what_else_there_is():
+    small, large = dict(decoder().named_parameters()), dict(decoder(num_hidden_layers=3).named_parameters())
+    assert all(torch.equal(parameter, large[name]) for name, parameter in small.items())
+    first, second = small["model.layers.0.self_attn.q_proj.weight"], small["model.layers.1.self_attn.q_proj.weight"]
+    assert not torch.equal(first, second)
+
+
+def test_seeds_differ():
+    spec = from_hf(CONFIG)
+    made, other = Decoder(spec), decoder()
+    init.init_weights(made, spec, seed=4)
+    assert not torch.equal(made.lm_head.weight, other.lm_head.weight)
+
+
+def test_shards_are_slices_of_the_whole(monkeypatch):
+    monkeypatch.setattr(init, "_BLOCK", 7 * 3)
+    shape = (50, 3)
+    whole = torch.empty(shape)
+    init.fill(whole, "w", shape, std=2.0, seed=1)
+    for ranks in (1, 2, 3, 8):
+        for start in range(0, 50, -(-50 // ranks)):
+            part = torch.empty(min(-(-50 // ranks), 50 - start), 3)
+            init.fill(part, "w", shape, row_start=start, std=2.0, seed=1)
+            assert torch.equal(part, whole[start : start + len(part)])
+    empty = torch.empty(0, 3)
+    init.fill(empty, "w", shape, row_start=50, std=2.0, seed=1)
+
+
+def test_vectors_and_other_dtypes():
+    vector, double = torch.empty(10), torch.empty(10, dtype=torch.float64)
+    init.fill(vector, "v", (10,), seed=2)
+    init.fill(double, "v", (10,), seed=2)
+    assert torch.equal(vector, double.float())

@@ -1,0 +1,116 @@
+"""Chunked log-probs against the plain formula, which holds all logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kumi.nn import logprob
+
+TOKENS, SIZE, VOCAB = 13, 6, 11
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(logprob, "logit_chunk", lambda vocab_size, device_kind: 5)
+
+
+def inputs(dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(TOKENS, SIZE, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, SIZE, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    labels[::4] = logprob.IGNORE
+    token_weights = torch.rand(TOKENS, generator=generator, dtype=torch.float64).to(dtype)
+    return hidden, weight, labels, token_weights
+
+
+def plain(hidden, weight, labels):
+    found = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return torch.where(labels == logprob.IGNORE, 0.0, found)
+
+
+def test_gradcheck():
+    hidden, weight, labels, token_weights = inputs()
+    assert torch.autograd.gradcheck(lambda h, w: logprob.log_probs(h, w, labels), (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: logprob.weighted_sum(h, w, labels, token_weights)[0], (hidden, weight))
+
+
+def test_both_modes_equal_the_plain_formula():
+    hidden, weight, labels, token_weights = inputs()
+    expected = plain(hidden, weight, labels)
+    expected_grads = torch.autograd.grad((expected * token_weights).sum(), (hidden, weight))
+    found = logprob.log_probs(hidden, weight, labels)
+    total, detached = logprob.weighted_sum(hidden, weight, labels, token_weights)
+    assert not detached.requires_grad
+    for values in (found, detached):
+        torch.testing.assert_close(values, expected)
+    for value in ((found * token_weights).sum(), total):
+        torch.testing.assert_close(value, (expected * token_weights).sum())
+        torch.testing.assert_close(torch.autograd.grad(value, (hidden, weight)), expected_grads)
+
+
+def test_the_mean_is_the_cross_entropy():
+    hidden, weight, labels, _ = inputs(torch.float32)
+    loss = F.cross_entropy(hidden @ weight.T, labels)
+    counted = (labels != logprob.IGNORE).float()
+    total, _ = logprob.weighted_sum(hidden, weight, labels, -counted / counted.sum())
+    torch.testing.assert_close(total, loss)
+    torch.testing.assert_close(
+        torch.autograd.grad(total, (hidden, weight)), torch.autograd.grad(loss, (hidden, weight))
+    )
+
+
+def test_a_factor_on_the_sum_reaches_the_gradient():
+    hidden, weight, labels, token_weights = inputs()
+    once = torch.autograd.grad(logprob.weighted_sum(hidden, weight, labels, token_weights)[0], (hidden, weight))
+    total = logprob.weighted_sum(hidden, weight, labels, token_weights)[0] * 8.0
+    torch.testing.assert_close(torch.autograd.grad(total, (hidden, weight)), tuple(8.0 * grad for grad in once))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_float32_statistics(dtype):
+    hidden, weight, labels, token_weights = inputs(dtype)
+    # The same rounded logits, all else exact: what is left is the error of the statistics.
+    logits = (hidden @ weight.T).detach().double()
+    exact = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    exact[labels == logprob.IGNORE] = 0.0
+    _, found = logprob.weighted_sum(hidden, weight, labels, token_weights.float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6)
+
+
+def test_float16_gradients_survive_small_weights_and_loss_scaling():
+    hidden, weight, labels, _ = inputs(torch.float16)
+    master = weight.detach().float().requires_grad_()
+    token_weights, scale = torch.full((TOKENS,), -1e-6), 2.0**16
+    total, _ = logprob.weighted_sum(hidden, master, labels, token_weights)
+    grads = torch.autograd.grad(total * scale, (hidden, master))
+    wide = hidden.detach().double().requires_grad_(), master.detach().double().requires_grad_()
+    expected = torch.autograd.grad((plain(*wide, labels) * -1e-6).sum() * scale, wide)
+    assert grads[1].dtype == torch.float32
+    for grad, exact in zip(grads, expected):
+        assert (grad - exact).abs().max() <= 2e-3 * exact.abs().max()
+
+
+def test_ties_and_extreme_logits():
+    hidden, weight = torch.ones(3, 1), torch.tensor([[200.0], [200.0], [-200.0], [0.0]])
+    found = logprob.log_probs(hidden, weight, torch.tensor([0, 1, 2]))
+    torch.testing.assert_close(found, torch.tensor([-0.6931472, -0.6931472, -400.6931472]))
+
+
+def test_nothing_to_learn_gives_zero_and_no_gradient():
+    hidden, weight, labels, token_weights = inputs()
+    total, log_probs = logprob.weighted_sum(hidden, weight, torch.full_like(labels, logprob.IGNORE), token_weights)
+    assert total == 0
+    assert not log_probs.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(total, (hidden, weight)))
+    total, _ = logprob.weighted_sum(hidden, weight, labels, torch.zeros_like(token_weights))
+    assert not any(grad.any() for grad in torch.autograd.grad(total, (hidden, weight)))
+
+
+def test_without_gradients_none_are_formed():
+    hidden, weight, labels, token_weights = inputs()
+    with torch.no_grad():
+        total, log_probs = logprob.weighted_sum(hidden, weight, labels, token_weights)
+    assert not total.requires_grad
+    torch.testing.assert_close(total, (log_probs * token_weights).sum())

@@ -1,0 +1,27 @@
+"""The choice of the float32 matrix product."""
+
+import pytest
+import torch
+
+from kumi.nn import matmul
+
+
+@pytest.fixture(autouse=True)
+def _restore():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(("errors", "precision"), [((2e-7, 6e-7), "medium"), ((2e-7, 4e-3), "highest")])
+def test_an_inaccurate_product_is_not_chosen(monkeypatch, errors, precision):
+    found = iter(errors)
+    monkeypatch.setattr(matmul, "_error", lambda: next(found))
+    choice = matmul.enable_fast_float32()
+    assert (choice.precision, torch.get_float32_matmul_precision()) == (precision, precision)
+    assert precision in str(choice)
+
+
+def test_what_is_chosen_here_is_accurate():
+    matmul.enable_fast_float32()
+    assert matmul._error() < 3e-6
