@@ -63,6 +63,8 @@ def test_a_step_is_that_of_float32_on_the_cpu(precision, recompute, device):
     assert found[1][0] < found[0][0]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # both come from inside torch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_compiled_layers_train_the_same(recompute, device):
     plain = train(parts_on(device, "bf16", recompute), 3)

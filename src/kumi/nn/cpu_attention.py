@@ -139,7 +139,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor
 
 @_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(q), _empty(k), _empty(v)
+    return (
+        _empty(q),
+        _empty(k.permute(2, 0, 1, 3)).permute(1, 2, 0, 3),
+        _empty(v.permute(2, 0, 1, 3)).permute(1, 2, 0, 3),
+    )
 
 
 def _empty(x: Tensor) -> Tensor:
