@@ -1,0 +1,82 @@
+"""Hugging Face -> kumi -> Hugging Face, bit for bit, for every family; the command's checks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import CASES
+
+from kumi import load_decoder
+from kumi.convert import convert, hf, verify
+from kumi.convert.source import open_source
+from kumi.errors import ConfigError, ModelError, RefusedError
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(hf.read_tensors(folder))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_is_exact(case, saved, tmp_path):
+    dtype = torch.bfloat16 if "tied" in case else torch.float32
+    source = saved(case, dtype, max_shard_size="20KB" if "window" in case else "5GB")
+    convert(source, tmp_path / "native", to="kumi")
+    convert(tmp_path / "native", tmp_path / "back", to="hf")
+    assert same(tensors(source), tensors(tmp_path / "back"))
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "mistral-window", "qwen3"])
+def test_transformers_loads_what_kumi_wrote(case, saved, tmp_path):
+    source = saved(case)
+    convert(source, tmp_path / "new", to="hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    ids = torch.arange(20)[None]
+    assert (theirs(ids).logits - load_decoder(source)(ids)).abs().max() <= 1e-5
+
+
+def test_verification_finds_a_changed_bit_and_reports_in_the_card(saved, tmp_path):
+    source = saved()
+    done = convert(source, tmp_path / "new", to="hf", verify=True)
+    assert "21,728 parameters written as hf; all tensors equal" in done
+    assert "largest logit difference 0" in (tmp_path / "new/README.md").read_text()
+    weights = tmp_path / "new/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ModelError, match=r"'lm_head\.weight' differs from"):
+        verify.verify(open_source(source), open_source(tmp_path / "new"))
+
+
+def test_what_is_refused(saved, tmp_path):
+    source = saved()
+    with pytest.raises(ConfigError, match="--to gguf: kumi writes hf and kumi"):
+        convert(source, tmp_path / "new", to="gguf")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("")
+    for to in ("hf", "kumi"):
+        with pytest.raises(RefusedError, match="exists and is not empty"):
+            convert(source, tmp_path / "full", to=to)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
+    with pytest.raises(ModelError, match="neither a Hugging Face folder"):
+        convert(tmp_path / "full", tmp_path / "new", to="hf")
+
+
+def test_a_damaged_checkpoint_is_refused(saved, tmp_path):
+    convert(saved(), tmp_path / "native", to="kumi", verify=False)
+    shard = next((tmp_path / "native").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(RefusedError, match="damaged"):
+        convert(tmp_path / "native", tmp_path / "new", to="hf")
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob("new*"))

@@ -1,0 +1,186 @@
+"""Reading Hugging Face folders strictly, and writing them whole or not at all."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kumi.convert import hf, load_decoder, weights_reader
+from kumi.errors import ModelError, RefusedError
+from kumi.spec import families
+
+
+def change(folder: Path, edit) -> None:
+    """Apply `edit` to the dictionary of tensors in `folder`."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+WRONG = [
+    (lambda t: t.pop("model.norm.weight"), r"'model\.norm\.weight' is missing from the weights; fetch the model again"),
+    (lambda t: t.pop("lm_head.weight"), r"'lm_head\.weight' is missing .* tie_word_embeddings: true"),
+    (lambda t: t.update(extra=torch.zeros(2)), r"'extra' \(2,\) has no place in the llama model"),
+    (lambda t: t.update({"model.norm.weight": torch.zeros(31)}), r"'model\.norm\.weight' is \(31,\) in .*, \(32,\) in"),
+    (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), r"has dtype I8; kumi reads F64"),
+    (lambda t: t.update({"norm.weight": t.pop("model.norm.weight")}), r"it has 'norm\.weight': save the causal"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "words"), WRONG)
+def test_tensors_that_do_not_fit_are_named(saved, edit, words):
+    folder = saved()
+    change(folder, edit)
+    with pytest.raises(ModelError, match=words):
+        load_decoder(folder)
+
+
+def test_known_extras_are_accepted(saved):
+    folder = saved("llama-tied")
+    expected = load_decoder(folder).state_dict()
+    change(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    change(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert all(torch.equal(value, expected[name]) for name, value in load_decoder(folder).state_dict().items())
+    change(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(ModelError, match=r"'lm_head\.weight' differs from .* set tie_word_embeddings to false"):
+        load_decoder(folder)
+
+
+def test_files_that_are_not_there_or_not_readable(saved, tmp_path):
+    folder = saved()
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(ModelError, match=r"model\.safetensors: not a readable safetensors file"):
+        load_decoder(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pickled \(\.bin\).*save_pretrained"):
+        load_decoder(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load_decoder(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors named by .* is missing"):
+        load_decoder(folder)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match="not a weight index"):
+        load_decoder(folder)
+
+
+def test_parts_of_tensors(saved):
+    folder = saved(max_shard_size="20KB")
+    spec = families.load(folder)
+    read, whole = weights_reader(folder, spec), load_decoder(folder).state_dict()
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(read(f"model/{name}", (5, 0), (7, 32)), whole[name][5:12])
+    assert torch.equal(read("model/model.norm.weight", (3,), (4,)), whole["model.norm.weight"][3:7])
+    assert torch.equal(read(f"model/{name}", (0, 0), (48, 32)), whole[name])
+
+
+def write(folder: Path, source: Path, **changes):
+    spec = families.load(source)
+    tensors = changes.pop("tensors", hf.read_tensors(source))
+    options = {
+        "base_config": families.read_config(source),
+        "dtype": "float32",
+        "tokenizer_folder": None,
+        "card": "# x\n",
+    }
+    hf.write(folder, spec, tensors, **options | changes)
+
+
+def test_shards_and_their_index(saved, tmp_path):
+    source = saved()
+    # In reverse: the order in which tensors come does not matter.
+    backwards = reversed(list(hf.read_tensors(source)))
+    write(tmp_path / "new", source, tensors=backwards, max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "new/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "new").glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) > 3
+    assert all((tmp_path / "new" / file).stat().st_size < 22_000 for file in files)
+    assert index["metadata"]["total_size"] == 4 * 21_728
+    expected = dict(hf.read_tensors(source))
+    found = {}
+    for file in files:
+        part = load_file(tmp_path / "new" / file)
+        assert all(index["weight_map"][name] == file for name in part)
+        found |= part
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_everything_else_in_the_folder(saved, tmp_path):
+    source, tokenizer = saved(), tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "notes.txt"):
+        (tokenizer / name).write_text(f"text of {name}")
+    write(tmp_path / "new", source, dtype="bfloat16", tokenizer_folder=tokenizer)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json",
+    ]  # fmt: skip
+    assert (tmp_path / "new/tokenizer.json").read_text() == "text of tokenizer.json"
+    config, base = families.read_config(tmp_path / "new"), families.read_config(source)
+    assert config == base | {"dtype": "bfloat16"}
+    assert json.loads((tmp_path / "new/generation_config.json").read_text())["eos_token_id"] == 2
+    tensors = load_file(tmp_path / "new/model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def test_without_a_base_config_one_is_made(saved, tmp_path):
+    source = saved("qwen2-window")
+    write(tmp_path / "new", source, base_config=None)
+    assert families.load(tmp_path / "new") == families.load(source)
+    assert families.read_config(tmp_path / "new")["torch_dtype"] == "float32"
+
+
+def test_a_failed_write_leaves_nothing(saved, tmp_path):
+    source = saved()
+    tensors = list(hf.read_tensors(source))
+    for given, words in (
+        (tensors[:-1], "never came"),
+        ([*tensors, tensors[0]], "came twice"),
+        ([*tensors, ("extra", torch.zeros(1))], "'extra' is not a parameter"),
+        ([(name, tensor[:1]) for name, tensor in tensors], r"is \(1"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            write(tmp_path / "new", source, tensors=iter(given))
+        assert not list(tmp_path.glob("new*"))
+
+
+def test_existing_folders(saved, tmp_path):
+    source, target = saved(), tmp_path / "new"
+    target.mkdir()
+    write(target, source)
+    with pytest.raises(RefusedError, match="exists and is not empty"):
+        write(target, source)
+    write(target, source, dtype="float16", replace=True)
+    assert families.read_config(target)["dtype"] == "float16"
+
+
+def test_too_little_disk_is_found_before_anything_is_written(saved, tmp_path, monkeypatch):
+    source = saved()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(RefusedError, match=r"the model needs .* and 1000 B are free"):
+        write(tmp_path / "new", source)
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_model_card(saved):
+    spec = families.load(saved())
+    card = hf.model_card(name='a "name"', model=spec, facts={"steps": "3"}, base_model="org/base", datasets=["a: b"],
+                         license="apache-2.0", tags=["pretraining"])  # fmt: skip
+    header, body = card.removeprefix("---\n").split("\n---\n")
+    assert header.splitlines() == [
+        'library_name: "transformers"', 'pipeline_tag: "text-generation"', 'base_model: "org/base"',
+        'base_model_relation: "finetune"', 'datasets: ["a: b"]', 'license: "apache-2.0"',
+        'tags: ["kumi", "pretraining"]',
+    ]  # fmt: skip
+    assert '# a "name"' in body
+    assert "| parameters | 21,728 |" in body
+    assert "| steps | 3 |" in body
