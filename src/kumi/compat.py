@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -31,6 +30,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, longest
 
     2.12 added `enable_gqa`; 2.11 needs as many key heads as query heads.
     """
+    # Imported here because it imports torch's compiler, which takes longer than the rest of torch.
+    from torch.nn.attention.varlen import varlen_attn
+
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
