@@ -21,8 +21,8 @@ class Segments:
     """Where the documents of a batch lie, worked out once and used by every layer.
 
     `bounds`: the tokens, numbered through the batch, at which documents begin, and their count at the end; a row begins
-    one. On the CPU a list, on CUDA the int32 tensor that variable-length attention takes. `document_ids` (B, S) has
-    another value on each side of a boundary. Both are None where a row is one document (on the CPU `document_ids` is).
+    one. On the CPU a list, on CUDA the int32 tensor that variable-length attention takes, elsewhere None.
+    `document_ids` (B, S) has another value on each side of a boundary; it is None where a row is one document.
     """
 
     document_ids: Tensor | None
@@ -32,12 +32,13 @@ class Segments:
 def segments(input_ids: Tensor, document_ids: Tensor | None) -> Segments:
     """The segments of a batch (B, S) whose documents `document_ids` (B, S) tells apart; None: a row is a document."""
     rows, length = input_ids.shape
-    if input_ids.device.type == "cpu" and document_ids is None:
-        return Segments(None, list(range(0, rows * length + 1, length)))
-    if document_ids is None or input_ids.device.type == "meta":
+    if input_ids.device.type not in ("cpu", "cuda"):
         return Segments(document_ids, None)
-    end = torch.tensor([rows * length], device=document_ids.device)
-    bounds = torch.cat([begins(document_ids).flatten().nonzero()[:, 0], end])
+    if document_ids is None:
+        bounds = torch.arange(0, rows * length + 1, length, device=input_ids.device)
+    else:
+        end = torch.tensor([rows * length], device=input_ids.device)
+        bounds = torch.cat([begins(document_ids).flatten().nonzero()[:, 0], end])
     return Segments(document_ids, bounds.tolist() if input_ids.device.type == "cpu" else bounds.int())
 
 
@@ -80,19 +81,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | No
     """Attention of `q` (B, S, H, E) over `k` and `v` (B, S, K, E), each position over its document's past."""
     if isinstance(segments.bounds, list):
         return packed_attention(q, k, v, segments.bounds, window)
-    if segments.bounds is not None and has_varlen(q):
+    plain = segments.document_ids is None and (window is None or window >= q.shape[1])
+    if not plain and segments.bounds is not None and has_varlen(q):
         tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         return varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window).view(q.shape)
-    mask = visible(segments.document_ids, q.shape[1], window, q.device)
+    mask = None if plain else visible(segments.document_ids, q.shape[1], window, q.device)
+    if not plain:
+        # No kernel takes both a mask and fewer key heads without holding all S x S scores.
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, enable_gqa=plain)
     return out.transpose(1, 2)
 
 
-def visible(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """True where query s may look at key t, (B or 1, 1, S, S); None where causal order is all there is."""
-    if document_ids is None and (window is None or window >= length):
-        return None
+def visible(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
+    """True where query s may look at key t, (B or 1, 1, S, S)."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)

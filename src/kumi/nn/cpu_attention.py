@@ -41,11 +41,10 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], win
     `bounds` are the tokens, numbered through the batch, at which documents begin, and T at the end; a row begins one.
     A position sees the `window` latest positions of its document, itself included.
     """
-    out: Tensor = _attention(q, k, v, list(bounds), window or 0)
+    out: Tensor = OPERATOR(q, k, v, list(bounds), window or 0)
     return out
 
 
-@torch.library.custom_op("kumi::packed_attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor:
     queries, keys, values = _split(q, k.shape[2]), _scaled_keys(k), v.flatten(0, 1).transpose(0, 1).contiguous()
     out, future = torch.empty_like(queries), _future(keys.dtype)
@@ -55,12 +54,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) 
     return out.view(q.shape)
 
 
-@torch.library.custom_op("kumi::packed_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k)
-    narrow_keys = keys.transpose(1, 2).to(q.dtype, memory_format=torch.contiguous_format)
+    narrow_keys = keys.transpose(1, 2).to(q.dtype).contiguous()
     values = v.flatten(0, 1).permute(1, 2, 0).contiguous()
     grad_q, future = torch.empty_like(queries), _future(keys.dtype)
     grad_k, grad_v = keys.new_zeros(narrow_keys.shape), keys.new_zeros(narrow_keys.shape)
@@ -74,7 +72,7 @@ def _backward(
         _put(grad_q, block, torch.bmm(grad_scores, narrow_keys[:, seen]))
         grad_k[:, seen] += torch.bmm(grad_scores.transpose(1, 2), rows)
     grad_k *= k.shape[-1] ** -0.5
-    grad_k, grad_v = (x.transpose(0, 1).to(k.dtype).reshape(k.shape) for x in (grad_k, grad_v))
+    grad_k, grad_v = (x.transpose(0, 1).to(k.dtype).contiguous().view(k.shape) for x in (grad_k, grad_v))
     return grad_q.view(q.shape), grad_k, grad_v
 
 
@@ -123,31 +121,17 @@ def _future(dtype: torch.dtype) -> Tensor:
 
 def _scaled_keys(k: Tensor) -> Tensor:
     """`k` (B, S, K, E) as (K, E, T), divided by sqrt(E), in the dtype of scores."""
-    keys = k.flatten(0, 1).permute(1, 2, 0).to(wide(k.dtype), memory_format=torch.contiguous_format)
-    scaled: Tensor = keys * k.shape[-1] ** -0.5
-    return scaled
+    keys: Tensor = k.flatten(0, 1).permute(1, 2, 0).to(wide(k.dtype)).contiguous()
+    scale: float = k.shape[-1] ** -0.5
+    return keys * scale
 
 
-# The operator as PyTorch's dispatcher knows it.
-OPERATOR = torch.ops.kumi.packed_attention.default
+def _fake(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor:
-    return _empty(q)
-
-
-@_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        _empty(q),
-        _empty(k.permute(2, 0, 1, 3)).permute(1, 2, 0, 3),
-        _empty(v.permute(2, 0, 1, 3)).permute(1, 2, 0, 3),
-    )
-
-
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _fake_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -156,19 +140,37 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.bounds, ctx.window), None, None
+    operator = torch.ops.kumi.packed_attention_backward.default
+    return *operator(grad, *ctx.saved_tensors, ctx.bounds, ctx.window), None, None
 
 
-_attention.register_autograd(_differentiate, setup_context=_save)
-
-
-@register_flop_formula(torch.ops.kumi.packed_attention)
 def _flops(q: tuple[int, ...], *_: Any, **__: Any) -> int:
     """As PyTorch counts attention: two products over all S x S pairs."""
     batch, length, heads, size = q
     return 4 * batch * heads * length * length * size
 
 
-@register_flop_formula(torch.ops.kumi.packed_attention_backward)
 def _backward_flops(grad: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """As PyTorch counts attention: five products, one of them again."""
     return 5 * _flops(grad) // 2
+
+
+def _define(name: str, schema: str, function: Any, fake: Any, flops: Any) -> None:
+    """Make `function` the operator `name` on the CPU.
+
+    `torch.library.custom_op` would do the same, but imports torch's compiler when it is first called: a second or more.
+    """
+    torch.library.define(name, schema)
+    torch.library.impl(name, "CPU", function)
+    torch.library.register_fake(name, fake)
+    register_flop_formula(getattr(torch.ops.kumi, name.removeprefix("kumi::")))(flops)
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, int[] bounds, int window"
+_define("kumi::packed_attention", f"({_INPUTS}) -> Tensor", _attention, _fake, _flops)
+_define("kumi::packed_attention_backward", f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+        _backward, _fake_backward, _backward_flops)  # fmt: skip
+torch.library.register_autograd("kumi::packed_attention", _differentiate, setup_context=_save)
+
+# The operator as PyTorch's dispatcher knows it.
+OPERATOR = torch.ops.kumi.packed_attention.default

@@ -48,7 +48,7 @@ def train_rank(run: Run, store: Store) -> int:
 
 def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
     memory_before = memory_now(mesh.device)
-    if mesh.device.type == "cpu" and run.precision.compute == "float32":
+    if mesh.device.type == "cpu":
         enable_fast_float32()
     parts, state = _restore(run, store, mesh)
     attempt = _attempt(mesh)
