@@ -36,10 +36,10 @@ def make_run(
         "optim": {"schedule": "constant"},
         "train": {"steps": 1, "out": "unused", "compile": compile},
     })  # fmt: skip
+    cluster = cluster_spec(written.cluster)
     model, batch = families.from_hf(config), BatchSpec(seq_len, seq_len * microbatch)
     optim, layout = choose_optim(written.optim, 1), Layout(microbatch=microbatch, recompute=recompute)
-    memory = estimate_memory(model, layout, batch, PRECISIONS[precision], optim)
-    cluster = cluster_spec(written.cluster)
+    memory = estimate_memory(model, layout, batch, PRECISIONS[precision], optim, cluster.device.kind)
     cluster = replace(cluster, devices_per_node=1)
     return Run(written, model, config, None, cluster, batch, PRECISIONS[precision], optim, layout, memory)
 

@@ -11,7 +11,6 @@ import torch
 from kumi.parallel import (
     LossScale,
     Mesh,
-    Piece,
     bare,
     build,
     build_mesh,
@@ -27,6 +26,7 @@ from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
+from kumi.storage.checkpoint import Piece
 
 VOCAB, SEQUENCES, LENGTH = 250, 12, 7  # 250 rows do not divide by 4 ranks
 

@@ -46,13 +46,7 @@ def _measured_states(layout, family, microbatches):
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=4), *DIVIDED])
 def test_states(ranks, layout, family):
     for rank, found in enumerate(ranks(layout.world_size, _measured_states, layout, family, 3)):
-        said = state_bytes(
-            SPECS[family],
-            layout,
-            rank,
-            state_per_param=OPTIM.state_bytes_per_param,
-            state_per_tensor=OPTIM.state_bytes_per_tensor,
-        )
+        said = state_bytes(SPECS[family], layout, rank, PRECISIONS["fp32"], OPTIM)
         assert found == [(said.params, said.grads, said.optimizer)] * 2
 
 

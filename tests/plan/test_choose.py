@@ -52,7 +52,7 @@ def test_an_illegal_pin_is_refused_with_its_reason():
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_more_shards_need_less_memory(zero):
     totals = [
-        estimate_memory(LLAMA_8B, Layout(dp_shard=shards, zero=zero), BATCH, PRECISIONS["bf16"], Optim()).total
+        estimate_memory(LLAMA_8B, Layout(dp_shard=shards, zero=zero), BATCH, PRECISIONS["bf16"], Optim(), "cuda").total
         for shards in (2, 4, 8, 64)
     ]
     assert totals == sorted(totals, reverse=True)
@@ -60,7 +60,7 @@ def test_more_shards_need_less_memory(zero):
 
 def test_recomputing_more_keeps_less():
     none, selective, full = (
-        estimate_memory(LLAMA_8B, Layout(recompute=how), BATCH, PRECISIONS["bf16"], Optim()).activations
+        estimate_memory(LLAMA_8B, Layout(recompute=how), BATCH, PRECISIONS["bf16"], Optim(), "cuda").activations
         for how in ("none", "selective", "full")
     )
     assert full < selective < none

@@ -41,7 +41,7 @@ def choose_layout(
         if found:
             reasons = reasons or found
             continue
-        estimate = estimate_memory(model, layout, batch, precision, optim)
+        estimate = estimate_memory(model, layout, batch, precision, optim, cluster.device.kind)
         if estimate.total <= USABLE * cluster.device.memory:
             return layout, estimate
         if smallest is None or estimate.total < smallest[1].total:

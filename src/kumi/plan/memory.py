@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 from kumi.spec.batch import BatchSpec
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import Op, layer_ops, ops, params
+from kumi.spec.ledger import Op, layer_ops, logit_chunk, ops, params
 from kumi.spec.model import ModelSpec
 from kumi.spec.optim import Optim
 from kumi.spec.precision import ITEMSIZE, Precision
-from kumi.spec.sharding import state_bytes
+from kumi.spec.sharding import gathered_bytes, state_bytes
 
-# Tokens whose logits exist at one time (`kumi.nn.logprob`): one chunk of float32 logits, and one of their gradient.
-LOGIT_CHUNK = 1024
-
-# What `recompute = "selective"` computes again: cheap operations whose results are large.
-CHEAP = ("norm", "gate", "rope", "add")
+# What `recompute = "selective"` keeps: results that took a matrix product. The rest is cheap to make again.
+KEPT = ("linear", "attention")
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the fullest rank, by kind, at the peak of a step.
+    """Bytes that a rank holds at most, by kind, on the rank with the largest shards.
 
-    `weights` are the copies of parameters in the compute dtype (and those gathered from other ranks), `head` the logits
-    of one chunk with their gradient.
+    `gathered` is what dividing states costs in passing, `weights` the copies of parameters in the compute dtype,
+    `head` one chunk of logits with its gradient, and the head's own gradient, which is formed in the forward pass.
+    The kinds do not all peak at the same moment, so their sum is an upper bound; what libraries hold is not in it.
     """
 
     params: int
     grads: int
     optimizer: int
+    gathered: int
     weights: int
     activations: int
     head: int
@@ -40,61 +40,70 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: ModelSpec, layout: Layout, batch: BatchSpec, precision: Precision, optim: Optim
+    model: ModelSpec, layout: Layout, batch: BatchSpec, precision: Precision, optim: Optim, device_kind: str
 ) -> MemoryEstimate:
-    """The estimate for rank 0, which holds the largest shards."""
-    states = state_bytes(
-        model, layout, 0, state_per_param=optim.state_bytes_per_param, state_per_tensor=optim.state_bytes_per_tensor
-    )
+    """The estimate for rank 0, which holds the largest shards. `device_kind` is "cpu" or "cuda"."""
+    states = state_bytes(model, layout, 0, precision, optim)
     tokens = layout.microbatch * batch.seq_len
+    chunk = min(tokens, logit_chunk(model.vocab_size, device_kind))
+    head_gradient = ITEMSIZE["float32"] * model.vocab_size * model.hidden_size
     return MemoryEstimate(
         states.params,
         states.grads,
         states.optimizer,
-        _weights(model, layout, precision),
-        activation_bytes(model, layout, precision, tokens),
-        2 * ITEMSIZE["float32"] * min(tokens, LOGIT_CHUNK) * model.vocab_size,
+        gathered_bytes(model, layout, precision, batch.microbatches(layout)).total,
+        _weight_copies(model, layout, precision),
+        kept_bytes(model, layout, precision, tokens) + recomputed_bytes(model, layout, precision, tokens),
+        2 * ITEMSIZE["float32"] * chunk * model.vocab_size + head_gradient,
     )
 
 
-def _weights(model: ModelSpec, layout: Layout, precision: Precision) -> int:
-    """Bytes of parameters in the compute dtype while a microbatch is in flight."""
-    size = ITEMSIZE[precision.compute]
-    if layout.zero == 3:
-        # Two units are whole at a time: the one in use and the one being fetched.
-        return 2 * size * max(_unit_numel(model))
-    if layout.zero == 0 and precision.compute == precision.param:
+def _weight_copies(model: ModelSpec, layout: Layout, precision: Precision) -> int:
+    """Bytes of weights cast where they are used and kept for the backward; of one layer, where that is recomputed.
+
+    Sharded weights are gathered in the compute dtype already.
+    """
+    if precision.compute == precision.param or layout.zero > 0:
         return 0
-    return size * sum(param.numel for param in params(model))
-
-
-def _unit_numel(model: ModelSpec) -> list[int]:
-    """Parameters of each unit that is gathered as one: every layer, the embedding, the head."""
-    sizes: dict[str, int] = {}
-    for param in params(model):
-        parts = param.name.split(".")
-        unit = ".".join(parts[:3]) if parts[1] == "layers" else parts[0] + parts[1]
-        sizes[unit] = sizes.get(unit, 0) + param.numel
-    return list(sizes.values())
-
-
-def activation_bytes(model: ModelSpec, layout: Layout, precision: Precision, tokens: int) -> int:
-    """Bytes that the forward over `tokens` keeps for the backward, with what recomputation needs at its peak."""
-    if layout.recompute == "none":
-        return sum(_saved(op, precision) for op in ops(model)) * tokens
-    layers = [layer_ops(model, index) for index in range(model.num_hidden_layers)]
-    outside = sum(_saved(op, precision) for op in ops(model)) - sum(
-        _saved(op, precision) for layer in layers for op in layer
-    )
-    again = [
-        sum(_saved(op, precision) for op in layer if layout.recompute == "full" or op.kind in CHEAP) for layer in layers
+    layers = [
+        sum(param.numel for op in layer_ops(model, index) for param in op.params if op.kind == "linear")
+        for index in range(model.num_hidden_layers)
     ]
-    kept = sum(_saved(op, precision) for layer in layers for op in layer) - sum(again)
-    inputs = ITEMSIZE[precision.compute] * model.hidden_size * model.num_hidden_layers
-    return (outside + kept + inputs + max(again)) * tokens
+    return ITEMSIZE[precision.compute] * (sum(layers) if layout.recompute == "none" else max(layers))
+
+
+def kept_bytes(model: ModelSpec, layout: Layout, precision: Precision, tokens: int) -> int:
+    """Bytes of activations that the forward over `tokens` keeps for the backward."""
+    layers = [layer_ops(model, index) for index in range(model.num_hidden_layers)]
+    every = _total(ops(model), _saved, precision)
+    if layout.recompute == "none":
+        return every * tokens
+    outside = every - sum(_total(layer, _saved, precision) for layer in layers)
+    inputs = ITEMSIZE[precision.compute] * model.hidden_size * len(layers)
+    results = [op for layer in layers for op in layer if layout.recompute == "selective" and op.kind in KEPT]
+    return (outside + inputs + _total(results, _result, precision)) * tokens
+
+
+def recomputed_bytes(model: ModelSpec, layout: Layout, precision: Precision, tokens: int) -> int:
+    """Bytes of activations that the backward makes again, of the largest layer: one is in hand at a time."""
+    layers = [layer_ops(model, index) for index in range(model.num_hidden_layers)]
+    if layout.recompute == "none":
+        return 0
+    if layout.recompute == "full":
+        return max(_total(layer, _saved, precision) for layer in layers) * tokens
+    return max(_total((op for op in layer if op.kind not in KEPT), _result, precision) for layer in layers) * tokens
+
+
+def _total(found: Iterable[Op], size: Callable[[Op, Precision], int], precision: Precision) -> int:
+    return sum(size(op, precision) for op in found)
 
 
 def _saved(op: Op, precision: Precision) -> int:
-    """Bytes a token that `op` keeps."""
+    """Bytes a token that `op` keeps for its backward."""
     sizes = {**ITEMSIZE, "compute": ITEMSIZE[precision.compute]}
     return sum(kept.numel_per_token * sizes[kept.dtype] for kept in op.saved)
+
+
+def _result(op: Op, precision: Precision) -> int:
+    """Bytes a token of what `op` returns."""
+    return ITEMSIZE[precision.compute] * op.target.size

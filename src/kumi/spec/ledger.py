@@ -137,10 +137,12 @@ def layer_ops(spec: ModelSpec, index: int) -> tuple[Op, ...]:
 
 
 def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
-    """The token embedding."""
+    """The token embedding, and the rotary tables (cosine and sine) that all layers share."""
     vocab, embed = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size)
     table = Param("model.embed_tokens.weight", (vocab, embed))
-    return (Op("model.embed_tokens", "embedding", vocab, embed, (table,), (Activation((), "int64"),)),)
+    sizes = {(layer.attention.rope, layer.attention.head_dim): layer.attention.head_dim for layer in spec.layers}
+    rotary = tuple(Activation((Dim("head_dim", 2 * size),), "float32") for size in sizes.values())
+    return (Op("model.embed_tokens", "embedding", vocab, embed, (table,), (Activation((), "int64"), *rotary)),)
 
 
 def head_ops(spec: ModelSpec) -> tuple[Op, ...]:

@@ -28,9 +28,8 @@ class Optim:
     decay_steps: int = 0
     min_lr_ratio: float = 0.1
 
-    # Two float32 moments a parameter, and one float32 step counter a tensor.
-    state_bytes_per_param = 8
-    state_bytes_per_tensor = 4
+    # Moments kept for each parameter, in its dtype; each tensor has a float32 step counter besides.
+    moments = 2
 
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of update `step` (0-based) in a run of `steps` updates."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import Param, params
 from kumi.spec.model import ModelSpec
+from kumi.spec.optim import Optim
 from kumi.spec.precision import ITEMSIZE, Precision
 
 AXIS = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp", "experts": "ep", "layers": "pp", "seq": "cp"}
@@ -84,17 +85,20 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
-def state_bytes(
-    model: ModelSpec, layout: Layout, rank: int, *, state_per_param: int, state_per_tensor: int
-) -> StateBytes:
-    """Bytes of float32 parameters, float32 gradients and optimizer state on `rank`.
+def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precision, optim: Optim) -> StateBytes:
+    """Bytes of parameters, gradients and optimizer states on `rank`, all kept in the precision's `param` dtype.
 
-    `state_per_param` and `state_per_tensor` are the optimizer's bytes (`kumi.spec.optim.Optim`). Under FSDP2 a rank
-    whose shard of a tensor is empty keeps no state for it beyond the per-tensor part.
+    Under FSDP2 a rank whose shard of a tensor is empty keeps only the optimizer's step counter for it.
     """
-    numel = sum(local_numel(param, layout, rank) for param in params(model))
-    tensors = len(params(model))
-    return StateBytes(4 * numel, 4 * numel, state_per_param * numel + state_per_tensor * tensors)
+    size = ITEMSIZE[precision.param] * sum(local_numel(param, layout, rank) for param in params(model))
+    counters = ITEMSIZE["float32"] * len(params(model))
+    return StateBytes(size, size, optim.moments * size + counters)
+
+
+def checkpoint_bytes(model: ModelSpec, precision: Precision, optim: Optim) -> int:
+    """Bytes of the tensors in a checkpoint, over all ranks: parameters and optimizer states, each once."""
+    whole = state_bytes(model, Layout(), 0, precision, optim)
+    return whole.params + whole.optimizer
 
 
 @dataclass(frozen=True)

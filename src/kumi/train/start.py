@@ -10,7 +10,7 @@ from kumi.config import Run
 from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, ModelError
-from kumi.spec import ledger
+from kumi.spec.sharding import checkpoint_bytes
 from kumi.train.folder import claim
 from kumi.train.prepare import check_data, open_data, prepare_data
 from kumi.units import format_count
@@ -45,7 +45,7 @@ def check(run: Run) -> None:
     if run.config.model.init == "pretrained":
         _check_weights(run)
     root = run.out / "checkpoints"
-    size = ledger.num_params(run.model) * (4 + run.optim.state_bytes_per_param)
+    size = checkpoint_bytes(run.model, run.precision, run.optim)
     # While a new checkpoint is written the kept ones are still there.
     free_space_check(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
 

@@ -48,11 +48,6 @@ def pieces(parts: Parts) -> list[Piece]:
     return owned(every, parts.mesh)
 
 
-def checkpoint_bytes(run: Run, numel: int) -> int:
-    """Bytes of a checkpoint of a model with `numel` parameters: float32 weights and optimizer states."""
-    return numel * (4 + run.optim.state_bytes_per_param)
-
-
 def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
     """What a checkpoint says besides its tensors: all that is needed to go on, and to export the model."""
     return {
