@@ -20,8 +20,16 @@ STEPS = 40
 
 def long_run(folder):
     """A run of two ranks whose checkpoints are large enough for a kill to fall into a save."""
-    wide = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512,
-            "rms_norm_eps": 1e-5, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+    wide = {
+        "model_type": "llama",
+        "vocab_size": 320,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "rms_norm_eps": 1e-5,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
     return run_file(
         folder, model__config=wide, cluster__devices_per_node=2, layout={"zero": 3}, train__steps=STEPS,
         checkpoint={"every": 3, "keep": 2},

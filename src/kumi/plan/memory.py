@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from kumi.spec.batch import BatchSpec
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import Op, layer_ops, logit_chunk, ops, params
+from kumi.spec.ledger import Op, layer_ops, logit_chunk, ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.optim import Optim
 from kumi.spec.precision import ITEMSIZE, Precision
