@@ -113,8 +113,10 @@ def train(args, model, rank: int, world: int) -> None:
     with args.metrics.open("w") if rank == 0 else contextlib.nullcontext() as out:
         for step in range(args.steps):
             began = time.perf_counter()
-            loss = train_step(args, forward, optimizer, batches(step)).item()
-            line = {"step": step + 1, "loss": loss, "seconds": time.perf_counter() - began}
+            loss = train_step(args, forward, optimizer, batches(step))
+            if world > 1:
+                torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG)
+            line = {"step": step + 1, "loss": loss.item(), "seconds": time.perf_counter() - began}
             if args.device == "cuda":
                 line["peak_memory"] = torch.cuda.max_memory_allocated()
             if out:

@@ -139,14 +139,14 @@ def order(rows: list[str], setups: list[Setup], repeats: int) -> list[tuple[str,
     return [(row, setup, repeat) for repeat in range(repeats) for setup in setups for row in again] + once
 
 
-def measure_all(args: argparse.Namespace, setups: list[Setup], rows: list[str]) -> tuple[dict, list[str]]:
-    """(row, setup name) -> its runs, and what the budget left out."""
-    began = time.monotonic()
+def measure_all(args: argparse.Namespace, setups: list[Setup], rows: list[str], began: float) -> tuple[dict, list[str]]:
+    """(row, setup name) -> its runs, and what the budget, counted from `began`, left out."""
     found: dict[tuple[str, str], list[measure.Measured]] = {}
     left_out = []
     for row, setup, repeat in order(rows, setups, args.repeats):
         before = found.setdefault((row, setup.name), [])
-        expected = max((run.wall for run in before), default=0.0)
+        same_setup = [run.wall for (_, name), runs in found.items() if name == setup.name for run in runs]
+        expected = max((run.wall for run in before), default=max(same_setup, default=0.0))
         if time.monotonic() - began + expected > args.budget:
             left_out.append(f"{row}, {setup.name}, repeat {repeat + 1}")
             continue
@@ -166,8 +166,9 @@ def main() -> None:
     skipped = {row: reason for row in args.only if (reason := missing(row))}
     rows = [row for row in ROWS if row in args.only and row not in skipped]
     workload.prepare(args.work, max(setup.processes * setup.steps * workload.MICROBATCH for setup in setups))
+    began = time.monotonic()
     peaks = [matmul_peak(2)]
-    found, left_out = measure_all(args, setups, rows)
+    found, left_out = measure_all(args, setups, rows, began)
     peaks.append(matmul_peak(2))
     result = {
         "machine": machine.describe(),
