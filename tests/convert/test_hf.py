@@ -166,7 +166,7 @@ def test_too_little_disk_is_found_before_anything_is_written(saved, tmp_path, mo
     source = saved()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(RefusedError, match=r"the model needs .* and 1000 B are free"):
+    with pytest.raises(RefusedError, match=r"not enough disk for the model: it needs .* and 1000 B"):
         write(tmp_path / "new", source)
     assert not list(tmp_path.glob("new*"))
 

@@ -16,7 +16,7 @@ from kumi.spec import families
 from kumi.spec.ledger import Param, params
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
-from kumi.units import format_bytes
+from kumi.storage.folders import free_space_check
 
 # Files that go with a tokenizer, copied as they are.
 TOKENIZER_FILES = (
@@ -53,7 +53,7 @@ def write(
     dtypes = {param.name: dtype if isinstance(dtype, str) else dtype[param.name] for param in wanted}
     shards = _shards(wanted, dtypes, max_shard_bytes)
     check_target(folder, replace=replace)
-    check_disk(folder, sum(layout.size for layout in shards.values()) + _SLACK)
+    free_space_check(folder, sum(layout.size for layout in shards.values()) + _SLACK, "the model")
     config = _with_dtype(families.patched(base_config, spec) if base_config else families.to_hf(spec), dtypes)
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -111,17 +111,6 @@ def check_target(folder: Path, *, replace: bool) -> None:
     """Nothing, or RefusedError when `folder` is there, not empty, and not to be replaced."""
     if folder.exists() and not replace and (not folder.is_dir() or any(folder.iterdir())):
         raise RefusedError(f"{folder}: exists and is not empty; name another folder, or delete it")
-
-
-def check_disk(folder: Path, needed: int) -> None:
-    """Nothing, or RefusedError when less than `needed` bytes are free where `folder` will be."""
-    place = folder.absolute().parent
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise RefusedError(f"{folder}: the model needs {format_bytes(needed)} and {format_bytes(free)} are free on "
-                           f"that disk; free some, or write elsewhere")  # fmt: skip
 
 
 def _with_dtype(config: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:

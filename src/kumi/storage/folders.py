@@ -81,16 +81,16 @@ def clean(root: Path | str, spare: Collection[Path | str] = ()) -> list[Path]:
     return leftovers
 
 
-def free_space_check(root: Path | str, bytes_needed: int) -> None:
-    """Nothing, or RefusedError when the file system that holds `root` has less than `bytes_needed` bytes free."""
+def free_space_check(root: Path | str, bytes_needed: int, what: str = "a checkpoint") -> None:
+    """Nothing, or RefusedError when the disk that holds `root` has no room for `what`, `bytes_needed` bytes."""
     place = Path(root).absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < bytes_needed:
         raise RefusedError(
-            f"{root}: not enough disk for a checkpoint: it needs {format_bytes(bytes_needed)} ({bytes_needed} bytes) "
-            f"and {format_bytes(free)} ({free} bytes) are free; free some, keep fewer checkpoints, or write elsewhere"
+            f"{root}: not enough disk for {what}: it needs {format_bytes(bytes_needed)} ({bytes_needed} bytes) "
+            f"and {format_bytes(free)} ({free} bytes) are free; free some, keep less, or write elsewhere"
         )
 
 
