@@ -50,6 +50,30 @@ def test_every_wrong_key_is_reported_at_once():
     assert "optim.lr: -1 is wrong, it should be greater than 0" in text
 
 
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ({"train": {"steps": "4", "out": "x"}}, "train.steps: '4' is wrong, it should be a whole number"),
+        ({"train": {"steps": 4.0, "out": "x"}}, "train.steps: 4.0 is wrong, it should be a whole number"),
+        ({"train": {"steps": True, "out": "x"}}, "train.steps: True is wrong, it should be a whole number"),
+        ({"train": {"steps": 10**30, "out": "x"}}, "it should be less than or equal to 1000000000000"),
+        ({"train": {"steps": 4, "out": ""}}, "train.out: '' is wrong, it should be not empty"),
+        ({"train": {"steps": 4, "out": "a\0"}}, "it should be text without null bytes"),
+        ({"optim": {"lr": float("inf")}}, "optim.lr: inf is wrong, it should be a finite number"),
+        ({"optim": {"lr": "1e-3"}}, "optim.lr: '1e-3' is wrong, it should be a number"),
+        ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas.1: 1.0 is wrong, it should be less than 1"),
+        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, "[0.9, 0.9, 0.9] is wrong, it should be a list of at most 2"),
+        ({"data": {"sources": [], "tokenizer": "x"}}, "data.sources: [] is wrong, it should be a list of at least 1"),
+        ({"data": {"sources": [{"path": "x"}], "tokenizer": 5}}, ".tokenizer: 5 is wrong, it should be text in quotes"),
+        ({"data": {"sources": [{"path": "x"}], "tokenizer": {}}}, "data.tokenizer.vocab_size: required, and not set"),
+        ({"log": {"trackers": "wandb"}}, "log.trackers: 'wandb' is wrong, it should be a list"),
+        ({"checkpoint": 5}, "checkpoint: 5 is wrong, it should be a table of keys"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused_in_one_sentence_and_never_converted(sections, error):
+    assert message(minimal(**sections)).endswith(error)
+
+
 def test_a_model_is_described_once():
     assert "give either source or config" in message(minimal(model={"init": "random"}))
     assert "an inline config has no weights" in message(minimal(model={"config": {}}))
@@ -78,6 +102,8 @@ def test_files_that_are_no_run_files_are_refused(tmp_path):
         load(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="is a folder"):
         load(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load("\0")
     (tmp_path / "bad.toml").write_text("name = ")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load(tmp_path / "bad.toml")

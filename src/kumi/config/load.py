@@ -23,7 +23,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{file}: no such run file; name an existing TOML file") from None
     except IsADirectoryError:
         raise ConfigError(f"{file} is a folder; name a TOML run file, such as {file / 'run.toml'}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) or "\0" in str(path):
+            raise ConfigError(f"{str(path)!r} cannot be read ({error}); name a TOML run file") from None
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
     for override in overrides:
         _apply(written, override)
@@ -95,19 +97,45 @@ def _value(text: str) -> Any:
 
 
 def _innermost(error: ValidationError) -> list[dict[str, Any]]:
-    """The errors of `error` without those that only follow from an error further inside."""
+    """The errors of `error` without those that only follow from another."""
     items: list[dict[str, Any]] = [dict(item) for item in error.errors()]
     places = [item["loc"] for item in items]
     return [
         item
         for item in items
         if not any(place != item["loc"] and place[: len(item["loc"])] == item["loc"] for place in places)
+        and not _other_branch(item)
     ]
+
+
+# What pydantic adds to the place of an error inside `str | TrainedTokenizer`.
+_TEXT_BRANCH, _TABLE_BRANCH = "constrained-str", "TrainedTokenizer"
+
+
+def _other_branch(item: dict[str, Any]) -> bool:
+    """Whether `item` only says that a table is no text, or that something else is no table, where both may stand."""
+    if item["loc"][-1:] == (_TEXT_BRANCH,):
+        return isinstance(item["input"], dict)
+    return bool(item["loc"][-1:] == (_TABLE_BRANCH,))
+
+
+# What a value should be, for the kinds of error that pydantic words for programmers.
+_WANTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "string_too_short": "not empty",
+    "string_pattern_mismatch": "text without null bytes",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table of keys",
+}
 
 
 def _sentence(item: dict[str, Any]) -> str:
     """One validation error as `path: what is wrong; what to do`."""
-    location = [part for part in item["loc"] if part not in ("str", "TrainedTokenizer")]
+    location = [part for part in item["loc"] if part not in (_TEXT_BRANCH, _TABLE_BRANCH)]
     path = ".".join(str(part) for part in location)
     if item["type"] == "extra_forbidden":
         return f"{path}: unknown key{_suggest(location)}"
@@ -116,7 +144,11 @@ def _sentence(item: dict[str, Any]) -> str:
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if item["type"] == "value_error":
         return f"{path}: {message}" if path else message
-    return f"{path}: {item['input']!r} is wrong, it should be {message}"
+    if item["type"] in ("too_short", "too_long"):
+        bound = "at least" if item["type"] == "too_short" else "at most"
+        limit = item["ctx"].get("min_length", item["ctx"].get("max_length"))
+        message = f"a list of {bound} {limit}"
+    return f"{path}: {item['input']!r} is wrong, it should be {_WANTED.get(item['type'], message)}"
 
 
 def _suggest(location: Sequence[str | int]) -> str:

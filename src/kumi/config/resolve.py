@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,12 @@ class Run:
 
     @property
     def out(self) -> Path:
-        return Path(self.config.train.out)
+        return Path(os.path.expanduser(self.config.train.out))
 
 
 def resolve(config: RunConfig) -> Run:
     """What `config` will run. Raises ConfigError, ModelError, LayoutError or FitError, each with its reason."""
-    source = None if config.model.source is None else model_folder(config.model.source)
+    source = None if config.model.source is None else model_folder(config.model.source, "model.source")
     hf_config = read_hf_config(config.model, source)
     model = families.from_hf(hf_config)
     cluster = cluster_spec(config.cluster)
@@ -59,13 +60,14 @@ def resolve(config: RunConfig) -> Run:
     return Run(config, model, hf_config, source, cluster, batch, precision, optim, layout, memory)
 
 
-def model_folder(source: str) -> Path:
-    """The local folder of a model or tokenizer: `source` itself, or the hub's copy of it."""
-    folder = Path(source).expanduser()
+def model_folder(source: str, key: str) -> Path:
+    """The local folder of a model or tokenizer: `source`, the value of `key`, itself, or the hub's copy of it."""
+    folder = Path(os.path.expanduser(source))
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        raise ConfigError(f"model.source: {source!r} is no folder and no hub id; name a folder that holds config.json")
+        wanted = "config.json" if key == "model.source" else "tokenizer.json"
+        raise ConfigError(f"{key}: {source!r} is no folder and no hub id; name a folder that holds {wanted}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -73,7 +75,7 @@ def model_folder(source: str) -> Path:
             snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
         )
     except Exception as error:  # the hub client raises many kinds, all of which mean the same here
-        raise ConfigError(f"model.source: {source!r} is no folder, and the hub did not give it: {error}") from None
+        raise ConfigError(f"{key}: {source!r} is no folder, and the hub did not give it: {error}") from None
 
 
 def read_hf_config(section: ModelSection, source: Path | None) -> dict[str, Any]:
@@ -85,7 +87,9 @@ def read_hf_config(section: ModelSection, source: Path | None) -> dict[str, Any]
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"model.source: {source} has no config.json; name a Hugging Face model folder") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror}); name a Hugging Face model folder") from None
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ModelError(f"{file}: holds a {type(found).__name__}, not an object")

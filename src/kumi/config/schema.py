@@ -6,19 +6,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+# A count beyond this is a slip of the keyboard, and would keep the search for a layout busy for hours.
+MOST = 10**12
+
+# TOML has types, so nothing is converted: 4.0, "4" and true are no counts, and inf and nan are no numbers.
+Positive = Annotated[int, Field(gt=0, le=MOST, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, le=MOST, strict=True)]
+Number = Annotated[float, Field(strict=True)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+Decay = Annotated[Number, Field(ge=0, lt=1)]
+Switch = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
     """The model: a Hugging Face folder or hub id, or a config.json written inline."""
 
-    source: str | None = Field(None, description="A folder with config.json (and weights), or a hub id.")
+    source: Text | None = Field(None, description="A folder with config.json (and weights), or a hub id.")
     config: dict[str, Any] | None = Field(None, description="A Hugging Face config.json, inline, instead of `source`.")
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="Start from the weights in `source`, or from random weights drawn with `train.seed`."
@@ -59,8 +67,10 @@ class ObjectiveSection(Section):
 class SourceSection(Section):
     """One source of documents."""
 
-    path: str = Field(description="A file, folder or glob; {stdlib} is this Python's standard library.")
-    weight: float = Field(1.0, gt=0, description="Share of this source in the training tokens, relative to the others.")
+    path: Text = Field(description="A file, folder or glob; {stdlib} is this Python's standard library.")
+    weight: Number = Field(
+        1.0, gt=0, description="Share of this source in the training tokens, relative to the others."
+    )
     text_key: str = Field("text", description="The field that holds the text, in JSONL and parquet.")
     format: Literal["auto", "jsonl", "parquet", "text", "indexed"] = Field(
         "auto", description="How to read it; 'auto' goes by the suffix. 'indexed' is a Megatron .bin/.idx prefix."
@@ -71,39 +81,41 @@ class SourceSection(Section):
 class TrainedTokenizer(Section):
     """A byte-level BPE tokenizer to train on the sources."""
 
-    vocab_size: Annotated[int, Field(ge=260)] = Field(description="Entries of the vocabulary, special tokens included.")
+    vocab_size: Annotated[Positive, Field(ge=260)] = Field(
+        description="Entries of the vocabulary, special tokens included."
+    )
 
 
 class DataSection(Section):
     """Where the tokens come from."""
 
     sources: tuple[SourceSection, ...] = Field(min_length=1, description="The sources, mixed by weight.")
-    tokenizer: str | TrainedTokenizer = Field(
+    tokenizer: Text | TrainedTokenizer = Field(
         description="A Hugging Face tokenizer folder or hub id, or { vocab_size = N } to train one on the sources."
     )
-    validation: Annotated[float, Field(ge=0, le=0.5)] = Field(
+    validation: Annotated[Number, Field(ge=0, le=0.5)] = Field(
         0.01, description="Share of the documents held out, by a hash of their text, so that no copy is trained on."
     )
     on_error: Literal["skip", "fail"] = Field(
         "skip", description="What to do with a record that cannot be read: skip and report it, or stop."
     )
-    add_bos: bool = Field(False, description="Begin every document with the tokenizer's bos token.")
-    cross_document: bool = Field(
+    add_bos: Switch = Field(False, description="Begin every document with the tokenizer's bos token.")
+    cross_document: Switch = Field(
         False, description="Let attention and prediction cross from a document into the next one in its window."
     )
     workers: NotNegative = Field(0, description="Processes that tokenise; 0 means one a core.")
-    cache: str | None = Field(None, description="Folder of tokenised data; by default `data` inside `train.out`.")
+    cache: Text | None = Field(None, description="Folder of tokenised data; by default `data` inside `train.out`.")
 
 
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     kind: Literal["adamw"] = Field("adamw", description="AdamW, with decoupled weight decay.")
-    lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Decay of the first and second moments.")
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay; norms and biases are not decayed.")
-    grad_clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
+    lr: Number = Field(3e-4, gt=0, description="Peak learning rate.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay of the first and second moments.")
+    eps: Number = Field(1e-8, gt=0, description="Added to the denominator of the update.")
+    weight_decay: Number = Field(0.1, ge=0, description="Decoupled weight decay; norms and biases are not decayed.")
+    grad_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
     schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
         "cosine", description="How the rate falls after the warm-up; 'wsd' stays, then falls over `decay_steps`."
     )
@@ -129,7 +141,7 @@ class LayoutSection(Section):
     cp: Positive | None = Field(None, description="Context-parallel degree.")
     tp: Positive | None = Field(None, description="Tensor-parallel degree.")
     ep: Positive | None = Field(None, description="Expert-parallel degree.")
-    zero: Annotated[int, Field(ge=0, le=3)] | None = Field(
+    zero: Annotated[NotNegative, Field(le=3)] | None = Field(
         None, description="What dp_shard divides: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."
     )
     microbatch: Positive | None = Field(None, description="Sequences in a forward-backward pass of one rank.")
@@ -142,9 +154,9 @@ class TrainSection(Section):
     """The run."""
 
     steps: Positive = Field(description="Optimizer steps.")
-    out: str = Field(description="Folder of the run; the same command again resumes from it.")
+    out: Text = Field(description="Folder of the run; the same command again resumes from it.")
     seed: NotNegative = Field(0, description="Seed of the initial weights and of the order of the data.")
-    compile: bool = Field(False, description="Compile every layer with torch.compile.")
+    compile: Switch = Field(False, description="Compile every layer with torch.compile.")
 
 
 class EvalSection(Section):
@@ -159,7 +171,7 @@ class CheckpointSection(Section):
 
     every: NotNegative = Field(0, description="Steps between checkpoints; 0 saves at the end only.")
     keep: Positive = Field(2, description="How many checkpoints to keep; older ones are removed.")
-    asynchronous: bool = Field(True, description="Write in the background while training goes on.")
+    asynchronous: Switch = Field(True, description="Write in the background while training goes on.")
 
 
 class LogSection(Section):
@@ -174,7 +186,7 @@ class LogSection(Section):
 class ExportSection(Section):
     """The Hugging Face folder written at the end, to `hf` inside `train.out`."""
 
-    enabled: bool = Field(True, description="Whether to write it.")
+    enabled: Switch = Field(True, description="Whether to write it.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype of the weights; 'auto' is that of `model.source`, float32 for a new model."
     )
@@ -185,13 +197,13 @@ class SampleSection(Section):
 
     prompts: tuple[str, ...] = Field((), description="Beginnings to continue.")
     max_new_tokens: Positive = Field(48, description="Tokens to add to each.")
-    temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token every time.")
+    temperature: Number = Field(0.0, ge=0, description="0 takes the likeliest token every time.")
 
 
 class RunConfig(Section):
     """A kumi run file."""
 
-    name: str = Field(min_length=1, description="Name of the run.")
+    name: Text = Field(description="Name of the run.")
     model: ModelSection
     cluster: ClusterSection = ClusterSection()
     batch: BatchSection

@@ -15,7 +15,7 @@ from kumi.errors import ConfigError
 def data_folder(run: Run) -> Path:
     """Where the tokenizer and the tokenised data of `run` lie."""
     cache = run.config.data.cache
-    return run.out / "data" if cache is None else Path(cache).expanduser()
+    return run.out / "data" if cache is None else Path(os.path.expanduser(cache))
 
 
 def check_data(run: Run) -> None:
@@ -54,7 +54,7 @@ def open_data(run: Run) -> Store:
 def tokenizer_folder(run: Run) -> Path:
     """The folder of the run's tokenizer: the one given, or the one trained for the run."""
     wanted = run.config.data.tokenizer
-    return model_folder(wanted) if isinstance(wanted, str) else data_folder(run) / "tokenizer"
+    return model_folder(wanted, "data.tokenizer") if isinstance(wanted, str) else data_folder(run) / "tokenizer"
 
 
 def _sources(run: Run) -> list[Source]:

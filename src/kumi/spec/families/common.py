@@ -91,6 +91,9 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is not None and value < 1:
             raise ModelError(f"config.json: {name}={value} must be 1 or more")
+    for name in ("rms_norm_eps", "initializer_range"):
+        if values[name] < 0:
+            raise ModelError(f"config.json: {name}={values[name]} must not be negative; correct it")
 
 
 def _head_dim(values: Mapping[str, Any], heads: int) -> int:

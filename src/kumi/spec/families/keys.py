@@ -6,6 +6,7 @@ A family declares what it reads as a table of `Key`; `read` checks a config agai
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +124,8 @@ def _check_kind(family: str, name: str, value: Any, kind: str) -> None:
     right = isinstance(value, KINDS[kind]) and (bool in KINDS[kind] or not isinstance(value, bool))
     if right and isinstance(value, list) and "integers" in kind:
         right = bool(value) and all(type(item) is int for item in value)
+    if right and isinstance(value, float) and not math.isfinite(value):
+        raise ModelError(f"config.json: {name}={value} of a {family} model must be a finite number; correct it")
     if not right:
         raise ModelError(f"config.json: {name}={value!r} of a {family} model must be {_article(kind)}; correct it")
 

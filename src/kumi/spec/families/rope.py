@@ -70,6 +70,7 @@ def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: in
         raise ModelError(f"config.json: rope type {kind!r} is not supported; kumi knows {', '.join(SCALINGS)}")
     # partial_rotary_factor may stand in the table, too: `read` accepts its neutral value.
     values = read(f"{family} (rope type {kind})", table, _BASE | SCALINGS[kind])
+    _check_positive({**values, "rope_theta": values["rope_theta"] if theta is None else theta})
     base = float(values["rope_theta"] or theta or DEFAULT_THETA)
     if kind == "default":
         return Rope(base)
@@ -79,6 +80,13 @@ def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: in
         return Rope(base, "llama3", float(values["factor"]), values[_ORIGINAL],
                     float(values["low_freq_factor"]), float(values["high_freq_factor"]))  # fmt: skip
     return _yarn(base, values, limit)
+
+
+def _check_positive(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", _ORIGINAL):
+            if value is not None and value <= 0:
+                raise ModelError(f"config.json: {name}={value} of the rotary embedding must be above 0; correct it")
 
 
 def _yarn(base: float, values: Mapping[str, Any], limit: int) -> Rope:
