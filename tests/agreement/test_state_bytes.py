@@ -57,9 +57,9 @@ def _whole(model):
     grads = {id(value.grad): value.grad.nbytes for value in found if value.grad is not None}
     for module in model.modules():
         # Gradients that wait for the last microbatch in another dtype than the parameters.
-        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []:
-            kept = [value.unsharded_accumulated_grad for value in group.fsdp_params]
-            grads |= {id(grad): grad.nbytes for grad in kept if grad is not None}
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        kept = [value.unsharded_accumulated_grad for value in group.fsdp_params] if group else []
+        grads |= {id(grad): grad.nbytes for grad in kept if grad is not None}
     return sum(storages.values()), sum(grads.values())
 
 
