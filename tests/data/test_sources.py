@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import os
 import sysconfig
 
 import pytest
 
-from kumi.data import DataPathError, Source, expand
+from kumi.data import DataPathError, Source, expand, would_read
 from kumi.errors import ConfigError
 
 
@@ -61,3 +62,39 @@ def test_an_unknown_suffix_is_refused_unless_the_format_is_given(tree):
 def test_a_wrong_source_is_refused(wrong):
     with pytest.raises(ConfigError, match="data source 'x'"):
         Source("x", **wrong)
+
+
+def test_links_to_folders_are_followed_and_read_once(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("a")
+    (tmp_path / "data" / "loop").symlink_to(".")
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "other")
+    assert expand(Source(str(tmp_path / "data"))) == [tmp_path / "data" / "more" / "a.txt"]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path.name), os.mkfifo]
+)
+def test_what_is_no_file_is_refused_and_never_opened(tmp_path, make):
+    make(tmp_path / "a.txt")
+    with pytest.raises(DataPathError, match=r"a\.txt is a link to nothing, a pipe or a device"):
+        expand(Source(str(tmp_path)))
+    (tmp_path / "b.txt").write_text("b")
+    assert expand(Source(str(tmp_path), exclude=("a.txt",))) == [tmp_path / "b.txt"]
+
+
+def test_a_name_that_is_not_unicode_is_refused(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/a\xff.txt", "w") as file:
+        file.write("x")
+    with pytest.raises(DataPathError, match="is not UTF-8; rename the file"):
+        expand(Source(str(tmp_path)))
+
+
+def test_whether_a_file_would_be_read(tmp_path):
+    inside = tmp_path / "run" / "metrics.jsonl"
+    assert would_read(Source(str(tmp_path)), inside)
+    assert would_read(Source(f"{tmp_path}/**/*.jsonl"), inside)
+    assert not would_read(Source(str(tmp_path), exclude=("run/**",)), inside)
+    assert not would_read(Source(f"{tmp_path}/*.jsonl"), inside)
+    assert not would_read(Source(str(tmp_path)), tmp_path / ".cache" / "metrics.jsonl")

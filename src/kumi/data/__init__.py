@@ -10,7 +10,7 @@ from kumi.data.binfile import IndexedFile
 from kumi.data.mix import Batch, Mixture, Sweep
 from kumi.data.preparation import prepare
 from kumi.data.records import Fault, Record, read
-from kumi.data.sources import DataPathError, Source, expand
+from kumi.data.sources import DataPathError, Source, expand, would_read
 from kumi.data.store import Store, StoredSource, inspect, open_store
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.tokenizer import load as load_tokenizer
@@ -35,4 +35,5 @@ __all__ = [
     "prepare",
     "read",
     "train_tokenizer",
+    "would_read",
 ]

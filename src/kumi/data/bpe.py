@@ -11,13 +11,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kumi.data import records, tokenizer, work
-from kumi.data.records import Record
+from kumi.data.records import Fault
 from kumi.data.sources import Source, compression
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.worker import in_validation
@@ -116,14 +118,19 @@ def _run(job: dict[str, Any]) -> None:
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true"}
     command = [sys.executable, "-m", "kumi.data.bpe"]
-    done = subprocess.run(command, input=json.dumps(job).encode(), stdout=subprocess.PIPE, env=environment, check=False)
+    # In a group of its own, so that a Ctrl-C in the terminal reaches the program alone, which stops this one.
+    done = subprocess.run(
+        command, input=json.dumps(job | {"parent": os.getpid()}).encode(), stdout=subprocess.PIPE, env=environment,
+        check=False, process_group=0,
+    )  # fmt: skip
     if done.returncode == ConfigError.exit_code:
         raise ConfigError(done.stdout.decode())
     if done.returncode != 0:
         raise KumiError(f"the training of the tokenizer ended with code {done.returncode}; its message is above")
 
 
-def _texts(job: dict[str, Any]) -> Iterator[str]:
+def _texts(job: dict[str, Any], faults: list[Fault]) -> Iterator[str]:
+    """The texts to learn from; the first record that cannot be read goes into `faults`."""
     for unit in job["chosen"]:
         left = unit["limit"]
         for segment in unit["segments"]:
@@ -132,7 +139,9 @@ def _texts(job: dict[str, Any]) -> Iterator[str]:
                 Path(file["path"]), file["format"], unit["text_key"], segment["start"], segment["end"]
             )
             for item in items:
-                if isinstance(item, Record) and not in_validation(item.text, job["validation"]):
+                if isinstance(item, Fault):
+                    faults[:] = faults or [item]
+                elif not in_validation(item.text, job["validation"]):
                     left -= len(item.text)
                     yield from tokenizer.pieces(item.text, tokenizer.PIECE)
                 if left <= 0:
@@ -154,10 +163,15 @@ def _learn(job: dict[str, Any]) -> None:
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in _SPECIALS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    texts = _texts(job)
+    faults: list[Fault] = []
+    texts = _texts(job, faults)
     first = next(texts, None)
     if first is None:
-        raise ConfigError("the sources hold no text to learn a tokenizer from")
+        rest = f" outside of the held-out share of {job['validation']}" if job["validation"] else ""
+        wrong = "".join(f" ({fault.file}:{fault.line}: {fault.reason})" for fault in faults)
+        raise ConfigError(
+            f"the sources hold no text to learn a tokenizer from{rest}; add documents that can be read{wrong}"
+        )
     backend.train_from_iterator(_chain(first, texts), trainer=trainer)
     _write(Path(job["folder"]), backend)
 
@@ -186,10 +200,19 @@ def _write(folder: Path, backend: Any) -> None:
     os.replace(partial, folder / "tokenizer.json")
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process once the one that asked for the tokenizer is gone: a new run may own the folder then."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
 def main() -> int:
     """Does the one job given on standard input; a ConfigError's sentence goes to standard output."""
+    job = json.load(sys.stdin)
+    threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
     try:
-        _learn(json.load(sys.stdin))
+        _learn(job)
     except ConfigError as error:
         sys.stdout.write(str(error))
         return error.exit_code

@@ -56,7 +56,8 @@ def _start(module: str, stack: ExitStack) -> subprocess.Popen[bytes]:
     # One thread each: the processes are the parallelism.
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    # In a group of its own, so that a Ctrl-C in the terminal reaches the program alone, which stops its workers.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0)
     stack.callback(_stop, process)
     return process
 

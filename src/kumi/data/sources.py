@@ -85,7 +85,22 @@ def expand(source: Source) -> list[Path]:
             f"data source {source.path!r}: exclude={list(source.exclude)} removes all {len(found)} files"
         )
     _refuse_unknown(source, files)
+    _refuse_irregular(source, files)
     return files
+
+
+def would_read(source: Source, path: Path) -> bool:
+    """Whether a file at the absolute `path`, which need not be there, would be one of `source`."""
+    if source.format == "indexed" or any(_glob_regex(pattern).fullmatch(path.as_posix()) for pattern in source.exclude):
+        return False
+    return any(_covers(pattern, path) for pattern in _alternatives(source.path))
+
+
+def _covers(pattern: str, path: Path) -> bool:
+    if not os.path.isdir(pattern):
+        return _glob_regex(pattern).fullmatch(path.as_posix()) is not None
+    folder, real = Path(os.path.realpath(pattern)), Path(os.path.realpath(path))
+    return real.is_relative_to(folder) and not any(_left_out(part) for part in real.relative_to(folder).parts)
 
 
 def file_format(path: Path, fmt: str = "auto") -> str | None:
@@ -121,6 +136,23 @@ def _refuse_unknown(source: Source, files: list[Path]) -> None:
         )
 
 
+def _refuse_irregular(source: Source, files: list[Path]) -> None:
+    wrong = next((f for f in files if not f.is_file()), None)
+    if wrong is not None:
+        raise DataPathError(
+            f"data source {source.path!r}: {wrong} is a link to nothing, a pipe or a device, not a file; remove it, or "
+            "leave it out with exclude"
+        )
+    unnamed = next((f for f in files if not str(f).isprintable() and not _is_unicode(str(f))), None)
+    if unnamed is not None:
+        raise DataPathError(f"data source {source.path!r}: the name {str(unnamed)!r} is not UTF-8; rename the file")
+
+
+def _is_unicode(name: str) -> bool:
+    """Whether all of a file's name could be decoded: what could not is half a surrogate pair in Python."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
 def _alternatives(path: str) -> Iterator[str]:
     """`path` with `{a,b}` written out and `~` and `{stdlib}` filled in."""
     pieces = re.split(r"\{([^{}]*,[^{}]*)\}", path)
@@ -154,9 +186,24 @@ def _indexed_matches(pattern: str) -> Iterator[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
+    """The files below `folder`, through links to folders as well; a folder that is reached again is read once."""
+    seen = set()
+    for root, folders, names in os.walk(folder, onerror=_unlisted, followlinks=True):
+        place = os.path.realpath(root)
+        if place in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(f for f in folders if not _left_out(f))
         yield from (Path(root, name) for name in names if not name.startswith("."))
+
+
+def _left_out(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
+
+
+def _unlisted(error: OSError) -> None:
+    raise DataPathError(f"{error.filename}: the folder cannot be listed ({error.strerror}); make it readable")
 
 
 def _glob_regex(pattern: str) -> re.Pattern[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from kumi.config import Run
 from kumi.config.resolve import model_folder
 from kumi.config.schema import SourceSection
-from kumi.data import Source, Store, Tokenizer, expand, load_tokenizer, open_store, prepare, train_tokenizer
+from kumi.data import Source, Store, Tokenizer, expand, load_tokenizer, open_store, prepare, train_tokenizer, would_read
 from kumi.errors import ConfigError
 
 
@@ -21,6 +21,7 @@ def data_folder(run: Run) -> Path:
 def check_data(run: Run) -> None:
     """Nothing, when the sources exist and a given tokenizer fits the model; ConfigError otherwise. Writes nothing."""
     for source in _sources(run):
+        _refuse_own_files(run, source)
         expand(source)
     if isinstance(run.config.data.tokenizer, str):
         _check_vocabulary(run, load_tokenizer(tokenizer_folder(run)))
@@ -29,6 +30,21 @@ def check_data(run: Run) -> None:
             f"data.tokenizer.vocab_size={run.config.data.tokenizer.vocab_size} is larger than the model's "
             f"vocab_size={run.model.vocab_size}; use at most {run.model.vocab_size}"
         )
+
+
+def _refuse_own_files(run: Run, source: Source) -> None:
+    """A run must not read what it writes: its data would be others at every start."""
+    data = data_folder(run)
+    for key, folder, names in (
+        ("train.out", run.out, ("config.toml", "metrics.jsonl", "hf/README.md")),
+        ("data.cache", data, ("tokens/faults.jsonl", "tokens/meta.json", "tokenizer/tokenizer.json")),
+    ):
+        found = next((folder / name for name in names if would_read(source, (folder / name).absolute())), None)
+        if found is not None:
+            raise ConfigError(
+                f"{key}: {folder} lies inside data source {source.path!r}, which would read what the run writes "
+                f"({found}); name a folder outside of it, or add {f'{folder.name}/**'!r} to the source's exclude"
+            )
 
 
 def prepare_data(run: Run) -> Store:
