@@ -30,5 +30,10 @@ def test_wsd_stays_and_then_falls():
     assert found[90] == pytest.approx(1.0 - 0.9 * 10 / 19)
 
 
+def test_wsd_ends_at_the_floor_even_when_it_falls_in_one_step():
+    assert rates(schedule="wsd", decay_steps=1)[-2:] == [1.0, pytest.approx(0.1)]
+    assert Optim(lr=1.0, schedule="wsd", decay_steps=1).lr_at(0, 1) == 1.0
+
+
 def test_a_run_of_one_step_has_a_rate():
     assert Optim(lr=1.0).lr_at(0, 1) == 1.0

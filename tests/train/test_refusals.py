@@ -4,12 +4,18 @@ import contextlib
 import hashlib
 import json
 import shutil
+import threading
+import time
 
 import pytest
 from tests.train.conftest import back_to, run_file
 
 from kumi.cli import main
+from kumi.config import load, resolve
+from kumi.errors import LayoutError, RefusedError
 from kumi.storage import checkpoint
+from kumi.train import folder as run_folder
+from kumi.train.metrics import read_metrics, truncate_metrics
 
 
 def content(folder, besides):
@@ -144,9 +150,6 @@ def test_allow_change_goes_on_with_the_new_value(small, tmp_path):
 
 
 def test_a_folder_in_use(small, tmp_path, capfd, monkeypatch):
-    from kumi.config import load
-    from kumi.train import folder as run_folder
-
     folder = small.copy(tmp_path)
     monkeypatch.setattr(run_folder._locked.__wrapped__, "__defaults__", (0.2,))
     with contextlib.chdir(folder):
@@ -154,3 +157,76 @@ def test_a_folder_in_use(small, tmp_path, capfd, monkeypatch):
         with run_folder.claim(folder / "run", load(run)):
             assert main(["train", str(run)]) == 2
     assert "run is in use by another kumi process" in capfd.readouterr().err
+
+
+def test_a_run_that_would_read_what_it_writes(refused):
+    error = refused(new_run, data__sources=[{"path": "."}])
+    assert "train.out: run lies inside data source '.'" in error
+    assert "add 'run/**' to the source's exclude" in error
+    error = refused(data__sources=[{"path": ".", "exclude": ["run/**"]}])
+    assert "data.cache: tokens lies inside data source '.'" in error
+
+
+def test_weights_of_another_model_are_refused_before_the_data_are_made(refused):
+    def model(folder):
+        shutil.move(folder / "run" / "hf", folder / "base")
+        new_run(folder)
+        config = json.loads((folder / "base" / "config.json").read_text())
+        (folder / "base" / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+
+    error = refused(model, model={"source": "base"})
+    assert "'model.layers.0.mlp.gate_proj.weight' is (64, 32) in model.safetensors, (96, 32) in the model" in error
+
+
+@pytest.mark.parametrize(
+    ("nodes", "environ", "words"),
+    [
+        (2, {}, "cluster.nodes=2: kumi starts the ranks of one machine only"),
+        (1, {"RANK": "0"}, "RANK=0, which is no rank of a launcher"),
+        (1, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, WORLD_SIZE=2, which is no rank"),
+        (1, {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "is no rank"),
+        (1, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "needs 1 ranks and WORLD_SIZE=2"),
+    ],
+)
+def test_a_launcher_that_does_not_fit_the_layout(nodes, environ, words, small):
+    from kumi.train.start import _check_ranks
+
+    with contextlib.chdir(small.folder):
+        run = resolve(load("run.toml", [f"cluster.nodes={nodes}"]))
+    with pytest.raises(LayoutError, match=words):
+        _check_ranks(run, environ)
+    if nodes == 1:
+        _check_ranks(run, {"RANK": "0", "WORLD_SIZE": "1"})
+
+
+def test_two_starts_of_different_runs_at_once(small, tmp_path):
+    """The second finds the folder empty, waits for the first, and must not take it over then."""
+    with contextlib.chdir(small.folder):
+        config = load("run.toml")
+    out, first = tmp_path / "run", run_folder.claim(tmp_path / "run", config)
+    first.__enter__()
+    (out / "config.toml").rename(tmp_path / "config.toml")
+    failed = []
+
+    def second():
+        try:
+            with run_folder.claim(out, config.model_copy(update={"name": "other"})):
+                pass
+        except RefusedError as error:
+            failed.append(str(error))
+
+    waiting = threading.Thread(target=second)
+    waiting.start()
+    time.sleep(0.3)  # for it to have looked, and to wait
+    (tmp_path / "config.toml").rename(out / "config.toml")
+    first.__exit__(None, None, None)
+    waiting.join()
+    assert "name: 'small' -> 'other'" in failed[0]
+
+
+def test_broken_lines_of_metrics_are_dropped_and_no_others(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1}\nbroken \xff\n[1]\n{"step": 2}\n{"step": 3}\n{"st')
+    truncate_metrics(file, 2)
+    assert read_metrics(file) == [{"step": 1}, {"step": 2}]
+    assert read_metrics(tmp_path / "gone.jsonl") == []

@@ -106,6 +106,11 @@ def choose_precision(kind: str, device: Device) -> Precision:
 def choose_optim(section: OptimSection, steps: int) -> Optim:
     """The optimizer of `section`, with the decay of "wsd" defaulting to a tenth of the run."""
     fields = section.model_dump()
+    if section.decay_steps and section.schedule != "wsd":
+        raise ConfigError(
+            f"optim.decay_steps={section.decay_steps} is for schedule='wsd', not {section.schedule!r}; "
+            f"remove it, or set optim.schedule='wsd'"
+        )
     if section.schedule == "wsd" and section.decay_steps == 0:
         fields["decay_steps"] = max(1, steps // 10)
     if section.warmup_steps + fields["decay_steps"] * (section.schedule == "wsd") > steps:

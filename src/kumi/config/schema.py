@@ -218,3 +218,12 @@ class RunConfig(Section):
     log: LogSection = LogSection()
     export: ExportSection = ExportSection()
     sample: SampleSection = SampleSection()
+
+    @model_validator(mode="after")
+    def _something_to_evaluate(self) -> RunConfig:
+        if self.eval.every and not self.data.validation:
+            raise ValueError(
+                f"eval.every={self.eval.every} and data.validation=0 leave nothing to evaluate on; hold out a share of "
+                f"the documents with data.validation, or set eval.every=0"
+            )
+        return self

@@ -73,6 +73,16 @@ def check(folder: str | Path, spec: ModelSpec) -> dict[str, Entry]:
     ModelError for a tensor that is missing, unknown or of another shape. Accepted besides: the rotary tables that old
     versions of transformers saved, and a copy of the tied embedding.
     """
+    found = check_headers(folder, spec)
+    head = found.get(TIED_HEAD)
+    if spec.tie_word_embeddings and head is not None and not read(head).equal(read(found[EMBEDDING])):
+        raise ModelError(f"{head.file}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but config.json ties them; "
+                         f"set tie_word_embeddings to false")  # fmt: skip
+    return {param.name: found[param.name] for param in params(spec)}
+
+
+def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Entry]:
+    """Every entry of `folder`, once it is sure that their names and shapes are those of `spec`; no tensor is read."""
     found, wanted = entries(folder), {param.name: param.shape for param in params(spec)}
     for name, shape in wanted.items():
         if name not in found:
@@ -86,10 +96,10 @@ def check(folder: str | Path, spec: ModelSpec) -> dict[str, Entry]:
         if name != TIED_HEAD or not spec.tie_word_embeddings:
             raise ModelError(f"{found[name].file}: {name!r} {found[name].shape} has no place in the {spec.family} "
                              f"model of this config.json; kumi would drop it")  # fmt: skip
-        if found[name].shape != wanted[EMBEDDING] or not read(found[name]).equal(read(found[EMBEDDING])):
+        if found[name].shape != wanted[EMBEDDING]:
             raise ModelError(f"{found[name].file}: {name!r} differs from {EMBEDDING!r}, but config.json ties them; "
                              f"set tie_word_embeddings to false")  # fmt: skip
-    return {name: found[name] for name in wanted}
+    return found
 
 
 def _missing_hint(name: str, found: Mapping[str, Entry]) -> str:

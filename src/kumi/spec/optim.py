@@ -38,7 +38,7 @@ class Optim:
         if self.schedule == "constant":
             return self.lr
         floor = self.lr * self.min_lr_ratio
-        start = steps - self.decay_steps if self.schedule == "wsd" else self.warmup_steps
+        start = max(0, steps - max(2, self.decay_steps)) if self.schedule == "wsd" else self.warmup_steps
         progress = min(1.0, max(0.0, (step - start) / max(1, steps - 1 - start)))
         if self.schedule == "cosine":
             return floor + (self.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from kumi.nn.generate import generate
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage import checkpoint
 from kumi.train.loop import checkpoint_root
+from kumi.train.metrics import read_metrics
 from kumi.train.prepare import tokenizer_folder
 from kumi.train.probe import FILE
 
@@ -94,7 +94,7 @@ def _compare(decoder: Decoder, run: Run, folder: Path) -> float:
 
 def _card(run: Run, store: Store) -> dict[str, Any]:
     """What the model card says of this run."""
-    evaluations = [entry for entry in _metrics(run) if "eval/loss" in entry]
+    evaluations = [entry for entry in read_metrics(run.out / "metrics.jsonl") if "eval/loss" in entry]
     return {
         "name": run.config.name,
         "base_model": run.config.model.source if run.config.model.init == "pretrained" else None,
@@ -109,10 +109,6 @@ def _card(run: Run, store: Store) -> dict[str, Any]:
             "unigram entropy (nats a token)": f"{store.unigram_entropy:.4f}",
         },
     }
-
-
-def _metrics(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _sample(run: Run, decoder: Decoder) -> None:

@@ -41,6 +41,7 @@ def claim(out: Path, config: RunConfig, allow_change: Sequence[str] = ()) -> Ite
     _check(out, config, allow_change)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
+        _check(out, config, allow_change)  # another start may have claimed it while this one waited
         resumed = (out / CONFIG).exists()
         _write_atomically(out / CONFIG, dump(config))
         yield resumed

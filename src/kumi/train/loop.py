@@ -16,7 +16,7 @@ import torch
 from kumi.config import Run
 from kumi.convert import weights_reader
 from kumi.data import Store
-from kumi.errors import OK, DeviceMemoryError
+from kumi.errors import OK, DeviceMemoryError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.matmul import enable_fast_float32
 from kumi.parallel.build import build
@@ -63,6 +63,13 @@ def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
         if code == OK:
             write_probe(parts, run.out)
         return code
+    except (ConnectionError, TimeoutError):  # of the ranks, not of the disk
+        raise
+    except OSError as error:
+        raise SaveError(
+            f"{error.filename or run.out}: cannot be written ({error.strerror or error}); free some space or make it "
+            f"writable, and run the same command again: it goes on from the last checkpoint"
+        ) from error
     finally:
         if metrics is not None:
             metrics.close()

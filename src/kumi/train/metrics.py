@@ -20,18 +20,24 @@ from kumi.units import format_bytes, format_count, format_seconds
 Tracker = Callable[[dict[str, Any], int], None]
 
 
-def truncate_metrics(file: Path, step: int) -> None:
-    """Drop the lines of `file` that lie after `step`, and a half-written last one: those steps will be done again."""
-    if not file.exists():
-        return
-    kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The entries of a metrics.jsonl without lines that a kill or an editor broke; none when the file is gone."""
+    found = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         try:
             entry = json.loads(line)
         except ValueError:
-            break  # only the last line can be cut short, by a kill while it was written
-        if entry["step"] <= step:
-            kept.append(line + "\n")
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            found.append(entry)
+    return found
+
+
+def truncate_metrics(file: Path, step: int) -> None:
+    """Drop the lines of `file` that lie after `step`, and broken ones: those steps will be done again."""
+    if not file.exists():
+        return
+    kept = [json.dumps(entry) + "\n" for entry in read_metrics(file) if entry["step"] <= step]
     part = file.with_suffix(".part")
     part.write_text("".join(kept), encoding="utf-8")
     os.replace(part, file)

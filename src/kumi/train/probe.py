@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,4 +27,8 @@ def write_probe(parts: Parts, out: Path) -> None:
     parts.model.train()
     release(parts.model)
     if parts.mesh.rank == 0:
-        save_file({"input_ids": input_ids.cpu(), "logits": logits.float().cpu().contiguous()}, out / FILE)
+        tensors = {"input_ids": input_ids.cpu(), "logits": logits.float().cpu().contiguous()}
+        try:
+            save_file(tensors, out / FILE)
+        except SafetensorError as error:
+            raise OSError(f"{out / FILE}: {error}") from error

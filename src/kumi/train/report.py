@@ -31,7 +31,7 @@ class Reporter:
         self._since = time.perf_counter()
 
     def step(self, result: StepResult) -> None:
-        """Take in one step; raises DivergedError when a loss among those now known is not finite."""
+        """Take in one step; raises DivergedError when a loss or gradient now known is not finite."""
         self._pending.append(result)
         run = self._parts.run
         shown = result.step % run.config.log.every == 0 or result.step == run.config.train.steps
@@ -69,11 +69,13 @@ class Reporter:
             self._metrics.note(text)
 
     def _check(self, result: StepResult, loss: float) -> None:
-        if not math.isfinite(loss):
+        norm = float(result.grad_norm)
+        # A float16 gradient that overflowed was left out; any other has gone into the weights, which are lost.
+        if not math.isfinite(loss) or not (math.isfinite(norm) or self._parts.run.precision.loss_scaling):
             if self._metrics is not None:
                 self._metrics.close()
             raise DivergedError(
-                f"step {result.step}: the loss is {loss} (gradient norm {float(result.grad_norm):.3g}, lr "
+                f"step {result.step}: the loss is {loss} (gradient norm {norm:.3g}, lr "
                 f"{result.lr:.2e}); lower optim.lr or lengthen optim.warmup_steps, and start again from an earlier "
                 f"checkpoint"
             )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kumi.config import Run
 from kumi.data import Store
 from kumi.describe import console, describe, render
-from kumi.errors import OK, ModelError
+from kumi.errors import OK, LayoutError, ModelError
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.train.folder import claim
 from kumi.train.prepare import check_data, open_data, prepare_data
@@ -41,6 +41,7 @@ def check(run: Run) -> None:
     """Nothing, when the run can start; the reason as a ConfigError otherwise. Writes nothing."""
     from kumi.storage.folders import free_space_check, list_complete
 
+    _check_ranks(run, os.environ)
     check_data(run)
     if run.config.model.init == "pretrained":
         _check_weights(run)
@@ -50,12 +51,42 @@ def check(run: Run) -> None:
     free_space_check(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
 
 
+def _check_ranks(run: Run, environ: Mapping[str, str]) -> None:
+    """Nothing, when the ranks that a launcher started, or that this process will start, are those of the layout."""
+    needed, nodes = run.layout.world_size, run.cluster.nodes
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: environ[name] for name in names if name in environ}
+    if not {"RANK", "WORLD_SIZE"} & set(given):
+        if nodes > 1:
+            raise LayoutError(
+                f"cluster.nodes={nodes}: kumi starts the ranks of one machine only; start the {needed} ranks with a "
+                f"launcher such as torchrun, or set cluster.nodes=1"
+            )
+        return
+    numbers = [given.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    sane = all(number.isdecimal() for number in numbers) and int(numbers[0]) < int(numbers[1])
+    if not sane or (numbers[1] != "1" and len(given) < len(names)):
+        raise LayoutError(
+            f"the environment sets {', '.join(f'{name}={value}' for name, value in given.items())}, which is no rank "
+            f"of a launcher: that sets {', '.join(names)}; unset them, or start the ranks with torchrun"
+        )
+    if int(numbers[1]) != needed:
+        raise LayoutError(
+            f"the layout needs {needed} ranks and WORLD_SIZE={numbers[1]} were started; start {needed}, or set cluster "
+            f"and layout for {numbers[1]}"
+        )
+
+
 def _check_weights(run: Run) -> None:
+    """The headers of the weight files alone: what they hold is read when the ranks fill the model."""
     assert run.source is not None, "the configuration allows pretrained weights only with a source"
-    if not any(run.source.glob("*.safetensors")):
+    from kumi.convert import hf
+
+    if not any(run.source.glob("*.safetensors")) and not any(run.source.glob("*.bin")):
         raise ModelError(
             f"model.source: {run.source} has no .safetensors file; add the weights, or set model.init=random"
         )
+    hf.check_headers(run.source, run.model)
 
 
 def _trained(run: Run) -> bool:

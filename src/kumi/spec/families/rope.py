@@ -83,10 +83,10 @@ def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: in
 
 
 def _check_positive(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", _ORIGINAL):
-            if value is not None and value <= 0:
-                raise ModelError(f"config.json: {name}={value} of the rotary embedding must be above 0; correct it")
+    for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", _ORIGINAL):
+        value = values.get(name)
+        if value is not None and value <= 0:
+            raise ModelError(f"config.json: {name}={value} of the rotary embedding must be above 0; correct it")
 
 
 def _yarn(base: float, values: Mapping[str, Any], limit: int) -> Rope:
