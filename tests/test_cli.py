@@ -80,6 +80,35 @@ def test_a_closed_pipe_is_no_error():
     assert (ended.stdout, ended.stderr) == ("{\n", "")
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; what was finished is kept"),
+        (PermissionError(13, "Permission denied", "runs/x"), 2, "PermissionError: runs/x: Permission denied; make it"),
+        (OSError("No usable temporary directory"), 2, "OSError: No usable temporary directory; make it usable"),
+    ],
+)
+def test_what_the_system_refuses_is_one_sentence(error, code, words, monkeypatch, capsys):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr("kumi.cli._resolve", fail)
+    assert main(["train", "run.toml"]) == code
+    assert capsys.readouterr().err.startswith(words)
+
+
+@pytest.mark.parametrize("redirection", [">&-", "| true", "> /dev/null"])
+def test_output_that_nobody_can_read_stops_nothing(redirection):
+    program = (
+        "import sys, kumi.cli as cli\n"
+        "cli._describe = lambda arguments: [print('é', chr(0x2603), flush=True) for _ in range(2000)] and 7\n"
+        "sys.exit(cli.main())"
+    )
+    line = f'PYTHONUTF8=0 PYTHONIOENCODING=ascii {sys.executable} -c "$0" describe {redirection}'
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", line, program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (7, "")
+
+
 def test_every_error_kind_has_a_documented_exit_code():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.KumiError)]
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "running.md").read_text(), re.M)}

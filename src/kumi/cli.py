@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kumi import __version__
-from kumi.errors import OK, ConfigError, KumiError
+from kumi.errors import INTERRUPTED, OK, ConfigError, KumiError
 
 if TYPE_CHECKING:
     from kumi.config import Run
@@ -21,6 +22,8 @@ SET_HELP = "set a key of the run file, such as optim.lr=2e-5"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code (see kumi.errors)."""
+    if argv is None:
+        _keep_output()
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.verb(arguments))
@@ -29,10 +32,42 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        # The reader of our output has gone, as in `kumi describe | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+    except KeyboardInterrupt:
+        print("interrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        return INTERRUPTED
+    except OSError as error:
+        if os.environ.get("KUMI_DEBUG"):
+            raise
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"{type(error).__name__}: {what}; make it usable, or name another place, and run again", file=sys.stderr)
+        return ConfigError.exit_code
+
+
+class _Kept(io.FileIO):
+    """Standard output or error whose reader may leave, as in `kumi describe | head`: what is written then is dropped.
+
+    A run goes on without anyone who watches; its metrics are in a file.
+    """
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            return len(data)
+
+
+def _keep_output() -> None:
+    """Makes sure that no output can end the program: to nobody, or in a character set without the right characters."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        present = getattr(sys, name)
+        if present is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it is for the rest of the process)
+            continue
+        raw = _Kept(descriptor, "w", closefd=False)
+        text = io.TextIOWrapper(
+            io.BufferedWriter(raw), present.encoding, errors="backslashreplace", line_buffering=True, write_through=True
+        )
+        setattr(sys, name, text)
 
 
 def _parser() -> argparse.ArgumentParser:
