@@ -8,26 +8,16 @@ from kumi.errors import ConfigError
 
 _BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
-_TIME_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_bytes(text: str) -> int:
     """Bytes in a text such as "80 GiB" or "200GB"."""
-    return int(_scaled(text, _BYTE_UNITS))
-
-
-def parse_seconds(text: str) -> float:
-    """Seconds in a text such as "10h" or "30 min"."""
-    return _scaled(text, _TIME_UNITS)
-
-
-def _scaled(text: str, units: dict[str, float] | dict[str, int]) -> float:
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
-    if match is None or match[2] not in units:
+    if match is None or match[2] not in _BYTE_UNITS:
         raise ConfigError(
-            f"{text!r} is not a quantity; write a number and one of {', '.join(units)}, such as '10 {list(units)[-2]}'"
+            f"{text!r} is not a quantity; write a number and one of {', '.join(_BYTE_UNITS)}, such as '80 GiB'"
         )
-    return float(match[1].replace("_", "")) * units[match[2]]
+    return int(float(match[1].replace("_", "")) * _BYTE_UNITS[match[2]])
 
 
 def format_bytes(count: float) -> str:
