@@ -1,6 +1,7 @@
 import contextlib
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kumi
 from kumi.cli import main
 from kumi.storage import checkpoint
+from kumi.train import loop
+from kumi.train.state import TrainState
 
 
 def train(folder, *overrides, **changes):
@@ -124,3 +127,16 @@ def test_tensorboard_gets_the_metrics(small, tmp_path):
     events = EventAccumulator(str(folder / "run" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [5, 6]
     assert events.Scalars("train/loss")[0].value == pytest.approx(losses(folder / "run")[5])
+
+
+def test_a_step_is_saved_once_whatever_the_disk_shows(monkeypatch, tmp_path):
+    """A signal may come while a checkpoint of the same step is being written: each rank must decide alike."""
+    saved = []
+    saver = SimpleNamespace(save=lambda folder, *_, **__: saved.append(folder.name), wait=lambda: None)
+    parts = SimpleNamespace(run=SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(keep=1))), store=None)
+    monkeypatch.setattr(loop, "pieces", lambda parts: [])
+    monkeypatch.setattr(loop, "meta", lambda *_: {})
+    state = TrainState(step=6)
+    loop._save(parts, state, saver, tmp_path, wait=False)
+    loop._save(parts, state, saver, tmp_path, wait=True)
+    assert saved == ["step_000006"]

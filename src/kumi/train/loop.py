@@ -112,10 +112,13 @@ def checkpoint_root(run: Run) -> Path:
 
 
 def _save(parts: Parts, state: TrainState, saver: checkpoint.AsyncSaver, root: Path, *, wait: bool) -> None:
-    folder = checkpoint.step_folder(root, state.step)
-    saver.wait()
-    if not folder.exists():
-        saver.save(folder, pieces(parts), meta(state, parts.run, parts.store), keep=parts.run.config.checkpoint.keep)
+    """Begin to save, unless this very step has been. That must not be looked up on the disk, where the ranks would see
+    different things: the folder appears when rank 0 is done, and the others must not write into it again.
+    """
+    if state.saved != state.step:
+        folder, keep = checkpoint.step_folder(root, state.step), parts.run.config.checkpoint.keep
+        saver.save(folder, pieces(parts), meta(state, parts.run, parts.store), keep=keep)
+        state.saved = state.step
     if wait:
         saver.wait()
 

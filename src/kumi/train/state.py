@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from kumi import __version__
@@ -14,6 +13,7 @@ from kumi.data import Mixture, Store, Sweep
 from kumi.errors import RefusedError
 from kumi.parallel.grads import LossScale
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.optimizer import AdamW
 from kumi.parallel.state import model_pieces, optimizer_pieces, owned
 from kumi.storage.checkpoint import Checkpoint, Piece
 from kumi.train.prepare import tokenizer_folder
@@ -21,12 +21,16 @@ from kumi.train.prepare import tokenizer_folder
 
 @dataclass
 class TrainState:
-    """The only thing in kumi that changes: updates done, tokens trained on, sequences taken from the data."""
+    """The only thing in kumi that changes: updates done, tokens trained on, sequences taken from the data.
+
+    `saved` is the step of the last checkpoint that was begun or restored; None before any.
+    """
 
     step: int = 0
     tokens: int = 0
     sequences: int = 0
     scale: LossScale = field(default_factory=LossScale)
+    saved: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Parts:
     run: Run
     mesh: Mesh
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW
     data: Mixture
     validation: Sweep | None
     store: Store
@@ -73,4 +77,4 @@ def restored_state(checkpoint: Checkpoint, store: Store) -> TrainState:
             f"{store.content[:12]}; restore the data files, or start a new run in another train.out"
         )
     scale = LossScale(found["loss_scale"], found["loss_scale_good_steps"])
-    return TrainState(found["step"], found["tokens"], found["sequences"], scale)
+    return TrainState(found["step"], found["tokens"], found["sequences"], scale, saved=found["step"])
