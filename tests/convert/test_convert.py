@@ -79,4 +79,19 @@ def test_a_damaged_checkpoint_is_refused(saved, tmp_path):
     with pytest.raises(RefusedError, match="damaged"):
         convert(tmp_path / "native", tmp_path / "new", to="hf")
     assert not (tmp_path / "new").exists()
-    assert not list(tmp_path.glob("new*"))
+    assert not list(tmp_path.glob("*new*"))
+
+
+@pytest.mark.parametrize(("to", "suffix"), [("hf", ".part"), ("kumi", ".tmp")])
+def test_folders_with_a_name_like_the_target_are_left_alone(to, suffix, saved, tmp_path):
+    beside = tmp_path / f"new{suffix}"
+    beside.mkdir()
+    (beside / "mine").write_text("years of work")
+    convert(saved(), tmp_path / "new", to=to, verify=False)
+    assert (beside / "mine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-source", "new", f"new{suffix}"]
+
+
+def test_a_target_without_a_name_is_refused(saved):
+    with pytest.raises(ConfigError, match="empty name"):
+        convert(saved(), "", to="hf")

@@ -22,6 +22,8 @@ def convert(src: str | Path, dst: str | Path, *, to: str, verify: bool = True) -
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: kumi writes {' and '.join(FORMATS)}")
+    if not str(dst):
+        raise ConfigError("convert: the folder to write has an empty name; name a new folder")
     source, target = open_source(src), Path(dst)
     if to == "hf":
         _write_hf(source, target)

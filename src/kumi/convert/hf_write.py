@@ -55,7 +55,7 @@ def write(
     check_target(folder, replace=replace)
     free_space_check(folder, sum(layout.size for layout in shards.values()) + _SLACK, "the model")
     config = _with_dtype(families.patched(base_config, spec) if base_config else families.to_hf(spec), dtypes)
-    part = folder.with_name(folder.name + ".part")
+    part = unfinished(folder)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
@@ -105,6 +105,12 @@ def _write_tensors(part: Path, shards: Mapping[str, Layout], tensors: Iterator[t
     if len(shards) > 1:
         total = sum(layout.size - len(layout.header) for layout in shards.values())
         _write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": place})
+
+
+def unfinished(folder: Path) -> Path:
+    """Where `folder` is put together; a name that nobody else gives a folder, since a leftover of it is removed."""
+    absolute = folder.absolute()
+    return absolute.with_name(f".{absolute.name}.kumi-part")
 
 
 def check_target(folder: Path, *, replace: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kumi.convert import hf_write
 from kumi.errors import ModelError
 from kumi.spec.ledger import params
 from kumi.spec.model import ModelSpec
@@ -69,16 +70,20 @@ def write_model(
     folder: Path, tensors: Iterator[tuple[str, Tensor]], *, config: Mapping[str, Any], tokenizer: Path | None
 ) -> None:
     """Write `folder` (absent or empty), a checkpoint of a model alone; about `SHARD_BYTES` are held at a time."""
-    temporary = folder.with_name(folder.name + ".tmp")
+    temporary = hf_write.unfinished(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     if folder.exists():
         folder.rmdir()
-    shards = 0
-    for pieces in _shards(tensors):
-        checkpoint.write_pieces(temporary, shards, pieces)
-        shards += 1
-    meta = {"hf_config": dict(config), "tokenizer": None if tokenizer is None else str(tokenizer.absolute())}
-    checkpoint.commit(temporary, folder, meta, ranks=shards)
+    try:
+        shards = 0
+        for pieces in _shards(tensors):
+            checkpoint.write_pieces(temporary, shards, pieces)
+            shards += 1
+        meta = {"hf_config": dict(config), "tokenizer": None if tokenizer is None else str(tokenizer.absolute())}
+        checkpoint.commit(temporary, folder, meta, ranks=shards)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[checkpoint.Piece]]:

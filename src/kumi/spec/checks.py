@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
 
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
@@ -17,7 +18,8 @@ def problems(model: ModelSpec, layout: Layout, cluster: ClusterSpec, batch: Batc
 
 def divisors(number: int) -> list[int]:
     """The divisors of `number`, ascending."""
-    return [value for value in range(1, number + 1) if number % value == 0]
+    small = [value for value in range(1, isqrt(number) + 1) if number % value == 0]
+    return small + [number // value for value in reversed(small) if value * value != number]
 
 
 def _choices(number: int) -> str:
