@@ -10,6 +10,7 @@ from kumi.config import Run
 from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, LayoutError, ModelError
+from kumi.launch.local import environment
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.train.folder import claim
 from kumi.train.prepare import check_data, open_data, prepare_data
@@ -21,6 +22,8 @@ def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
 
     Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this.
     """
+    # OpenMP reads these once, when torch is imported, which everything below may do.
+    os.environ.update(environment(run.cluster.devices_per_node, os.environ))
     check(run)
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
