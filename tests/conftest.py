@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import Ranks, run_ranks
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("kumi", deadline=None)
+settings.load_profile("kumi")
 
 
 @pytest.fixture(scope="session")
