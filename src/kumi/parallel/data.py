@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kumi.compat import ddp_without_buffer_sync
@@ -61,6 +60,9 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
     The last unit, gathered first and kept until the backward ends, is the decoder itself. Master weights stay in
     `precision.param`; what is gathered has `precision.compute`.
     """
+    # Here, for it brings symbolic algebra along: half a second of CPU time that a rank alone need not spend.
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.compute),
         reduce_dtype=getattr(torch, precision.reduce),
@@ -94,7 +96,10 @@ def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
         with model.no_sync():
             yield
         return
-    if isinstance(model, FSDPModule):
+    if mesh.axes is not None and mesh.layout.zero > 0:
+        from torch.distributed.fsdp import FSDPModule
+
+        assert isinstance(model, FSDPModule), "build divides the decoder when zero > 0"
         zero = mesh.layout.zero
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last or zero > 1)
@@ -106,5 +111,6 @@ def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
 def release(model: nn.Module) -> None:
     """Gives back parameters that a forward without a backward has left gathered: each rank holds its part again."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        reshard = getattr(module, "reshard", None)  # FSDP2 gives it to the modules that it divides
+        if callable(reshard):
+            reshard()

@@ -3,31 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from kumi.parallel.grads import local
 from kumi.spec.optim import Optim
 
 
-def init_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> torch.optim.AdamW:
+@dataclass(frozen=True)
+class AdamW:
+    """Parameters in groups, each with its own settings, and the states of every trained parameter.
+
+    The same fused kernel and the same names as in torch.optim.AdamW, whose making and first step would import torch's
+    compiler: a second of CPU time in every rank.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Tensor]]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self.state[parameter] for parameter in trained]
+            means, squares = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            steps = [state["step"] for state in states]
+            if not trained:
+                continue
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                [local(parameter) for parameter in trained],
+                [local(parameter.grad) for parameter in trained],
+                means,
+                squares,
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+
+    def zero_grad(self) -> None:
+        """Drops the gradients and their memory."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def init_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> AdamW:
     """AdamW over `named_parameters`, plain or sharded, with its states allocated and zero.
 
     Matrices are decayed; vectors (norm weights, biases) are not. States exist from the start so that a checkpoint
     before the first step is complete and memory does not grow during it. The learning rate is the caller's to set.
     """
     trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    common = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": optim.weight_decay, **common},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, **common},
     ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
-    )
-    for parameter in trained:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
-    return optimizer
+    return AdamW([group for group in groups if group["params"]], {parameter: _state(parameter) for parameter in trained})
+
+
+def _state(parameter: nn.Parameter) -> dict[str, Tensor]:
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+    }

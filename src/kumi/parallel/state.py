@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from kumi.parallel.data import bare
 from kumi.parallel.grads import local
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.optimizer import AdamW
 from kumi.spec.sharding import shard_rows
 from kumi.storage.write import Piece
 
@@ -29,12 +29,12 @@ def model_pieces(model: nn.Module) -> list[Piece]:
     return [piece for name, parameter in named if (piece := piece_of(name, parameter)).data.numel()]
 
 
-def optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Piece]:
+def optimizer_pieces(model: nn.Module, optimizer: AdamW) -> list[Piece]:
     """This rank's part of every optimizer state of the trained parameters. `data` is the state's own memory."""
     return [piece for piece in _optimizer_pieces(model, optimizer) if piece.data.numel()]
 
 
-def _optimizer_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
+def _optimizer_pieces(model: nn.Module, optimizer: AdamW) -> Iterator[Piece]:
     for name, parameter in bare(model).named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             yield piece_of(f"optim/{name}/{key}", value)
@@ -44,12 +44,11 @@ def piece_of(name: str, tensor: Tensor) -> Piece:
     """What this rank holds of `tensor`, a DTensor cut along dim 0 at most, or a plain one, as a piece of the whole."""
     data = local(tensor.detach())
     shape, start = tuple(tensor.shape), [0] * tensor.ndim
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        for axis, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                assert placement.dim == 0, f"{name} is cut along dim {placement.dim}"
-                start[0] = shard_rows(shape[0], mesh.size(axis), mesh.get_local_rank(axis)).start
+    mesh = getattr(tensor, "device_mesh", None)
+    for axis, placement in enumerate(getattr(tensor, "placements", ())):
+        if mesh is not None and placement.is_shard():
+            assert placement.dim == 0, f"{name} is cut along dim {placement.dim}"
+            start[0] = shard_rows(shape[0], mesh.size(axis), mesh.get_local_rank(axis)).start
     return Piece(name, shape, tuple(start), data)
 
 

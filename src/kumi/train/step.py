@@ -80,7 +80,7 @@ def _update(parts: Parts, state: TrainState) -> tuple[Tensor, float]:
         parts.optimizer.step()
     if scaling:
         state.scale = state.scale.after(norm)
-    parts.optimizer.zero_grad(set_to_none=True)
+    parts.optimizer.zero_grad()
     return norm, lr
 
 
