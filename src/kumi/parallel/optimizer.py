@@ -70,7 +70,9 @@ def init_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Opti
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": optim.weight_decay, **common},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, **common},
     ]
-    return AdamW([group for group in groups if group["params"]], {parameter: _state(parameter) for parameter in trained})
+    return AdamW(
+        [group for group in groups if group["params"]], {parameter: _state(parameter) for parameter in trained}
+    )
 
 
 def _state(parameter: nn.Parameter) -> dict[str, Tensor]:
