@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from tests.train.conftest import back_to, run_file
@@ -15,6 +16,7 @@ from kumi.config import load, resolve
 from kumi.errors import LayoutError, RefusedError
 from kumi.storage import checkpoint
 from kumi.train import folder as run_folder
+from kumi.train.finish import _compare
 from kumi.train.metrics import read_metrics, truncate_metrics
 
 
@@ -96,6 +98,16 @@ def test_a_folder_of_something_else(refused):
     assert "holds 1 files that kumi did not write (thesis.tex)" in refused(occupy)
 
 
+def test_a_run_folder_without_its_configuration(refused):
+    assert "run holds checkpoints but no config.toml" in refused(lambda folder: (folder / "run/config.toml").unlink())
+
+
+def test_a_damaged_probe(tmp_path):
+    (tmp_path / "probe.safetensors").write_bytes(b"x")
+    with pytest.raises(RefusedError, match=r"probe\.safetensors is damaged .* delete it and run the same command"):
+        _compare(None, SimpleNamespace(out=tmp_path), tmp_path)
+
+
 def test_a_folder_of_another_run(refused):
     error = refused(optim={"lr": 1e-4, "warmup_steps": 2}, train={"steps": 8, "out": "run"})
     assert "optim.lr: 0.01 -> 0.0001" in error
@@ -143,10 +155,13 @@ def test_a_damaged_checkpoint(refused, harm, ranks):
 def test_allow_change_goes_on_with_the_new_value(small, tmp_path):
     folder = small.copy(tmp_path)
     with contextlib.chdir(folder):
-        run = run_file(folder, train={"steps": 8, "out": "run"})
-        shutil.rmtree(folder / "run" / "hf")
+        before = content(folder / "run" / "hf", ())
+        run = run_file(folder, train={"steps": 8, "out": "run"}, export={"dtype": "bfloat16"})
         assert main(["train", str(run), "--allow-change", "train.steps"]) == 0
     assert checkpoint.latest(folder / "run" / "checkpoints").name == "step_000008"
+    assert content(folder / "run" / "hf.1", ()) == before
+    card = (folder / "run" / "hf" / "README.md").read_text()
+    assert "| steps | 8 |" in card
 
 
 def test_a_folder_in_use(small, tmp_path, capfd, monkeypatch):

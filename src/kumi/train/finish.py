@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kumi.config import Run
@@ -13,7 +16,7 @@ from kumi.convert import load_decoder
 from kumi.convert.card import model_card
 from kumi.convert.hf_write import write
 from kumi.data import Store, load_tokenizer
-from kumi.errors import KumiError
+from kumi.errors import KumiError, RefusedError
 from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
 from kumi.spec.precision import ITEMSIZE
@@ -28,18 +31,30 @@ from kumi.train.probe import FILE
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
-def finish(run: Run, store: Store) -> None:
-    """Export where it has not been done, verify, and print what the model writes."""
+def finish(run: Run, store: Store, *, anew: bool) -> None:
+    """Export where the trained model is not there yet, verify, and print what the model writes.
+
+    `anew`: the model was trained on just now, so that a folder from before is another model's, and is put aside.
+    """
     folder = run.out / "hf"
-    if run.config.export.enabled and not folder.exists():
+    if not run.config.export.enabled:
+        return
+    decoder = None if anew or not folder.exists() else load_decoder(folder)
+    difference, allowed = (math.inf, 0.0) if decoder is None else _difference(decoder, run)
+    if decoder is not None and difference <= allowed:
+        print(f"export     {folder} is there already; nothing to do")
+    else:
+        if folder.exists():
+            print(f"export     {folder} was of an earlier state of the model; it is {_put_aside(folder)} now")
         decoder, difference = _export(run, store, folder)
         print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
-    elif run.config.export.enabled:
-        print(f"export     {folder} is there already; nothing to do")
-        decoder = load_decoder(folder)
-    else:
-        return
     _sample(run, decoder)
+
+
+def _put_aside(folder: Path) -> Path:
+    """The new name of `folder`: the first of folder.1, folder.2 ... that is free."""
+    names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+    return folder.rename(next(name for name in names if not name.exists()))
 
 
 def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
@@ -76,20 +91,32 @@ def _export_dtype(run: Run) -> str:
 
 
 def _compare(decoder: Decoder, run: Run, folder: Path) -> float:
-    """The largest difference between the logits of `decoder` and those that the trained model gave at the end."""
-    probe = load_file(run.out / FILE)
-    decoder.compute_dtype = getattr(torch, run.precision.compute)
-    with torch.no_grad():
-        logits = decoder(probe["input_ids"]).float()
-    decoder.compute_dtype = torch.float32
-    difference = float((logits - probe["logits"]).abs().max())
-    allowed = TOLERANCE[run.precision.compute] * float(probe["logits"].std())
+    """The largest difference of the logits of `decoder` from the trained model's; KumiError when it is too large."""
+    difference, allowed = _difference(decoder, run)
     if not difference <= allowed:
         raise KumiError(
             f"{folder}: its logits differ from the trained model's by {difference:.3g}, more than {allowed:.3g}; the "
             f"checkpoint is intact, the folder is kept for inspection; please report this"
         )
     return difference
+
+
+def _difference(decoder: Decoder, run: Run) -> tuple[float, float]:
+    """The largest difference between the logits of `decoder` and those that the trained model gave at the end; and
+    how large it may be."""
+    try:
+        probe = load_file(run.out / FILE)
+    except (SafetensorError, OSError) as error:
+        raise RefusedError(
+            f"{run.out / FILE} is damaged ({error}); delete it and run the same command again, which makes it anew"
+        ) from None
+    decoder.compute_dtype = getattr(torch, run.precision.compute)
+    with torch.no_grad():
+        logits = decoder(probe["input_ids"]).float()
+    decoder.compute_dtype = torch.float32
+    difference = float((logits - probe["logits"]).abs().max())
+    tolerance = max(TOLERANCE[run.precision.compute], TOLERANCE[_export_dtype(run)])
+    return difference, tolerance * float(probe["logits"].std())
 
 
 def _card(run: Run, store: Store) -> dict[str, Any]:

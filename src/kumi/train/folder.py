@@ -52,6 +52,11 @@ def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
         raise RefusedError(f"train.out: {out} is a file; name a folder for the run")
     if not out.exists() or not (found := [item.name for item in out.iterdir() if item.name != ".lock"]):
         return
+    if not (out / CONFIG).exists() and "checkpoints" in found:
+        raise RefusedError(
+            f"train.out: {out} holds checkpoints but no {CONFIG}, so it is not known whose they are; restore the file "
+            f"(`kumi describe RUN.toml --resolved` prints it), or name another folder"
+        )
     if not (out / CONFIG).exists():
         raise RefusedError(
             f"train.out: {out} holds {len(found)} files that kumi did not write ({', '.join(sorted(found)[:3])}); "

@@ -32,11 +32,12 @@ def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
         console().print(render(describe(run)))
         store = prepare_data(run)
         print(_data_line(store), flush=True)
-        code = OK if _trained(run) else _launch(run, store)
+        trained = _trained(run)
+        code = OK if trained else _launch(run, store)
         if code == OK:
             from kumi.train.finish import finish
 
-            finish(run, store)
+            finish(run, store, anew=not trained)
         return code
 
 
