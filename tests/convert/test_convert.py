@@ -92,6 +92,16 @@ def test_folders_with_a_name_like_the_target_are_left_alone(to, suffix, saved, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-source", "new", f"new{suffix}"]
 
 
+def test_an_adapter_and_a_target_inside_a_file_are_refused(saved, tmp_path):
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="a LoRA adapter, which is no model by itself; merge it"):
+        convert(tmp_path / "lora", tmp_path / "new", to="kumi")
+    for to in ("hf", "kumi"):
+        with pytest.raises(RefusedError, match=r"config\.json is a file; name another folder"):
+            convert(saved(), tmp_path / "llama-source" / "config.json" / "new", to=to)
+
+
 def test_a_target_without_a_name_is_refused(saved):
     with pytest.raises(ConfigError, match="empty name"):
         convert(saved(), "", to="hf")

@@ -222,6 +222,7 @@ def test_ranks_meet_and_log(tmp_path, monkeypatch, capfd):
 
 def test_the_users_threads_count(monkeypatch):
     assert local.threads_per_rank(8, {"OMP_NUM_THREADS": "5"}) == 5
+    assert local.threads_per_rank(10**6, {"OMP_NUM_THREADS": "0"}) == 1
     assert local.threads_per_rank(10**6, {}) == 1
     assert local.environment(
         2, {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "GLOO_SOCKET_IFNAME": "eth0"}

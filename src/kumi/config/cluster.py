@@ -8,10 +8,11 @@ import subprocess
 import tomllib
 from importlib.resources import files
 from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from kumi.config.schema import ClusterSection, Section
+from kumi.config.schema import ClusterSection, Positive, Section
 from kumi.errors import ConfigError
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.units import parse_bytes
@@ -19,17 +20,17 @@ from kumi.units import parse_bytes
 
 class DeviceFile(Section):
     name: str
-    kind: str
+    kind: Literal["cpu", "cuda"]
     memory: str
     dtypes: tuple[str, ...]
-    peak_flops: dict[str, float] = Field(default_factory=dict)
+    peak_flops: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
 
 
 class ClusterFile(Section):
     """A cluster TOML file: where its figures come from, the device, and how many a node has."""
 
     source: str
-    devices_per_node: int
+    devices_per_node: Positive
     device: DeviceFile
 
 
@@ -39,7 +40,11 @@ def cluster_spec(section: ClusterSection) -> ClusterSpec:
         return _this_machine(section)
     described = _read(section.source)
     device = described.device
-    spec = Device(device.name, device.kind, parse_bytes(device.memory), device.dtypes, tuple(device.peak_flops.items()))
+    try:
+        memory = parse_bytes(device.memory)
+    except ConfigError as error:
+        raise ConfigError(f"cluster.source: {section.source}: device.memory: {error}") from None
+    spec = Device(device.name, device.kind, memory, device.dtypes, tuple(device.peak_flops.items()))
     return ClusterSpec(section.source, spec, section.devices_per_node or described.devices_per_node, section.nodes)
 
 
@@ -58,8 +63,11 @@ def _read(source: str) -> ClusterFile:
         )
     try:
         return ClusterFile.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
-        raise ConfigError(f"cluster.source: {source}: {error}") from None
+    except ValidationError as error:
+        wrong = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigError(f"cluster.source: {source}: {'; '.join(wrong)}; correct the file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cluster.source: {source} cannot be read as TOML ({error}); correct the file") from None
 
 
 def _this_machine(section: ClusterSection) -> ClusterSpec:

@@ -117,6 +117,9 @@ def check_target(folder: Path, *, replace: bool) -> None:
     """Nothing, or RefusedError when `folder` is there, not empty, and not to be replaced."""
     if folder.exists() and not replace and (not folder.is_dir() or any(folder.iterdir())):
         raise RefusedError(f"{folder}: exists and is not empty; name another folder, or delete it")
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise RefusedError(f"{folder}: cannot be made, for {above} is a file; name another folder")
 
 
 def _with_dtype(config: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:

@@ -40,6 +40,9 @@ def open_source(folder: str | Path) -> Source:
         return _open_hf(folder)
     if native.is_checkpoint(folder):
         return _open_native(folder)
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(f"{folder}: a LoRA adapter, which is no model by itself; merge it into its base model first "
+                         f"(peft: merge_and_unload), and name the merged folder")  # fmt: skip
     raise ModelError(f"{folder}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi")
 
 

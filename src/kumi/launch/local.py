@@ -78,8 +78,9 @@ def environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
 
 def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
     """Threads each of `nproc` ranks computes with: the user's OMP_NUM_THREADS, else an equal share of the cores."""
-    if environ.get("OMP_NUM_THREADS", "").isdecimal():
-        return int(environ["OMP_NUM_THREADS"])
+    wanted = environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // nproc)
 
