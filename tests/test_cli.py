@@ -97,7 +97,7 @@ def test_what_the_system_refuses_is_one_sentence(error, code, words, monkeypatch
     assert capsys.readouterr().err.startswith(words)
 
 
-@pytest.mark.parametrize("redirection", [">&-", "| true", "> /dev/null"])
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "| true", "> /dev/null"])
 def test_output_that_nobody_can_read_stops_nothing(redirection):
     program = (
         "import sys, kumi.cli as cli\n"

@@ -196,7 +196,10 @@ def _write(folder: Path, backend: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
     partial = folder / "tokenizer.json.partial"
-    backend.save(str(partial))
+    try:
+        backend.save(str(partial))
+    except Exception as error:  # the library raises plain Exception
+        raise OSError(f"{partial}: {error}") from error
     os.replace(partial, folder / "tokenizer.json")
 
 
@@ -216,6 +219,9 @@ def main() -> int:
     except ConfigError as error:
         sys.stdout.write(str(error))
         return error.exit_code
+    except OSError as error:
+        sys.stdout.write(f"the tokenizer cannot be trained or written: {error}; free some space or name another folder")
+        return ConfigError.exit_code
     return 0
 
 
