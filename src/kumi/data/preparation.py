@@ -112,10 +112,11 @@ def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers
         _run_units(cache, plan, tokenizer, on_error, workers, show)
         join(folder, cache, plan, tokenizer)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
+        full = "the disk is full" if error.errno == errno.ENOSPC else f"a limit of the system ({error.strerror})"
         raise RefusedError(
-            f"{folder}: the disk is full; finished units are kept, free some space and run the same command again "
+            f"{folder}: {full}; finished units are kept, free some space and run the same command again "
             "(the end of a preparation needs the tokens' size twice)"
         ) from error
     shutil.rmtree(cache)

@@ -244,7 +244,8 @@ def _answer(job: dict[str, Any], answers: Any) -> dict[str, Any]:
     except KumiError as error:
         return {"error": str(error), "kind": type(error).__name__}
     except OSError as error:
-        return {"error": str(error), "kind": "OSError", "errno": error.errno}
+        where = f"{error.filename}: " if error.filename else ""
+        return {"error": f"{where}{error.strerror or error}", "kind": "OSError", "errno": error.errno}
     except Exception:
         return {"error": traceback.format_exc(), "kind": "unexpected"}
 
