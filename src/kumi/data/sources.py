@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,16 +70,15 @@ def expand(source: Source) -> list[Path]:
 
     In a folder, names that begin with a dot and `__pycache__` are left out. Raises DataPathError when nothing is
     left, or when a file's suffix does not say what it is."""
+    whole = [_glob_regex(pattern) for pattern in source.exclude if pattern.endswith("/**")]
     found: set[Path] = set()
     for pattern in _alternatives(source.path):
-        found.update(_matches(pattern, source.format == "indexed"))
+        found.update(_matches(pattern, source.format == "indexed", whole))
     if not found:
         folder = os.path.abspath(os.curdir)
         raise DataPathError(f"data source {source.path!r} matches no file (looked from {folder}); correct the path")
     excluded = [_glob_regex(pattern) for pattern in source.exclude]
-    files = sorted(
-        (f for f in found if not any(e.fullmatch(f.as_posix()) for e in excluded)), key=lambda f: f.as_posix()
-    )
+    files = sorted((f for f in found if not _is_excluded(f.as_posix(), excluded)), key=lambda f: f.as_posix())
     if not files:
         raise DataPathError(
             f"data source {source.path!r}: exclude={list(source.exclude)} removes all {len(found)} files"
@@ -164,14 +163,19 @@ def _alternatives(path: str) -> Iterator[str]:
         yield os.path.abspath(os.path.expanduser(text))
 
 
-def _matches(pattern: str, indexed: bool) -> Iterator[Path]:
+def _matches(pattern: str, indexed: bool, excluded: Sequence[re.Pattern[str]]) -> Iterator[Path]:
+    """What `pattern` names; folders of which `excluded` leaves nothing are not entered."""
     path = Path(pattern)
     if indexed:
         yield from _indexed_matches(pattern)
     elif path.is_dir():
-        yield from _walk(path)
+        yield from _walk(path, excluded)
     elif path.is_file():
         yield path
+    elif "**" in pattern and "[" not in pattern:
+        plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
+        wanted = _glob_regex(pattern)
+        yield from (file for file in _walk(Path(*plain), excluded) if wanted.fullmatch(file.as_posix()))
     elif glob.has_magic(pattern):
         yield from (Path(name) for name in glob.iglob(pattern, recursive=True) if os.path.isfile(name))
 
@@ -185,7 +189,7 @@ def _indexed_matches(pattern: str) -> Iterator[Path]:
     yield from (Path(name) for name in names)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, excluded: Sequence[re.Pattern[str]]) -> Iterator[Path]:
     """The files below `folder`, through links to folders as well; a folder that is reached again is read once."""
     seen = set()
     for root, folders, names in os.walk(folder, onerror=_unlisted, followlinks=True):
@@ -194,8 +198,12 @@ def _walk(folder: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(place)
-        folders[:] = sorted(f for f in folders if not _left_out(f))
+        folders[:] = sorted(f for f in folders if not _left_out(f) and not _is_excluded(f"{root}/{f}/x", excluded))
         yield from (Path(root, name) for name in names if not name.startswith("."))
+
+
+def _is_excluded(path: str, excluded: Sequence[re.Pattern[str]]) -> bool:
+    return any(pattern.fullmatch(path) for pattern in excluded)
 
 
 def _left_out(name: str) -> bool:
