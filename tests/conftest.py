@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import Ranks, run_ranks
+
+# A background shell starts its jobs with Ctrl-C ignored, which the tests of signals must not inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("kumi", deadline=None)

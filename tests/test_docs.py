@@ -32,7 +32,7 @@ def commands(page):
 
 def shrunk(words):
     """The command for a small run: overrides are added, and steps come down."""
-    words = [word.replace("step_000250", f"step_{STEPS:06d}") for word in words[1:]]
+    words = [word.replace("step_000400", f"step_{STEPS:06d}") for word in words[1:]]
     if words[0] not in ("train", "describe", "data") or not any(word.endswith(".toml") for word in words):
         return words
     words = [re.sub(r"train.steps=\d+", f"train.steps={STEPS}", word) for word in words]
@@ -49,7 +49,7 @@ def test_the_readme_s_commands_run_in_order(tmp_path):
         for words in found:
             assert main(shrunk(words)) == 0, words
         decoder = kumi.load_decoder("runs/quickstart/hf")
-        assert decoder(torch.zeros((2, 5), dtype=torch.int64)).shape == (2, 5, 8192)
+        assert decoder(torch.zeros((2, 5), dtype=torch.int64)).shape == (2, 5, 4096)
 
 
 def test_the_readme_s_figures_are_the_ledger_s():

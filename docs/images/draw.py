@@ -1,6 +1,6 @@
 """Draws docs/images/quickstart.svg from the metrics of a finished quickstart run. Needs matplotlib.
 
-    python docs/images/draw.py runs/quickstart docs/images/quickstart.svg
+python docs/images/draw.py runs/quickstart docs/images/quickstart.svg
 """
 
 import json

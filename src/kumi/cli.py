@@ -146,7 +146,7 @@ def _convert_parser(verbs: Any) -> None:
         verbs,
         "convert",
         "Convert weights, streaming",
-        "kumi convert runs/quickstart/checkpoints/step_000250 out --to hf",
+        "kumi convert runs/quickstart/checkpoints/step_000400 out --to hf",
     )
     parser.add_argument("source", metavar="SRC", help="a Hugging Face folder or a kumi checkpoint")
     parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")

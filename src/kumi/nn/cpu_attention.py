@@ -1,8 +1,8 @@
 """Causal attention over packed documents on the CPU: in blocks of queries, as matrix products at full speed.
 
 PyTorch's own kernel for the CPU knows neither documents nor windows but by a mask over all pairs of positions, and
-reaches about half the speed of oneDNN's matrix products. Here a block of queries meets only the keys that it may see:
-those of its own document, up to itself, within the window. Scores and softmax are in float32 or wider. The backward
+reaches about half the speed of oneDNN's matrix products. Here a block of queries meets only the keys that one of them
+may see: those of its documents, up to itself, within the window. Scores and softmax are in float32 or wider. The backward
 pass computes each block's probabilities again, so nothing of size S x S is kept (Dao et al., 2022, arXiv:2205.14135).
 
 To PyTorch's dispatcher this is one operator: selective recomputation, FLOP counting and tracing see it whole.
@@ -14,7 +14,6 @@ each other: a block of n queries is a (K, G * n, E) matrix.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +24,18 @@ from kumi.nn.dtypes import wide
 
 # Queries of a block: fewer waste less on masked pairs, more make larger matrix products.
 BLOCK = 128
+# Keys before a block are taken in this many at a time, so that products come in few shapes: oneDNN compiles a kernel
+# for each shape it meets and keeps it, and documents have every length.
+UNIT = 64
 
 
 class _Block(NamedTuple):
-    """Queries `start` to `stop`, and the first key that any of them sees."""
+    """Queries `start` to `stop`; the first key at hand; and the first key that all of the queries may see."""
 
     first: int
     start: int
     stop: int
+    seen_by_all: int
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], window: int | None) -> Tensor:
@@ -47,9 +50,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], win
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor:
     queries, keys, values = _split(q, k.shape[2]), _scaled_keys(k), v.flatten(0, 1).transpose(0, 1).contiguous()
-    out, future = torch.empty_like(queries), _future(keys.dtype)
-    for block in _blocks(bounds, window):
-        weights = _weights(_rows(queries, block), keys, block, window, future).to(q.dtype)
+    out, future, earliest = torch.empty_like(queries), _future(keys.dtype), _earliest(bounds, window)
+    for block in _blocks(earliest):
+        weights = _weights(_rows(queries, block), keys, block, earliest, future).to(q.dtype)
         _put(out, block, torch.bmm(weights, values[:, block.first : block.stop]))
     return out.view(q.shape)
 
@@ -60,12 +63,12 @@ def _backward(
     queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k)
     narrow_keys = keys.transpose(1, 2).to(q.dtype).contiguous()
     values = v.flatten(0, 1).permute(1, 2, 0).contiguous()
-    grad_q, future = torch.empty_like(queries), _future(keys.dtype)
+    grad_q, future, earliest = torch.empty_like(queries), _future(keys.dtype), _earliest(bounds, window)
     grad_k, grad_v = keys.new_zeros(narrow_keys.shape), keys.new_zeros(narrow_keys.shape)
-    for block in _blocks(bounds, window):
+    for block in _blocks(earliest):
         seen = slice(block.first, block.stop)
         rows, out_rows = _rows(queries, block), _rows(grads, block)
-        weights = _weights(rows, keys, block, window, future).to(q.dtype)
+        weights = _weights(rows, keys, block, earliest, future).to(q.dtype)
         grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), out_rows)
         grad_weights = torch.bmm(out_rows, values[:, :, seen])
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
@@ -76,14 +79,21 @@ def _backward(
     return grad_q.view(q.shape), grad_k, grad_v
 
 
-def _blocks(bounds: Sequence[int], window: int) -> Iterator[_Block]:
-    for begin, end in pairwise(bounds):
-        for start in range(begin, end, BLOCK):
-            first = max(begin, start - window + 1) if window else begin
-            yield _Block(first, start, min(start + BLOCK, end))
+def _earliest(bounds: Sequence[int], window: int) -> Tensor:
+    """The first key (T,) that each query may see; it never falls from one query to the next."""
+    marks = torch.tensor(bounds)
+    begins = torch.repeat_interleave(marks[:-1], marks.diff())
+    return torch.maximum(begins, torch.arange(len(begins)) - window + 1) if window else begins
 
 
-def _weights(rows: Tensor, keys: Tensor, block: _Block, window: int, future: Tensor) -> Tensor:
+def _blocks(earliest: Tensor) -> Iterator[_Block]:
+    for start in range(0, len(earliest), BLOCK):
+        stop = min(start + BLOCK, len(earliest))
+        first = int(earliest[start])
+        yield _Block(first - first % UNIT, start, stop, int(earliest[stop - 1]))
+
+
+def _weights(rows: Tensor, keys: Tensor, block: _Block, earliest: Tensor, future: Tensor) -> Tensor:
     """The attention probabilities (K, G * n, m) of a block's queries over the m keys from its first on.
 
     `future` (BLOCK, BLOCK) is -inf where a key comes after the query.
@@ -92,9 +102,9 @@ def _weights(rows: Tensor, keys: Tensor, block: _Block, window: int, future: Ten
     count, before = block.stop - block.start, block.start - block.first
     each_head = scores.view(keys.shape[0], -1, count, before + count)
     each_head[..., before:] += future[:count, :count]
-    if window and before + count > window:
-        too_old = torch.ones(count, before + count, dtype=torch.bool).tril_(before - window)
-        each_head.masked_fill_(too_old, -torch.inf)
+    if block.seen_by_all > block.first:
+        early = torch.arange(block.first, block.seen_by_all) < earliest[block.start : block.stop, None]
+        each_head[..., : early.shape[1]].masked_fill_(early, -torch.inf)
     weights: Tensor = torch.softmax(scores, dim=-1)
     return weights
 

@@ -27,9 +27,10 @@ from kumi.parallel.state import Reader, fill, optimizer_pieces
 from kumi.storage import checkpoint
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
+from kumi.train.memory import TRIM_EVERY, memory_now, trim
 from kumi.train.metrics import Metrics, truncate_metrics
 from kumi.train.probe import write_probe
-from kumi.train.report import Reporter, memory_now
+from kumi.train.report import Reporter
 from kumi.train.state import Parts, TrainState, meta, pieces, restored_state
 from kumi.train.step import read_step, train_step
 
@@ -92,6 +93,8 @@ def _steps(
             return exit_code(counts.signal)
         reporter.step(train_step(parts, state, counts, before_update))
         before_update = None
+        if _due(state.step, TRIM_EVERY):
+            trim(parts.mesh.device)
         last = state.step == config.train.steps
         if parts.validation is not None and (last or _due(state.step, config.eval.every)):
             reporter.flush()

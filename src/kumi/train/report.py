@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from kumi.errors import DivergedError
 from kumi.spec import ledger
 from kumi.train.evaluate import Evaluation
+from kumi.train.memory import peak_memory
 from kumi.train.metrics import Metrics
 from kumi.train.state import Parts, TrainState
 from kumi.train.step import StepResult
@@ -105,18 +102,3 @@ def model_flops_utilisation(parts: Parts, step_s: float) -> float | None:
         return None
     flops = ledger.train_flops(run.model, run.batch.tokens_per_step, run.batch.seq_len)
     return flops / (step_s * peak * run.layout.world_size)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes that this process has held: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def memory_now(device: torch.device) -> int:
-    """Bytes held before a model is there: what the interpreter and its libraries take on a CPU, nothing on a GPU."""
-    if device.type == "cuda":
-        return 0
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
