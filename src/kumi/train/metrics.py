@@ -62,11 +62,12 @@ class Metrics:
         """Record the entry of one train step."""
         self._write(entry)
         step = entry["step"]
-        line = self._line(entry)
+        left = self._time_left(step)
         if self._bar is not None:
-            self._bar.update(step, line)
-        elif step % self.every == 0 or step in (self._first + 1, self.steps):
-            print(f"step {step}/{self.steps} | {line}", flush=True)
+            speed = format_count(entry["perf/tokens_per_s"])
+            self._bar.update(step, f"loss {entry['train/loss']:.3f}, {speed} tok/s, {left} left")
+        if step % self.every == 0 or step in (self._first + 1, self.steps):
+            self.note(f"step {step}/{self.steps} | {_line(entry)} | eta {left}")
 
     def note(self, text: str, entry: dict[str, Any] | None = None) -> None:
         """Print `text` and, when given, record `entry`."""
@@ -81,18 +82,6 @@ class Metrics:
         self._file.close()
         if self._bar is not None:
             self._bar.close()
-
-    def _line(self, entry: dict[str, Any]) -> str:
-        mfu = entry["perf/mfu"]
-        return " | ".join([
-            f"loss {entry['train/loss']:.4f}",
-            f"lr {entry['train/lr']:.1e}",
-            f"gnorm {entry['train/grad_norm']:.2f}",
-            f"{format_count(entry['perf/tokens_per_s'])} tok/s",
-            "MFU n/a (device peak unknown)" if mfu is None else f"MFU {100 * mfu:.1f}%",
-            f"mem {format_bytes(entry['mem/peak_bytes'])} (estimated {format_bytes(entry['mem/estimated_bytes'])})",
-            f"eta {self._time_left(entry['step'])}",
-        ])  # fmt: skip
 
     def _time_left(self, step: int) -> str:
         """From the pace since the first step here, which holds the fire drill and is no measure."""
@@ -124,6 +113,18 @@ class Metrics:
             print(f"{kind}: not reporting there: {error}", file=sys.stderr, flush=True)
 
 
+def _line(entry: dict[str, Any]) -> str:
+    mfu = entry["perf/mfu"]
+    return " | ".join([
+        f"loss {entry['train/loss']:.4f}",
+        f"lr {entry['train/lr']:.1e}",
+        f"gnorm {entry['train/grad_norm']:.2f}",
+        f"{format_count(entry['perf/tokens_per_s'])} tok/s",
+        "MFU n/a (device peak unknown)" if mfu is None else f"MFU {100 * mfu:.1f}%",
+        f"mem {format_bytes(entry['mem/peak_bytes'])} (estimated {format_bytes(entry['mem/estimated_bytes'])})",
+    ])  # fmt: skip
+
+
 class _Bar:
     """A progress bar with the latest figures, for a person who watches."""
 
@@ -131,7 +132,7 @@ class _Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[line]}")
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[line]}")
         )
         self._task = self._progress.add_task("", total=steps, completed=first_step, line="")
         self._progress.start()
@@ -140,7 +141,7 @@ class _Bar:
         self._progress.update(self._task, completed=step, line=line)
 
     def print(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()
