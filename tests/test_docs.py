@@ -25,8 +25,10 @@ STEPS = 4
 
 def commands(page):
     """The kumi commands in the code blocks of `page`, as lists of words, without prompts and remarks."""
-    blocks = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", page.read_text(), re.M | re.S)
-    lines = (line.strip() for block in blocks for line in block.splitlines())
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
+    lines = (
+        line.strip() for language, block in blocks if language in ("", "bash", "sh") for line in block.splitlines()
+    )
     return [shlex.split(line, comments=True) for line in lines if re.match(r"kumi (?!VERB)", line)]
 
 
