@@ -364,3 +364,18 @@ def test_no_pickle_and_plain_json(tmp_path):
     assert index["tensors"]["w"]["pieces"][0]["file"] == "shard_00000.safetensors"
     assert json.loads((tmp_path / "step_000007" / "meta.json").read_text())["meta"] == {"step": 7, "loss": 0.1 + 0.2}
     assert all(thread.name != "kumi-save" for thread in threading.enumerate())
+
+
+def test_leftovers_of_earlier_steps_go_and_that_of_a_later_one_is_taken_over(tmp_path):
+    for step in (3, 9):
+        leftover = checkpoint.temporary_folder(checkpoint.step_folder(tmp_path, step))
+        leftover.mkdir()
+        (leftover / "shard_00001.safetensors").write_bytes(b"half")
+    piece = Piece("x", (2,), (0,), torch.ones(2))
+    checkpoint.save(checkpoint.step_folder(tmp_path, 5), [piece], {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000005", "step_000009.tmp"]
+    checkpoint.save(checkpoint.step_folder(tmp_path, 9), [piece], {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000005", "step_000009"]
+    saved = checkpoint.open(tmp_path / "step_000009")
+    assert torch.equal(saved.read("x"), torch.ones(2))
+    assert not (tmp_path / "step_000009" / "shard_00001.safetensors").exists()

@@ -48,7 +48,7 @@ def save(
     temporary = temporary_folder(folder)
     try:
         if rank == 0:
-            clean(folder.parent, spare=[temporary])
+            clean(folder.parent, before=step_of(folder))
         write_pieces(temporary, rank, pieces, attempt=attempt)
         if rank == 0:
             commit(temporary, folder, meta, ranks=ranks, attempt=attempt, timeout=timeout)

@@ -17,7 +17,7 @@ from kumi.errors import RefusedError
 from kumi.units import format_bytes
 
 _COMPLETE = re.compile(r"step_(\d{6,})")
-_LEFTOVER = re.compile(r"step_\d{6,}(\.deleted)?\.tmp")
+_LEFTOVER = re.compile(r"step_(\d{6,})(\.deleted)?\.tmp")
 
 
 def step_folder(root: Path | str, step: int) -> Path:
@@ -69,13 +69,16 @@ def rotate(root: Path | str, keep: int, protect: Collection[Path | str] = ()) ->
     return doomed
 
 
-def clean(root: Path | str, spare: Collection[Path | str] = ()) -> list[Path]:
-    """The leftovers of dead processes that were removed under `root`, except those in `spare`."""
+def clean(root: Path | str, before: int) -> list[Path]:
+    """The leftovers of dead processes that were removed under `root`: those of steps `before` this one.
+
+    A later one may belong to a rank that is ahead of us; if it does not, the save of that step takes it over.
+    """
     root = Path(root)
     if not root.is_dir():
         return []
-    spared = {Path(path).name for path in spare}
-    leftovers = [path for path in root.iterdir() if _LEFTOVER.fullmatch(path.name) and path.name not in spared]
+    found = ((path, _LEFTOVER.fullmatch(path.name)) for path in root.iterdir())
+    leftovers = [path for path, match in found if match is not None and int(match[1]) < before]
     for path in leftovers:
         shutil.rmtree(path)
     return leftovers
