@@ -13,7 +13,7 @@ from kumi.config.cluster import cluster_spec
 from kumi.config.schema import ModelSection, OptimSection, RunConfig
 from kumi.errors import ConfigError, ModelError
 from kumi.plan.choose import choose_layout
-from kumi.plan.memory import MemoryEstimate
+from kumi.plan.types import MemoryEstimate
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.memory import MemoryEstimate, estimate_memory
+from kumi.plan.memory import estimate_memory
+from kumi.plan.types import MemoryEstimate
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import divisors, problems
 from kumi.spec.cluster import ClusterSpec

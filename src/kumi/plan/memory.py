@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 
+from kumi.plan.types import MemoryEstimate
 from kumi.spec.batch import BatchSpec
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import Op, layer_ops, logit_chunk, ops
@@ -15,28 +15,6 @@ from kumi.spec.sharding import gathered_bytes, state_bytes
 
 # What `recompute = "selective"` keeps: results that took a matrix product. The rest is cheap to make again.
 KEPT = ("linear", "attention")
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes that a rank holds at most, by kind, on the rank with the largest shards.
-
-    `gathered` is what dividing states costs in passing, `weights` the copies of parameters in the compute dtype,
-    `head` one chunk of logits with its gradient, and the head's own gradient, which is formed in the forward pass.
-    The kinds do not all peak at the same moment, so their sum is an upper bound; what libraries hold is not in it.
-    """
-
-    params: int
-    grads: int
-    optimizer: int
-    gathered: int
-    weights: int
-    activations: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
 
 
 def estimate_memory(

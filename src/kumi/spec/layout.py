@@ -10,6 +10,8 @@ from math import prod
 # From the outermost axis, whose neighbours are far apart, to the innermost, whose neighbours share a node.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")
+OFFLOAD = ("none", "optimizer", "states", "activations", "optimizer-nvme", "states-nvme")
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,14 @@ class Layout:
 
     `zero` says what the `dp_shard` ranks divide among them (Rajbhandari et al., 2020, arXiv:1910.02054): 0 nothing,
     1 optimizer states, 2 gradients too, 3 parameters too. `dp_replicate` > 1 beside `dp_shard` > 1 is hybrid sharding.
-    `ep` borrows its ranks from `dp_shard`, `cp` and `tp`. `microbatch` is in sequences; `recompute` is what the
-    backward pass computes again: "none", "selective" (the cheap, large activations) or "full" (whole layers).
+    `ep` borrows its ranks from `dp_shard`, `cp` and `tp`, and `expert_tp` cuts each expert. `microbatch` is in
+    sequences; `recompute` is what the backward pass computes again: "none", "selective" (the cheap, large activations)
+    or "full" (whole layers), in `recompute_layers` layers of each rank (None: in all). `sequence_parallel` divides
+    over `tp` what lies between the tensor-parallel regions.
+
+    `schedule` orders the microbatches over the pipeline, `stages` of which each pp rank holds; `stage_layers` says how
+    many layers each stage has, in model order, and is empty where they are as even as can be. `offload` moves to the
+    host, or on to its NVMe drives, the optimizer states, all states, or the kept activations.
     """
 
     pp: int = 1
@@ -31,6 +39,13 @@ class Layout:
     zero: int = 0
     microbatch: int = 1
     recompute: str = "none"
+    recompute_layers: int | None = None
+    sequence_parallel: bool = True
+    expert_tp: int = 1
+    schedule: str = "1f1b"
+    stages: int = 1
+    stage_layers: tuple[int, ...] = ()
+    offload: str = "none"
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -71,8 +86,11 @@ class Layout:
             coords = dict(zip(AXES, fixed, strict=True))
             yield tuple(self.rank({**coords, axis: index}) for index in range(getattr(self, axis)))
 
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours along `axis` stand, in ranks."""
+        return prod(self.degrees[AXES.index(axis) + 1 :])
+
     def span(self, axis: str) -> int:
         """How many consecutive ranks a group along `axis` stretches over: it tells which link the group crosses."""
-        stride = prod(self.degrees[AXES.index(axis) + 1 :])
         degree: int = getattr(self, axis)
-        return stride * (degree - 1) + 1
+        return self.stride(axis) * (degree - 1) + 1

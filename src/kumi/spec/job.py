@@ -1,0 +1,24 @@
+"""What is to be trained on what: everything that decides an estimate but the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kumi.spec.batch import BatchSpec
+from kumi.spec.cluster import ClusterSpec
+from kumi.spec.engine import KUMI, Engine
+from kumi.spec.model import ModelSpec
+from kumi.spec.optim import Optim
+from kumi.spec.precision import Precision
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, the machines, the batch and the arithmetic, carried out by `engine`."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    batch: BatchSpec
+    precision: Precision
+    optim: Optim
+    engine: Engine = KUMI
