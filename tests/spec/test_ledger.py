@@ -1,8 +1,11 @@
 """The ledger's arithmetic. That it describes the modules is tested in tests/parity."""
 
+from dataclasses import replace
+
 from published import PUBLISHED
 
 from kumi.spec import families, ledger
+from kumi.spec.model import MLP
 
 SPEC = families.from_hf(PUBLISHED["Llama-3.2-1B"][0])
 
@@ -26,3 +29,25 @@ def test_a_chunk_of_logits_is_bounded_by_memory_and_below_by_speed():
     assert ledger.logit_chunk(8192, "cpu") == 512
     assert ledger.logit_chunk(128256, "cpu") == 128
     assert ledger.logit_chunk(128256, "cuda") == 1046
+
+
+def test_heads_can_be_cut_off_one_by_one():
+    attention = next(op for op in ledger.ops(SPEC) if op.kind == "attention")
+    assert (attention.source.count, attention.source.unit, attention.heads) == (32, 64, 32)
+    key = next(op for op in ledger.ops(SPEC) if op.name.endswith("k_proj"))
+    assert key.target.count == 8
+    assert attention.kv_size == 2 * 8 * 64
+
+
+def test_kinds_of_layers():
+    narrow, wide = SPEC.layers[0], replace(SPEC.layers[0], mlp=MLP(16384))
+    kinds, index = replace(SPEC, layers=(wide, narrow, narrow, wide)).layer_kinds()
+    assert kinds == (wide, narrow)
+    assert index == (0, 1, 1, 0)
+
+
+def test_how_far_a_query_sees():
+    attention = next(op for op in ledger.ops(SPEC) if op.kind == "attention")
+    for window in (None, 1, 5, 8, 20):
+        seen = [min(position, window or 8) for position in range(1, 9)]
+        assert replace(attention, window=window).reach(8) == sum(seen) / 8

@@ -10,79 +10,13 @@ Parameter names and shapes, FLOPs, activation bytes, sharding and conversion are
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from kumi.spec.model import LayerSpec, ModelSpec
+from kumi.spec.op import Activation, Dim, Op, Param
 
-
-@dataclass(frozen=True)
-class Dim:
-    """A named tensor dimension; `kumi.spec.sharding.AXIS` says which mesh axis may cut it."""
-
-    name: str
-    size: int
-
-
-@dataclass(frozen=True)
-class Param:
-    """A parameter: its native (Hugging Face) name, its dims, and how it starts: "normal", "zeros" or "ones"."""
-
-    name: str
-    dims: tuple[Dim, ...]
-    init: str = "normal"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(dim.size for dim in self.dims)
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Activation:
-    """A tensor kept from the forward to the backward: its dims besides the token dimension, and its dtype.
-
-    `dtype` is "compute" (the precision's compute dtype), "float32" or "int64".
-    """
-
-    dims: tuple[Dim, ...]
-    dtype: str = "compute"
-
-    @property
-    def numel_per_token(self) -> int:
-        return prod(dim.size for dim in self.dims)
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operation of the forward pass.
-
-    `kind` is embedding, norm, linear, rope, attention, gate, add or log_prob. A linear maps `source` to `target`
-    (dims without the token dimension); an attention op's `source` is its query dim.
-    """
-
-    name: str
-    kind: str
-    source: Dim
-    target: Dim
-    params: tuple[Param, ...] = ()
-    saved: tuple[Activation, ...] = ()
-
-    def forward_flops(self, tokens: int, seq_len: int) -> int:
-        """Floating-point operations of the matrix products in the forward pass over `tokens` in rows of `seq_len`.
-
-        Attention is counted in full, S x S, as PaLM (Chowdhery et al., 2022, appendix B) and PyTorch's counter do;
-        element-wise work is not counted.
-        """
-        if self.kind in ("linear", "log_prob"):
-            return 2 * tokens * self.source.size * self.target.size
-        if self.kind == "attention":
-            return 4 * tokens * seq_len * self.source.size
-        return 0
+__all__ = ["Activation", "Dim", "Op", "Param", "attention_ops", "embedding_ops", "forward_flops", "head_ops",
+           "layer_ops", "logit_chunk", "mlp_ops", "num_params", "ops", "params", "train_flops"]  # fmt: skip
 
 
 def _linear(name: str, source: Dim, target: Dim, *, bias: bool, saved: tuple[Activation, ...] = ()) -> Op:
@@ -98,8 +32,8 @@ def _norm(name: str, dim: Dim, weight: Dim, saved: tuple[Activation, ...]) -> Op
 def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
     """The operations of `x + attention(norm(x))`."""
     att, embed = layer.attention, Dim("embed", spec.hidden_size)
-    heads = Dim("heads", att.num_attention_heads * att.head_dim)
-    kv_heads = Dim("kv_heads", att.num_key_value_heads * att.head_dim)
+    heads = Dim("heads", att.num_attention_heads * att.head_dim, att.head_dim)
+    kv_heads = Dim("kv_heads", att.num_key_value_heads * att.head_dim, att.head_dim)
     query_count, head = Dim("heads", att.num_attention_heads), Dim("head_dim", att.head_dim)
     name = f"{prefix}.self_attn"
     yield _norm(f"{prefix}.input_layernorm", embed, embed, (Activation((embed,)), Activation((), "float32")))
@@ -108,12 +42,13 @@ def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op
     yield _linear(f"{name}.v_proj", embed, kv_heads, bias=att.qkv_bias)
     if att.qk_norm:
         for which, dim in (("q_norm", heads), ("k_norm", kv_heads)):
-            count = Dim(dim.name, dim.size // att.head_dim)
+            count = Dim(dim.name, dim.count)
             yield _norm(f"{name}.{which}", dim, head, (Activation((dim,)), Activation((count,), "float32")))
     yield Op(f"{name}.rope", "rope", heads, heads)
     kept = (Activation((heads,)), Activation((kv_heads,)), Activation((kv_heads,)),
             Activation((heads,)), Activation((query_count,), "float32"))  # fmt: skip
-    yield Op(f"{name}.attention", "attention", heads, heads, saved=kept)
+    yield Op(f"{name}.attention", "attention", heads, heads, saved=kept, heads=att.num_attention_heads,
+             kv_size=2 * kv_heads.size, window=att.sliding_window)  # fmt: skip
     yield _linear(f"{name}.o_proj", heads, embed, bias=att.out_bias)
     yield Op(f"{name}.add", "add", embed, embed)
 

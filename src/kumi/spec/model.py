@@ -85,3 +85,9 @@ class ModelSpec:
     def layer_runs(self) -> list[tuple[LayerSpec, int]]:
         """Consecutive equal layers as (layer, how many): a planner need look at each distinct layer once."""
         return [(layer, len(list(run))) for layer, run in groupby(self.layers)]
+
+    def layer_kinds(self) -> tuple[tuple[LayerSpec, ...], tuple[int, ...]]:
+        """The distinct layers in order of first appearance, and for every layer the index of its kind among them."""
+        kinds: dict[LayerSpec, int] = {}
+        indices = tuple(kinds.setdefault(layer, len(kinds)) for layer in self.layers)
+        return tuple(kinds), indices

@@ -1,0 +1,108 @@
+"""One operation of the forward pass: its dims, its parameters, its FLOPs and what it keeps for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+KINDS = ("embedding", "positions", "norm", "linear", "rope", "attention", "gate", "activation", "add", "router",
+         "dispatch", "combine", "log_prob")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A named tensor dimension; `kumi.spec.sharding.AXIS` says which mesh axis may cut it.
+
+    `unit` is the smallest piece that may be cut off: one head of `heads` and `kv_heads`, one column of each half where
+    two matrices lie side by side.
+    """
+
+    name: str
+    size: int
+    unit: int = 1
+
+    @property
+    def count(self) -> int:
+        """How many pieces there are to hand out."""
+        return self.size // self.unit
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter: its native (Hugging Face) name, its dims, and how it starts: "normal", "zeros" or "ones".
+
+    Parameters of routed experts have a leading dim named "experts".
+    """
+
+    name: str
+    dims: tuple[Dim, ...]
+    init: str = "normal"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(dim.size for dim in self.dims)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A tensor kept from the forward to the backward: its dims besides the token dimension, and its dtype.
+
+    `dtype` is "compute" (the precision's compute dtype), "float32" or "int64". A tensor that has a row for every expert
+    a token is sent to has a leading dim named "routed", of as many.
+    """
+
+    dims: tuple[Dim, ...]
+    dtype: str = "compute"
+
+    @property
+    def numel_per_token(self) -> int:
+        return prod(dim.size for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of the forward pass, of a kind in `KINDS`.
+
+    A linear maps `source` to `target` (dims without the token dimension); an attention op's `source` is the dim of its
+    queries and its `target` that of its values, both over all query heads. `gate` is a gated activation, act(a) * b,
+    and `activation` one of a single input. `router` is the linear that scores experts; `dispatch` and `combine` bring
+    tokens to their experts and back.
+
+    `passes` says how often each token goes through the operation: as many times as it has routed experts, else once.
+    `saved` is of one token with all its passes, balanced over experts. `experts` is how many routed experts' weights
+    the operation holds, 0 outside of them. Of attention only: `heads` (of queries), `kv_size` (width of a token's keys
+    and values together) and `window` (how many positions a query sees, itself included; None: all before it).
+    """
+
+    name: str
+    kind: str
+    source: Dim
+    target: Dim
+    params: tuple[Param, ...] = ()
+    saved: tuple[Activation, ...] = ()
+    passes: float = 1
+    experts: int = 0
+    heads: int = 0
+    kv_size: int = 0
+    window: int | None = None
+
+    def forward_flops(self, tokens: int, seq_len: int) -> int:
+        """Floating-point operations of the matrix products in the forward pass over `tokens` in rows of `seq_len`.
+
+        Attention is counted in full, S x S, windows and causality aside, as PaLM (Chowdhery et al., 2022, appendix B)
+        and PyTorch's counter do; element-wise work is not counted.
+        """
+        if self.kind in ("linear", "router", "log_prob"):
+            return int(2 * tokens * self.passes * self.source.size * self.target.size)
+        if self.kind == "attention":
+            return 2 * tokens * seq_len * (self.source.size + self.target.size)
+        return 0
+
+    def reach(self, seq_len: int) -> float:
+        """How many positions a query of an attention op sees, on average over a row of `seq_len`."""
+        window = seq_len if self.window is None else min(self.window, seq_len)
+        return window - window * (window - 1) / (2 * seq_len)
