@@ -1,23 +1,79 @@
-"""Text and base units: bytes, seconds, counts. Inside kumi every quantity is in base units."""
+"""Text and base units: bytes, seconds, bytes/s, FLOP/s, counts. Inside kumi every quantity is in base units."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from decimal import Decimal
 
 from kumi.errors import ConfigError
 
 _BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+# Links are sold in bits a second (small b), memories in bytes.
+_BANDWIDTH_UNITS = {f"{unit}/s": Decimal(size) for unit, size in _BYTE_UNITS.items()} | {
+    f"{prefix}b/s": Decimal(10**power) / 8 for prefix, power in (("", 0), ("K", 3), ("M", 6), ("G", 9), ("T", 12))
+}
+_FLOPS_UNITS = {f"{prefix}FLOP/s": 10**power for prefix, power in (("", 0), ("M", 6), ("G", 9), ("T", 12), ("P", 15))}
+_DURATION_UNITS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")}
 
 
 def parse_bytes(text: str) -> int:
     """Bytes in a text such as "80 GiB" or "200GB"."""
-    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
-    if match is None or match[2] not in _BYTE_UNITS:
+    return int(_parse(text, _BYTE_UNITS, "80 GiB"))
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes/s in a text such as "3.35 TB/s" or "400 Gb/s", which is 50 GB/s."""
+    return float(_parse(text, _BANDWIDTH_UNITS, "400 Gb/s"))
+
+
+def parse_flops(text: str) -> float:
+    """FLOP/s in a text such as "989.4 TFLOP/s"."""
+    return float(_parse(text, _FLOPS_UNITS, "312 TFLOP/s"))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in a text such as "25 us"."""
+    return float(_parse(text, _DURATION_UNITS, "25 us"))
+
+
+def _parse(text: str, units: Mapping[str, int | Decimal], example: str) -> Decimal:
+    """The number in `text` times its unit, exactly, so that what is written can be read back to the last digit."""
+    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z/]+)\s*", text)
+    if match is None or match[2] not in units:
         raise ConfigError(
-            f"{text!r} is not a quantity; write a number and one of {', '.join(_BYTE_UNITS)}, such as '80 GiB'"
+            f"{text!r} is not a quantity; write a number and one of {', '.join(units)}, such as {example!r}"
         )
-    return int(float(match[1].replace("_", "")) * _BYTE_UNITS[match[2]])
+    return Decimal(match[1].replace("_", "")) * units[match[2]]
+
+
+def write_bytes(count: int) -> str:
+    """`count` as text that `parse_bytes` reads back exactly."""
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if count and count % _BYTE_UNITS[unit] == 0), "B")
+    return f"{count // _BYTE_UNITS[unit]} {unit}"
+
+
+def write_bandwidth(rate: float) -> str:
+    """`rate` bytes/s as text that `parse_bandwidth` reads back exactly."""
+    return _write(rate, {unit: Decimal(_BYTE_UNITS[unit[:-2]]) for unit in ("TB/s", "GB/s", "MB/s", "B/s")})
+
+
+def write_flops(rate: float) -> str:
+    """`rate` FLOP/s as text that `parse_flops` reads back exactly."""
+    return _write(rate, {unit: Decimal(_FLOPS_UNITS[unit]) for unit in ("TFLOP/s", "GFLOP/s", "FLOP/s")})
+
+
+def write_duration(seconds: float) -> str:
+    """`seconds` as text that `parse_duration` reads back exactly."""
+    return _write(seconds, _DURATION_UNITS)
+
+
+def _write(value: float, units: Mapping[str, Decimal]) -> str:
+    """`value` in the largest of `units` (given from large to small) that it fills, in the digits Python prints."""
+    exact = Decimal(repr(float(value)))
+    unit = next((unit for unit, size in units.items() if exact >= size), list(units)[-1])
+    return f"{(exact / units[unit]).normalize():f} {unit}"
 
 
 def format_bytes(count: float) -> str:

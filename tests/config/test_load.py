@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from kumi.config import dump, from_dict, json_schema, load
-from kumi.config.cluster import cluster_spec
-from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -128,27 +126,3 @@ def test_every_key_has_a_sentence():
     schema = json_schema()
     missing = [name for section, item in schema["$defs"].items() for name in undescribed(item, section)]
     assert missing == []
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        (
-            'source = "x"\nfoo = 1\ndevices_per_node = 0\n',
-            "device: Field required; foo: Extra inputs are not permitted",
-        ),
-        ("source = ", "cannot be read as TOML"),
-        (
-            'source = "x"\ndevices_per_node = 1\ndevice = {name="x", kind="cpu", memory="lots", dtypes=[]}',
-            "device.memory: ",
-        ),
-    ],
-)
-def test_a_cluster_file_that_is_wrong_is_refused_in_one_line(text, error, tmp_path):
-    file = tmp_path / "cluster.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        cluster_spec(ClusterSection(source=str(file)))
-    assert str(file) in str(caught.value)
-    assert error in str(caught.value)
-    assert "\n" not in str(caught.value)

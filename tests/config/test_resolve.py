@@ -1,38 +1,11 @@
 import json
-import os
 
 import pytest
 
-from kumi.config.cluster import cluster_spec, presets
 from kumi.config.resolve import choose_optim, choose_precision, model_folder, read_hf_config
-from kumi.config.schema import ClusterSection, ModelSection, OptimSection
+from kumi.config.schema import ModelSection, OptimSection
 from kumi.errors import ConfigError, ModelError
 from kumi.spec.cluster import Device
-
-
-def test_this_machine_is_described_without_torch():
-    found = cluster_spec(ClusterSection(devices_per_node=2))
-    assert found.devices == 2
-    assert 0 < found.device.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-@pytest.mark.parametrize("name", presets())
-def test_every_preset_loads_and_names_its_source(name):
-    found = cluster_spec(ClusterSection(source=name, nodes=2))
-    assert found.devices == 2 * found.devices_per_node
-    assert found.device.peak_flops("bfloat16") > found.device.peak_flops("float32")
-    assert found.device.peak_flops("float64") is None
-
-
-def test_a_cluster_that_is_not_there_is_refused_with_what_is():
-    with pytest.raises(ConfigError, match="'h100' is no preset and no TOML file; use 'auto', a100-sxm-80gb"):
-        cluster_spec(ClusterSection(source="h100"))
-
-
-def test_a_cluster_file_is_read_strictly(tmp_path):
-    (tmp_path / "mine.toml").write_text('source = "x"\ndevices_per_node = 1\nextra = 2\n')
-    with pytest.raises(ConfigError, match=r"mine\.toml"):
-        cluster_spec(ClusterSection(source=str(tmp_path / "mine.toml")))
 
 
 def test_auto_precision_is_what_the_device_is_fast_in():

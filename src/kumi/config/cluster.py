@@ -1,134 +1,205 @@
-"""Cluster descriptions: this machine, a preset, or a TOML file."""
+"""Cluster descriptions: this machine, a preset, or a TOML file, as many of them as the run file says."""
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from kumi.config.schema import ClusterSection, Positive, Section
+from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile, given
+from kumi.config.schema import ClusterSection, Section
+from kumi.config.sentences import sentences
 from kumi.errors import ConfigError
-from kumi.spec.cluster import ClusterSpec, Device
-from kumi.units import parse_bytes
+from kumi.spec.cluster import ClusterSpec, Device, Host, Link
+
+File = TypeVar("File", bound=Section)
 
 
-class DeviceFile(Section):
-    name: str
-    kind: Literal["cpu", "cuda"]
-    memory: str
-    dtypes: tuple[str, ...]
-    peak_flops: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-
-
-class ClusterFile(Section):
-    """A cluster TOML file: where its figures come from, the device, and how many a node has."""
-
-    source: str
-    devices_per_node: Positive
-    device: DeviceFile
+def presets(kind: str = "nodes") -> list[str]:
+    """Names of the nodes, devices or networks that come with kumi."""
+    return sorted(item.name.removesuffix(".toml") for item in _folder(kind).iterdir() if item.name.endswith(".toml"))
 
 
 def cluster_spec(section: ClusterSection) -> ClusterSpec:
-    """The cluster that `section` names. Raises ConfigError when it cannot be found or read."""
+    """The cluster that `section` names. Raises ConfigError when it cannot be found, read or put together."""
     if section.source == "auto":
-        return _this_machine(section)
-    described = _read(section.source)
-    device = described.device
-    try:
-        memory = parse_bytes(device.memory)
-    except ConfigError as error:
-        raise ConfigError(f"cluster.source: {section.source}: device.memory: {error}") from None
-    spec = Device(device.name, device.kind, memory, device.dtypes, tuple(device.peak_flops.items()))
-    return ClusterSpec(section.source, spec, section.devices_per_node or described.devices_per_node, section.nodes)
+        from kumi.config.machine import this_machine
+
+        return this_machine(section)
+    return assemble(section, read_node(section.source), section.source)
 
 
-def presets() -> list[str]:
-    """Names of the clusters that come with kumi."""
-    return sorted(
-        item.name.removesuffix(".toml") for item in files("kumi.clusters").iterdir() if item.name.endswith(".toml")
-    )
-
-
-def _read(source: str) -> ClusterFile:
-    file = Path(source) if source.endswith(".toml") else files("kumi.clusters").joinpath(f"{source}.toml")
-    if not file.is_file():
+def assemble(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpec:
+    """As many of `node` as `section` says, joined by the network and the link between sites that it names."""
+    ranks = section.devices_per_node or node.devices_per_node
+    if ranks > node.devices_per_node:
         raise ConfigError(
-            f"cluster.source: {source!r} is no preset and no TOML file; use 'auto', {', '.join(presets())}, or a file"
+            f"cluster.devices_per_node={ranks}: {source} has {node.devices_per_node} devices a node; use at most those"
         )
-    try:
-        return ClusterFile.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        wrong = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise ConfigError(f"cluster.source: {source}: {'; '.join(wrong)}; correct the file") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cluster.source: {source} cannot be read as TOML ({error}); correct the file") from None
-
-
-def _this_machine(section: ClusterSection) -> ClusterSpec:
-    gpus = _gpus()
-    if gpus:
-        return ClusterSpec("auto", gpus[0], section.devices_per_node or len(gpus), section.nodes)
-    ranks = section.devices_per_node or 1
-    device = Device(_cpu_name(), "cpu", _memory() // ranks, _cpu_dtypes())
-    return ClusterSpec("auto", device, ranks, section.nodes)
-
-
-def _gpus() -> list[Device]:
-    """The CUDA devices of this machine, asked of the driver's own tool so that torch need not be imported."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = (
-        len([part for part in visible.split(",") if part.strip() not in ("", "-1")]) if visible is not None else None
+    if section.nodes % section.sites:
+        raise ConfigError(
+            f"cluster.sites={section.sites} does not divide cluster.nodes={section.nodes}; "
+            f"give every site as many nodes"
+        )
+    host = Host(**given(node.host))
+    joined = _Joined(node, ranks, section.nodes, section.sites, host.device_bandwidth)
+    outer = [*_network(section, node, joined), *_site_link(section, joined)]
+    device = to_device(node.device)
+    if section.watts is not None:
+        device = replace(device, watts=section.watts)
+    return ClusterSpec(
+        source,
+        replace(device, price=section.price_per_hour),
+        ranks,
+        section.nodes,
+        section.sites,
+        (*joined.inner(), *(link for _, link in outer)),
+        host,
+        tuple(_assumed(node, [file for file, _ in outer])),
     )
-    return [_gpu(line) for line in listed.strip().splitlines()][:count]
 
 
-def _gpu(line: str) -> Device:
-    name, mebibytes, capability = (part.strip() for part in line.split(","))
-    dtypes = ("float32", "bfloat16", "float16") if float(capability) >= 8.0 else ("float32", "float16")
-    return Device(name, "cuda", int(mebibytes) * 2**20, dtypes, _known_peak(name))
+def _assumed(node: NodeFile, networks: list[NetworkFile]) -> Iterator[str]:
+    """The figures of a cluster that nobody measured or promised."""
+    yield from (f"device.{name}" for name in node.device.assumed())
+    yield from (f"host.{name}" for name in node.host.assumed())
+    joints: list[LinkFile | NetworkFile] = [*node.links, *networks]
+    yield from (f"{joint.name}: {name}" for joint in joints for name in joint.assumed())
 
 
-def _known_peak(name: str) -> tuple[tuple[str, float], ...]:
-    """Peak FLOP/s of the preset whose device has this driver name; empty where none has, never a guess."""
-    for preset in presets():
-        device = _read(preset).device
-        if device.name == name:
-            return tuple(device.peak_flops.items())
-    return ()
+def to_device(file: DeviceFile) -> Device:
+    """The device that `file` describes; what it leaves out has the defaults of `Device`."""
+    found = given(file)
+    found["peak"] = tuple(found.pop("peak_flops").items())
+    if file.matmul is not None:
+        found["matmul"] = tuple(("" if dtype == "other" else dtype, share) for dtype, share in file.matmul.items())
+    if file.attention is not None:
+        found["attention"] = (file.attention.forward, file.attention.backward)
+    return Device(**found)
 
 
-def _cpu_name() -> str:
-    for line in _cpuinfo():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+def read_node(source: str) -> NodeFile:
+    """The node that `source` names, a preset or a TOML file, with the devices and networks that it refers to."""
+    written = _table("nodes", source, "cluster.source", "'auto', ")
+    for key, kind in (("device", "devices"), ("network", "networks")):
+        if isinstance(written.get(key), str):
+            written[key] = _table(kind, written[key], f"cluster.source: {source}: {key}")
+    return _checked(NodeFile, written, f"cluster.source: {source}")
 
 
-def _cpu_dtypes() -> tuple[str, ...]:
-    """bfloat16 counts as fast where the CPU multiplies it natively; float16 never does here."""
-    flags = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
-    return ("float32", "bfloat16") if {"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()) else ("float32",)
+def read_device(name: str) -> DeviceFile:
+    """The device that comes with kumi as `name`."""
+    return _checked(DeviceFile, _table("devices", name, "device"), f"device: {name}")
 
 
-def _cpuinfo() -> list[str]:
-    file = Path("/proc/cpuinfo")
-    return file.read_text().splitlines() if file.exists() else []
+def read_network(name: str, key: str = "cluster.network") -> NetworkFile:
+    """The network that `name`, the value of `key`, names: a preset or a TOML file."""
+    return _checked(NetworkFile, _table("networks", name, key), f"{key}: {name}")
 
 
-def _memory() -> int:
-    """Bytes of memory this machine, or the container around this process, has."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(text)) if text.isdigit() else total
+class _Joined:
+    """How many of which devices are joined: what links and networks need to know to become `Link`s."""
+
+    def __init__(self, node: NodeFile, ranks: int, nodes: int, sites: int, host_bandwidth: float) -> None:
+        self.node, self.ranks, self.nodes, self.sites = node, ranks, nodes, sites
+        self.site = nodes // sites * ranks
+        self.host_bandwidth = host_bandwidth
+
+    def inner(self) -> Iterator[Link]:
+        """The links of a node, and of a domain of several, as far as there are devices for them to join."""
+        covered = 1
+        for link in self.node.links:
+            span = self._span(link.span)
+            if span > covered:
+                yield Link(link.name, span, link.bandwidth, link.latency, link.efficiency)
+                covered = span
+
+    def _span(self, span: int) -> int:
+        """The devices that a link of `span` joins here. Where the nodes are no whole number of full domains, each
+        domain has the most nodes that deal them evenly: 64 nodes of 4 are four domains of 16, not three of 18."""
+        full = self.node.devices_per_node
+        if span <= full:
+            return min(span, self.ranks)
+        nodes = self.nodes // self.sites
+        return self.ranks * max(count for count in range(1, span // full + 1) if nodes % count == 0)
+
+    def covered(self) -> int:
+        return max((link.span for link in self.inner()), default=1)
+
+    def outer(self, file: NetworkFile, span: int) -> Link:
+        """`file` as a link over `span` devices: what a node's or a site's devices share is divided among them, and
+        none gets more than its way to the host lets through."""
+        sharers = {"device": 1, "node": self.ranks, "site": self.site}[file.per]
+        share = file.bandwidth / sharers
+        if self.host_bandwidth and file.per != "site":
+            share = min(share, self.host_bandwidth)
+        return Link(file.name, span, share, file.latency, file.efficiency)
+
+
+def _network(section: ClusterSection, node: NodeFile, joined: _Joined) -> Iterator[tuple[NetworkFile, Link]]:
+    """The network between the nodes of a site, where there is more than one that nothing faster joins."""
+    file = read_network(section.network) if section.network is not None else node.network
+    if joined.site <= max(joined.covered(), joined.ranks):
+        return
+    if file is None:
+        if joined.inner():
+            raise ConfigError(
+                f"cluster.network: {section.source} does not say what joins its nodes; "
+                f"set it to {_listed('networks')}, or a TOML file"
+            )
+        return
+    if file.per == "site":
+        raise ConfigError(
+            f"cluster.network: {file.name} joins sites, not nodes; set cluster.site_link to it, and cluster.network "
+            f"to what joins the nodes of a site"
+        )
+    yield file, joined.outer(file, joined.site)
+
+
+def _site_link(section: ClusterSection, joined: _Joined) -> Iterator[tuple[NetworkFile, Link]]:
+    if section.sites == 1:
+        if section.site_link is not None:
+            raise ConfigError(
+                f"cluster.site_link={section.site_link!r} joins sites, and cluster.sites is 1; "
+                f"set cluster.sites, or remove it"
+            )
+        return
+    if section.site_link is None:
+        raise ConfigError(
+            f"cluster.sites={section.sites}: say what joins the sites; set cluster.site_link to {_listed('networks')}, "
+            f"or a TOML file"
+        )
+    file = read_network(section.site_link, "cluster.site_link")
+    yield file, joined.outer(file, joined.nodes * joined.ranks)
+
+
+def _folder(kind: str) -> Traversable:
+    return files("kumi.clusters").joinpath(kind)
+
+
+def _listed(kind: str) -> str:
+    return ", ".join(presets(kind))
+
+
+def _table(kind: str, name: str, key: str, besides: str = "") -> dict[str, Any]:
+    """The TOML table that `name`, the value of `key`, names: a preset among the `kind`, or a file."""
+    file = Path(name) if name.endswith(".toml") else _folder(kind).joinpath(f"{name}.toml")
+    if not file.is_file():
+        raise ConfigError(f"{key}: {name!r} is no preset and no TOML file; use {besides}{_listed(kind)}, or a file")
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {name} cannot be read as TOML ({error}); correct the file") from None
+
+
+def _checked(kind: type[File], written: Mapping[str, Any], where: str) -> File:
+    try:
+        return kind.model_validate(written)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {sentences(error, kind)}; correct the file") from None

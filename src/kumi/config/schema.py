@@ -49,6 +49,15 @@ class ClusterSection(Section):
     devices_per_node: Positive | None = Field(
         None, description="Ranks a machine runs; by default its GPUs, or one rank on a machine without any."
     )
+    network: Text | None = Field(
+        None, description="What joins the machines: a preset's name or a TOML file; by default what `source` says."
+    )
+    sites: Positive = Field(1, description="How many places the machines are dealt evenly to.")
+    site_link: Text | None = Field(None, description="What joins the sites: a preset's name or a TOML file.")
+    price_per_hour: Annotated[Number, Field(ge=0)] = Field(0.0, description="What a device costs an hour.")
+    watts: Annotated[Number, Field(gt=0)] | None = Field(
+        None, description="What a device draws at full load, with its share of the rest; by default its data sheet's."
+    )
 
 
 class BatchSection(Section):

@@ -76,7 +76,8 @@ class ClusterSpec:
     """`nodes` machines with `devices_per_node` equal devices each, dealt evenly to `sites`.
 
     `links` go from the innermost (inside a node) to the outermost (between sites); empty where nothing is known of
-    them. `source` says where this description came from.
+    them. `source` says where this description came from, and `assumed` which of its figures nobody measured or promised
+    ("device.launch", "NVLink 3: latency").
     """
 
     source: str
@@ -86,6 +87,7 @@ class ClusterSpec:
     sites: int = 1
     links: tuple[Link, ...] = ()
     host: Host = Host()
+    assumed: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:

@@ -98,7 +98,7 @@ def model_flops_utilisation(parts: Parts, step_s: float) -> float | None:
     """Share of the devices' peak that the model's own FLOPs take, or None where the peak is not known."""
     run = parts.run
     peak = run.cluster.device.peak_flops(run.precision.compute)
-    if peak is None:
+    if peak is None or "device.peak_flops" in run.cluster.assumed:
         return None
     flops = ledger.train_flops(run.model, run.batch.tokens_per_step, run.batch.seq_len)
     return flops / (step_s * peak * run.layout.world_size)

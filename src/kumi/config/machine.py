@@ -1,0 +1,141 @@
+"""This machine: its GPUs as the driver names them, or its CPU cores as /proc lists them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kumi.config.cluster import assemble, presets, read_device, read_network, read_node
+from kumi.config.cluster_file import ASSUMED, DeviceFile, LinkFile, NetworkFile, NodeFile
+from kumi.config.schema import ClusterSection
+from kumi.spec.cluster import ClusterSpec
+from kumi.units import write_bandwidth, write_bytes, write_flops
+
+# What a CPU core is taken to do where nobody measured it, on the low side of what servers do: float32 operations a
+# cycle with 256-bit and with narrower vectors, how much faster bfloat16 is, cycles a second, bytes a second.
+WIDE, NARROW = 32, 8
+BFLOAT16_GAIN = {"amx_bf16": 8, "avx512_bf16": 2, "bf16": 2}
+CYCLES = 2.5e9
+CORE_BANDWIDTH = 8e9
+# Between processes of one machine, over gloo.
+LOOPBACK: dict[str, Any] = {"bandwidth": "1 GB/s", "latency": "50 us", "efficiency": 0.8}
+
+Kind = TypeVar("Kind", LinkFile, NetworkFile)
+
+
+def this_machine(section: ClusterSection) -> ClusterSpec:
+    """The machine this runs on, `section.nodes` times; figures that are not known here are assumed and said to be."""
+    gpus = _gpus()
+    if not gpus:
+        ranks = section.devices_per_node or 1
+        return assemble(section, cpu_node(ranks), "auto")
+    count = section.devices_per_node or len(gpus)
+    return assemble(section.model_copy(update={"devices_per_node": count}), gpu_node(gpus[0], count), "auto")
+
+
+def gpu_node(gpu: DeviceFile, count: int) -> NodeFile:
+    """A node of `count` devices like `gpu`, joined as in the preset that has them, or else by nothing that is known."""
+    for name in presets():
+        node = read_node(name)
+        if node.device.name == gpu.name and node.devices_per_node >= count:
+            said = f"{ASSUMED}: this node is built like the preset {name}"
+            links = tuple(_assumed(link, said) for link in node.links)
+            network = None if node.network is None else _assumed(node.network, said)
+            return node.model_copy(update={"device": gpu, "links": links, "network": network})
+    return NodeFile(device=gpu, devices_per_node=count)
+
+
+def _assumed(file: Kind, said: str) -> Kind:
+    return file.model_copy(update={"sources": {"bandwidth, latency, efficiency": said}})
+
+
+def cpu_node(ranks: int) -> NodeFile:
+    """This machine's cores and memory divided among `ranks` processes, with speeds assumed from the core's flags."""
+    device = cpu_device(ranks)
+    said = {"bandwidth, latency, efficiency": f"{ASSUMED}: processes of one machine over gloo"}
+    link = {"name": "loopback", "span": ranks, **LOOPBACK, "sources": said}
+    network = _assumed(read_network("25gbe"), f"{ASSUMED}: 25 Gb/s Ethernet")
+    return NodeFile.model_validate(
+        {"device": device, "devices_per_node": ranks, "links": [link] if ranks > 1 else [], "network": network}
+    )
+
+
+def cpu_device(ranks: int) -> dict[str, Any]:
+    """What one of `ranks` processes on this machine's cores is, as a [device] table."""
+    flags, dtypes = _cpu_flags(), _cpu_dtypes()
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available / ranks
+    single = cores * CYCLES * (WIDE if {"avx2", "avx512f", "asimd"} & flags else NARROW)
+    gain = max([BFLOAT16_GAIN[flag] for flag in flags & set(BFLOAT16_GAIN)], default=1)
+    return {
+        "name": _cpu_name(),
+        "kind": "cpu",
+        "memory": write_bytes(_memory() // ranks),
+        "dtypes": dtypes,
+        "peak_flops": {"float32": write_flops(single), "bfloat16": write_flops(single * gain)},
+        "memory_bandwidth": write_bandwidth(cores * CORE_BANDWIDTH),
+        "sources": {
+            "memory, dtypes": "/proc and the container's limit",
+            "peak_flops, memory_bandwidth": f"{ASSUMED}: {cores:g} cores of 2.5 GHz and 8 GB/s",
+            "stream, matmul, attention, launch": f"{ASSUMED}: `kumi bench` measures them",
+        },
+    }
+
+
+def _gpus() -> list[DeviceFile]:
+    """The CUDA devices of this machine, asked of the driver's own tool so that torch need not be imported."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = (
+        len([part for part in visible.split(",") if part.strip() not in ("", "-1")]) if visible is not None else None
+    )
+    return [_gpu(line) for line in listed.strip().splitlines()][:count]
+
+
+def _gpu(line: str) -> DeviceFile:
+    """The GPU in a line of nvidia-smi: with the figures of the preset that has this name, or with none."""
+    name, mebibytes, capability = (part.strip() for part in line.split(","))
+    memory = {"memory": f"{mebibytes} MiB"}
+    for preset in presets("devices"):
+        device = read_device(preset)
+        if device.name == name:
+            return device.model_copy(update={"memory": int(mebibytes) * 2**20})
+    dtypes = ("float32", "bfloat16", "float16") if float(capability) >= 8.0 else ("float32", "float16")
+    return DeviceFile.model_validate({"name": name, "kind": "cuda", "dtypes": dtypes, **memory})
+
+
+def _cpu_name() -> str:
+    for line in _cpuinfo():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu_dtypes() -> tuple[str, ...]:
+    """bfloat16 counts as fast where the CPU multiplies it natively; float16 never does here."""
+    return ("float32", "bfloat16") if set(BFLOAT16_GAIN) & _cpu_flags() else ("float32",)
+
+
+def _cpu_flags() -> set[str]:
+    line = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
+    return set(line.split())
+
+
+def _cpuinfo() -> list[str]:
+    file = Path("/proc/cpuinfo")
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _memory() -> int:
+    """Bytes of memory this machine, or the container around this process, has."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, int(text)) if text.isdigit() else total
