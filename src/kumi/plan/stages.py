@@ -1,0 +1,152 @@
+"""Who holds which layers: the stages of a pipeline, as even as can be or balanced by cost, and what each rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kumi.plan.columns import Columns, Floats, Ints
+from kumi.plan.timeline import V_CODES, in_flight
+from kumi.spec.layout import Layout
+from kumi.spec.model import ModelSpec
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one pp rank of every row holds, over all its stages.
+
+    `layers`: how many of each of `model.layer_kinds()`, (kinds, rows); `embedding` and `head`: 1 where it has them,
+    else 0, (rows,); `in_flight`: for how many microbatches it keeps activations at the peak, (rows,).
+    """
+
+    layers: Floats
+    embedding: Floats
+    head: Floats
+    in_flight: Floats
+
+
+def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Sequence[int] = ()) -> Share:
+    """What pp rank `rank` of every row holds in steps of `m` microbatches.
+
+    Layers are divided evenly, or, where it is not empty, as `stage_layers` says, which must then fit every row.
+    """
+    firsts = np.concatenate([[0], np.cumsum(stage_layers)]).astype(np.int64)
+    turns, last_stage = _v_shaped(x), x.pp * x.stages - 1
+    kinds, of_layer = model.layer_kinds()
+    if len(kinds) == 1 and not len(stage_layers):
+        layers = _even_count(len(of_layer), x.pp, x.stages, rank, turns)[None, :].astype(np.float64)
+    else:
+        before = _kinds_before(len(kinds), of_layer)
+        layers = np.zeros((len(kinds), len(x)))
+        for chunk in range(int(x.stages.max(initial=1))):
+            stage = np.where(turns & (chunk == 1), 2 * x.pp - 1 - rank, rank + chunk * x.pp)
+            stage = np.minimum(stage, last_stage)
+            if len(stage_layers):
+                first, end = firsts[stage], firsts[stage + 1]
+            else:
+                first, end = (even_first(len(of_layer), last_stage + 1, at) for at in (stage, stage + 1))
+            layers += np.where(chunk < x.stages, before[:, end] - before[:, first], 0)
+    head = np.where(turns, rank == 0, rank == x.pp - 1)
+    return Share(layers, (rank == 0).astype(np.float64), head.astype(np.float64),
+                 in_flight(x.schedule, x.pp, x.stages, m, rank))  # fmt: skip
+
+
+def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
+    """The first layer of `stage` when `layers` are divided evenly over `stages`; for stage = stages, one past the last.
+
+    Where they do not go up evenly, the last stage, which has the head, gets none of the layers left over, and the
+    first, which has the embedding and most microbatches in flight, the last of them: the others have one more each
+    from the second stage on. With two stages more than layers, the first has only the embedding, the last the head.
+    """
+    each, left = layers // stages, layers % stages
+    more = np.where(left == stages - 1, np.minimum(stage, left), np.clip(stage - 1, 0, left))
+    return each * stage + more
+
+
+def bounds(layout: Layout, model: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """Layers [first, last) of every stage, in model order."""
+    count = layout.pp * layout.stages
+    if layout.stage_layers:
+        ends = np.cumsum(layout.stage_layers)
+        return tuple((int(end) - size, int(end)) for end, size in zip(ends, layout.stage_layers, strict=True))
+    starts = even_first(model.num_hidden_layers, np.full(count + 1, count), np.arange(count + 1))
+    return tuple((first, last) for first, last in pairwise(starts.tolist()))
+
+
+def balanced(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """How many layers each of `stages` takes so that the dearest stage is as cheap as can be.
+
+    `costs` are those of the layers, in model order; `first` and `last` come on top on the first stage (the embedding)
+    and the last (the head), which may then go without layers; all others have one or more. Of the divisions with the
+    cheapest dearest stage, the one whose stages' costs have the smallest sum of squares. Needs `stages` <= layers + 2.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(costs, dtype=np.float64)])
+    table = [_stage_costs(sums, number, stages, first, last) for number in range(stages)]
+    dearest = _least_dearest(table)
+    # A hair above it, so that no division is lost to rounding.
+    return _most_even(table, dearest * (1 + 1e-12) + 1e-300)
+
+
+def _stage_costs(sums: Floats, number: int, stages: int, first: float, last: float) -> Floats:
+    """Costs of stage `number` with layers [i, j), (layers + 1, layers + 1); infinite where it may not hold them."""
+    found = sums[None, :] - sums[:, None] + first * (number == 0) + last * (number == stages - 1)
+    least = 0 if number in (0, stages - 1) else 1
+    taken = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
+    return np.where(taken >= least, found, np.inf)
+
+
+def _least_dearest(table: list[Floats]) -> float:
+    best = np.full(len(table[0]), np.inf)
+    best[0] = 0.0
+    for costs in table:
+        best = np.min(np.maximum(best[:, None], costs), axis=0)
+    return float(best[-1])
+
+
+def _most_even(table: list[Floats], dearest: float) -> tuple[int, ...]:
+    """Layers of each stage in the division with the smallest sum of squares where no stage costs more than
+    `dearest`."""
+    best = np.full(len(table[0]), np.inf)
+    best[0] = 0.0
+    origins = []
+    for costs in table:
+        sums = best[:, None] + np.where(costs <= dearest, costs, np.inf) ** 2
+        origins.append(np.argmin(sums, axis=0))
+        best = np.min(sums, axis=0)
+    end, counts = len(best) - 1, []
+    for origin in reversed(origins):
+        counts.append(int(end - origin[end]))
+        end = int(origin[end])
+    return tuple(reversed(counts))
+
+
+def _v_shaped(x: Columns) -> Bools:
+    return np.isin(x.schedule, V_CODES)
+
+
+def _even_count(layers: int, pp: Ints, stages: Ints, rank: Ints, turns: Bools) -> Ints:
+    """How many layers `rank` has in all: every stage's even part, and the left-over ones among its stages."""
+    count = pp * stages
+    each, left = layers // count, layers % count
+    # Stages 1 .. left have one more; where all but the last have, stage 0 too.
+    dealt = np.where(left >= rank, (left - rank) // pp + 1, 0) - (rank == 0) * (left < count - 1)
+    dealt = np.where(left == count - 1, stages - (rank == pp - 1), dealt)
+    far = 2 * pp - 1 - rank
+    folded = np.where(
+        left == count - 1, 2 - (rank == 0), ((rank >= 1) & (rank <= left)).astype(np.int64) + (far <= left)
+    )
+    found: Ints = each * stages + np.where(turns, folded, dealt)
+    return found
+
+
+def _kinds_before(kinds: int, of_layer: Sequence[int]) -> Floats:
+    """How many layers of each kind come before layer i, (kinds, layers + 1)."""
+    found = np.zeros((kinds, len(of_layer) + 1))
+    np.cumsum(np.eye(kinds)[:, list(of_layer)], axis=1, out=found[:, 1:])
+    return found

@@ -1,0 +1,142 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from kumi.plan.columns import columns
+from kumi.plan.stages import balanced, bounds, share
+from kumi.spec.layout import Layout
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
+from kumi.spec.schedule import actions, placement
+
+WIDE = LayerSpec(Attention(4, 2, 16, Rope(10000.0)), MLP(256))
+SLIM = LayerSpec(Attention(4, 2, 16, Rope(10000.0)), MLP(128))
+
+
+def model(layers):
+    return ModelSpec("llama", 256, 64, tuple(layers), 1e-5, 128)
+
+
+def sizes(layers, layout):
+    return [last - first for first, last in bounds(layout, model([SLIM] * layers))]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (9, 4, [2, 3, 2, 2]),
+        (10, 4, [2, 3, 3, 2]),
+        (11, 4, [3, 3, 3, 2]),
+        (6, 8, [0, 1, 1, 1, 1, 1, 1, 0]),
+        (7, 8, [1, 1, 1, 1, 1, 1, 1, 0]),
+        (3, 2, [2, 1]),
+    ],
+)
+def test_what_does_not_go_up_evenly_goes_to_inner_stages_first_and_never_to_the_last(layers, stages, expected):
+    assert sizes(layers, Layout(pp=stages)) == expected
+
+
+def test_llama_3_405b_has_126_layers_on_128_stages_the_first_and_last_of_which_have_none():
+    found = sizes(126, Layout(pp=16, stages=8, schedule="interleaved"))
+    assert found == [0, *[1] * 126, 0]
+
+
+def test_given_stages_are_taken_as_they_are():
+    assert bounds(Layout(pp=3, stage_layers=(1, 5, 0)), model([SLIM] * 6)) == ((0, 1), (1, 6), (6, 6))
+
+
+LAYOUTS = some.sampled_from(["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe"])
+
+
+@given(LAYOUTS, some.integers(1, 6), some.integers(2, 4), some.lists(some.booleans(), min_size=24, max_size=30))
+def test_shares_are_what_the_stages_of_each_rank_hold(schedule, pp, stages, wide):
+    stages = {"interleaved": stages, "zb-v": 2, "dualpipe": 2}.get(schedule, 1)
+    layout, m = Layout(pp=pp, schedule=schedule, stages=stages), 4 * pp
+    for layers in ([SLIM] * len(wide), [WIDE if one else SLIM for one in wide]):
+        spec = model(layers)
+        check_share(spec, layout, m, ())
+        check_share(spec, layout, m, uneven(len(layers), pp * stages))
+
+
+def uneven(layers, stages):
+    """Something else than the even division: all that is possible on the second stage."""
+    return (1, layers - stages + 1, *[1] * (stages - 2)) if stages > 1 else (layers,)
+
+
+def check_share(spec, layout, m, stage_layers):
+    kinds, of_layer = spec.layer_kinds()
+    limits = bounds(Layout(**{**vars(layout), "stage_layers": stage_layers}), spec)
+    x = columns([layout] * layout.pp)
+    found = share(spec, x, np.arange(layout.pp), np.full(layout.pp, m), stage_layers)
+    for rank, held in enumerate(placement(layout.schedule, layout.pp, layout.stages)):
+        mine = [of_layer[index] for stage in held for index in range(*limits[stage])]
+        assert [mine.count(kind) for kind in range(len(kinds))] == found.layers[:, rank].tolist()
+        assert found.embedding[rank] == (0 in held)
+        assert found.head[rank] == (layout.pp * layout.stages - 1 in held)
+        listed = actions(layout.schedule, layout.pp, layout.stages, m)[rank]
+        assert found.in_flight[rank] == pytest.approx(alive(listed) / layout.stages)
+
+
+def alive(listed):
+    """The most (stage, microbatch) pairs between the start of their forward and the end of what needs it last."""
+    now = most = 0
+    for action in listed:
+        now += action.kind == "F"
+        most = max(most, now)
+        now -= action.kind in "BW"
+    return most
+
+
+def test_rows_of_different_layouts_are_told_apart():
+    layouts = [
+        Layout(),
+        Layout(pp=4),
+        Layout(pp=2, stages=3, schedule="interleaved"),
+        Layout(pp=2, stages=2, schedule="zb-v"),
+    ]
+    found = share(model([SLIM, WIDE] * 6), columns(layouts), np.array([0, 3, 1, 0]), np.array([4, 4, 4, 4]))
+    assert found.layers.tolist() == [[6, 1, 3, 3], [6, 2, 3, 3]]
+    assert found.embedding.tolist() == [1, 0, 0, 1]
+    assert found.head.tolist() == [1, 1, 1, 1]
+    assert found.in_flight.tolist() == [1, 1, 5 / 3, 2]
+
+
+@given(
+    some.lists(some.integers(1, 9), min_size=3, max_size=8),
+    some.integers(1, 5),
+    some.integers(0, 20),
+    some.integers(0, 20),
+)
+def test_balanced_stages_are_the_best_of_all(costs, stages, first, last):
+    stages = min(stages, len(costs))
+    found = balanced(costs, stages, first, last)
+    assert sum(found) == len(costs)
+    assert dearest(costs, found, first, last) == min(
+        dearest(costs, division, first, last) for division in divisions(len(costs), stages)
+    )
+
+
+def dearest(costs, division, first, last):
+    ends = np.cumsum(division)
+    sums = [sum(costs[end - size : end]) for end, size in zip(ends, division, strict=True)]
+    sums[0] += first
+    sums[-1] += last
+    return max(sums)
+
+
+def divisions(layers, stages, number=0):
+    """Every division of `layers` in which only the first and the last stage may be empty."""
+    if number == stages - 1:
+        yield (layers,)
+        return
+    for size in range(number > 0, layers + 1):
+        for rest in divisions(layers - size, stages, number + 1):
+            if stages - number == 2 or all(rest[:-1]):
+                yield (size, *rest)
+
+
+def test_a_heavy_head_lightens_the_last_stage_and_equal_layers_stay_even():
+    assert balanced([1.0] * 8, 4) == (2, 2, 2, 2)
+    assert balanced([1.0] * 13, 4, first=0.1, last=2.4) == (4, 4, 4, 1)
+    assert balanced([1.0] * 78, 12, first=0.0, last=1.0) == (6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 6)
