@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kumi.config import dump, from_dict, json_schema, load
+from kumi.config import dump, from_dict, json_schema, load, load_plan, plan_from_dict
 from kumi.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -79,6 +79,16 @@ def test_wrong_values_are_refused_in_one_sentence_and_never_converted(sections, 
 def test_a_model_is_described_once():
     assert "give either source or config" in message(minimal(model={"init": "random"}))
     assert "an inline config has no weights" in message(minimal(model={"config": {}}))
+
+
+def test_a_plan_needs_a_model_and_a_batch_and_takes_every_run_file(tmp_path):
+    plan = plan_from_dict({"model": {"config": {"model_type": "llama"}}, "batch": minimal()["batch"]})
+    assert (plan.name, plan.data, plan.train) == ("plan", None, None)
+    file = tmp_path / "run.toml"
+    file.write_text(dump(from_dict(minimal())))
+    assert load_plan(file, ["layout.tp=2"]).model_dump() == load(file, ["layout.tp=2"]).model_dump()
+    with pytest.raises(ConfigError, match=r"batch: required, and not set; layout\.tpp: unknown key; did you mean 'tp'"):
+        plan_from_dict({"model": {"source": "x"}, "layout": {"tpp": 1}})
 
 
 def test_overrides_set_values_lists_and_inline_configs(tmp_path):

@@ -1,11 +1,17 @@
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from kumi.config.resolve import choose_optim, choose_precision, model_folder, read_hf_config
+from kumi.config import from_dict, job, plan_from_dict, resolve
+from kumi.config.model import model_folder, read_hf_config
+from kumi.config.resolve import choose_optim, choose_precision
 from kumi.config.schema import ModelSection, OptimSection
 from kumi.errors import ConfigError, ModelError
 from kumi.spec.cluster import Device
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
 
 def test_auto_precision_is_what_the_device_is_fast_in():
@@ -45,6 +51,37 @@ def test_a_config_json_that_is_none_is_refused(tmp_path, content, sentence):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=sentence):
         read_hf_config(ModelSection(source=str(tmp_path)), tmp_path)
+
+
+def test_a_model_is_also_a_config_json_by_any_name(tmp_path):
+    file = tmp_path / "tiny.json"
+    file.write_text('{"model_type": "llama"}')
+    assert read_hf_config(ModelSection(source=str(file))) == {"model_type": "llama"}
+    assert model_folder(str(file), "model.source") == tmp_path
+
+
+def test_of_a_model_on_the_hub_a_plan_fetches_the_config_alone(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def fetched(name, file):
+        assert (name, file) == ("org/model", "config.json")
+        (tmp_path / file).write_text('{"model_type": "qwen3"}')
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetched)
+    assert read_hf_config(ModelSection(source="org/model")) == {"model_type": "qwen3"}
+
+
+def test_the_plan_and_the_run_are_of_one_job():
+    written = tomllib.loads(QUICKSTART.read_text())
+    run, planned = (
+        resolve(from_dict(written)),
+        {key: written[key] for key in ("model", "cluster", "batch") if key in written},
+    )
+    found = job(plan_from_dict(planned))
+    assert (found.model, found.cluster, found.batch) == (run.model, run.cluster, run.batch)
+    assert found.precision == run.precision
+    assert job(from_dict(written)).optim == run.optim
 
 
 def test_an_inline_config_is_taken_as_it_is():

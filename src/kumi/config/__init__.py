@@ -1,11 +1,25 @@
 """What a TOML run file may say, and how it becomes the values that the planner and the trainer read.
 
-load(path, overrides) -> RunConfig     what was written, checked key by key
-resolve(config)       -> Run           what will run: specs, with everything derived
+load(path, overrides)      -> RunConfig   what was written, checked key by key
+load_plan(path, overrides) -> PlanConfig  the same, where data and steps may be left out
+job(config)                -> Job         what is trained on what, for an estimate
+resolve(config)            -> Run         what will run: the same job, with the layout chosen and everything derived
 """
 
-from kumi.config.load import dump, from_dict, json_schema, load
-from kumi.config.resolve import Run, resolve
-from kumi.config.schema import RunConfig
+from kumi.config.load import dump, from_dict, json_schema, load, load_plan, plan_from_dict
+from kumi.config.resolve import Run, job, resolve
+from kumi.config.schema import PlanConfig, RunConfig
 
-__all__ = ["Run", "RunConfig", "dump", "from_dict", "json_schema", "load", "resolve"]
+__all__ = [
+    "PlanConfig",
+    "Run",
+    "RunConfig",
+    "dump",
+    "from_dict",
+    "job",
+    "json_schema",
+    "load",
+    "load_plan",
+    "plan_from_dict",
+    "resolve",
+]

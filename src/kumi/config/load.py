@@ -5,17 +5,39 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from kumi.config.schema import RunConfig
+from kumi.config.schema import PlanConfig, RunConfig
 from kumi.config.sentences import sentences
 from kumi.errors import ConfigError
+
+Kind = TypeVar("Kind", bound=PlanConfig)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run file at `path`, with `section.key=value` overrides applied. Raises ConfigError on anything unexpected."""
+    return _checked(RunConfig, _written(path, overrides))
+
+
+def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> PlanConfig:
+    """As `load`, of a file that may leave out what only a run needs: a name, data and steps."""
+    return _checked(PlanConfig, _written(path, overrides))
+
+
+def from_dict(written: dict[str, Any]) -> RunConfig:
+    """The run that a nested dict describes. Raises ConfigError that names every wrong key."""
+    return _checked(RunConfig, written)
+
+
+def plan_from_dict(written: dict[str, Any]) -> PlanConfig:
+    """The plan that a nested dict describes. Raises ConfigError that names every wrong key."""
+    return _checked(PlanConfig, written)
+
+
+def _written(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """What the TOML file at `path` says, with `overrides` applied."""
     file = Path(path)
     try:
         written = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -29,15 +51,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
     for override in overrides:
         _apply(written, override)
-    return from_dict(written)
+    return written
 
 
-def from_dict(written: dict[str, Any]) -> RunConfig:
-    """The run that a nested dict describes. Raises ConfigError that names every wrong key."""
+def _checked(kind: type[Kind], written: dict[str, Any]) -> Kind:
     try:
-        return RunConfig.model_validate(written)
+        return kind.model_validate(written)
     except ValidationError as error:
-        raise ConfigError(sentences(error, RunConfig)) from None
+        raise ConfigError(sentences(error, kind)) from None
 
 
 def json_schema() -> dict[str, Any]:
@@ -45,7 +66,7 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
 
 
-def dump(config: RunConfig) -> str:
+def dump(config: PlanConfig) -> str:
     """`config` as TOML, every key spelled out except those that are unset."""
     import tomli_w
 

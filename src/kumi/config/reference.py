@@ -13,6 +13,9 @@ A run file is TOML. Every key that is not listed here is refused, with a suggest
 --resolved` prints a run file with every default spelled out, and `kumi describe --schema` prints the JSON schema, with
 which an editor completes and checks run files.
 
+A file for planning alone needs [model] and [batch], and says in [cluster] what machines to plan for; `name`, [data] and
+[train] may be left out.
+
 This page is made from that schema: `python -m kumi.config.reference > docs/run-file.md`.
 """
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kumi.config.cluster import cluster_spec
-from kumi.config.schema import ModelSection, OptimSection, RunConfig
-from kumi.errors import ConfigError, ModelError
+from kumi.config.model import model_folder, read_hf_config
+from kumi.config.schema import OptimSection, PlanConfig, RunConfig
+from kumi.errors import ConfigError
 from kumi.plan.choose import choose_layout
 from kumi.plan.types import MemoryEstimate
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device
+from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.optim import Optim
@@ -50,50 +50,26 @@ def resolve(config: RunConfig) -> Run:
     """What `config` will run. Raises ConfigError, ModelError, LayoutError or FitError, each with its reason."""
     source = None if config.model.source is None else model_folder(config.model.source, "model.source")
     hf_config = read_hf_config(config.model, source)
-    model = families.from_hf(hf_config)
-    cluster = cluster_spec(config.cluster)
-    batch = BatchSpec(config.batch.seq_len, config.batch.tokens_per_step)
-    precision = choose_precision(config.precision.kind, cluster.device)
-    optim = choose_optim(config.optim, config.train.steps)
+    wanted = job(config, hf_config)
     pinned = config.layout.model_dump(exclude_none=True)
-    layout, memory = choose_layout(model, cluster, batch, precision, optim, pinned)
-    return Run(config, model, hf_config, source, cluster, batch, precision, optim, layout, memory)
+    layout, memory = choose_layout(wanted.model, wanted.cluster, wanted.batch, wanted.precision, wanted.optim, pinned)
+    return Run(
+        config, wanted.model, hf_config, source, wanted.cluster, wanted.batch, wanted.precision, wanted.optim,
+        layout, memory,
+    )  # fmt: skip
 
 
-def model_folder(source: str, key: str) -> Path:
-    """The local folder of a model or tokenizer: `source`, the value of `key`, itself, or the hub's copy of it."""
-    folder = Path(os.path.expanduser(source))
-    if folder.is_dir():
-        return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        wanted = "config.json" if key == "model.source" else "tokenizer.json"
-        raise ConfigError(f"{key}: {source!r} is no folder and no hub id; name a folder that holds {wanted}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
-        )
-    except Exception as error:  # the hub client raises many kinds, all of which mean the same here
-        raise ConfigError(f"{key}: {source!r} is no folder, and the hub did not give it: {error}") from None
-
-
-def read_hf_config(section: ModelSection, source: Path | None) -> dict[str, Any]:
-    """The config.json of the model, inline or from its folder."""
-    if source is None:
-        return dict(section.config or {})
-    file = source / "config.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"model.source: {source} has no config.json; name a Hugging Face model folder") from None
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({error.strerror}); name a Hugging Face model folder") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{file}: holds a {type(found).__name__}, not an object")
-    return found
+def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
+    """What `config` trains on what, the same for who plans and who trains. `hf_config` is the model's config.json where
+    it has been read already. Raises ConfigError or ModelError."""
+    cluster = cluster_spec(config.cluster)
+    return Job(
+        model=families.from_hf(read_hf_config(config.model) if hf_config is None else hf_config),
+        cluster=cluster,
+        batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step),
+        precision=choose_precision(config.precision.kind, cluster.device),
+        optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
+    )
 
 
 def choose_precision(kind: str, device: Device) -> Precision:
@@ -103,14 +79,17 @@ def choose_precision(kind: str, device: Device) -> Precision:
     return PRECISIONS[kind]
 
 
-def choose_optim(section: OptimSection, steps: int) -> Optim:
-    """The optimizer of `section`, with the decay of "wsd" defaulting to a tenth of the run."""
+def choose_optim(section: OptimSection, steps: int | None) -> Optim:
+    """The optimizer of `section` in a run of `steps` updates, None where nobody has said how many: the decay of "wsd"
+    defaults to a tenth of the run."""
     fields = section.model_dump()
     if section.decay_steps and section.schedule != "wsd":
         raise ConfigError(
             f"optim.decay_steps={section.decay_steps} is for schedule='wsd', not {section.schedule!r}; "
             f"remove it, or set optim.schedule='wsd'"
         )
+    if steps is None:
+        return Optim(**fields)
     if section.schedule == "wsd" and section.decay_steps == 0:
         fields["decay_steps"] = max(1, steps // 10)
     if section.warmup_steps + fields["decay_steps"] * (section.schedule == "wsd") > steps:

@@ -26,7 +26,9 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The model: a Hugging Face folder or hub id, or a config.json written inline."""
 
-    source: Text | None = Field(None, description="A folder with config.json (and weights), or a hub id.")
+    source: Text | None = Field(
+        None, description="A folder with config.json (and weights), a config.json, or a hub id."
+    )
     config: dict[str, Any] | None = Field(None, description="A Hugging Face config.json, inline, instead of `source`.")
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="Start from the weights in `source`, or from random weights drawn with `train.seed`."
@@ -36,8 +38,6 @@ class ModelSection(Section):
     def _one_description(self) -> ModelSection:
         if (self.source is None) == (self.config is None):
             raise ValueError("give either source or config, and only one of them")
-        if self.config is not None and self.init == "pretrained":
-            raise ValueError("an inline config has no weights; set init = 'random', or give source")
         return self
 
 
@@ -209,24 +209,38 @@ class SampleSection(Section):
     temperature: Number = Field(0.0, ge=0, description="0 takes the likeliest token every time.")
 
 
-class RunConfig(Section):
-    """A kumi run file."""
+class PlanConfig(Section):
+    """What decides an estimate, and whatever else a run file says: a plan needs no data and no steps."""
 
-    name: Text = Field(description="Name of the run.")
+    name: Text = Field("plan", description="Name of the run.")
     model: ModelSection
     cluster: ClusterSection = ClusterSection()
     batch: BatchSection
     objective: ObjectiveSection = ObjectiveSection()
-    data: DataSection
+    data: DataSection | None = None
     optim: OptimSection = OptimSection()
     precision: PrecisionSection = PrecisionSection()
     layout: LayoutSection = LayoutSection()
-    train: TrainSection
+    train: TrainSection | None = None
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
     export: ExportSection = ExportSection()
     sample: SampleSection = SampleSection()
+
+
+class RunConfig(PlanConfig):
+    """A kumi run file."""
+
+    name: Text = Field(description="Name of the run.")
+    data: DataSection
+    train: TrainSection
+
+    @model_validator(mode="after")
+    def _weights_to_start_from(self) -> RunConfig:
+        if self.model.config is not None and self.model.init == "pretrained":
+            raise ValueError("model: an inline config has no weights; set model.init = 'random', or give model.source")
+        return self
 
     @model_validator(mode="after")
     def _something_to_evaluate(self) -> RunConfig:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kumi.config import Run
-from kumi.config.resolve import model_folder
+from kumi.config.model import model_folder
 from kumi.config.schema import SourceSection
 from kumi.data import Source, Store, Tokenizer, expand, load_tokenizer, open_store, prepare, train_tokenizer, would_read
 from kumi.errors import ConfigError

@@ -1,0 +1,72 @@
+"""Where a model is: a folder, a config.json, or a repository on the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kumi.config.schema import ModelSection
+from kumi.errors import ConfigError, ModelError
+
+
+def model_folder(source: str, key: str) -> Path:
+    """The local folder of a model or tokenizer: `source`, the value of `key`, itself, the one that its file `source`
+    lies in, or the hub's copy of it."""
+    path = Path(os.path.expanduser(source))
+    if path.is_file():
+        return path.parent
+    return path if path.is_dir() else Path(_from_hub(source, key, _snapshot))
+
+
+def read_hf_config(section: ModelSection, folder: Path | None = None) -> dict[str, Any]:
+    """The config.json of the model: inline, the file that `section` names, or that in `folder`, its local folder.
+
+    Without `folder` it is found from `section` alone, and nothing else is fetched from the hub.
+    """
+    if section.source is None:
+        return dict(section.config or {})
+    file = Path(os.path.expanduser(section.source))
+    if not file.is_file():
+        folder = file if file.is_dir() else folder
+        file = (
+            Path(_from_hub(section.source, "model.source", _config_only)) if folder is None else folder / "config.json"
+        )
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"model.source: {folder} has no config.json; name a Hugging Face model folder") from None
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror}); name a Hugging Face model folder") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{file}: holds a {type(found).__name__}, not an object")
+    return found
+
+
+def _from_hub(source: str, key: str, fetch: Callable[[str], str]) -> str:
+    """What `fetch` gets from the hub for `source`, the value of `key`."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        wanted = "config.json" if key == "model.source" else "tokenizer.json"
+        raise ConfigError(f"{key}: {source!r} is no folder and no hub id; name a folder that holds {wanted}")
+    try:
+        return fetch(source)
+    except Exception as error:  # the hub client raises many kinds, all of which mean the same here
+        raise ConfigError(f"{key}: {source!r} is no folder, and the hub did not give it: {error}") from None
+
+
+def _snapshot(source: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    return str(snapshot_download(source, allow_patterns=wanted))
+
+
+def _config_only(source: str) -> str:
+    from huggingface_hub import hf_hub_download
+
+    return str(hf_hub_download(source, "config.json"))
