@@ -13,6 +13,7 @@ from kumi.spec.layout import OFFLOAD, RECOMPUTE, SCHEDULES, Layout
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Numbers = NDArray[Any]
 
 # Fields of a layout that hold text, with the words that stand for 0, 1, 2 ...
 WORDS = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "offload": OFFLOAD}

@@ -9,7 +9,7 @@ from kumi.spec.cluster import ClusterSpec
 from kumi.spec.engine import KUMI, Engine
 from kumi.spec.model import ModelSpec
 from kumi.spec.optim import Optim
-from kumi.spec.precision import Precision
+from kumi.spec.precision import ITEMSIZE, Precision
 
 
 @dataclass(frozen=True)
@@ -22,3 +22,8 @@ class Job:
     precision: Precision
     optim: Optim
     engine: Engine = KUMI
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of a weight element on its way from the ranks that divide it."""
+        return ITEMSIZE[self.precision.compute]

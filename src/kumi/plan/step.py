@@ -1,0 +1,285 @@
+"""Seconds of a training step: the stages' work, the pipeline around it, gradients, parameters and the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kumi.plan.columns import Columns, Floats, Ints
+from kumi.plan.comm import collective_seconds
+from kumi.plan.kernels import stream_seconds
+from kumi.plan.shards import local_elements
+from kumi.plan.stages import Share, share
+from kumi.plan.work import Cost, Table, table
+from kumi.spec.job import Job
+from kumi.spec.layout import OFFLOAD, RECOMPUTE
+from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
+from kumi.spec.optim import state_bytes
+
+SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+
+# Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
+# and the memory.
+HIDES = 0.85
+
+PER_MICROBATCH = ("forward", "backward", "recompute", "tp", "cp", "ep", "dp", "host")
+
+
+@dataclass
+class Stage:
+    """One pp rank's seconds for a microbatch, (rows,): going forward, for input and for weight gradients, with what of
+    the communication is exposed; and the same seconds by kind."""
+
+    forward: Floats
+    backward: Floats
+    weight: Floats
+    kinds: dict[str, Floats] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Floats:
+        return self.forward + self.backward + self.weight
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of parameters on a pp rank before ZeRO divides them, dense and of experts, and its layers, (rows,)."""
+
+    dense: Floats
+    expert: Floats
+    layers: Floats
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step and what they are made of, (rows,) each; the stages of every rank looked at."""
+
+    seconds: Floats
+    kinds: dict[str, Floats]
+    stages: tuple[Stage, ...]
+
+
+def step(job: Job, x: Columns, ranks: list[Ints], counts: list[Floats]) -> Step:
+    """The step of every row of `x`, from pp ranks `ranks`, each standing for `counts` like it."""
+    costs, index = table(job, x)
+    microbatches = microbatches_of(job, x)
+    shares = [share(job.model, x, rank, microbatches) for rank in ranks]
+    stages = [stage(job, x, one, costs, index) for one in shares]
+    slowest = np.argmax(np.stack([one.total for one in stages]), axis=0)
+    send = send_seconds(job, x)
+    length = pipeline_seconds(job, x, stages, counts, send, microbatches)
+    kinds = {kind: pick([one.kinds[kind] for one in stages], slowest) * microbatches for kind in stages[0].kinds}
+    busy = microbatches * pick([one.total for one in stages], slowest)
+    fill = 2 * (x.pp - 1) * x.stages * send
+    kinds["pp"] = np.minimum(fill, np.maximum(length - busy, 0.0))
+    kinds["bubble"] = np.maximum(length - busy - kinds["pp"], 0.0)
+    ends = [update(job, x, held(job, x, one), work) for one, work in zip(shares, stages, strict=True)]
+    worst = np.argmax(np.stack([sum(end.values()) for end in ends]), axis=0)
+    for kind in ends[0]:
+        kinds[kind] = kinds.get(kind, 0.0) + pick([end[kind] for end in ends], worst)
+    return Step(np.asarray(sum(kinds.values())), kinds, tuple(stages))
+
+
+def pick(values: list[Floats], index: Ints) -> Floats:
+    """Element `index[i]` of `values` for every row i."""
+    found: Floats = np.take_along_axis(np.stack(values), index[None, :], axis=0)[0]
+    return found
+
+
+def microbatches_of(job: Job, x: Columns) -> Ints:
+    """Forward-backward units of each data-parallel rank in a step."""
+    found: Ints = np.maximum(1, job.batch.sequences // (x.dp * x.microbatch))
+    return found
+
+
+def stage(job: Job, x: Columns, part: Share, costs: Table, index: Ints) -> Stage:
+    """What a rank that holds `part` does in one microbatch."""
+    parts = [(one, part.layers[kind], True) for kind, one in enumerate(costs.layers)]
+    parts += [(costs.embedding, part.embedding, False), (costs.head, part.head, False)]
+    empty = [np.zeros(len(x)) for _ in range(3)]
+    found = Stage(empty[0], empty[1], empty[2], {kind: np.zeros(len(x)) for kind in PER_MICROBATCH})
+    for number, (cost, count, layer) in enumerate(parts):
+        _add_work(job, x, found, cost, index, count, layer)
+        if layer:
+            _add_gathers(job, x, found, number, count, cost, index)
+    return found
+
+
+def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count: Floats, layer: bool) -> None:
+    """Adds `count` times `cost` to `found`, recomputation and the host's own pace included."""
+    launch = job.cluster.device.launch * job.engine.dispatch
+    forward, backward, weight = (getattr(cost, name)[index] for name in ("forward", "backward", "weight"))
+    comm_forward = {axis: seconds[index] for axis, seconds in cost.comm_forward.items()}
+    comm_backward = {axis: seconds[index] for axis, seconds in cost.comm_backward.items()}
+    again, comm_again = np.zeros(len(x)), dict.fromkeys(comm_forward, np.zeros(len(x)))
+    kernels_again = np.zeros(len(x))
+    if layer:
+        part = recomputed_share(x, count)
+        full, selective = part * (x.recompute == FULL), part * (x.recompute == SELECTIVE)
+        again = full * forward + selective * cost.cheap[index]
+        kernels_again = full * cost.kernels_forward[index] + selective * cost.kernels_forward[index] / 2
+        comm_again = {axis: full * seconds for axis, seconds in comm_forward.items()}
+    slack_forward = np.maximum(0.0, launch * cost.kernels_forward[index] - forward - sum(comm_forward.values()))
+    host_backward = launch * (cost.kernels_backward[index] + kernels_again)
+    busy_backward = backward + weight + again + sum(comm_backward.values()) + sum(comm_again.values())
+    slack_backward = np.maximum(0.0, host_backward - busy_backward)
+    found.forward += count * (forward + sum(comm_forward.values()) + slack_forward)
+    found.backward += count * (busy_backward - weight + slack_backward)
+    found.weight += count * weight
+    found.kinds["forward"] += count * forward
+    found.kinds["backward"] += count * (backward + weight)
+    found.kinds["recompute"] += count * again
+    found.kinds["host"] += count * (slack_forward + slack_backward)
+    for axis in comm_forward:
+        found.kinds[axis] += count * (comm_forward[axis] + comm_backward[axis] + comm_again[axis])
+
+
+def recomputed_share(x: Columns, layers: Floats) -> Floats:
+    """Share of a rank's `layers` that recompute."""
+    some = np.minimum(1.0, x.recompute_layers / np.maximum(layers, 1.0))
+    return np.where(x.recompute_layers < 0, 1.0, some)
+
+
+def _add_gathers(job: Job, x: Columns, found: Stage, kind: int, count: Floats, cost: Cost, index: Ints) -> None:
+    """ZeRO-3 gathers each layer before its forward and again before its backward, and reduces its gradients after it,
+    in every microbatch; each hides behind the layer before it as far as that lasts. ZeRO-2 only reduces."""
+    divided = x.zero >= 2
+    if not divided.any():
+        return
+    dense, expert = local_elements(layer_ops(job.model, job.model.layer_kinds()[1].index(kind)), x)
+    gather = scatter = np.zeros(len(x))
+    for elements, degree, stride in data_groups(x, dense, expert):
+        gather = gather + collective_seconds(job.cluster, "all_gather", job.weight_itemsize * elements, degree, stride)
+        size = job.engine.grad_reduce_itemsize * elements
+        scatter = scatter + collective_seconds(job.cluster, "reduce_scatter", size, degree, stride)
+    gather = np.where(x.zero == 3, gather, 0.0)
+    scatter = np.where(divided, scatter, 0.0)
+    hides_gather, hides_scatter = HIDES * job.engine.overlap_params, HIDES * job.engine.overlap_grads
+    forward, backward = cost.forward[index], (cost.backward + cost.weight)[index]
+    exposed_forward = np.maximum(0.0, gather - hides_gather * forward)
+    again = recomputed_share(x, count) * (x.recompute == FULL) * forward
+    exposed_backward = np.maximum(0.0, gather + scatter - min(hides_gather, hides_scatter) * (backward + again))
+    found.forward += count * exposed_forward
+    found.backward += count * exposed_backward
+    found.kinds["dp"] += count * (exposed_forward + exposed_backward)
+
+
+def data_groups(x: Columns, dense: Floats, expert: Floats) -> list[tuple[Floats, Ints, Ints]]:
+    """(elements, degree, stride) of the groups that divide dense and expert parameters among data-parallel ranks."""
+    shards = x.dp_shard * x.cp
+    expert_shards = np.maximum(1, shards * x.tp // (x.ep * x.expert_tp))
+    return [(dense, shards, x.tp), (expert, expert_shards, x.ep * x.expert_tp)]
+
+
+def held(job: Job, x: Columns, part: Share) -> Held:
+    """Parameters of a rank that holds `part`."""
+    kinds, of_layer = job.model.layer_kinds()
+    pieces = [(layer_ops(job.model, of_layer.index(kind)), part.layers[kind]) for kind in range(len(kinds))]
+    pieces += [(embedding_ops(job.model), part.embedding), (head_ops(job.model), part.head)]
+    dense, expert = np.zeros(len(x)), np.zeros(len(x))
+    for ops, count in pieces:
+        own_dense, own_expert = local_elements(ops, x)
+        dense, expert = dense + count * own_dense, expert + count * own_expert
+    return Held(dense, expert, part.layers.sum(axis=0))
+
+
+def update(job: Job, x: Columns, own: Held, work: Stage) -> dict[str, Floats]:
+    """Seconds at the end (and the beginning) of a step by kind: gradients reduced, weights updated and gathered."""
+    engine, cluster = job.engine, job.cluster
+    reduce = gather = replicas = np.zeros(len(x))
+    for elements, degree, stride in data_groups(x, own.dense, own.expert):
+        size = engine.grad_reduce_itemsize * elements
+        once = collective_seconds(cluster, "all_reduce", size, degree, stride)
+        cut = collective_seconds(cluster, "reduce_scatter", size, degree, stride)
+        reduce = reduce + np.select([x.zero == 0, x.zero == 1], [once, cut], 0.0)
+        whole = collective_seconds(cluster, "all_gather", job.weight_itemsize * elements, degree, stride)
+        gather = gather + np.where((x.zero == 1) | (x.zero == 2), whole, 0.0)
+        part = size / np.where(x.zero > 0, degree, 1)
+        replicas = replicas + collective_seconds(cluster, "all_reduce", part, x.dp_replicate, x.tp * x.cp * x.dp_shard)
+    reduce, layers = reduce + replicas, np.maximum(1.0, own.layers)
+    exposed = _exposed(reduce, work.backward + work.weight, layers, engine.overlap_grads)
+    exposed = exposed + _exposed(gather, work.forward, layers, engine.overlap_params)
+    seconds, moved = optimizer_seconds(job, x, own)
+    return {"dp": exposed, "optimizer": seconds, "offload": moved}
+
+
+def _exposed(seconds: Floats, beside: Floats, pieces: Floats, overlaps: bool) -> Floats:
+    """What of `seconds`, sent in `pieces`, does not hide behind `beside`: the last piece never does."""
+    return np.maximum(seconds / pieces, seconds - HIDES * beside) if overlaps else seconds
+
+
+def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
+    """Seconds of the update on the device (or, where the states are on the host, there), and of moving to and fro."""
+    elements = np.zeros(len(x))
+    for count, degree, _ in data_groups(x, own.dense, own.expert):
+        elements = elements + count / np.where(x.zero >= 1, degree, 1)
+    # Per element of a large matrix, where the state of single rows and steps does not count.
+    state = state_bytes(job.optim, (4096, 4096), 4, hidden=True) / 4096**2
+    # Gradients are read for their norm and again for the update, and cleared; weights and states are read and written.
+    touched = elements * (3 * job.engine.grad_itemsize + 2 * 4 + 2 * state + 2 * job.engine.half_weights)
+    device = stream_seconds(job.cluster.device, touched)
+    names = np.array(OFFLOAD)[x.offload]
+    on_host, on_nvme = np.isin(names, OFFLOADED), np.char.endswith(names, "-nvme")
+    host = job.cluster.host
+    moved = elements * (job.engine.grad_itemsize + job.weight_itemsize)
+    away = (
+        moved / host.device_bandwidth + touched / HOST_BANDWIDTH if host.device_bandwidth else np.full(len(x), np.inf)
+    )
+    drives = elements * 2 * (4 + state) / host.nvme_bandwidth if host.nvme_bandwidth else np.full(len(x), np.inf)
+    offload = np.where(on_host, away, 0.0) + np.where(on_nvme, drives, 0.0)
+    return np.where(on_host, 0.0, device), offload
+
+
+OFFLOADED = tuple(name for name in OFFLOAD if name not in ("none", "activations"))
+# Bytes/s of host memory that one device's share of a node's processors moves in an optimizer update.
+HOST_BANDWIDTH = 20e9
+
+
+def send_seconds(job: Job, x: Columns) -> Floats:
+    """Seconds to send one microbatch's activations to the next stage."""
+    size = {"float64": 8, "float32": 4}.get(job.precision.compute, 2)
+    tokens = x.microbatch * job.batch.seq_len / x.cp
+    cut = np.where(x.sequence_parallel.astype(bool), x.tp, 1)
+    return collective_seconds(
+        job.cluster,
+        "send",
+        np.where(x.pp > 1, size * tokens * job.model.hidden_size / cut, 0.0),
+        x.pp,
+        x.dp * x.cp * x.tp,
+    )
+
+
+def pipeline_seconds(
+    job: Job, x: Columns, stages: list[Stage], counts: list[Floats], send: Floats, microbatches: Ints
+) -> Floats:
+    """Seconds from the first forward to the last backward, with every schedule's closed form."""
+    sums = [sum(count * getattr(one, name) for one, count in zip(stages, counts, strict=True))
+            for name in ("forward", "backward", "weight")]  # fmt: skip
+    most = [
+        np.max(np.stack([getattr(one, name) for one in stages]), axis=0) for name in ("forward", "backward", "weight")
+    ]
+    length = provisional(x, microbatches, sums, most)
+    blocking = 0 if job.engine.overlap_pp else 2 * x.stages * microbatches * send * (x.pp > 1)
+    return np.asarray(length + 2 * (x.pp - 1) * x.stages * send + blocking)
+
+
+def provisional(x: Columns, m: Ints, sums: list[Floats], most: list[Floats]) -> Floats:
+    from kumi.spec.layout import SCHEDULES
+
+    name = np.array(SCHEDULES)[x.schedule]
+    total, slow = sum(sums), sum(most)
+    rest = total - slow
+    light = (sums[0] + sums[1] - sums[2]) - (most[0] + most[1] - most[2])
+    lighter = (sums[0] + sums[1] - 2 * sums[2]) - (most[0] + most[1] - 2 * most[2])
+    bubble = np.select(
+        [name == "interleaved", name == "zb-h1", name == "zb-h2", name == "zb-v", name == "dualpipe"],
+        [
+            rest / x.stages,
+            np.maximum(0, light),
+            np.maximum(0, lighter),
+            np.maximum(0, lighter) / 2,
+            np.maximum(0, light) / 2,
+        ],
+        rest,
+    )
+    return np.asarray(m * slow + bubble)

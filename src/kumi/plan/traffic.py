@@ -1,0 +1,185 @@
+"""Every collective that one rank takes part in during a step, with its bytes, its link and its seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from kumi.plan.columns import columns
+from kumi.plan.comm import collective_seconds, link_name
+from kumi.plan.shards import local_elements
+from kumi.plan.stages import bounds
+from kumi.plan.types import Collective
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops
+from kumi.spec.schedule import placement
+
+# Which kind of seconds of a step an axis' traffic is counted as.
+TIME_KIND = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp"}
+
+
+def traffic(job: Job, layout: Layout, exposed: dict[str, float], pp_rank: int = 0) -> tuple[Collective, ...]:
+    """The collectives of a rank of pipeline rank `pp_rank`; what is `exposed` of each kind of seconds is dealt out to
+    them by how long they take."""
+    priced = [_priced(job, layout, one) for one in collectives(job, layout, pp_rank)]
+    totals: dict[str, float] = {}
+    for one in priced:
+        totals[_kind(one)] = totals.get(_kind(one), 0.0) + one.seconds
+    return tuple(
+        replace(one, exposed=one.seconds * min(1.0, exposed.get(_kind(one), 0.0) / totals[_kind(one)]))
+        if totals[_kind(one)] else one
+        for one in priced
+    )  # fmt: skip
+
+
+def collectives(job: Job, layout: Layout, pp_rank: int = 0) -> tuple[Collective, ...]:
+    """What a rank of pipeline rank `pp_rank` sends in a step, not priced: the same message is listed once, with how
+    often it is sent."""
+    own = _Own(job, layout, pp_rank)
+    counts: dict[Collective, int] = {}
+    for one in (*_data(own), *_tensor(own), *_context(own), *_expert(own), *_pipeline(own)):
+        alike = replace(one, count=0)
+        counts[alike] = counts.get(alike, 0) + one.count
+    return tuple(replace(one, count=count) for one, count in counts.items() if count and one.degree > 1 and one.bytes)
+
+
+class _Own:
+    """What a pipeline rank holds: its operations in units of layers, and the sizes that messages are made of."""
+
+    def __init__(self, job: Job, layout: Layout, pp_rank: int) -> None:
+        self.job, self.layout, self.pp_rank = job, layout, pp_rank
+        self.microbatches = job.batch.microbatches(layout)
+        where, self.chunks = bounds(layout, job.model), placement(layout.schedule, layout.pp, layout.stages)[pp_rank]
+        self.layers = [layer for chunk in self.chunks for layer in range(*where[chunk])]
+        self.first = 0 in self.chunks
+        self.last = layout.pp * layout.stages - 1 in self.chunks
+        self.tokens = layout.microbatch * job.batch.seq_len / layout.cp
+        self.size = {"float64": 8, "float32": 4}.get(job.precision.compute, 2)
+        self.hidden = self.size * self.tokens * job.model.hidden_size
+        self.sequence_parallel = layout.sequence_parallel and layout.tp > 1
+
+    def units(self) -> list[tuple[str, tuple[Op, ...]]]:
+        """What is gathered and reduced as one: the embedding, each layer, and the root (see `spec.sharding.units`)."""
+        model = self.job.model
+        found = [("layer", layer_ops(model, index)) for index in self.layers]
+        embedding = embedding_ops(model) if self.first else ()
+        head = head_ops(model) if self.last else ()
+        if model.tie_word_embeddings and embedding and head:
+            return [*found, ("root", (*embedding, *head))]
+        return [*([("embedding", embedding)] if embedding else []), *found, *([("root", head)] if head else [])]
+
+
+def _data(own: _Own) -> Iterator[Collective]:
+    """Gradients and parameters over the data axes, unit by unit; plain data parallelism reduces all at once."""
+    job, layout, times = own.job, own.layout, own.microbatches
+    reduced, whole = float(job.engine.grad_reduce_itemsize), float(job.weight_itemsize)
+    x = columns([layout])
+    units = [(name, [float(part[0]) for part in local_elements(ops, x)]) for name, ops in own.units()]
+    shards = layout.dp_shard * layout.cp
+    experts = max(1, shards * layout.tp // (layout.ep * layout.expert_tp))
+    if layout.zero == 0:
+        for part, degree, what in ((0, shards, "gradients"), (1, experts, "experts")):
+            size = reduced * sum(elements[part] for _, elements in units)
+            yield Collective("all_reduce", "dp", layout.dp_replicate * degree, size, 1, "backward", what)
+        yield Collective("all_reduce", "world", layout.world_size // (layout.dp * layout.cp), 4, 1, "update", "norm")
+        return
+    last_layer = max((number for number, unit in enumerate(units) if unit[0] == "layer"), default=-1)
+    for number, (name, (dense, expert)) in enumerate(units):
+        again = name == "layer" and number != last_layer
+        gathers = times * (1 + again) if layout.zero == 3 else 1
+        reduces = 1 if layout.zero == 1 else times
+        for elements, degree, what in ((dense, shards, name), (expert, experts, "experts")):
+            when = "forward+backward" if layout.zero == 3 else "forward"
+            yield Collective("all_gather", "dp_shard", degree, whole * elements, gathers, when, what)
+            yield Collective("reduce_scatter", "dp_shard", degree, reduced * elements, reduces, "backward", what)
+            share = reduced * elements / degree
+            yield Collective("all_reduce", "dp_replicate", layout.dp_replicate, share, 1, "backward", what)
+    yield Collective("all_reduce", "world", layout.world_size, 4, 1, "update", "norm")
+
+
+def _tensor(own: _Own) -> Iterator[Collective]:
+    """Around the attention and the feed-forward of every layer; under SP each all-reduce is cut into its halves."""
+    layout, times = own.layout, own.microbatches * len(own.layers)
+    recomputed = own.microbatches * _recomputed_layers(own) if layout.recompute == "full" else 0
+    if not own.sequence_parallel:
+        yield Collective("all_reduce", "tp", layout.tp, own.hidden, 2 * times, "forward", "activations")
+        yield Collective("all_reduce", "tp", layout.tp, own.hidden, 2 * times, "backward", "activations")
+        yield Collective("all_reduce", "tp", layout.tp, own.hidden, 2 * recomputed, "recompute", "activations")
+    else:
+        for kind in ("all_gather", "reduce_scatter"):
+            yield Collective(kind, "tp", layout.tp, own.hidden, 2 * times, "forward", "activations")
+            yield Collective(kind, "tp", layout.tp, own.hidden, 2 * times, "backward", "activations")
+            yield Collective(kind, "tp", layout.tp, own.hidden, 2 * recomputed, "recompute", "activations")
+        yield Collective("all_gather", "tp", layout.tp, own.hidden, 2 * times, "backward", "inputs of weight gradients")
+    ends = own.microbatches * (own.first + own.last)
+    kind = "reduce_scatter" if own.sequence_parallel else "all_reduce"
+    yield Collective(kind, "tp", layout.tp, own.hidden, ends, "forward+backward", "embedding and head")
+
+
+def _recomputed_layers(own: _Own) -> int:
+    some = own.layout.recompute_layers
+    return len(own.layers) if some is None else min(some, len(own.layers))
+
+
+def _context(own: _Own) -> Iterator[Collective]:
+    """Keys and values go round the ring; in the backward so do their gradients (Liu et al., 2023, arXiv:2310.01889)."""
+    layout, rounds = own.layout, (own.layout.cp - 1) * own.microbatches
+    sizes: dict[float, int] = {}
+    for layer in own.layers:
+        for op in layer_ops(own.job.model, layer):
+            if op.kind == "attention":
+                size = own.size * own.tokens * op.kv_size / min(layout.tp, max(1, op.heads))
+                sizes[size] = sizes.get(size, 0) + 1
+    for size, count in sizes.items():
+        yield Collective("send", "cp", layout.cp, size, count * rounds, "forward", "keys and values")
+        yield Collective("send", "cp", layout.cp, size, 2 * count * rounds, "backward", "keys, values, gradients")
+
+
+def _expert(own: _Own) -> Iterator[Collective]:
+    """Tokens go to their experts and come back, in every layer of experts."""
+    layout = own.layout
+    routed = [
+        op for layer in own.layers for op in layer_ops(own.job.model, layer) if op.kind in ("dispatch", "combine")
+    ]
+    if not routed:
+        return
+    size = own.hidden * routed[0].passes / (layout.tp if own.sequence_parallel else 1)
+    count = len(routed) * own.microbatches
+    yield Collective("all_to_all", "ep", layout.ep, size, count, "forward", "tokens")
+    yield Collective("all_to_all", "ep", layout.ep, size, count, "backward", "gradients of tokens")
+    if layout.recompute == "full":
+        again = round(count * _recomputed_layers(own) / max(1, len(own.layers)))
+        yield Collective("all_to_all", "ep", layout.ep, size, again, "recompute", "tokens")
+
+
+def _pipeline(own: _Own) -> Iterator[Collective]:
+    """Activations to the next stage and their gradients back, for every stage but the last and the first."""
+    size = own.hidden / (own.layout.tp if own.sequence_parallel else 1)
+    chunks, last = own.chunks, own.layout.pp * own.layout.stages - 1
+    forward, backward = (sum(chunk != end for chunk in chunks) for end in (last, 0))
+    yield Collective("send", "pp", own.layout.pp, size, own.microbatches * forward, "forward", "activations")
+    yield Collective("send", "pp", own.layout.pp, size, own.microbatches * backward, "backward", "gradients")
+
+
+def _stride(layout: Layout, one: Collective) -> int:
+    """Distance in ranks between neighbours of the message's group."""
+    if one.axis in ("dp", "dp_shard"):
+        return layout.ep * layout.expert_tp if one.what == "experts" else layout.tp
+    if one.axis in ("ep", "world"):
+        return layout.expert_tp if one.axis == "ep" else 1
+    return layout.stride(one.axis)
+
+
+def _priced(job: Job, layout: Layout, one: Collective) -> Collective:
+    stride = _stride(layout, one)
+    arguments = (np.array([float(value)]) for value in (one.bytes, one.degree, stride))
+    seconds = one.count * float(collective_seconds(job.cluster, one.kind, *arguments)[0])
+    name = link_name(job.cluster, stride, 2 if one.kind == "send" else one.degree)
+    return replace(one, link=name, seconds=seconds)
+
+
+def _kind(one: Collective) -> str:
+    return TIME_KIND.get(one.axis, "dp")

@@ -1,0 +1,301 @@
+"""What one microbatch costs a rank in one layer of each kind, in the embedding and in the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from kumi.plan.columns import Columns, Floats, Ints
+from kumi.plan.comm import collective_seconds
+from kumi.plan.kernels import matmul_seconds, peak_flops, stream_seconds
+from kumi.spec.job import Job
+from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops
+
+# What decides a layer's cost on a rank; layouts that agree in these share one row of the table.
+KEYS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel")
+
+# Passes over an op's elements going forward and backward, in elements read or written, and kernels launched, for
+# kernels that run op by op ("eager"), fused by hand and compiled. Eager norms and rotations compute in float32.
+PASSES = {
+    "norm": {"eager": (15, 24, 6, 12), "fused": (2, 4, 1, 2), "compiled": (2, 4, 1, 2)},
+    "rope": {"eager": (10, 10, 8, 8), "fused": (2, 2, 1, 1), "compiled": (2, 2, 1, 1)},
+    "gate": {"eager": (5, 9, 2, 4), "fused": (3, 5, 1, 1), "compiled": (3, 5, 1, 1)},
+    "activation": {"eager": (4, 6, 2, 2), "fused": (2, 3, 1, 1), "compiled": (2, 3, 1, 1)},
+    "add": {"eager": (3, 2, 1, 1), "fused": (3, 1, 1, 1), "compiled": (1, 1, 0, 0)},
+    "dropout": {"eager": (3, 3, 1, 1), "fused": (1, 1, 0, 0), "compiled": (1, 1, 0, 0)},
+    "logits": {"eager": (14, 10, 6, 4), "fused": (5, 4, 2, 2), "compiled": (5, 4, 2, 2)},
+    "softmax": {"eager": (12, 8, 4, 3), "fused-softmax": (3, 4, 1, 1)},
+    "cast": {"eager": (3, 3, 1, 1), "fused": (3, 3, 1, 1), "compiled": (3, 3, 1, 1)},
+}
+
+
+@dataclass
+class Cost:
+    """What a rank spends on one microbatch, (rows,) each.
+
+    Seconds of computing forward, for the input gradients and for the weight gradients; kernels launched; the parts of
+    the forward that attention and cheap, element-wise work take; communication that nothing hides, by axis.
+    """
+
+    forward: Floats
+    backward: Floats
+    weight: Floats
+    kernels_forward: Floats
+    kernels_backward: Floats
+    attention: Floats
+    cheap: Floats
+    comm_forward: dict[str, Floats]
+    comm_backward: dict[str, Floats]
+
+    @classmethod
+    def zero(cls, rows: int) -> Cost:
+        empty = {one.name: np.zeros(rows) for one in fields(cls) if not one.name.startswith("comm")}
+        forward, backward = ({axis: np.zeros(rows) for axis in ("tp", "cp", "ep")} for _ in range(2))
+        return cls(**empty, comm_forward=forward, comm_backward=backward)
+
+
+@dataclass(frozen=True)
+class Table:
+    """`Cost` of each distinct combination of `KEYS`: of every kind of layer, of the embedding and of the head."""
+
+    layers: tuple[Cost, ...]
+    embedding: Cost
+    head: Cost
+
+
+def table(job: Job, x: Columns) -> tuple[Table, Ints]:
+    """The costs of all combinations in `x`, and for every row of `x` its row in them."""
+    first, index = distinct(x)
+    rows = _Rows(job, x.take(first))
+    kinds, of_layer = job.model.layer_kinds()
+    layers = tuple(rows.total(layer_ops(job.model, of_layer.index(kind)), True) for kind in range(len(kinds)))
+    return Table(layers, rows.total(embedding_ops(job.model)), rows.total(head_ops(job.model))), index
+
+
+def distinct(x: Columns) -> tuple[Ints, Ints]:
+    """The first row of every combination of `KEYS` in `x`, and for every row which combination it has."""
+    code = np.zeros(len(x), np.int64)
+    for name in KEYS:
+        column = getattr(x, name)
+        code = code * (int(column.max(initial=0)) + 1) + column
+    _, first, index = np.unique(code, return_index=True, return_inverse=True)
+    return first, index
+
+
+def fused(ops: Iterable[Op]) -> list[Op]:
+    """`ops` with linears that read the same input, one after another, joined to one: query, key and value, or the two
+    halves of a gated layer."""
+    found: list[Op] = []
+    for op in ops:
+        last = found[-1] if found else None
+        if last and op.kind == last.kind == "linear" and op.source == last.source and op.experts == last.experts:
+            target = replace(last.target, size=last.target.size + op.target.size)
+            found[-1] = replace(last, target=target, params=last.params + op.params)
+        else:
+            found.append(op)
+    return found
+
+
+class _Rows:
+    """The distinct rows, as floats, with what every op needs of them."""
+
+    def __init__(self, job: Job, x: Columns) -> None:
+        self.job, self.device, self.engine = job, job.cluster.device, job.engine
+        self.tp, self.cp, self.ep = (column.astype(np.float64) for column in (x.tp, x.cp, x.ep))
+        self.expert_tp = x.expert_tp.astype(np.float64)
+        self.parallel = x.sequence_parallel.astype(bool) & (x.tp > 1)
+        self.tokens = x.microbatch * job.batch.seq_len / self.cp
+        self.sequences = x.microbatch.astype(np.float64)
+        self.size = {"float64": 8, "float32": 4}.get(job.precision.compute, 2)
+
+    def total(self, ops: Iterable[Op], layer: bool = False) -> Cost:
+        """The cost of `ops` together; of a layer with its communication."""
+        cost = Cost.zero(len(self.tp))
+        for op in fused(ops) if self.engine.kernels == "fused" else ops:
+            self._add(cost, op)
+        if layer:
+            self._tensor_parallel(cost)
+        return cost
+
+    def _add(self, cost: Cost, op: Op) -> None:
+        if op.kind in ("linear", "router"):
+            self._linear(cost, op)
+        elif op.kind == "attention":
+            self._attention(cost, op)
+        elif op.kind == "log_prob":
+            self._head(cost, op)
+        elif op.kind in ("dispatch", "combine"):
+            self._exchange(cost, op)
+        elif op.kind == "embedding":
+            self._embedding(cost, op)
+        elif op.kind in PASSES:
+            self._elements(cost, op.kind, self._elements_of(op))
+
+    def _cut(self, dim_name: str, op: Op) -> Floats:
+        """How many ranks share `dim_name` of `op` among them."""
+        if dim_name not in ("heads", "kv_heads", "ffn", "vocab"):
+            return np.ones_like(self.tp)
+        return self.expert_tp if op.experts else self.tp
+
+    def _matmul_dtype(self, op: Op) -> str:
+        return self.job.precision.matmul_dtype if op.kind == "linear" else self.job.precision.compute
+
+    def _linear(self, cost: Cost, op: Op) -> None:
+        """A product forward and two backward; an expert's rows are its share of the tokens."""
+        weight_columns = np.ceil(op.target.size / self._cut(op.target.name, op))
+        inner = np.ceil(op.source.size / self._cut(op.source.name, op))
+        rows, dtype, repeats = self._rows_of(op), self._matmul_dtype(op), np.ones_like(self.tp)
+        if op.experts:
+            # The tokens of all ranks that share the experts meet; each expert gets an equal part.
+            repeats = op.experts / self.ep
+            rows = rows / repeats
+        shapes = ((rows, inner, weight_columns), (rows, weight_columns, inner), (weight_columns, rows, inner))
+        one = [matmul_seconds(self.device, dtype, *shape) for shape in shapes]
+        cost.forward += repeats * one[0]
+        cost.backward += repeats * one[1]
+        cost.weight += repeats * one[2]
+        cost.weight += stream_seconds(self.device, 2 * self.engine.grad_itemsize * repeats * inner * weight_columns)
+        cost.kernels_forward += 1
+        cost.kernels_backward += 2
+        self._casts(cost, op, rows * repeats * inner, repeats * inner * weight_columns)
+
+    def _rows_of(self, op: Op) -> Floats:
+        """Tokens that pass through `op` on a rank. Experts see those of a rank's share of the sequence, `top_k` times,
+        and where experts are cut themselves, those of all ranks that hold a part."""
+        return self.tokens * op.passes * (self.expert_tp / self.tp if op.experts else 1.0)
+
+    def _casts(self, cost: Cost, op: Op, entering: Floats, weights: Floats) -> None:
+        """Float8 products read quantised copies; float32 weights are cast where they are used."""
+        if self._matmul_dtype(op).startswith("float8"):
+            self._elements(cost, "cast", entering)
+        if not self.engine.half_weights and self.job.precision.compute != self.job.precision.param:
+            cost.forward += stream_seconds(self.device, 6.0 * weights)
+            cost.kernels_forward += 1
+
+    def _attention(self, cost: Cost, op: Op) -> None:
+        seq_len = self.job.batch.seq_len
+        each = self.tokens * (op.source.size + op.target.size) / self.tp
+        if self.engine.attention in ("flash", "flash-1"):
+            self._flash(cost, op, 2.0 * each * op.reach(seq_len))
+        else:
+            self._scores(cost, op, 2.0 * each * seq_len, self.tokens * seq_len * op.heads / self.tp)
+        kv_bytes = self.size * self.tokens * op.kv_size / np.minimum(self.tp, max(1, op.heads))
+        ring = (self.cp - 1) * collective_seconds(self.job.cluster, "send", kv_bytes, self.cp, self.tp)
+        cost.comm_forward["cp"] += np.maximum(0.0, ring - cost.attention * (1 - 1 / self.cp))
+        cost.comm_backward["cp"] += np.maximum(0.0, 2 * ring - 2.5 * cost.attention * (1 - 1 / self.cp))
+
+    def _flash(self, cost: Cost, op: Op, flops: Floats) -> None:
+        """Fused attention does 2.5 times the forward's products in its backward, scores computed again."""
+        speed = peak_flops(self.device, self.job.precision.compute)
+        forward, backward = (speed * share * FLASH[self.engine.attention] for share in self.device.attention)
+        # A head narrower than 128 leaves part of each processor's products idle.
+        narrow = min(1.0, max(0.6, (op.source.size / max(1, op.heads) / 128) ** 0.25))
+        seconds = flops / (forward * narrow)
+        cost.attention += seconds
+        cost.forward += seconds
+        cost.backward += 2.5 * flops / (backward * narrow)
+        cost.kernels_forward += 1
+        cost.kernels_backward += 3
+
+    def _scores(self, cost: Cost, op: Op, flops: Floats, scores: Floats) -> None:
+        """Attention that writes the scores: four batched products of half the FLOPs each way, and the softmax."""
+        width = op.source.size / op.heads
+        length = self.job.batch.seq_len
+        dtype = self.job.precision.compute
+        shapes = ((length / self.cp, np.asarray(width), np.asarray(length)),
+                  (length / self.cp, np.asarray(length), np.asarray(width)))  # fmt: skip
+        # Products of one head are dealt out together with those of the others: a head alone is the least it can take.
+        alone = np.asarray(sum(matmul_seconds(self.device, dtype, *shape) for shape in shapes))
+        one = np.maximum(alone, flops / (peak_flops(self.device, dtype) * SCORES))
+        cost.attention += one
+        cost.cheap += one
+        cost.forward += one
+        cost.backward += 2 * one
+        kind = "fused-softmax" if self.engine.attention == "fused-softmax" else "eager"
+        self._passes(cost, PASSES["softmax"][kind], scores)
+        if self.engine.dropout:
+            self._elements(cost, "dropout", scores)
+        cost.kernels_forward += 2
+        cost.kernels_backward += 4
+
+    def _elements_of(self, op: Op) -> Floats:
+        """Elements of what `op` returns on a rank; between the tensor-parallel regions divided only under SP."""
+        cut = np.where(self.parallel, self.tp, 1.0)
+        if op.target.name in ("heads", "kv_heads", "ffn"):
+            cut = self._cut(op.target.name, op)
+        extra = op.kv_size / 2 if op.kind == "rope" else 0
+        return self._rows_of(op) * (op.target.size + extra) / cut
+
+    def _elements(self, cost: Cost, kind: str, elements: Floats) -> None:
+        self._passes(cost, PASSES[kind][self.engine.kernels], elements)
+
+    def _passes(self, cost: Cost, passes: tuple[int, int, int, int], elements: Floats) -> None:
+        forward, backward, kernels_forward, kernels_backward = passes
+        seconds = stream_seconds(self.device, forward * self.size * elements)
+        cost.forward += seconds
+        cost.cheap += seconds
+        cost.backward += stream_seconds(self.device, backward * self.size * elements)
+        cost.kernels_forward += kernels_forward
+        cost.kernels_backward += kernels_backward
+
+    def _embedding(self, cost: Cost, op: Op) -> None:
+        """A gather forward; backward a sum into a table of gradients that is written whole."""
+        elements = self.tokens * op.target.size
+        cost.forward += stream_seconds(self.device, 2 * self.size * elements)
+        table = self.engine.grad_itemsize * np.ceil(op.source.size / self.tp) * op.target.size
+        cost.weight += stream_seconds(self.device, 3 * self.size * elements + 2 * table)
+        cost.kernels_forward += 2
+        cost.kernels_backward += 4
+        if self.engine.dropout:
+            self._elements(cost, "dropout", elements)
+        self._gather(cost, elements * self.size, forward=1, backward=1)
+
+    def _head(self, cost: Cost, op: Op) -> None:
+        columns = np.ceil(op.target.size / self.tp)
+        shapes = ((self.tokens, op.source.size, columns), (self.tokens, columns, op.source.size),
+                  (columns, self.tokens, op.source.size))  # fmt: skip
+        one = [matmul_seconds(self.device, self.job.precision.compute, *map(np.asarray, shape)) for shape in shapes]
+        cost.forward += one[0]
+        cost.backward += one[1]
+        cost.weight += one[2]
+        cost.kernels_forward += 1
+        cost.kernels_backward += 2
+        self._elements(cost, "logits", self.tokens * columns)
+        self._gather(cost, self.tokens * op.source.size * self.size, forward=1, backward=1)
+
+    def _gather(self, cost: Cost, size: Floats, forward: float, backward: float) -> None:
+        """Tensor-parallel traffic: an all-gather and reduce-scatter are an all-reduce cut in two under SP."""
+        whole = collective_seconds(self.job.cluster, "all_reduce", size, self.tp, np.ones_like(self.tp))
+        half = collective_seconds(self.job.cluster, "all_gather", size, self.tp, np.ones_like(self.tp))
+        one = np.where(self.parallel, 2 * half, whole)
+        again = np.where(self.parallel, half, 0.0)
+        cost.comm_forward["tp"] += forward * one
+        cost.comm_backward["tp"] += backward * one + (backward * again if backward > 1 else 0)
+
+    def _tensor_parallel(self, cost: Cost) -> None:
+        """Two all-reduces forward and two backward (Shoeybi et al., 2019); with SP their halves, and the inputs of the
+        column-parallel products gathered again for their weight gradients (Korthikanti et al., 2022, section 4.2)."""
+        hidden = self.job.model.hidden_size
+        self._gather(cost, self.tokens * hidden * self.size, forward=2, backward=2)
+        if self.engine.overlap_tp:
+            for side, comm in (("forward", cost.comm_forward), ("backward", cost.comm_backward)):
+                hidden_part = np.minimum(TP_HIDDEN * comm["tp"], 0.5 * getattr(cost, side))
+                comm["tp"] = comm["tp"] - hidden_part
+
+    def _exchange(self, cost: Cost, op: Op) -> None:
+        """Every token goes to its experts and comes back: an all-to-all among the ranks that share the experts."""
+        size = self.size * self.tokens * op.passes * self.job.model.hidden_size / np.where(self.parallel, self.tp, 1.0)
+        seconds = collective_seconds(self.job.cluster, "all_to_all", size, self.ep, self.expert_tp)
+        cost.comm_forward["ep"] += seconds
+        cost.comm_backward["ep"] += seconds
+        self._passes(cost, (2, 2, 3, 3), size / self.size)
+
+
+# Speed of fused attention relative to its second version.
+FLASH = {"flash": 1.0, "flash-1": 0.6}
+# Share of the peak that batched products of scores reach.
+SCORES = 0.45
+# Share of tensor-parallel traffic that pipelined products hide, where the trainer overlaps them.
+TP_HIDDEN = 0.75
