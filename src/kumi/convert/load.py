@@ -20,6 +20,7 @@ def load_decoder(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> D
     Tensors are read one at a time. ModelError when the folder does not hold exactly the tensors of its config.json.
     """
     spec = families.load(folder)
+    families.check_trained(spec)
     stored = hf.check(folder, spec)
     decoder = Decoder(spec, dtype=dtype)
     with torch.no_grad():

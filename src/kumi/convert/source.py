@@ -49,6 +49,7 @@ def open_source(folder: str | Path) -> Source:
 def _open_hf(folder: Path) -> Source:
     config = families.read_config(folder)
     spec = families.from_hf(config)
+    families.check_trained(spec)
     stored = hf.check(folder, spec)
     dtypes = {name: entry.dtype for name, entry in stored.items()}
     return Source(folder, spec, config, dtypes, lambda name: hf.read(stored[name]), folder)
@@ -57,6 +58,7 @@ def _open_hf(folder: Path) -> Source:
 def _open_native(folder: Path) -> Source:
     saved = native.open_model(folder)
     spec = families.from_hf(saved.config)
+    families.check_trained(spec)
     native.check(saved, spec)
     dtypes = {param.name: saved.dtype(param.name) for param in params(spec)}
     return Source(folder, spec, saved.config, dtypes, saved.read, saved.tokenizer)

@@ -13,7 +13,8 @@ from kumi.nn.attention import Attention, Segments, begins, segments
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.norm import RMSNorm
-from kumi.spec.model import LayerSpec, ModelSpec
+from kumi.spec import families, model
+from kumi.spec.model import LayerSpec, ModelSpec, Rope
 
 
 class DecoderLayer(nn.Module):
@@ -23,6 +24,8 @@ class DecoderLayer(nn.Module):
         self, hidden_size: int, spec: LayerSpec, eps: float, *, device: torch.device | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
+        assert isinstance(spec.attention, model.Attention)
+        assert isinstance(spec.mlp, model.MLP)
         self.input_layernorm = RMSNorm(hidden_size, eps, device=device, dtype=dtype)
         self.self_attn = Attention(hidden_size, spec.attention, eps, device=device, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, device=device, dtype=dtype)
@@ -52,23 +55,23 @@ class Model(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec.hidden_size, layer, spec.rms_norm_eps, device=device, dtype=dtype)
-            for layer in spec.layers
+            DecoderLayer(spec.hidden_size, layer, spec.norm_eps, device=device, dtype=dtype) for layer in spec.layers
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, device=device, dtype=dtype)
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
 
 
 class Decoder(nn.Module):
     """A decoder-only language model whose parameter names are those of Hugging Face.
 
     Parameters start uninitialised in `dtype` on `device` (which may be "meta"); `compute_dtype` is what activations and
-    matrix products are in.
+    matrix products are in. ModelError for a model that this package does not compute.
     """
 
     def __init__(
         self, spec: ModelSpec, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
+        families.check_trained(spec)
         device = torch.device(device) if device is not None else None
         self.spec = spec
         self.compute_dtype = dtype
@@ -122,12 +125,12 @@ class Decoder(nn.Module):
         """The final hidden states (B, S, D), normalised, in the compute dtype."""
         if position_ids is None:
             position_ids = positions(input_ids, document_ids)
-        keys = {(layer.attention.rope, layer.attention.head_dim) for layer in self.spec.layers}
+        keys = {_rotary(layer) for layer in self.spec.layers}
         tables = {key: rope.tables(*key, position_ids) for key in keys}
         where = segments(input_ids, document_ids)
         x = self.model.embed_tokens(input_ids).to(self.compute_dtype)
         for spec, layer in zip(self.spec.layers, self.model.layers):
-            x = layer(x, *tables[spec.attention.rope, spec.attention.head_dim], where)
+            x = layer(x, *tables[_rotary(spec)], where)
         normed: Tensor = self.model.norm(x)
         return normed
 
@@ -135,6 +138,13 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         """The output projection (V, D): the token table where they are tied."""
         return self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight
+
+
+def _rotary(layer: LayerSpec) -> tuple[Rope, int]:
+    """The rotation of the layer's heads, and their size."""
+    assert isinstance(layer.attention, model.Attention)
+    assert layer.attention.rope is not None
+    return layer.attention.rope, layer.attention.head_dim
 
 
 def positions(input_ids: Tensor, document_ids: Tensor | None) -> Tensor:

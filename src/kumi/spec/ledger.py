@@ -9,83 +9,46 @@ Parameter names and shapes, FLOPs, activation bytes, sharding and conversion are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 
-from kumi.spec.model import LayerSpec, ModelSpec
-from kumi.spec.op import Activation, Dim, Op, Param
+from kumi.spec.attention_ops import attention_ops
+from kumi.spec.mlp_ops import mlp_ops
+from kumi.spec.model import ModelSpec
+from kumi.spec.op import Activation, Dim, Op, Param, norm
 
-__all__ = ["Activation", "Dim", "Op", "Param", "attention_ops", "embedding_ops", "forward_flops", "head_ops",
-           "layer_ops", "logit_chunk", "mlp_ops", "num_params", "ops", "params", "train_flops"]  # fmt: skip
-
-
-def _linear(name: str, source: Dim, target: Dim, *, bias: bool, saved: tuple[Activation, ...] = ()) -> Op:
-    weight = Param(f"{name}.weight", (target, source))
-    params = (weight, Param(f"{name}.bias", (target,), "zeros")) if bias else (weight,)
-    return Op(name, "linear", source, target, params, saved)
-
-
-def _norm(name: str, dim: Dim, weight: Dim, saved: tuple[Activation, ...]) -> Op:
-    return Op(name, "norm", dim, dim, (Param(f"{name}.weight", (weight,), "ones"),), saved)
-
-
-def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
-    """The operations of `x + attention(norm(x))`."""
-    att, embed = layer.attention, Dim("embed", spec.hidden_size)
-    heads = Dim("heads", att.num_attention_heads * att.head_dim, att.head_dim)
-    kv_heads = Dim("kv_heads", att.num_key_value_heads * att.head_dim, att.head_dim)
-    query_count, head = Dim("heads", att.num_attention_heads), Dim("head_dim", att.head_dim)
-    name = f"{prefix}.self_attn"
-    yield _norm(f"{prefix}.input_layernorm", embed, embed, (Activation((embed,)), Activation((), "float32")))
-    yield _linear(f"{name}.q_proj", embed, heads, bias=att.qkv_bias, saved=(Activation((embed,)),))
-    yield _linear(f"{name}.k_proj", embed, kv_heads, bias=att.qkv_bias)
-    yield _linear(f"{name}.v_proj", embed, kv_heads, bias=att.qkv_bias)
-    if att.qk_norm:
-        for which, dim in (("q_norm", heads), ("k_norm", kv_heads)):
-            count = Dim(dim.name, dim.count)
-            yield _norm(f"{name}.{which}", dim, head, (Activation((dim,)), Activation((count,), "float32")))
-    yield Op(f"{name}.rope", "rope", heads, heads)
-    kept = (Activation((heads,)), Activation((kv_heads,)), Activation((kv_heads,)),
-            Activation((heads,)), Activation((query_count,), "float32"))  # fmt: skip
-    yield Op(f"{name}.attention", "attention", heads, heads, saved=kept, heads=att.num_attention_heads,
-             kv_size=2 * kv_heads.size, window=att.sliding_window)  # fmt: skip
-    yield _linear(f"{name}.o_proj", heads, embed, bias=att.out_bias)
-    yield Op(f"{name}.add", "add", embed, embed)
-
-
-def mlp_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
-    """The operations of `x + mlp(norm(x))`."""
-    embed, ffn = Dim("embed", spec.hidden_size), Dim("ffn", layer.mlp.intermediate_size)
-    bias, name = layer.mlp.bias, f"{prefix}.mlp"
-    yield _norm(f"{prefix}.post_attention_layernorm", embed, embed, (Activation((embed,)), Activation((), "float32")))
-    yield _linear(f"{name}.gate_proj", embed, ffn, bias=bias, saved=(Activation((embed,)),))
-    yield _linear(f"{name}.up_proj", embed, ffn, bias=bias)
-    yield Op(f"{name}.gate", "gate", ffn, ffn, saved=(Activation((ffn,)), Activation((ffn,))))
-    yield _linear(f"{name}.down_proj", ffn, embed, bias=bias, saved=(Activation((ffn,)),))
-    yield Op(f"{name}.add", "add", embed, embed)
+__all__ = ["Activation", "Dim", "Op", "Param", "active_params", "embedding_ops", "forward_flops", "head_ops",
+           "layer_ops", "logit_chunk", "num_params", "ops", "params", "train_flops"]  # fmt: skip
 
 
 def layer_ops(spec: ModelSpec, index: int) -> tuple[Op, ...]:
     """The operations of layer `index`, in order."""
-    layer, prefix = spec.layers[index], f"model.layers.{index}"
+    layer, prefix = spec.layers[index], f"{spec.names.layers}.{index}"
     return (*attention_ops(spec, layer, prefix), *mlp_ops(spec, layer, prefix))
 
 
 def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
-    """The token embedding, and the rotary tables (cosine and sine) that all layers share."""
-    vocab, embed = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size)
-    table = Param("model.embed_tokens.weight", (vocab, embed))
-    sizes = {(layer.attention.rope, layer.attention.head_dim): layer.attention.head_dim for layer in spec.layers}
+    """The embedding of tokens, the rotary tables (cosine and sine) that all layers share, and learned positions."""
+    vocab, embed, names = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size), spec.names
+    table = Param(f"{names.embedding}.weight", (vocab, embed))
+    attentions = [layer.attention for layer in spec.layers]
+    sizes = {(att.rope, att.rotary_dim): att.rotary_dim for att in attentions if att.rope is not None}
     rotary = tuple(Activation((Dim("head_dim", 2 * size),), "float32") for size in sizes.values())
-    return (Op("model.embed_tokens", "embedding", vocab, embed, (table,), (Activation((), "int64"), *rotary)),)
+    found = [Op(names.embedding, "embedding", vocab, embed, (table,), (Activation((), "int64"), *rotary))]
+    if spec.learned_positions:
+        positions = Dim("positions", spec.learned_positions)
+        table = Param(f"{names.positions}.weight", (positions, embed))
+        found.append(Op(names.positions, "positions", positions, embed, (table,), (Activation((), "int64"),)))
+    if spec.embedding_norm:
+        found.append(norm(names.embedding_norm, spec.norm, embed))
+    return tuple(found)
 
 
 def head_ops(spec: ModelSpec) -> tuple[Op, ...]:
     """The final norm, the output projection and the log-probabilities, whose logits are never held whole."""
-    vocab, embed = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size)
-    weight = () if spec.tie_word_embeddings else (Param("lm_head.weight", (vocab, embed)),)
-    norm = _norm("model.norm", embed, embed, (Activation((embed,)), Activation((), "float32")))
-    return (norm, Op("lm_head", "log_prob", embed, vocab, weight, (Activation((embed,)),)))
+    vocab, embed, names = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size), spec.names
+    weight = () if spec.tie_word_embeddings else (Param(f"{names.head}.weight", (vocab, embed)),)
+    head = Op(names.head, "log_prob", embed, vocab, weight, (Activation((embed,)),))
+    return (norm(names.norm, spec.norm, embed), head)
 
 
 @lru_cache(maxsize=64)
@@ -104,6 +67,11 @@ def params(spec: ModelSpec) -> tuple[Param, ...]:
 def num_params(spec: ModelSpec) -> int:
     """How many parameters the model has, a tied head counted once."""
     return sum(param.numel for param in params(spec))
+
+
+def active_params(spec: ModelSpec) -> float:
+    """How many parameters a token meets: of routed experts' only the share that it is sent to, all others in full."""
+    return sum(param.numel * (op.passes / op.experts if op.experts else 1) for op in ops(spec) for param in op.params)
 
 
 def forward_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
+
+from kumi.spec.names import LLAMA, Names
 
 
 @dataclass(frozen=True)
@@ -12,7 +14,8 @@ class Rope:
 
     `scaling` is None (plain), "linear" (Chen et al., 2023, arXiv:2306.15595), "llama3" (Llama 3.1: low frequencies
     divided by `factor`, high ones kept, a smooth ramp between) or "yarn" (Peng et al., 2023, arXiv:2309.00071). Fields
-    after `factor` are None where the scaling does not use them.
+    after `factor` are None where the scaling does not use them. `partial_rotary_factor` is the share of every head that
+    is turned.
     """
 
     rope_theta: float
@@ -25,6 +28,7 @@ class Rope:
     beta_slow: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -32,51 +36,144 @@ class Attention:
     """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with a causal mask.
 
     A position sees the `sliding_window` latest positions, itself included, or all earlier ones when it is None.
-    `qk_norm` is an RMSNorm over the head dimension of every query and key head, before the rotation.
+    `qk_norm` is an RMSNorm over the head dimension of every query and key head, before the rotation; over all heads at
+    once with `qk_norm_whole`. `rope` is None where positions enter otherwise: learned ones at the embedding, or with
+    `alibi` a bias on the scores that grows with the distance (Press et al., 2021, arXiv:2108.12409). `fused_qkv`: one
+    matrix makes queries, keys and values. `sinks`: every head has a learned score of looking nowhere.
     """
 
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    qk_norm_whole: bool = False
+    alibi: bool = False
+    fused_qkv: bool = False
+    sinks: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's dimensions are turned."""
+        return 0 if self.rope is None else int(self.head_dim * self.rope.partial_rotary_factor)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) with a causal mask.
+
+    Keys and values come from a latent vector of `kv_lora_rank` a token, queries from one of `q_lora_rank` (None:
+    straight from the hidden state). A query or key head has `qk_nope_head_dim` dimensions without and
+    `qk_rope_head_dim` with rotation; the turned part of the keys is one for all heads. `bias` is on the projections to
+    the latents and the output projection.
+    """
+
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope: Rope
+    bias: bool = False
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def sliding_window(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
 class MLP:
-    """Gated feed-forward layer, down(act(gate(x)) * up(x)), with act = SiLU (Shazeer, 2020, arXiv:2002.05202)."""
+    """Feed-forward layer: down(act(gate(x)) * up(x)) (Shazeer, 2020, arXiv:2002.05202) or, plain, down(act(up(x))).
+
+    `hidden_act` is Hugging Face's name of the activation. `fused`: gate and up are one matrix.
+    """
 
     intermediate_size: int
+    bias: bool = False
+    hidden_act: str = "silu"
+    gated: bool = True
+    fused: bool = False
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Mixture of experts: a token goes through `num_experts_per_tok` of `num_experts` gated layers, and a shared one.
+
+    An expert's width is `moe_intermediate_size`, the shared one's (which all tokens take, too) is
+    `shared_intermediate_size`, 0 where there is none. The router's scores pass through `scoring_func` ("softmax" or
+    "sigmoid"); with `n_group` > 1 only experts of the best `topk_group` groups are chosen from. `bias` is on router and
+    experts.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_intermediate_size: int = 0
+    scoring_func: str = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
     bias: bool = False
     hidden_act: str = "silu"
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    attention: Attention
-    mlp: MLP
+    `parallel`: x + attention(norm(x)) + mlp(other_norm(x)), as in GPT-NeoX; with `shared_norm` both norms are one.
+    `post_norms`: what attention and mlp return is normalised, too, as in Gemma 2.
+    """
+
+    attention: Attention | LatentAttention
+    mlp: MLP | MoE
+    parallel: bool = False
+    shared_norm: bool = False
+    post_norms: bool = False
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder: embedding, layers, final RMSNorm, head. Equal layers are equal objects."""
+    """A decoder: embedding, layers, final norm, head. Equal layers are equal objects.
+
+    `norm` is "rmsnorm", or "layernorm" with a bias. `learned_positions` is how many positions have a learned embedding
+    of their own, 0 where none has; `embedding_norm`: the embeddings are normalised. `names` says what the parameters
+    are called. `notes` are sentences about what was left out when the model was read.
+    """
 
     family: str
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    rms_norm_eps: float
+    norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    norm: str = "rmsnorm"
+    learned_positions: int = 0
+    embedding_norm: bool = False
+    names: Names = LLAMA
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_hidden_layers(self) -> int:

@@ -106,3 +106,35 @@ class Op:
         """How many positions a query of an attention op sees, on average over a row of `seq_len`."""
         window = seq_len if self.window is None else min(self.window, seq_len)
         return window - window * (window - 1) / (2 * seq_len)
+
+
+def linear(
+    name: str,
+    source: Dim,
+    target: Dim,
+    *,
+    bias: bool = False,
+    saved: tuple[Activation, ...] = (),
+    transposed: bool = False,
+    kind: str = "linear",
+) -> Op:
+    """The matrix product `name`, its weight stored as (target, source), or (source, target) when `transposed`."""
+    weight = Param(f"{name}.weight", (source, target) if transposed else (target, source))
+    params = (weight, Param(f"{name}.bias", (target,), "zeros")) if bias else (weight,)
+    return Op(name, kind, source, target, params, saved)
+
+
+def norm(name: str, style: str, dim: Dim, *, weight: Dim | None = None, keeps_input: bool = True) -> Op:
+    """The normalisation `name` of `dim`, "rmsnorm" or "layernorm", with parameters of `weight` (else of `dim`).
+
+    Kept are the statistics of each vector of `weight`'s size in float32, and the input, unless another operation keeps
+    that already.
+    """
+    weight = weight or dim
+    params: tuple[Param, ...] = (Param(f"{name}.weight", (weight,), "ones"),)
+    vectors: tuple[Dim, ...] = () if weight.size == dim.size else (Dim(dim.name, dim.size // weight.size),)
+    if style == "layernorm":
+        params = (*params, Param(f"{name}.bias", (weight,), "zeros"))
+        vectors = (*vectors, Dim("mean_and_scale", 2))
+    kept = (Activation((dim,)), Activation(vectors, "float32")) if keeps_input else (Activation(vectors, "float32"),)
+    return Op(name, "norm", dim, dim, params, kept)

@@ -11,6 +11,7 @@ from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, LayoutError, ModelError
 from kumi.launch.local import environment
+from kumi.spec.families import check_trained
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.train.folder import claim
 from kumi.train.prepare import check_data, open_data, prepare_data
@@ -45,6 +46,7 @@ def check(run: Run) -> None:
     """Nothing, when the run can start; the reason as a ConfigError otherwise. Writes nothing."""
     from kumi.storage.folders import free_space_check, list_complete
 
+    check_trained(run.model)
     _check_ranks(run, os.environ)
     check_data(run)
     if run.config.model.init == "pretrained":

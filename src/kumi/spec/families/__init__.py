@@ -1,19 +1,55 @@
-"""Model families: config.json to ModelSpec and back. One module a family, listed here."""
+"""Model families: config.json to ModelSpec and, for those that can be trained, back. One module each, listed here."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import Field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import llama, mistral, qwen2, qwen3
-from kumi.spec.model import ModelSpec
+from kumi.spec.families import (
+    bloom,
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3_text,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 
 # model_type -> module with ARCHITECTURE, from_hf(config) -> ModelSpec and to_hf(spec) -> config
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+TRAINED: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+# Those that can be planned for, but not trained: modules with ARCHITECTURE and from_hf(config) -> ModelSpec.
+PLANNED: dict[str, ModuleType] = {
+    "bloom": bloom, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "gemma2": gemma2,
+    "gemma3_text": gemma3_text, "gpt2": gpt2, "gpt_neox": gpt_neox, "gpt_oss": gpt_oss, "mixtral": mixtral,
+    "olmoe": olmoe, "phi3": phi3, "qwen3_moe": qwen3_moe,
+}  # fmt: skip
+FAMILIES = TRAINED | PLANNED
+
+# The fields that the trainer reads; a model in which another one has been set is not a model that it computes.
+_COMPUTED = {
+    ModelSpec: "family vocab_size hidden_size layers norm_eps max_position_embeddings tie_word_embeddings "
+               "initializer_range bos_token_id eos_token_id pad_token_id notes",
+    LayerSpec: "attention mlp",
+    Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm sliding_window",
+    MLP: "intermediate_size bias",
+    Rope: "rope_theta scaling factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast "
+          "beta_slow attention_factor truncate",
+}  # fmt: skip
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -22,8 +58,43 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
+def check_trained(spec: ModelSpec) -> None:
+    """Nothing, when the trainer computes exactly the model `spec`; ModelError when it can only be planned for."""
+    ways = f"this version trains {', '.join(TRAINED)}"
+    if spec.family not in TRAINED:
+        raise ModelError(f"a {spec.family} model can be planned for but not trained: {ways}; plan it, or name a model "
+                         f"of these families")  # fmt: skip
+    parts = [spec, *(part for layer in spec.layer_kinds()[0] for part in _parts(layer))]
+    for part in parts:
+        unknown = _not_computed(part)
+        if unknown:
+            raise ModelError(f"this {spec.family} model can be planned for but not trained: its {unknown} is beyond "
+                             f"what {', '.join(TRAINED)} models have; leave it out, or plan it only")  # fmt: skip
+
+
+def _parts(layer: LayerSpec) -> tuple[object, ...]:
+    rope = layer.attention.rope
+    return layer, layer.attention, layer.mlp, *(() if rope is None else (rope,))
+
+
+def _not_computed(part: Any) -> str:
+    """What the trainer does not know of `part`: its type, or the first such field that has been set; else empty."""
+    if type(part) not in _COMPUTED:
+        return type(part).__name__
+    if isinstance(part, Attention) and part.rope is None:
+        return "Attention without rotary embeddings"
+    known = _COMPUTED[type(part)].split()
+    changed = [field.name for field in fields(part) if field.name not in known and _is_set(part, field)]
+    return f"{type(part).__name__}.{changed[0]}={getattr(part, changed[0])!r}" if changed else ""
+
+
+def _is_set(part: Any, field: Field[Any]) -> bool:
+    return bool(getattr(part, field.name) != field.default)
+
+
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`, in the spelling that transformers 4 and 5 both read."""
+    check_trained(spec)
     config: dict[str, Any] = FAMILIES[spec.family].to_hf(spec)
     if from_hf(config) != spec:
         raise ModelError(f"this model cannot be written as a {spec.family} config.json: that format has no words for "

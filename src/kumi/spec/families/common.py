@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families import rope
-from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
+
+# Keys that hold a size, under all the names that families have for them.
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "sliding_window", "num_experts", "num_local_experts", "n_routed_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", "n_embd", "n_embed", "n_layer", "n_head", "n_inner",
+    "n_positions", "seq_length", "decoder_sparse_step",
+)  # fmt: skip
 
 
 def build(
@@ -21,34 +30,47 @@ def build(
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> ModelSpec:
-    """The ModelSpec of `values` (what `keys.read` returned); `windows` has each layer's sliding window, or None."""
-    _check_sizes(values)
+    """The Llama-like ModelSpec of `values` (what `keys.read` returned); `windows`: each layer's window, or None."""
+    check_sizes(values)
+    mlp = MLP(values["intermediate_size"], mlp_bias)
+    layers = windowed(family, values, windows, mlp, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm)
+    return model(family, values, layers)
+
+
+def windowed(
+    family: str, values: Mapping[str, Any], windows: Sequence[int | None], mlp: MLP | MoE, **attention: Any
+) -> list[LayerSpec]:
+    """Layers that differ in their sliding window only; `attention` has more fields of `Attention`."""
+    base = grouped_attention(values, rope.from_hf(family, values), **attention)
+    layer = {window: LayerSpec(replace(base, sliding_window=window), mlp) for window in set(windows)}
+    return [layer[window] for window in windows]
+
+
+def grouped_attention(values: Mapping[str, Any], embedding: Rope | None, **fields: Any) -> Attention:
+    """The attention of `values`, its heads checked; `fields` has more fields of `Attention`."""
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"] or values["num_attention_heads"]
-    head_dim = _head_dim(values, heads)
+    head_dim = _head_dim(values, heads, rotary=embedding is not None)
     if heads % kv_heads:
         raise ModelError(f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
-    embedding, mlp = rope.from_hf(family, values), MLP(values["intermediate_size"], mlp_bias)
-    attention = partial(Attention, heads, kv_heads, head_dim, embedding, qkv_bias, out_bias, qk_norm)
-    layer = {window: LayerSpec(attention(window), mlp) for window in set(windows)}
+    return Attention(heads, kv_heads, head_dim, embedding, **fields)
+
+
+def model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec], **fields: Any) -> ModelSpec:
+    """The ModelSpec of `values` with `layers`; `fields` has more of its fields, or others than `values` says."""
     eos = values["eos_token_id"]
-    return ModelSpec(
-        family=family,
-        vocab_size=values["vocab_size"],
-        hidden_size=values["hidden_size"],
-        layers=tuple(layer[window] for window in windows),
-        rms_norm_eps=float(values["rms_norm_eps"]),
-        max_position_embeddings=values["max_position_embeddings"],
-        tie_word_embeddings=values["tie_word_embeddings"],
-        initializer_range=float(values["initializer_range"]),
-        bos_token_id=values["bos_token_id"],
-        eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-        pad_token_id=values["pad_token_id"],
-    )
+    said = {
+        "norm_eps": float(values["rms_norm_eps"]) if "rms_norm_eps" in values else None,
+        "max_position_embeddings": values.get("max_position_embeddings"),
+        "eos_token_id": tuple(eos) if isinstance(eos, list) else eos,
+    }
+    same = ("vocab_size", "hidden_size", "tie_word_embeddings", "bos_token_id", "pad_token_id")
+    said |= {name: values[name] for name in same} | {"initializer_range": float(values["initializer_range"])}
+    return ModelSpec(**{"family": family, "layers": tuple(layers), **said, **fields})
 
 
 def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     """The keys that every family writes, from the first layer: a family adds its own."""
-    attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+    attention, mlp, embedding = first(spec)
     eos = spec.eos_token_id
     return {
         "architectures": [architecture],
@@ -63,15 +85,24 @@ def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
         "hidden_act": mlp.hidden_act,
         "max_position_embeddings": spec.max_position_embeddings,
         "initializer_range": spec.initializer_range,
-        "rms_norm_eps": spec.rms_norm_eps,
+        "rms_norm_eps": spec.norm_eps,
         "use_cache": True,
         "tie_word_embeddings": spec.tie_word_embeddings,
         "attention_dropout": 0.0,
-        **rope.to_hf(attention.rope),
+        **rope.to_hf(embedding),
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "pad_token_id": spec.pad_token_id,
     }
+
+
+def first(spec: ModelSpec) -> tuple[Attention, MLP, Rope]:
+    """The parts of the first layer of a model that `families.check_trained` has let pass."""
+    layer = spec.layers[0]
+    assert isinstance(layer.attention, Attention)
+    assert isinstance(layer.mlp, MLP)
+    assert layer.attention.rope is not None
+    return layer.attention, layer.mlp, layer.attention.rope
 
 
 def check_layer_types(values: Mapping[str, Any]) -> list[str]:
@@ -85,23 +116,23 @@ def check_layer_types(values: Mapping[str, Any]) -> list[str]:
     return list(types)
 
 
-def _check_sizes(values: Mapping[str, Any]) -> None:
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                 "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"):  # fmt: skip
+def check_sizes(values: Mapping[str, Any]) -> None:
+    """Nothing, when sizes are 1 or more and small numbers not negative; ModelError otherwise."""
+    for name in SIZES:
         value = values.get(name)
         if value is not None and value < 1:
             raise ModelError(f"config.json: {name}={value} must be 1 or more")
-    for name in ("rms_norm_eps", "initializer_range"):
-        if values[name] < 0:
+    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "initializer_range"):
+        if values.get(name, 0) < 0:
             raise ModelError(f"config.json: {name}={values[name]} must not be negative; correct it")
 
 
-def _head_dim(values: Mapping[str, Any], heads: int) -> int:
+def _head_dim(values: Mapping[str, Any], heads: int, *, rotary: bool) -> int:
     hidden = values["hidden_size"]
-    if values["head_dim"] is None and hidden % heads:
+    if values.get("head_dim") is None and hidden % heads:
         raise ModelError(f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, "
                          f"and head_dim is not given")  # fmt: skip
-    head_dim: int = values["head_dim"] or hidden // heads
-    if head_dim % 2:
+    head_dim: int = values.get("head_dim") or hidden // heads
+    if rotary and head_dim % 2:
         raise ModelError(f"config.json: head_dim={head_dim} is odd; rotary embeddings turn pairs")
     return head_dim

@@ -57,6 +57,16 @@ DECODER = {
     "rope_parameters": Key("table?", None),
 }
 
+# What models with routed experts have besides, none of which changes the forward pass: weights of auxiliary losses.
+ROUTER_LOSS = {
+    "output_router_logits": Key("true or false", False),
+    "router_aux_loss_coef": Key("number?", None),
+    "router_jitter_noise": Key("number?", None),
+}
+
+# Activation functions, as Hugging Face calls them.
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
+
 # Keys that do not say what the model computes, by the reason.
 IGNORED = {
     "found the family before this reader was chosen": "model_type architectures",
@@ -114,6 +124,22 @@ def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dic
     if missing:
         raise ModelError(f"config.json: {missing[0]!r} is missing; a {family} model cannot be built without it")
     return {name: config.get(name, key.default) for name, key in keys.items()}
+
+
+def activation(family: str, name: str, value: str) -> str:
+    """`value` of the key `name`, when it is an activation function whose cost is known."""
+    if value not in ACTIVATIONS:
+        raise ModelError(f"config.json: {name}={value!r} of a {family} model is not supported; kumi knows "
+                         f"{', '.join(ACTIVATIONS)}")  # fmt: skip
+    return value
+
+
+def neutral(family: str, values: Mapping[str, Any], **allowed: Any) -> None:
+    """Nothing, when each of `allowed` has that value in `values`; ModelError for one that changes what is computed."""
+    for name, value in allowed.items():
+        if values[name] != value:
+            raise ModelError(f"config.json: {name}={values[name]!r} of a {family} model is not supported, only "
+                             f"{value!r}; kumi would plan for something else than this model")  # fmt: skip
 
 
 def _check_kind(family: str, name: str, value: Any, kind: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
@@ -49,6 +50,17 @@ def from_hf(family: str, values: Mapping[str, Any]) -> Rope:
         raise ModelError(f"config.json: rope_parameters={values['rope_parameters']!r} contradicts rope_theta={theta!r} "
                          f"and rope_scaling={values['rope_scaling']!r}; keep one of them")  # fmt: skip
     return new
+
+
+def partial_from_hf(family: str, values: Mapping[str, Any], share: float | None, default: float) -> Rope:
+    """`from_hf` for families that turn a part of every head: `share` of it, or what a table says, or `default`."""
+    tables = {key: dict(values[key]) if values[key] else None for key in ("rope_scaling", "rope_parameters")}
+    said = {share} | {table.pop("partial_rotary_factor", None) for table in tables.values() if table}
+    shares = [value for value in said if value is not None] or [default]
+    if len(shares) > 1 or not isinstance(shares[0], (int, float)) or not 0 < shares[0] <= 1:
+        raise ModelError(f"config.json: the share of each head that a {family} model turns is "
+                         f"{' and '.join(map(repr, shares))}; give one number above 0 and at most 1")  # fmt: skip
+    return replace(from_hf(family, {**values, **tables}), partial_rotary_factor=float(shares[0]))
 
 
 def to_hf(rope: Rope) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""The operations of x + attention(norm(x)), and what they keep where attention is computed in tiles (flash)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kumi.spec.model import Attention, LatentAttention, LayerSpec, ModelSpec
+from kumi.spec.op import Activation, Dim, Op, Param, linear, norm
+
+
+def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
+    """The operations of the attention half of the layer called `prefix`, in order."""
+    embed, names = Dim("embed", spec.hidden_size), spec.names
+    name = f"{prefix}.{names.attention}"
+    yield norm(f"{prefix}.{names.attention_norm}", spec.norm, embed)
+    if isinstance(layer.attention, LatentAttention):
+        yield from _latent(spec, layer.attention, name)
+    else:
+        yield from _grouped(spec, layer.attention, name)
+    if layer.post_norms:
+        yield norm(f"{prefix}.{names.attention_post_norm}", spec.norm, embed)
+    yield Op(f"{name}.add", "add", embed, embed)
+
+
+def _grouped(spec: ModelSpec, att: Attention, name: str) -> Iterator[Op]:
+    """Grouped-query attention on the normalised input."""
+    embed, names = Dim("embed", spec.hidden_size), spec.names
+    heads = Dim("heads", att.num_attention_heads * att.head_dim, att.head_dim)
+    kv_heads = Dim("kv_heads", att.num_key_value_heads * att.head_dim, att.head_dim)
+    yield from _projections(spec, att, name, heads, kv_heads)
+    if att.qk_norm:
+        for which, dim in (("q_norm", heads), ("k_norm", kv_heads)):
+            weight = dim if att.qk_norm_whole else Dim("head_dim", att.head_dim)
+            yield norm(f"{name}.{which}", "rmsnorm", dim, weight=weight)
+    if att.rope is not None:
+        yield Op(f"{name}.rope", "rope", heads, heads)
+    yield _attention(name, heads, heads, (kv_heads, kv_heads), window=att.sliding_window, sinks=att.sinks)
+    yield linear(f"{name}.{names.out}", heads, embed, bias=att.out_bias, transposed=names.transposed)
+
+
+def _projections(spec: ModelSpec, att: Attention, name: str, heads: Dim, kv_heads: Dim) -> Iterator[Op]:
+    """Queries, keys and values from the hidden state. Fused, a piece is a key head with its value and queries."""
+    embed, names, bias = Dim("embed", spec.hidden_size), spec.names, att.qkv_bias
+    kept = (Activation((embed,)),)
+    if att.fused_qkv:
+        width = heads.size + 2 * kv_heads.size
+        fused = Dim("kv_heads", width, width // att.num_key_value_heads)
+        yield linear(f"{name}.{names.qkv}", embed, fused, bias=bias, saved=kept, transposed=names.transposed)
+    else:
+        yield linear(f"{name}.{names.q}", embed, heads, bias=bias, saved=kept)
+        yield linear(f"{name}.{names.k}", embed, kv_heads, bias=bias)
+        yield linear(f"{name}.{names.v}", embed, kv_heads, bias=bias)
+
+
+def _latent(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op]:
+    """Multi-head latent attention on the normalised input, keys and values made for every head."""
+    embed, count = Dim("embed", spec.hidden_size), att.num_attention_heads
+    queries = Dim("heads", count * att.qk_head_dim, att.qk_head_dim)
+    values = Dim("heads", count * att.v_head_dim, att.v_head_dim)
+    kv_width, latent = att.qk_nope_head_dim + att.v_head_dim, Dim("kv_latent", att.kv_lora_rank)
+    latent_and_key = Dim("kv_latent", att.kv_lora_rank + att.qk_rope_head_dim)
+    kept = (Activation((embed,)),)
+    if att.q_lora_rank is None:
+        yield linear(f"{name}.q_proj", embed, queries, saved=kept)
+    else:
+        rank = Dim("q_latent", att.q_lora_rank)
+        yield linear(f"{name}.q_a_proj", embed, rank, bias=att.bias, saved=kept)
+        yield norm(f"{name}.q_a_layernorm", "rmsnorm", rank)
+        yield linear(f"{name}.q_b_proj", rank, queries, saved=(Activation((rank,)),))
+    yield linear(f"{name}.kv_a_proj_with_mqa", embed, latent_and_key, bias=att.bias)
+    yield norm(f"{name}.kv_a_layernorm", "rmsnorm", latent)
+    yield linear(f"{name}.kv_b_proj", latent, Dim("kv_heads", count * kv_width, kv_width),
+                 saved=(Activation((latent,)),))  # fmt: skip
+    yield Op(f"{name}.rope", "rope", queries, queries)
+    keys = Dim("kv_heads", queries.size, queries.unit)
+    yield _attention(name, queries, values, (keys, Dim("kv_heads", values.size, values.unit)))
+    yield linear(f"{name}.o_proj", values, embed, bias=att.bias)
+
+
+def _attention(
+    name: str, queries: Dim, values: Dim, kv: tuple[Dim, Dim], *, window: int | None = None, sinks: bool = False
+) -> Op:
+    """Attention itself: it keeps queries, keys, values, its result, and the log-sum-exp of every head's scores."""
+    count = Dim("heads", queries.count)
+    kept = (*(Activation((dim,)) for dim in (queries, *kv, values)), Activation((count,), "float32"))
+    params = (Param(f"{name}.sinks", (count,)),) if sinks else ()
+    return Op(f"{name}.attention", "attention", queries, values, params, kept, heads=count.size,
+              kv_size=kv[0].size + kv[1].size, window=window)  # fmt: skip

@@ -1,0 +1,68 @@
+"""BLOOM: scores biased by distance (ALiBi) instead of position embeddings, normed embeddings (arXiv:2211.05100)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families.common import check_sizes, grouped_attention, model
+from kumi.spec.families.keys import Key, neutral, read
+from kumi.spec.model import MLP, LayerSpec, ModelSpec
+from kumi.spec.names import BLOOM
+
+ARCHITECTURE = "BloomForCausalLM"
+# Two spellings each of three sizes.
+SPELLINGS = (("hidden_size", "n_embed"), ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"))
+KEYS = {
+    **{name: Key("integer?", None) for pair in SPELLINGS for name in pair},
+    "vocab_size": Key("integer"),
+    "n_inner": Key("integer?", None),
+    "seq_length": Key("integer", 2048),
+    "layer_norm_epsilon": Key("number", 1e-5),
+    "initializer_range": Key("number", 0.02),
+    "tie_word_embeddings": Key("true or false", True),
+    "bos_token_id": Key("integer?", 1),
+    "eos_token_id": Key("integer or list of integers?", 2),
+    "pad_token_id": Key("integer?", None),
+    "unk_token_id": Key("integer?", None),
+    "apply_residual_connection_post_layernorm": Key("true or false", False),
+    # Whether a trainer drops anything is not the model's affair.
+    "attention_dropout": Key("number", 0.0),
+    "hidden_dropout": Key("number", 0.0),
+    # How the program ran that trained the published weights.
+    "pretraining_tp": Key("integer", 1),
+    "slow_but_exact": Key("true or false", False),
+    "attention_softmax_in_fp32": Key("true or false", True),
+    "bias_dropout_fusion": Key("true or false", True),
+    "masked_softmax_fusion": Key("true or false", True),
+    "offset_alibi": Key("integer", 100),
+    "skip_bias_add": Key("true or false", True),
+    "skip_bias_add_qkv": Key("true or false", False),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "bloom" describes."""
+    values = _one_spelling(read("bloom", config, KEYS))
+    check_sizes(values)
+    neutral("bloom", values, apply_residual_connection_post_layernorm=False, n_inner=None)
+    heads = {"num_key_value_heads": values["num_attention_heads"]}
+    attention = grouped_attention(values | heads, None, qkv_bias=True, out_bias=True, fused_qkv=True, alibi=True)
+    mlp = MLP(4 * values["hidden_size"], True, "gelu_pytorch_tanh", gated=False)
+    layers = [LayerSpec(attention, mlp)] * values["num_hidden_layers"]
+    return model("bloom", values, layers, norm="layernorm", embedding_norm=True, names=BLOOM,
+                 norm_eps=float(values["layer_norm_epsilon"]),
+                 max_position_embeddings=values["seq_length"])  # fmt: skip
+
+
+def _one_spelling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with each size under the first of its spellings."""
+    found = dict(values)
+    for first, second in SPELLINGS:
+        said = {values[name] for name in (first, second) if values[name] is not None}
+        if len(said) != 1:
+            raise ModelError(f"config.json: {first}={values[first]} and {second}={values[second]} of a bloom model; "
+                             f"give one of them")  # fmt: skip
+        found[first] = said.pop()
+    return found

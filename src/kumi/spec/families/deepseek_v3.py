@@ -1,0 +1,33 @@
+"""DeepSeek-V3 and R1 (arXiv:2412.19437). The extra layers that predict tokens further ahead are left out.
+
+The bias that keeps the experts busy is no parameter: the optimizer never sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families.keys import Key, neutral, read
+from kumi.spec.families.latent import LATENT_KEYS, build
+from kumi.spec.model import ModelSpec
+
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+KEYS = {
+    **LATENT_KEYS,
+    "scoring_func": Key("text", "sigmoid"),
+    "norm_topk_prob": Key("true or false", True),
+    "routed_scaling_factor": Key("number", 2.5),
+    "num_nextn_predict_layers": Key("integer?", None),
+    "rope_interleave": Key("true or false", True),
+    "rms_norm_eps": Key("number", 1e-6),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "deepseek_v3" describes."""
+    values = read("deepseek_v3", config, KEYS)
+    neutral("deepseek_v3", values, scoring_func="sigmoid")
+    extra = values["num_nextn_predict_layers"]
+    note = f"num_nextn_predict_layers={extra}: layers for multi-token prediction are not counted"
+    return build("deepseek_v3", values, scoring="sigmoid", notes=(note,) if extra else ())

@@ -1,0 +1,30 @@
+"""Gemma 2 (arXiv:2408.00118): every other layer a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kumi.spec.families import gemma
+from kumi.spec.families.common import check_layer_types, check_sizes, model, windowed
+from kumi.spec.families.keys import Key, read
+from kumi.spec.model import ModelSpec
+from kumi.spec.names import GEMMA
+
+ARCHITECTURE = "Gemma2ForCausalLM"
+KEYS = {**gemma.GEMMA_KEYS, "sliding_window": Key("integer", 4096), "sliding_window_size": Key("integer?", None)}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "gemma2" describes."""
+    values = read("gemma2", config, KEYS)
+    check_sizes(values)
+    bias, types = values["attention_bias"], values["layer_types"]
+    if types is not None:
+        types = check_layer_types(values)
+    slides = [not index % 2 if types is None else types[index] == "sliding_attention"
+              for index in range(values["num_hidden_layers"])]  # fmt: skip
+    windows = [values["sliding_window"] if slide else None for slide in slides]
+    layers = windowed("gemma2", values, windows, gemma.mlp("gemma2", values), qkv_bias=bias, out_bias=bias)
+    return model("gemma2", values, [replace(layer, post_norms=True) for layer in layers], names=GEMMA)

@@ -1,0 +1,61 @@
+"""Gemma 3, the text model (arXiv:2503.19786): five layers of six slide, with a rotation of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families import gemma, rope
+from kumi.spec.families.common import check_layer_types, check_sizes, grouped_attention, model
+from kumi.spec.families.keys import Key, neutral, read
+from kumi.spec.model import LayerSpec, ModelSpec, Rope
+from kumi.spec.names import GEMMA
+
+ARCHITECTURE = "Gemma3ForCausalLM"
+KEYS = {
+    **gemma.GEMMA_KEYS,
+    "sliding_window": Key("integer", 4096),
+    "sliding_window_pattern": Key("integer?", None),
+    "_sliding_window_pattern": Key("integer?", None),
+    "rope_local_base_freq": Key("number?", None),
+    "use_bidirectional_attention": Key("true or false", False),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "gemma3_text" describes."""
+    values = read("gemma3_text", config, KEYS)
+    check_sizes(values)
+    neutral("gemma3_text", values, use_bidirectional_attention=False)
+    bias, mlp, ropes = values["attention_bias"], gemma.mlp("gemma3_text", values), _ropes(values)
+    layer = {
+        kind: LayerSpec(
+            grouped_attention(values, ropes[kind], qkv_bias=bias, out_bias=bias, qk_norm=True, sliding_window=window),
+            mlp, post_norms=True,
+        )
+        for kind, window in (("sliding_attention", values["sliding_window"]), ("full_attention", None))
+    }  # fmt: skip
+    return model("gemma3_text", values, [layer[kind] for kind in _types(values)], names=GEMMA)
+
+
+def _types(values: Mapping[str, Any]) -> list[str]:
+    """Each layer's kind: every sixth sees everything, unless the config says otherwise."""
+    if values["layer_types"] is not None:
+        return check_layer_types(values)
+    pattern = values["sliding_window_pattern"] or values["_sliding_window_pattern"] or 6
+    return ["sliding_attention" if (index + 1) % pattern else "full_attention"
+            for index in range(values["num_hidden_layers"])]  # fmt: skip
+
+
+def _ropes(values: Mapping[str, Any]) -> dict[str, Rope]:
+    """The rotations of sliding and of other layers, from one table each or from the older two bases."""
+    kinds, tables = ("sliding_attention", "full_attention"), values["rope_parameters"]
+    if tables is None:
+        local = {**values, "rope_theta": values["rope_local_base_freq"] or 10_000.0, "rope_scaling": None}
+        whole = {**values, "rope_theta": values["rope_theta"] or 1_000_000.0}
+        return dict(zip(kinds, (rope.from_hf("gemma3_text", each) for each in (local, whole)), strict=True))
+    if sorted(tables) != sorted(kinds) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ModelError(f"config.json: rope_parameters of a gemma3_text model has {', '.join(map(repr, tables))}; it "
+                         f"must have a table for each of {' and '.join(kinds)}")  # fmt: skip
+    return {kind: rope.from_hf("gemma3_text", {**values, "rope_parameters": tables[kind]}) for kind in kinds}

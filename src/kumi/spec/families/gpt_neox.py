@@ -1,0 +1,42 @@
+"""GPT-NeoX-20B and Pythia: attention and MLP side by side, and a quarter of every head turned (arXiv:2204.06745)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families import rope
+from kumi.spec.families.common import check_sizes, grouped_attention, model
+from kumi.spec.families.keys import DECODER, Key, activation, read
+from kumi.spec.model import MLP, LayerSpec, ModelSpec
+from kumi.spec.names import GPT_NEOX
+
+ARCHITECTURE = "GPTNeoXForCausalLM"
+KEYS = {
+    **{name: key for name, key in DECODER.items() if name not in ("rms_norm_eps", "head_dim", "rope_theta")},
+    "hidden_act": Key("text", "gelu"),
+    "layer_norm_eps": Key("number", 1e-5),
+    "rotary_pct": Key("number?", None),
+    "rotary_emb_base": Key("number?", None),
+    "use_parallel_residual": Key("true or false", True),
+    "attention_bias": Key("true or false", True),
+    # Whether a trainer drops anything is not the model's affair.
+    "attention_dropout": Key("number", 0.0),
+    "hidden_dropout": Key("number", 0.0),
+    "classifier_dropout": Key("number", 0.1),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "gpt_neox" describes."""
+    values = read("gpt_neox", config, KEYS)
+    check_sizes(values)
+    heads = {"num_key_value_heads": values["num_attention_heads"], "rope_theta": values["rotary_emb_base"]}
+    embedding = rope.partial_from_hf("gpt_neox", values | heads, values["rotary_pct"], 0.25)
+    bias = values["attention_bias"]
+    attention = grouped_attention(values | heads, embedding, qkv_bias=bias, out_bias=bias, fused_qkv=True)
+    act = activation("gpt_neox", "hidden_act", values["hidden_act"])
+    mlp = MLP(values["intermediate_size"], True, act, gated=False)
+    layer = LayerSpec(attention, mlp, parallel=values["use_parallel_residual"])
+    return model("gpt_neox", values, [layer] * values["num_hidden_layers"], norm="layernorm", names=GPT_NEOX,
+                 norm_eps=float(values["layer_norm_eps"]))  # fmt: skip

@@ -1,0 +1,78 @@
+"""What DeepSeek-V2 and V3 have in common: latent attention, a few dense layers, then experts beside a shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families import rope
+from kumi.spec.families.common import check_sizes, model
+from kumi.spec.families.experts import check_experts
+from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, neutral
+from kumi.spec.model import MLP, LatentAttention, LayerSpec, ModelSpec, MoE
+
+LATENT_KEYS = {
+    **DECODER,
+    **ROUTER_LOSS,
+    "num_key_value_heads": Key("integer?", None),
+    "q_lora_rank": Key("integer?", 1536),
+    "kv_lora_rank": Key("integer", 512),
+    "qk_nope_head_dim": Key("integer", 128),
+    "qk_rope_head_dim": Key("integer", 64),
+    "qk_head_dim": Key("integer?", None),
+    "v_head_dim": Key("integer", 128),
+    "attention_bias": Key("true or false", False),
+    "n_routed_experts": Key("integer"),
+    "n_shared_experts": Key("integer?", None),
+    "num_experts_per_tok": Key("integer"),
+    "moe_intermediate_size": Key("integer"),
+    "first_k_dense_replace": Key("integer", 0),
+    "moe_layer_freq": Key("integer", 1),
+    "n_group": Key("integer?", None),
+    "topk_group": Key("integer?", None),
+    "norm_topk_prob": Key("true or false", False),
+    "routed_scaling_factor": Key("number", 1.0),
+    # How experts are kept busy in training: a loss, a bias that is no parameter.
+    "topk_method": Key("text", "greedy"),
+    "aux_loss_alpha": Key("number?", None),
+    "seq_aux": Key("true or false", True),
+    # How the published weights were made and stored, not what they compute.
+    "ep_size": Key("integer", 1),
+    "auto_map": Key("table?", None),
+    "quantization_config": Key("table?", None),
+}
+
+
+def build(family: str, values: Mapping[str, Any], *, scoring: str, notes: tuple[str, ...] = ()) -> ModelSpec:
+    """The ModelSpec of `values`, its router's scores passed through `scoring`."""
+    check_sizes(values)
+    neutral(family, values, moe_layer_freq=1)
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if kv_heads not in (heads, None):
+        raise ModelError(f"config.json: num_key_value_heads={kv_heads} of a {family} model must be "
+                         f"num_attention_heads={heads}: latent attention makes keys for every head")  # fmt: skip
+    attention = LatentAttention(
+        heads, values["q_lora_rank"], values["kv_lora_rank"], values["qk_nope_head_dim"], values["qk_rope_head_dim"],
+        values["v_head_dim"], rope.from_hf(family, values), values["attention_bias"],
+    )  # fmt: skip
+    dense = LayerSpec(attention, MLP(values["intermediate_size"]))
+    routed = LayerSpec(attention, check_experts(_experts(values, scoring)))
+    first = values["first_k_dense_replace"]
+    layers = [dense if index < first else routed for index in range(values["num_hidden_layers"])]
+    return model(family, values, layers, notes=notes)
+
+
+def _experts(values: Mapping[str, Any], scoring: str) -> MoE:
+    width = values["moe_intermediate_size"]
+    return MoE(
+        num_experts=values["n_routed_experts"],
+        num_experts_per_tok=values["num_experts_per_tok"],
+        moe_intermediate_size=width,
+        shared_intermediate_size=width * (values["n_shared_experts"] or 0),
+        scoring_func=scoring,
+        n_group=values["n_group"] or 1,
+        topk_group=values["topk_group"] or 1,
+        norm_topk_prob=values["norm_topk_prob"],
+        routed_scaling_factor=float(values["routed_scaling_factor"]),
+    )

@@ -1,0 +1,32 @@
+"""Mixtral: Mistral with eight experts in every layer, two of which each token takes (arXiv:2401.04088)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families.common import check_sizes, model, windowed
+from kumi.spec.families.experts import check_experts
+from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
+from kumi.spec.model import ModelSpec, MoE
+
+ARCHITECTURE = "MixtralForCausalLM"
+KEYS = {
+    **DECODER,
+    **ROUTER_LOSS,
+    "num_key_value_heads": Key("integer?", 8),
+    "sliding_window": Key("integer?", None),
+    "num_local_experts": Key("integer", 8),
+    "num_experts_per_tok": Key("integer", 2),
+    "bos_token_id": Key("integer?", 1),
+    "eos_token_id": Key("integer or list of integers?", 2),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "mixtral" describes."""
+    values = read("mixtral", config, KEYS)
+    check_sizes(values)
+    mlp = check_experts(MoE(values["num_local_experts"], values["num_experts_per_tok"], values["intermediate_size"]))
+    windows = [values["sliding_window"]] * values["num_hidden_layers"]
+    return model("mixtral", values, windowed("mixtral", values, windows, mlp))

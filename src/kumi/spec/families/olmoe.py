@@ -1,0 +1,37 @@
+"""OLMoE: experts in every layer, and queries and keys normalised over all heads at once (arXiv:2409.02060)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families import experts
+from kumi.spec.families.common import check_sizes, model, windowed
+from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, neutral, read
+from kumi.spec.model import ModelSpec, MoE
+
+ARCHITECTURE = "OlmoeForCausalLM"
+KEYS = {
+    **DECODER,
+    **ROUTER_LOSS,
+    **experts.COUNT,
+    "num_key_value_heads": Key("integer?", None),
+    "attention_bias": Key("true or false", False),
+    "num_experts_per_tok": Key("integer", 8),
+    "norm_topk_prob": Key("true or false", False),
+    "clip_qkv": Key("number?", None),
+    "rms_norm_eps": Key("number", 1e-5),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "olmoe" describes."""
+    values = read("olmoe", config, KEYS)
+    check_sizes(values)
+    neutral("olmoe", values, clip_qkv=None)
+    moe = MoE(experts.count("olmoe", values), values["num_experts_per_tok"], values["intermediate_size"],
+              norm_topk_prob=values["norm_topk_prob"])  # fmt: skip
+    bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
+    layers = windowed("olmoe", values, windows, experts.check_experts(moe), qkv_bias=bias, out_bias=bias,
+                      qk_norm=True, qk_norm_whole=True)  # fmt: skip
+    return model("olmoe", values, layers)

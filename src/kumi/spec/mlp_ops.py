@@ -1,0 +1,92 @@
+"""The operations of x + mlp(norm(x)), dense or a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
+from kumi.spec.op import Activation, Dim, Op, Param, linear, norm
+
+# Activations whose backward needs only their result, which the matrix after them keeps.
+RESULT_IS_ENOUGH = ("relu",)
+
+
+def mlp_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
+    """The operations of the feed-forward half of the layer called `prefix`, in order."""
+    embed, names = Dim("embed", spec.hidden_size), spec.names
+    name = f"{prefix}.{names.mlp}"
+    if not layer.shared_norm:
+        # The norms of a parallel layer have one input, which the first of them keeps.
+        yield norm(f"{prefix}.{names.mlp_norm}", spec.norm, embed, keeps_input=not layer.parallel)
+    if isinstance(layer.mlp, MoE):
+        yield from _experts(spec, layer.mlp, name)
+    else:
+        yield from _dense(spec, layer.mlp, name, keeps_input=not layer.shared_norm)
+    if layer.post_norms:
+        yield norm(f"{prefix}.{names.mlp_post_norm}", spec.norm, embed)
+    yield Op(f"{name}.add", "add", embed, embed)
+
+
+def _dense(spec: ModelSpec, mlp: MLP, name: str, *, keeps_input: bool = True) -> Iterator[Op]:
+    """Two matrices with an activation between, or three with a gated one."""
+    embed, ffn, names = Dim("embed", spec.hidden_size), Dim("ffn", mlp.intermediate_size), spec.names
+    kept = (Activation((embed,)),) if keeps_input else ()
+    if mlp.gated and mlp.fused:
+        yield linear(f"{name}.{names.gate_up}", embed, _pair(ffn), bias=mlp.bias, saved=kept)
+    elif mlp.gated:
+        yield linear(f"{name}.{names.gate}", embed, ffn, bias=mlp.bias, saved=kept)
+        yield linear(f"{name}.{names.up}", embed, ffn, bias=mlp.bias)
+    else:
+        yield linear(f"{name}.{names.up}", embed, ffn, bias=mlp.bias, saved=kept, transposed=names.transposed)
+    if mlp.gated:
+        yield Op(f"{name}.gate", "gate", ffn, ffn, saved=(Activation((ffn,)), Activation((ffn,))))
+    else:
+        inputs = () if mlp.hidden_act in RESULT_IS_ENOUGH else (Activation((ffn,)),)
+        yield Op(f"{name}.activation", "activation", ffn, ffn, saved=inputs)
+    yield linear(f"{name}.{names.down}", ffn, embed, bias=mlp.bias, saved=(Activation((ffn,)),),
+                 transposed=names.transposed)  # fmt: skip
+
+
+def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
+    """Router, dispatch, the chosen experts, combination, and the shared expert beside them.
+
+    Nothing is dropped: a token has `num_experts_per_tok` rows on the way. Each row's result is kept for the gradient of
+    its weight.
+    """
+    embed, names, passes = Dim("embed", spec.hidden_size), spec.names, moe.num_experts_per_tok
+    scores, routed = Dim("scores", moe.num_experts), Dim("routed", passes)
+    inputs = (Activation((embed,)), Activation((scores,), "float32"))
+    yield linear(f"{name}.{names.router}", embed, scores, bias=moe.bias, saved=inputs, kind="router")
+    yield Op(f"{name}.dispatch", "dispatch", embed, embed, saved=(Activation((routed,), "int64"),), passes=passes)
+    yield from _expert_matrices(spec, moe, f"{name}.experts", routed)
+    results = (Activation((routed, embed)), Activation((routed,), "float32"))
+    yield Op(f"{name}.combine", "combine", embed, embed, saved=results, passes=passes)
+    if moe.shared_intermediate_size:
+        # Its input is the router's.
+        shared = MLP(moe.shared_intermediate_size, hidden_act=moe.hidden_act)
+        yield from _dense(spec, shared, f"{name}.{names.shared_experts}", keeps_input=False)
+        yield Op(f"{name}.{names.shared_experts}.add", "add", embed, embed)
+
+
+def _expert_matrices(spec: ModelSpec, moe: MoE, name: str, routed: Dim) -> Iterator[Op]:
+    """The experts on their rows; gate and up are one matrix, and all experts' matrices one tensor."""
+    embed, ffn = Dim("embed", spec.hidden_size), Dim("ffn", moe.moe_intermediate_size)
+    halves = (Activation((routed, ffn)), Activation((routed, ffn)))
+    yield _stacked(spec, moe, f"{name}.gate_up_proj", embed, _pair(ffn), Activation((routed, embed)))
+    yield Op(f"{name}.gate", "gate", ffn, ffn, saved=halves, passes=routed.size)
+    yield _stacked(spec, moe, f"{name}.down_proj", ffn, embed, Activation((routed, ffn)))
+
+
+def _stacked(spec: ModelSpec, moe: MoE, name: str, source: Dim, target: Dim, kept: Activation) -> Op:
+    """The matrix products of all experts from `source` to `target`."""
+    experts = Dim("experts", moe.num_experts)
+    matrix = (source, target) if spec.names.experts_transposed else (target, source)
+    params: tuple[Param, ...] = (Param(name, (experts, *matrix)),)
+    if moe.bias:
+        params = (*params, Param(f"{name}_bias", (experts, target), "zeros"))
+    return Op(name, "linear", source, target, params, (kept,), moe.num_experts_per_tok, moe.num_experts)
+
+
+def _pair(dim: Dim) -> Dim:
+    """Two of `dim` side by side, cut so that both halves of a column stay together."""
+    return Dim(dim.name, 2 * dim.size, 2 * dim.unit)
