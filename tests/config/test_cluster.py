@@ -68,7 +68,7 @@ def test_every_figure_says_where_it_came_from(name, part):
 
 
 def test_a_cluster_that_is_not_there_is_refused_with_what_is():
-    assert "'h100' is no preset and no TOML file; use 'auto', a100-sxm-40gb, " in refusal(source="h100")
+    assert "'h100' is no preset and no TOML file; use 'auto', a100-pcie-80gb, " in refusal(source="h100")
 
 
 @pytest.mark.parametrize(
