@@ -8,19 +8,15 @@ ascending order, so that a rank's list is a sequence of (kind, chunk), the chunk
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from typing import NamedTuple
 
 from kumi.errors import LayoutError
 
-# A step of a rank: what to do, and on which of its own stages; -1 is the stage whose weight gradient has waited
-# longest.
+# A step of a rank: what to do, and on which of its own stages.
 Token = tuple[str, int]
-OLDEST = -1
 
 
 class Action(NamedTuple):
@@ -101,7 +97,10 @@ def zb_h2(rank: int, pp: int, stages: int, microbatches: int) -> Pattern:
 def zb_v(rank: int, pp: int, stages: int, microbatches: int) -> Pattern:
     """Two stages a rank, the second half of the model going back over the ranks (Qi et al., 2024, arXiv:2405.15362):
     every rank keeps as much as the first one of 1F1B."""
-    down, up, far = 0, 1, pp - rank
+    down, up, far, enough = 0, 1, pp - rank, 2 * pp - 1
+    if microbatches < enough:
+        whole = _numbered(zb_v(rank, pp, stages, enough).tokens, (down, up))
+        return Pattern(tuple((kind, chunk) for kind, chunk, number in whole if number < microbatches), (), 0, ())
     triple = (("F", up), ("I", up), ("W", up))
     warm = (*(("F", down),) * (2 * far - 1), *(("F", up), ("F", down)) * rank, *triple * far)
     block = (("F", down), ("I", down), ("W", down), *triple)
@@ -112,7 +111,7 @@ def zb_v(rank: int, pp: int, stages: int, microbatches: int) -> Pattern:
         *(("W", up),) * rank,
         *(("W", down),) * rank,
     )
-    return Pattern(warm, block, max(microbatches, 2 * pp - 1) - 2 * pp + 1 + rank, cool)
+    return Pattern(warm, block, microbatches - enough + rank, cool)
 
 
 def dualpipe(rank: int, pp: int, stages: int, microbatches: int) -> Pattern:
@@ -123,11 +122,13 @@ def dualpipe(rank: int, pp: int, stages: int, microbatches: int) -> Pattern:
     warm = (
         *(("F", down),) * (2 * far),
         *(("F", down), ("F", up)) * pair,
-        *(("I", up), ("W", OLDEST), ("F", up)) * far,
+        *(("I", up), ("W", up), ("F", up)) * far,
     )
     block = (("F", down), ("B", up), ("F", up), ("B", down))
     alternate = tuple(("B" if index < pair else "I", (up, down)[index % 2]) for index in range(2 * pair))
-    cool = (*block[1:] * far, *alternate, *(("W", OLDEST), ("I", down)) * far, *(("W", OLDEST),) * pair)
+    late = [*(chunk for kind, chunk in alternate if kind == "I"), *[down] * far]
+    between = tuple(token for chunk in late[:far] for token in (("W", chunk), ("I", down)))
+    cool = (*block[1:] * far, *alternate, *between, *(("W", chunk) for chunk in late[far:]))
     return Pattern(warm, block, microbatches - 2 * pp + pair, cool)
 
 
@@ -170,39 +171,31 @@ def placement(schedule: str, pp: int, stages: int) -> tuple[tuple[int, ...], ...
     return tuple(tuple(range(rank, pp * stages, pp)) for rank in range(pp))
 
 
-@lru_cache(maxsize=64)
-def actions(schedule: str, pp: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each of the `pp` ranks does in a step, in order. Raises LayoutError where the schedule cannot do it."""
+def pattern(schedule: str, pp: int, stages: int, microbatches: int, rank: int) -> Pattern:
+    """What `rank` does in a step. Raises LayoutError where the schedule cannot do it."""
     reason = refusal(schedule, pp, stages, microbatches)
     if reason:
         raise LayoutError(reason)
-    held = placement(schedule, pp, stages)
-    return tuple(
-        tuple(_numbered(SCHEDULES[schedule](rank, pp, stages, microbatches).tokens, held[rank], microbatches))
-        for rank in range(pp)
-    )
+    return SCHEDULES[schedule](rank, pp, stages, microbatches)
 
 
-def _numbered(tokens: tuple[Token, ...], held: tuple[int, ...], microbatches: int) -> Iterator[Action]:
-    """`tokens` with the number of its microbatch for each; what goes beyond the last microbatch is left out."""
-    count = {(kind, chunk): 0 for kind in "FB" for chunk in range(len(held))}
-    waiting: deque[tuple[int, int]] = deque()
+@lru_cache(maxsize=32)
+def actions(schedule: str, pp: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """What each of the `pp` ranks does in a step, in order. Raises LayoutError where the schedule cannot do it."""
+    found = []
+    for rank, held in enumerate(placement(schedule, pp, stages)):
+        tokens = pattern(schedule, pp, stages, microbatches, rank).tokens
+        found.append(tuple(_numbered(tokens, held)))
+    return tuple(found)
+
+
+def _numbered(tokens: tuple[Token, ...], held: tuple[int, ...]) -> Iterator[Action]:
+    """`tokens` with the microbatch of each: how often the same was done on the same stage before."""
+    forward, backward, weight = ([0] * len(held) for _ in range(3))
+    counters = {"F": forward, "B": backward, "I": backward, "W": weight}
     for kind, chunk in tokens:
-        if kind == "W":
-            chunk, number = waiting.popleft() if chunk == OLDEST else _first(waiting, chunk)
-        else:
-            key = ("F" if kind == "F" else "B", chunk)
-            number = count[key]
-            count[key] += 1
-            if kind == "I":
-                waiting.append((chunk, number))
-        if number < microbatches:
-            yield Action(kind, held[chunk], number)
-
-
-def _first(waiting: deque[tuple[int, int]], chunk: int) -> tuple[int, int]:
-    """The oldest of `chunk` in `waiting`, taken out."""
-    index = next(index for index, entry in enumerate(waiting) if entry[0] == chunk)
-    found = next(islice(waiting, index, None))
-    del waiting[index]
-    return found
+        counter = counters[kind]
+        yield Action(kind, held[chunk], counter[chunk])
+        counter[chunk] += 1
+        if kind == "B":
+            weight[chunk] += 1
