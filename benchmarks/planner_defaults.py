@@ -1,0 +1,159 @@
+"""What is taken for granted where a published table is silent: one place, a reason each.
+
+Tables are read from the top; the first entry whose words are in a run's text (source, model and notes, in lower case)
+counts. Nothing here was fitted to a run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from planner_rows import Run
+
+from kumi.plan.engines import ENGINES
+from kumi.spec.engine import Engine
+
+# Who trained, by words of the text; the reason is the document that says so.
+ENGINE_OF = (
+    (r"megatron-deepspeed|bigscience|vtrain", "megatron-deepspeed"),
+    (
+        r"2104\.04473|jan ?2021|sep ?2020|cases_(april|jan)2021|mt-nlg|turing|2201\.11990|2205\.05198",
+        "megatron-lm-2021",
+    ),
+    (r"megatron-bridge|dgxc-benchmarking|nemo", "megatron-bridge"),
+    (r"nanotron|ultra-scale|picotron", "nanotron"),
+    (r"torchtitan", "torchtitan"),
+    (r"llm-foundry|mosaicml", "llm-foundry"),
+    (r"deepspeed|zero-infinity", "deepspeed"),
+    (r"fsdp paper|2304\.11277|accelerate|transformers trainer|axolotl", "accelerate-fsdp"),
+    # Hagemann et al., 2023: a trainer in Megatron's manner (3D parallelism, ZeRO-1) with exchangeable kernels.
+    (r"hagemann|2311\.05610", "megatron-lm"),
+    (r"megatron", "megatron-lm"),
+)
+# Whoever is not known trains with Megatron's habits where tensors or layers are divided, else with FSDP2's.
+UNKNOWN_DIVIDED, UNKNOWN = "megatron-lm", "torchtitan"
+
+# Words of the text that say more of the trainer than its name does.
+TRAITS = (
+    (r"kernel=torch", {"attention": "eager", "kernels": "eager"}),
+    (r"kernel=fused", {"attention": "fused-softmax", "kernels": "eager"}),
+    (r"flash_attentionv1", {"attention": "flash-1", "kernels": "eager"}),
+    (r"rms kernel", {"attention": "flash", "kernels": "fused"}),
+    (r"kernel=flash_attention2", {"attention": "flash", "kernels": "eager"}),
+    (r"torch\.compile=n\b|compile=no\b", {"kernels": "eager"}),
+    (r"(?<!no )asynctp|(?<!no )async tp", {"overlap_tp": True}),
+    (r"tp-comm-overlap", {"overlap_tp": True}),
+    # MaxText and Paxml: XLA fuses, and gathers FSDP's parameters ahead.
+    (r"maxtext|paxml", {"kernels": "compiled", "overlap_tp": False, "dispatch": 1.0}),
+)
+
+# Attention of runs that deny flash attention, where nothing else is said of their kernels.
+NO_FLASH = "fused-softmax"
+
+# GPU, by words of its column -> the node preset it comes in, and the network where the row does not name one.
+NODE_OF = (
+    (r"gb300|288 ?g", "gb300-nvl72"),
+    (r"gb200|sm100 \(184", "gb200-nvl72"),
+    (r"b300", "b300"),
+    (r"b200", "b200"),
+    (r"gh200", "gh200"),
+    (r"h200", "h200-sxm"),
+    (r"h100.*(96|hbm2e)", "h100-96gb"),
+    (r"h100.*pcie", "h100-pcie"),
+    (r"h100|h800", "h100-sxm"),
+    (r"a100.*40 ?gb|40 ?gb.*a100", "a100-sxm-40gb"),
+    (r"a100.*pcie", "a100-pcie-80gb"),
+    (r"a100|a800|^80gb", "a100-sxm-80gb"),
+    (r"v100.*dgx-?2", "dgx-2"),
+    (r"v100", "v100-32gb"),
+    (r"mi300", "mi300x"),
+    (r"l40s", "l40s"),
+    (r"\bl4\b", "l4"),
+    (r"4090", "rtx-4090"),
+)
+
+# Networks by words of the row's inter-node column and text, and of its GPU -> preset, for latency and efficiency.
+NETWORK_OF = (
+    (r"a100.*efa|efa.*a100|p4d", "efa-p4d"),
+    (r"p5en", "efa-p5en"),
+    (r"\befa\b|aws p5", "efa-p5"),
+    (r"roce.*(a100|1600)", "roce-1600"),
+    (r"roce.*800", "roce-800"),
+    (r"\broce\b", "roce-3200"),
+    # Jean Zay's A100 partition: four Omni-Path links of 100 Gb/s a node (BigScience's chronicles).
+    (r"bigscience|omni-?path|jean zay", "opa-4"),
+    (r"abci", "ib-hdr-4"),
+    (r"\bxdr\b", "ib-xdr"),
+    (r"\bndr\b|cx-?7", "ib-ndr"),
+    (r"\bhdr\b", "ib-hdr"),
+    (r"\bedr\b", "ib-edr-8"),
+)
+
+# NVIDIA's tables give no recomputation; its recipes for dense models keep all activations.
+RECOMPUTE_OF = (
+    (r"activation checkpointing", "full"),
+    # MT-NLG 530B, section 3.1: activation checkpointing in every layer.
+    (r"mt-nlg|2201\.11990", "full"),
+    # torchtitan's run files for Llama 3 8B set selective recomputation.
+    (r"torchtitan", "selective"),
+    # Flash attention and, on H100, Megatron's and nanotron's defaults: nothing is computed again.
+    (r"", "none"),
+)
+
+# Attention heads of models whose table leaves them out, by hidden size: SC'21 table 1 (arXiv:2104.04473).
+HEADS_OF = {2304: 24, 3072: 32, 4096: 32, 6144: 48, 8192: 64, 10240: 80, 12288: 96, 16384: 128, 20480: 128, 25600: 160}
+
+# Microbatches of SC'21's table 1 by hidden size, and virtual stages, from the paper's scripts (megatron.csv has them).
+SC21_MICRO_BATCH = {2304: 16, 3072: 16, 4096: 16, 6144: 8, 8192: 4, 10240: 2, 12288: 2, 16384: 1, 20480: 1, 25600: 1}
+SC21_STAGES = {10240: 3, 12288: 2, 16384: 2, 20480: 3}
+
+# Vocabulary of GPT models whose table leaves it out: GPT-2's 50,257, padded to a multiple of 1,024.
+GPT_VOCAB = 51200
+
+# FLOPs that a source's TFLOP/s count besides a forward and a backward with attention in full: True with recomputation.
+COUNTS_RECOMPUTE = (
+    # SC'21, equation 3, whose factor 96 has four forwards; BigScience's script is the same.
+    (r"2104\.04473|jan ?2021|sep ?2020|cases_(april|jan)2021|bigscience", True),
+    # The FSDP paper's 186 TFLOP/s are "hardware" FLOP/s with activation checkpointing.
+    (r"2304\.11277", True),
+    (r"", False),
+)
+
+
+def first(table, text: str):
+    """The value of the first entry of `table` whose pattern is found in `text`; None where there is none."""
+    return next((value for pattern, value in table if re.search(pattern, text)), None)
+
+
+def engine_of(run: Run) -> Engine:
+    """The traits of the trainer that a run says it used."""
+    divided = (run.tp or 1) > 1 or (run.pp or 1) > 1
+    name = first(ENGINE_OF, run.text) or (UNKNOWN_DIVIDED if divided else UNKNOWN)
+    engine = ENGINES[name]
+    if run.flash is False:
+        engine = replace(engine, attention=NO_FLASH)
+    for pattern, traits in TRAITS:
+        if re.search(pattern, run.text):
+            return replace(engine, **traits)
+    return engine
+
+
+def zero_of(run: Run, engine: Engine, dp: int) -> tuple[int, int] | None:
+    """(ZeRO stage, how many ranks share), from the column; where that is blank, what the trainer does by itself.
+
+    Megatron-Core's recipes and "DDP" in NVIDIA's tables divide optimizer states (the distributed optimizer); Megatron
+    before 2022, and Megatron-DeepSpeed without a word, do not.
+    """
+    said = run.sharding.lower()
+    number = re.search(r"zero-?(\d)", said)
+    group = re.search(r"fsdp=(\d+)|hsdp=(\d+)", said)
+    if group:
+        return 3, int(group.group(1) or group.group(2))
+    if number:
+        return int(number.group(1)), dp
+    if "fsdp" in said or (not said and not engine.half_weights and engine.name != "kumi"):
+        return 3, dp
+    if said and said != "ddp":
+        return None
+    return (0, dp) if engine.name in ("megatron-lm-2021", "megatron-deepspeed", "nanotron") else (1, dp)

@@ -1,0 +1,249 @@
+"""A published run as the planner takes it: a job and a layout, and the seconds that were measured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from planner_defaults import (
+    COUNTS_RECOMPUTE,
+    NETWORK_OF,
+    NODE_OF,
+    RECOMPUTE_OF,
+    SC21_MICRO_BATCH,
+    SC21_STAGES,
+    engine_of,
+    first,
+    zero_of,
+)  # fmt: skip
+from planner_models import model_of, positions_of
+from planner_rows import Run
+
+from kumi.config.cluster import assemble, presets, read_node
+from kumi.config.schema import ClusterSection
+from kumi.errors import KumiError
+from kumi.spec import ledger
+from kumi.spec.batch import BatchSpec
+from kumi.spec.cluster import ClusterSpec
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+from kumi.spec.model import ModelSpec
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS, Precision
+
+# Words of the precision column -> the planner's. Rounding recipes (rowwise, blocks of 32) are all "fp8".
+PRECISION_OF = (
+    (r"fp4", "nvfp4"),
+    (r"fp8", "fp8"),
+    (r"bf16|bfloat16", "bf16"),
+    (r"fp16|float16|half", "fp16"),
+    (r"fp32|tf32|float32", "fp32"),
+    # GPUs that have bfloat16 are trained in it, or in float16 at the same speed.
+    (r"^$", "bf16"),
+)
+NVFP4 = Precision("nvfp4", compute="bfloat16", products="float4")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that can be scored: `seconds` of a step as measured, None where nobody says; `flops` with what is
+    computed again, `model_flops` without, of all devices."""
+
+    run: Run
+    job: Job
+    layout: Layout
+    seconds: float | None
+    flops: float
+    model_flops: float
+
+    @property
+    def tokens(self) -> int:
+        return self.job.batch.tokens_per_step
+
+
+def case_of(run: Run, *, measured: bool = True) -> Case | str:
+    """`run` as a case, or why it cannot be one; with `measured`, it must say how long a step took or how much memory."""
+    model = model_of(run)
+    if isinstance(model, str):
+        return model
+    if not positions_of(run):
+        return "seq_len: not given"
+    run = replace(run, seq_len=positions_of(run))
+    layout = layout_of(run)
+    if isinstance(layout, str):
+        return layout
+    cluster = cluster_of(run, layout.world_size)
+    if isinstance(cluster, str):
+        return cluster
+    precision = precision_of(run, cluster)
+    if isinstance(precision, str):
+        return precision
+    layout, sequences = _batch(run, layout)
+    batch = BatchSpec(run.seq_len, sequences * run.seq_len)
+    job = Job(model, cluster, batch, precision, Optim(), engine_of(run))
+    whole, layers = flops_per_token(model, batch.seq_len)
+    model_flops = 3 * whole * batch.tokens_per_step
+    flops = model_flops + (layers * batch.tokens_per_step if layout.recompute == "full" else 0.0)
+    counted = flops if first(COUNTS_RECOMPUTE, run.text) else model_flops
+    seconds = measured_seconds(run, batch, layout, counted)
+    if measured and seconds is None and run.memory is None:
+        return "measured: no step time, tokens/s, TFLOP/s or memory"
+    return Case(run, job, layout, seconds, flops, model_flops)
+
+
+def layout_of(run: Run) -> Layout | str:
+    """The layout of a run, what it leaves out completed from defaults; or what does not add up."""
+    engine = engine_of(run)
+    tp, pp, cp = run.tp or 1, run.pp or 1, run.cp or 1
+    world = run.gpus or tp * pp * cp * (run.dp or 1)
+    dp, rest = divmod(world, tp * pp * cp)
+    if rest or dp < 1 or (run.dp is not None and run.dp != dp):
+        return "layout: tp x pp x dp x cp is not the number of GPUs"
+    zero = zero_of(run, engine, dp)
+    if zero is None:
+        return f"layout: sharding {run.sharding!r} is not known"
+    stage, shard = zero[0], min(zero[1], dp)
+    if dp % shard:
+        return f"layout: {shard} sharing ranks do not divide dp={dp}"
+    stages = _stages(run, pp)
+    return Layout(
+        pp=pp,
+        dp_replicate=dp // shard if stage else dp,
+        dp_shard=shard if stage else 1,
+        cp=cp,
+        tp=tp,
+        ep=run.ep or 1,
+        zero=stage,
+        microbatch=_microbatch(run, pp),
+        recompute=_recompute(run),
+        sequence_parallel=_sequence_parallel(run, engine.name, tp),
+        schedule=_schedule(run, pp, stages),
+        stages=stages,
+    )
+
+
+def _stages(run: Run, pp: int) -> int:
+    """Virtual stages: the column, SC'21's scripts, or two where the notes speak of an interleaved schedule."""
+    if pp == 1:
+        return 1
+    paper = SC21_STAGES.get(run.hidden or 0) if "2104.04473" in run.text else None
+    return run.vpp or paper or (2 if "interleaved" in run.text else 1)
+
+
+def _schedule(run: Run, pp: int, stages: int) -> str:
+    if pp > 1 and stages > 1:
+        return "zb-h1" if "zerobubble" in run.text else "interleaved"
+    return "gpipe" if "gpipe" in run.text else "1f1b"
+
+
+def _microbatch(run: Run, pp: int) -> int:
+    """The column; SC'21's scripts; else one sequence, what most recipes of the field take."""
+    paper = SC21_MICRO_BATCH.get(run.hidden or 0) if "2104.04473" in run.text else None
+    return run.micro_batch or paper or 1
+
+
+def _recompute(run: Run) -> str:
+    words = {"none": "none", "full": "full", "selective": "selective"}
+    return words.get(run.recompute) or first(RECOMPUTE_OF, run.text)
+
+
+def _sequence_parallel(run: Run, engine: str, tp: int) -> bool:
+    """The column; else off in Megatron before 2022 and its fork with DeepSpeed, which do not have it."""
+    default = engine not in ("megatron-lm-2021", "megatron-deepspeed")
+    return tp > 1 and (default if run.sp is None else run.sp)
+
+
+def _batch(run: Run, layout: Layout) -> tuple[Layout, int]:
+    """(layout, sequences in a step): where the global batch is blank, the local batch of the notes, else a microbatch
+    for every data-parallel rank, four for each stage of a pipeline. A microbatch is no larger than a rank's share."""
+    local = re.search(r"local batch (\d+)", run.text)
+    units = 4 * layout.pp if layout.pp > 1 else 1
+    sequences = run.global_batch or layout.dp * (int(local.group(1)) if local else layout.microbatch * units)
+    return replace(layout, microbatch=max(1, min(layout.microbatch, sequences // layout.dp))), sequences
+
+
+def precision_of(run: Run, cluster: ClusterSpec) -> Precision | str:
+    """The number formats of a run; or that its device has them not."""
+    name = first(PRECISION_OF, run.precision)
+    if name is None:
+        return f"precision: {run.precision!r} is not known"
+    found = NVFP4 if name == "nvfp4" else PRECISIONS[name]
+    if not cluster.device.peak_flops(found.matmul_dtype):
+        return f"precision: no peak FLOP/s of {cluster.device.name} in {found.matmul_dtype}"
+    return found
+
+
+@lru_cache(maxsize=1024)
+def flops_per_token(model: ModelSpec, seq_len: int) -> tuple[float, float]:
+    """FLOPs of a forward pass for a token: of the whole model, and of its layers, which full recomputation repeats."""
+    of_layer = [
+        ledger.layer_ops(model, model.layer_kinds()[1].index(kind)) for kind in range(len(model.layer_kinds()[0]))
+    ]
+    each = [sum(op.forward_flops(seq_len, seq_len) for op in ops) / seq_len for ops in of_layer]
+    layers = float(sum(each[kind] for kind in model.layer_kinds()[1]))
+    return layers + sum(op.forward_flops(seq_len, seq_len) for op in ledger.head_ops(model)) / seq_len, layers
+
+
+def measured_seconds(run: Run, batch: BatchSpec, layout: Layout, counted: float) -> float | None:
+    """Seconds of a step: the column, from tokens/s, or from TFLOP/s, which count `counted` FLOPs."""
+    if run.seconds:
+        return run.seconds
+    if run.tokens_per_s_per_gpu:
+        return batch.tokens_per_step / (run.tokens_per_s_per_gpu * layout.world_size)
+    return counted / (run.flops_per_gpu * layout.world_size) if run.flops_per_gpu else None
+
+
+def cluster_of(run: Run, world: int) -> ClusterSpec | str:
+    """The machines of a run: its GPU's preset, with the network that the row or its text names."""
+    preset = first(NODE_OF, run.gpu.lower())
+    if preset is None or preset not in _presets("nodes"):
+        return f"gpu: nothing is known of {run.gpu or 'a blank one'!r}"
+    network = first(NETWORK_OF, f"{run.inter} {run.text} {run.gpu}".lower())
+    network = network if network in _presets("networks") else None
+    per_node = min(run.gpus_per_node or _node_devices(preset), world, _node_devices(preset))
+    try:
+        cluster = machines(preset, per_node, -(-world // per_node), network)
+    except KumiError as error:
+        return f"cluster: {error}"
+    return with_bandwidth(cluster, run)
+
+
+@lru_cache(maxsize=1024)
+def machines(preset: str, per_node: int, nodes: int, network: str | None) -> ClusterSpec:
+    """`nodes` of a preset with `per_node` devices each, joined by `network` where it is given."""
+    section = ClusterSection(source=preset, nodes=nodes, devices_per_node=per_node, network=network)
+    return assemble(section, read_node(preset), preset)
+
+
+@lru_cache(maxsize=2)
+def _presets(kind: str) -> tuple[str, ...]:
+    return tuple(presets(kind))
+
+
+@lru_cache(maxsize=64)
+def _node_devices(preset: str) -> int:
+    return read_node(preset).devices_per_node
+
+
+def with_bandwidth(cluster: ClusterSpec, run: Run) -> ClusterSpec:
+    """`cluster` with the bandwidths that the row states: of a device's NVLink both ways together, as vendors do, and
+    of the network for each node, or each GPU where it says so or names a card's speed alone."""
+    links = list(cluster.links)
+    intra, inter = bytes_per_second(run.intra), bytes_per_second(run.inter)
+    if intra and links and links[0].span <= cluster.devices_per_node:
+        links[0] = replace(links[0], bandwidth=intra / 2)
+    if inter and cluster.nodes > 1 and len(links) > 1:
+        shared = cluster.devices_per_node if "per node" in run.inter.lower() else 1
+        links[-1] = replace(links[-1], bandwidth=inter / shared)
+    return replace(cluster, links=tuple(links))
+
+
+def bytes_per_second(text: str) -> float | None:
+    """The bandwidth that `text` states ("NVLink 600 GB/s", "400 Gb/s per GPU"); None where it states none."""
+    found = re.search(r"([\d.]+)\s*(gb/s|gbps|gb/s|tb/s)", text, re.IGNORECASE)
+    if found is None:
+        return None
+    unit = found.group(2)
+    scale = 1e12 if unit[0] in "tT" else 1e9
+    return float(found.group(1)) * scale / (8 if "b" in unit[1:] and "B" not in unit else 1)

@@ -1,0 +1,162 @@
+"""Scores of cases, by source: how far predicted steps and bytes are from measured ones, and who fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from planner_jobs import Case
+from planner_metrics import mean_abs_error, one_constant, signed_error, spearman, top1_regret
+
+from kumi.plan.estimate import estimate_many
+from kumi.plan.memory import ROUNDING, usable
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+
+Floats = NDArray[np.float64]
+# Rows of the nanotron grid below this many tokens/s/GPU differ up to fivefold when they are repeated.
+LEAST_TOKENS_PER_S = 200.0
+# Sets whose runs share a rank scale, and where slow rows are noise.
+NOISY = ("nano",)
+# How the memory of a run was read where its error counts; elsewhere it is reported beside.
+STATED = ("nvidia-smi", "reserved", "allocated")
+# Notes of layouts that ran out of memory; other failures may have had other reasons.
+HARD = ("oom", "out of memory")
+
+Estimator = Callable[[Job, Sequence[Layout]], tuple[Floats, Floats]]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Cases with the seconds and bytes that are predicted for them, (rows,) each."""
+
+    cases: tuple[Case, ...]
+    seconds: Floats
+    memory: Floats
+
+    def where(self, mask: Sequence[bool]) -> Scored:
+        index = np.flatnonzero(np.asarray(mask, bool))
+        return Scored(tuple(self.cases[i] for i in index), self.seconds[index], self.memory[index])
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+
+def planner(job: Job, layouts: Sequence[Layout]) -> tuple[Floats, Floats]:
+    """Seconds of a step and bytes of the fullest rank that kumi's planner estimates."""
+    found = estimate_many(job, layouts)
+    return found.seconds, found.memory
+
+
+def predict(cases: Sequence[Case], estimator: Estimator = planner) -> Scored:
+    """What `estimator` says of `cases`, asked once for every job."""
+    groups: dict[tuple, list[int]] = {}
+    for position, case in enumerate(cases):
+        job = case.job
+        key = (id(job.model), job.cluster, job.batch, job.precision, job.engine)
+        groups.setdefault(key, []).append(position)
+    seconds, memory = np.empty(len(cases)), np.empty(len(cases))
+    for members in groups.values():
+        seconds[members], memory[members] = estimator(cases[members[0]].job, [cases[i].layout for i in members])
+    return Scored(tuple(cases), seconds, memory)
+
+
+def sources_of(scored: Scored) -> dict[str, Scored]:
+    """`scored` by the set that each run belongs to, in order of appearance."""
+    names = dict.fromkeys(case.run.source for case in scored.cases)
+    return {name: scored.where([case.run.source == name for case in scored.cases]) for name in names}
+
+
+def noticed(case: Case) -> bool:
+    """Whether a run's time says something: false for the slow rows of a noisy grid."""
+    speed = case.run.tokens_per_s_per_gpu
+    return case.run.source not in NOISY or speed is None or speed >= LEAST_TOKENS_PER_S
+
+
+def choice(case: Case) -> tuple:
+    """What runs have in common whose layouts a planner chooses between: model, GPUs, sequences, precision, batch."""
+    run, job = case.run, case.job
+    return (run.source, run.model, run.layers, run.gpu, case.layout.world_size, job.batch, job.precision.kind)
+
+
+def time_scores(scored: Scored) -> dict[str, float | int | None]:
+    """Errors of step times, the one constant beside them, and how well layouts are ranked.
+
+    Errors and the constant are over rows of a stated or derived time. Ranking is within `choice`.
+    """
+    scored = scored.where([case.seconds is not None and noticed(case) for case in scored.cases])
+    if not len(scored):
+        return {"time_rows": 0}
+    measured = np.array([case.seconds for case in scored.cases])
+    flops = np.array([case.flops / case.layout.world_size for case in scored.cases])
+    device = [(c.run.source, c.job.cluster.device.name, c.job.precision.kind) for c in scored.cases]
+    choices = [choice(case) for case in scored.cases]
+    rho, rho_rows = spearman(scored.seconds, measured, choices)
+    regret, regret_groups = top1_regret(scored.seconds, measured, choices)
+    return {
+        "time_rows": len(scored),
+        "time_mean_abs_error": mean_abs_error(scored.seconds, measured),
+        "time_signed_error": signed_error(scored.seconds, measured),
+        "one_constant_mean_abs_error": mean_abs_error(one_constant(flops, measured, device), measured),
+        "spearman": rho,
+        "spearman_rows": rho_rows,
+        "top1_regret": regret,
+        "top1_regret_groups": regret_groups,
+    }
+
+
+def predicted_memory(scored: Scored) -> Floats:
+    """Predicted bytes as each run's were read: all of the device's, or only what PyTorch's allocator holds."""
+    outside = np.array([0 if c.run.reading == "nvidia-smi" else c.job.cluster.device.reserved for c in scored.cases])
+    rounding = np.array([1 + ROUNDING * (case.run.reading == "allocated") for case in scored.cases])
+    found: Floats = (scored.memory - outside) / rounding
+    return found
+
+
+def memory_scores(scored: Scored) -> dict[str, float | int | None]:
+    """Errors of peak memory: over runs that say how it was read, and over all others."""
+    found: dict[str, float | int | None] = {}
+    for prefix, stated in (("", True), ("unstated_", False)):
+        some = scored.where([c.run.memory is not None and (c.run.reading in STATED) == stated for c in scored.cases])
+        found[f"{prefix}memory_rows"] = len(some)
+        if len(some):
+            measured = np.array([case.run.memory for case in some.cases])
+            found[f"{prefix}memory_mean_abs_error"] = mean_abs_error(predicted_memory(some), measured)
+            found[f"{prefix}memory_signed_error"] = signed_error(predicted_memory(some), measured)
+    return found
+
+
+def fits(scored: Scored) -> NDArray[np.bool_]:
+    return np.array([size <= usable(c.job.cluster.device) for size, c in zip(scored.memory, scored.cases)], bool)
+
+
+def is_hard(case: Case) -> bool:
+    """Whether a failed run is known to have run out of memory."""
+    text = case.run.text
+    return any(word in text for word in HARD) and "crashed or" not in text
+
+
+def fit_scores(ran: Scored, failed: Scored) -> dict[str, float | int | None]:
+    """Of the layouts that ran, the share said to fit; of those that ran out of memory, and of those that failed for
+    that reason or another, the share said not to."""
+    hard = failed.where([is_hard(case) for case in failed.cases])
+    soft = failed.where([not is_hard(case) for case in failed.cases])
+    found: dict[str, float | int | None] = {"fits_rows": len(ran), "oom_rows": len(hard), "soft_oom_rows": len(soft)}
+    for name, some, value in (
+        ("fits_recall", ran, True),
+        ("oom_recall", hard, False),
+        ("soft_oom_recall", soft, False),
+    ):
+        found[name] = float(np.mean(fits(some) == value)) if len(some) else None
+    return found
+
+
+def reasons(refused: Sequence[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """How many rows of each source were not used, by reason."""
+    found: dict[str, Counter[str]] = {}
+    for source, reason in refused:
+        found.setdefault(source, Counter())[reason] += 1
+    return {source: dict(counts.most_common()) for source, counts in found.items()}

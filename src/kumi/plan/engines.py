@@ -1,0 +1,165 @@
+"""How other trainers carry a layout out, so that the planner can speak of them: facts read in their documents and code.
+
+    ENGINES["megatron-lm"]  ->  the traits of current Megatron-Core
+
+None of these was fitted to a measured run. Where a program has a switch, the setting is its own default or that of its
+published benchmark recipes; `source` says which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kumi.spec.engine import KUMI, Engine
+
+# Megatron-Core holds bfloat16 weights, adds float32 gradients up inside the weight-gradient product, and leaves float32
+# masters to the optimizer; the loss keeps float32 probabilities beside bfloat16 logits and their gradient.
+_MEGATRON = Engine(
+    name="megatron-lm",
+    half_weights=True,
+    grad_itemsize=4,
+    half_grads=False,
+    kernels="fused",
+    attention="flash",
+    logit_bytes=8.0,
+    dropout=False,
+    overlap_grads=True,
+    overlap_params=True,
+    overlap_tp=False,
+    overlap_pp=True,
+    grad_reduce_itemsize=4,
+    dispatch=2.0,
+    source=(
+        "Megatron-LM core_r0.8 to r0.12: optimizer/, distributed/param_and_grad_buffer.py, tensor_parallel/"
+        "cross_entropy.py; README's scaling runs set --overlap-grad-reduce and --overlap-param-gather; Transformer "
+        "Engine layers with fused attention"
+    ),
+)
+
+# DeepSpeed's pipeline engine and its BF16/FP16 optimizers reduce gradients after the last microbatch.
+_MEGATRON_DEEPSPEED = replace(
+    _MEGATRON,
+    name="megatron-deepspeed",
+    attention="fused-softmax",
+    overlap_grads=False,
+    overlap_params=False,
+    overlap_pp=False,
+    grad_reduce_itemsize=2,
+    dispatch=2.0,
+    source=(
+        "bigscience-workshop/Megatron-DeepSpeed: megatron/model/{transformer,fused_softmax}.py; deepspeed/runtime/pipe/"
+        "engine.py reduces after the last backward; deepspeed/runtime/bf16_optimizer.py keeps float32 gradients"
+    ),
+)
+
+# FSDP2 shards float32 weights and gathers them in bfloat16; logits are kept in bfloat16 and float32 with a gradient.
+_TORCHTITAN = Engine(
+    name="torchtitan",
+    half_weights=False,
+    grad_itemsize=4,
+    half_grads=False,
+    kernels="compiled",
+    attention="flash",
+    logit_bytes=10.0,
+    overlap_grads=True,
+    overlap_params=True,
+    overlap_tp=False,
+    overlap_pp=False,
+    grad_reduce_itemsize=4,
+    dispatch=2.0,
+    source=(
+        "pytorch/torchtitan: distributed/ (MixedPrecisionPolicy param bfloat16, reduce float32), components/loss.py "
+        "(float32 cross entropy), torch.compile for each block; async TP is a switch, off by default"
+    ),
+)
+
+# FSDP1 and DeepSpeed under transformers run blocks op by op, and cross entropy on float32 logits.
+_ACCELERATE = replace(
+    _TORCHTITAN,
+    name="accelerate-fsdp",
+    kernels="eager",
+    logit_bytes=14.0,
+    source=(
+        "huggingface/accelerate FullyShardedDataParallelPlugin with bf16 mixed precision (parameters, reductions and "
+        "buffers in bfloat16) and transformers' eager blocks, whose loss upcasts the logits"
+    ),
+    grad_reduce_itemsize=2,
+)
+
+ENGINES: dict[str, Engine] = {
+    "kumi": KUMI,
+    "megatron-lm": _MEGATRON,
+    # NVIDIA's benchmark recipes reduce gradients in bfloat16 and pipeline TP products with their traffic.
+    "megatron-bridge": replace(
+        _MEGATRON,
+        name="megatron-bridge",
+        overlap_tp=True,
+        grad_reduce_itemsize=2,
+        dispatch=1.0,
+        source=(
+            "NVIDIA-NeMo/Megatron-Bridge scripts/performance (grad_reduce_in_fp32 off, tp_comm_overlap on, CUDA graphs "
+            "in most recipes); NeMo's megatron_gpt_config.yaml before it (grad_sync_dtype bf16, ub_tp_comm_overlap)"
+        ),
+    ),
+    # SC'21: hand-fused softmax, bias and dropout; float16 with dropout 0.1; all-reduces after the backward.
+    "megatron-lm-2021": replace(
+        _MEGATRON,
+        name="megatron-lm-2021",
+        attention="fused-softmax",
+        dropout=True,
+        overlap_grads=False,
+        overlap_params=False,
+        overlap_pp=False,
+        grad_reduce_itemsize=2,
+        source=(
+            "Narayanan et al., 2021, arXiv:2104.04473, sections 4 and 5, and Megatron-LM v2.x: megatron/model/"
+            "{fused_softmax,fused_bias_gelu,distributed}.py, dropout 0.1 in arguments.py, float16 gradients"
+        ),
+    ),
+    "megatron-deepspeed": _MEGATRON_DEEPSPEED,
+    # A gradient in bfloat16 lives beside the accumulated float32 one; TP is overlapped by a switch that is on.
+    "nanotron": Engine(
+        name="nanotron",
+        half_weights=True,
+        grad_itemsize=4,
+        half_grads=True,
+        kernels="eager",
+        attention="flash",
+        logit_bytes=12.0,
+        overlap_grads=True,
+        overlap_params=False,
+        overlap_tp=False,
+        overlap_pp=False,
+        grad_reduce_itemsize=4,
+        dispatch=3.0,
+        source=(
+            "huggingface/nanotron v0.5: optim/gradient_accumulator.py (float32 accumulation), models/llama.py, and in "
+            "parallel/ pipeline_parallel/{engine,p2p}.py (blocking sends), tensor_parallel/nn.py (reduce-scatter mode)"
+        ),
+    ),
+    "torchtitan": _TORCHTITAN,
+    # "PURE" mixed precision: parameters, gradients and reductions in bfloat16 over float32 shards.
+    "llm-foundry": replace(
+        _TORCHTITAN,
+        name="llm-foundry",
+        kernels="fused",
+        attention="flash-1",
+        logit_bytes=10.0,
+        grad_reduce_itemsize=2,
+        source=(
+            "mosaicml/llm-foundry scripts/train/benchmarking: FSDP FULL_SHARD, mixed_precision PURE, triton flash "
+            "attention, low_precision_layernorm; composer's trainer"
+        ),
+    ),
+    # Reductions start as buckets fill (overlap_comm), but ZeRO-3 hides only part of its gathers by prefetching.
+    "deepspeed": replace(
+        _ACCELERATE,
+        name="deepspeed",
+        half_weights=True,
+        source=(
+            "deepspeed/runtime/zero/{stage_1_and_2,stage3}.py: bfloat16 weights with float32 partitions, overlap_comm, "
+            "prefetch buckets; transformers' eager blocks"
+        ),
+    ),
+    "accelerate-fsdp": _ACCELERATE,
+}
