@@ -1,7 +1,21 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kumi.errors import ConfigError
-from kumi.units import format_bytes, format_count, format_seconds, parse_bytes
+from kumi.units import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    parse_bandwidth,
+    parse_bytes,
+    parse_duration,
+    parse_flops,
+    write_bandwidth,
+    write_bytes,
+    write_duration,
+    write_flops,
+)
 
 
 def test_quantities_are_read_in_base_units():
@@ -20,3 +34,24 @@ def test_quantities_are_written_with_three_digits():
         "0 B", "1023 B", "1.5 KiB", "1010 MiB", "80 GiB"]  # fmt: skip
     assert [format_count(count) for count in (7, 1234, 8_030_261_248, 15e12)] == ["7", "1.23k", "8.03B", "15T"]
     assert [format_seconds(count) for count in (42, 185, 4320, 183600)] == ["42s", "3m05s", "1h12m", "2d03h"]
+
+
+def test_rates_and_durations_are_read_in_base_units():
+    assert parse_bandwidth("3.35 TB/s") == 3.35e12
+    assert parse_bandwidth("400 Gb/s") == 50e9
+    assert parse_flops("989.4 TFLOP/s") == 989.4e12
+    assert parse_duration("25 us") == 25e-6
+
+
+@pytest.mark.parametrize("read", [parse_bandwidth, parse_flops, parse_duration])
+def test_a_rate_in_another_s_unit_is_refused(read):
+    with pytest.raises(ConfigError, match="is not a quantity"):
+        read("3 GB")
+
+
+@given(st.floats(1e-9, 1e18, allow_subnormal=False))
+def test_what_is_written_is_read_back_to_the_last_digit(value):
+    assert parse_bandwidth(write_bandwidth(value)) == value
+    assert parse_flops(write_flops(value)) == value
+    assert parse_duration(write_duration(value)) == value
+    assert parse_bytes(write_bytes(int(value))) == int(value)

@@ -1,10 +1,18 @@
+import dataclasses
 import os
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from kumi.config.cluster import cluster_spec, presets, read_device, read_network, read_node
+from kumi.config.cluster import cluster_spec
+from kumi.config.hardware import hardware
+from kumi.config.presets import presets, read_device, read_link, read_network, read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "hardware.md"
 
 DEVICE = """
 [device]
@@ -54,11 +62,9 @@ def test_every_preset_is_a_whole_cluster(name):
 
 def parts():
     yield from ((f"device {name}", read_device(name)) for name in presets("devices"))
+    yield from ((f"link {name}", read_link(name)) for name in presets("links"))
     yield from ((f"network {name}", read_network(name)) for name in presets("networks"))
-    for name in presets():
-        node = read_node(name)
-        yield from ((f"node {name}, {link.name}", link) for link in node.links)
-        yield f"node {name}, host", node.host
+    yield from ((f"host of {name}", read_node(name).host) for name in presets())
 
 
 @pytest.mark.parametrize(("name", "part"), [pytest.param(*part, id=part[0]) for part in parts()])
@@ -90,3 +96,120 @@ def test_a_cluster_file_that_is_wrong_is_refused_in_one_line(text, error, writte
     found = refusal(source=source)
     assert source in found
     assert error in found
+
+
+def spans(**section):
+    return [link.span for link in cluster(**section).links]
+
+
+def test_links_join_as_many_devices_as_there_are():
+    assert spans(source="h100-sxm") == [8]
+    assert spans(source="h100-sxm", nodes=4) == [8, 32]
+    assert spans(source="h100-sxm", nodes=4, devices_per_node=2) == [2, 8]
+    assert spans(source="h100-sxm", nodes=4, devices_per_node=1) == [4]
+    assert spans(source="h100-sxm", devices_per_node=1) == []
+    assert spans(source="h100-sxm", nodes=8, sites=2, site_link="internet") == [8, 32, 64]
+    assert spans(source="h100-sxm", nodes=2, sites=2, site_link="internet") == [8, 16]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"), [(1, [4]), (16, [64]), (18, [72]), (36, [72, 144]), (64, [64, 256]), (19, [4, 76])]
+)
+def test_a_domain_of_several_nodes_is_as_large_as_deals_the_nodes_evenly(nodes, expected):
+    assert spans(source="gb200-nvl72", nodes=nodes) == expected
+
+
+def bandwidths(**section):
+    return [round(link.bandwidth / 1e9, 3) for link in cluster(**section).links]
+
+
+def test_what_a_node_or_a_site_shares_is_divided_among_its_devices():
+    assert bandwidths(source="h100-sxm", nodes=2) == [450, 50]
+    assert bandwidths(source="abci-a", nodes=2) == [300, 12.5]
+    assert bandwidths(source="abci-a", nodes=2, devices_per_node=4) == [300, 25]
+    assert bandwidths(source="abci-a", nodes=2, devices_per_node=1) == [25], "its way to the host, not four cards"
+    assert bandwidths(source="h100-sxm", nodes=2, network="100gbe") == [450, 1.562]
+    assert bandwidths(source="h100-sxm", nodes=8, sites=2, site_link="optical-100g") == [450, 50, 0.391]
+
+
+def test_a_run_file_says_what_machines_cost_and_draw():
+    assert (cluster(source="l4").device.price, cluster(source="l4").device.watts) == (0, 72)
+    found = cluster(source="l4", price_per_hour=0.8, watts=150.0).device
+    assert (found.price, found.watts) == (0.8, 150)
+
+
+def test_a_cluster_knows_what_was_assumed_of_it():
+    found = cluster(source="h100-sxm", nodes=2, network="100gbe").assumed
+    assert "device.launch" in found
+    assert "device.matmul" not in found
+    assert "100 Gb/s Ethernet, shared by a node: latency" in found
+    assert not any("InfiniBand" in name for name in found)
+
+
+@pytest.mark.parametrize(
+    ("section", "error"),
+    [
+        ({"devices_per_node": 9}, "cluster.devices_per_node=9: h100-sxm has 8 devices a node; use at most those"),
+        ({"nodes": 3, "sites": 2}, "cluster.sites=2 does not divide cluster.nodes=3; give every site as many nodes"),
+        ({"nodes": 2, "sites": 2}, "cluster.sites=2: say what joins the sites; set cluster.site_link to 100gbe, "),
+        ({"site_link": "internet"}, "cluster.site_link='internet' joins sites, and cluster.sites is 1; set"),
+        ({"nodes": 2, "network": "internet"}, "joins sites, not nodes; set cluster.site_link to it, and"),
+        ({"nodes": 2, "network": "ib"}, "cluster.network: 'ib' is no preset and no TOML file; use 100gbe, "),
+    ],
+)
+def test_machines_that_cannot_be_put_together_are_refused(section, error):
+    assert error in refusal(source="h100-sxm", **section)
+
+
+def test_links_of_a_file_are_refused_where_they_leave_devices_out(written):
+    link = '[[links]]\nname = "x"\nspan = {}\nbandwidth = "1 GB/s"\nlatency = "1 us"\nefficiency = 1.0\n'
+    file = "devices_per_node = 4\n" + DEVICE
+    assert "the outermost spans 2 devices, and a node has 4" in refusal(source=written(file + link.format(2)))
+    assert "a span of 6 is no whole number of nodes of 4" in refusal(source=written(file + link.format(6)))
+    assert "must grow from the innermost" in refusal(source=written(file + link.format(4) * 2))
+    assert "does not say what joins its nodes" in refusal(source=written(file + link.format(4)), nodes=2)
+    assert spans(source=written(file + link.format(4)), nodes=2, network="ib-hdr") == [4, 8]
+
+
+def smi(monkeypatch, text):
+    def run(command, **options):
+        assert command[0] == "nvidia-smi"
+        return subprocess.CompletedProcess(command, 0, text, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_gpu_is_recognised_by_the_driver_s_name_and_keeps_its_own_memory(monkeypatch):
+    smi(monkeypatch, "NVIDIA H200, 143771, 9.0\n" * 4)
+    found, preset = cluster(), cluster(source="h200-sxm")
+    assert found.device == dataclasses.replace(preset.device, memory=143771 * 2**20)
+    assert found.devices_per_node == 4
+    assert found.links == (dataclasses.replace(preset.links[0], span=4),)
+    assert "NVLink 4 with NVSwitch: bandwidth" in found.assumed, "nobody looked at this node's links"
+
+
+def test_of_an_unknown_gpu_nothing_is_guessed(monkeypatch):
+    smi(monkeypatch, "NVIDIA X1, 1000, 7.0\nNVIDIA X1, 1000, 7.0\n")
+    found = cluster(nodes=2)
+    assert (found.device.peak, found.device.memory_bandwidth, found.links) == ((), 0, ())
+    assert found.device.dtypes == ("float32", "float16")
+    assert found.devices == 4
+
+
+def test_of_a_cpu_speeds_are_assumed_and_said_to_be():
+    one, two = cluster(), cluster(devices_per_node=2, nodes=2)
+    assert one.device.peak_flops("float32") == pytest.approx(2 * two.device.peak_flops("float32"))
+    assert {"device.peak_flops", "device.memory_bandwidth"} <= set(one.assumed)
+    assert [link.span for link in two.links] == [2, 4]
+
+
+def test_the_page_on_hardware_is_up_to_date():
+    assert PAGE.read_text() == hardware()
+
+
+def test_the_file_that_the_page_shows_is_one(written):
+    block = next(block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.S) if "[network]" in block)
+    found = cluster(source=written(block), nodes=2)
+    assert found.links[1].name == "our RoCE"
+    assert found.host.nvme == 30 * 10**12

@@ -3,12 +3,11 @@
 Figures carry units ("80 GiB", "3.35 TB/s", "400 Gb/s", "25 us"). Every part has a `sources` table, whose keys name one
 figure or several, and whose values say where these came from; what begins with "assumed" nobody measured or promised.
 
-    device = "h100-sxm"            a device that comes with kumi, or a [device] table (DeviceFile)
+    device = "h100-sxm"          a device that comes with kumi, or a [device] table (DeviceFile)
     devices_per_node = 8
-    network = "ib-ndr"             what joins such nodes unless the run file says otherwise, or a [network] table
-    [[links]] name = "NVLink 4", span = 8, bandwidth = "450 GB/s", latency = "4.3 us", efficiency = 0.77
-    [host] memory = "2 TiB", device_bandwidth = "50 GB/s"
-    [sources] links = "..."
+    links = ["nvlink-4"]         what joins them, innermost first: links that come with kumi, or [[links]] (LinkFile)
+    network = "ib-ndr"           what joins such nodes unless the run file says otherwise, or [network] (NetworkFile)
+    [host] memory = "2 TiB", device_bandwidth = "50 GB/s"                                                  (HostFile)
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kumi.config.cluster import assemble, presets, read_device, read_network, read_node
+from kumi.config.cluster import assemble
 from kumi.config.cluster_file import ASSUMED, DeviceFile, LinkFile, NetworkFile, NodeFile
+from kumi.config.presets import presets, read_device, read_network, read_node
 from kumi.config.schema import ClusterSection
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import write_bandwidth, write_bytes, write_flops
