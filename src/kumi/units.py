@@ -15,6 +15,7 @@ _BANDWIDTH_UNITS = {f"{unit}/s": Decimal(size) for unit, size in _BYTE_UNITS.ite
     f"{prefix}b/s": Decimal(10**power) / 8 for prefix, power in (("", 0), ("K", 3), ("M", 6), ("G", 9), ("T", 12))
 }
 _FLOPS_UNITS = {f"{prefix}FLOP/s": 10**power for prefix, power in (("", 0), ("M", 6), ("G", 9), ("T", 12), ("P", 15))}
+_COUNT_UNITS = {"": Decimal(1), "K": Decimal(10**3), "M": Decimal(10**6), "B": Decimal(10**9), "T": Decimal(10**12)}
 _DURATION_UNITS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "ns": Decimal("1e-9")}
 
 
@@ -36,6 +37,14 @@ def parse_flops(text: str) -> float:
 def parse_duration(text: str) -> float:
     """Seconds in a text such as "25 us"."""
     return float(_parse(text, _DURATION_UNITS, "25 us"))
+
+
+def parse_count(text: str) -> int:
+    """A count in a text such as "15T", "1.5B", "2e12" or "1_000_000"."""
+    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)\s*", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a count; write a number, such as '2e12', or '15T' (k, M, B, T)")
+    return int(Decimal(match[1].replace("_", "")) * _COUNT_UNITS[match[2].upper()])
 
 
 def _parse(text: str, units: Mapping[str, int | Decimal], example: str) -> Decimal:
