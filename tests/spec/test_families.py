@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from published import PUBLISHED
+from published_models import PUBLISHED
 
 from kumi.errors import ModelError
 from kumi.spec import families
@@ -132,7 +132,7 @@ REFUSED = [
     ({"rope_scaling": {"type": "linear"}}, r"'factor' is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "fctor": 1}}, r"'fctor'"),
     ({"rope_scaling": 3}, r"rope_scaling=3 of a llama model must be a table"),
-    ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, r"kumi knows LlamaForCausalLM, MistralForCausalLM"),
+    ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, r"kumi knows LlamaForCausalLM, Mistral"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
     ({"model_type": "qwen2"}, r"model_type='qwen2' is not supported"),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from published import PUBLISHED
+from published_models import PUBLISHED
 
 from kumi.spec import families, ledger
 from kumi.spec.model import MLP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kumi.spec.model import Attention, LatentAttention, LayerSpec, ModelSpec
 from kumi.spec.op import Activation, Dim, Op, Param, linear, norm
@@ -68,7 +69,9 @@ def _latent(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op]:
         yield norm(f"{name}.q_a_layernorm", "rmsnorm", rank)
         yield linear(f"{name}.q_b_proj", rank, queries, saved=(Activation((rank,)),))
     yield linear(f"{name}.kv_a_proj_with_mqa", embed, latent_and_key, bias=att.bias)
-    yield norm(f"{name}.kv_a_layernorm", "rmsnorm", latent)
+    # The latent is a view of what its projection made, and keeps all of that.
+    whole = (Activation((latent_and_key,)), Activation((), "float32"))
+    yield replace(norm(f"{name}.kv_a_layernorm", "rmsnorm", latent), saved=whole)
     yield linear(f"{name}.kv_b_proj", latent, Dim("kv_heads", count * kv_width, kv_width),
                  saved=(Activation((latent,)),))  # fmt: skip
     yield Op(f"{name}.rope", "rope", queries, queries)

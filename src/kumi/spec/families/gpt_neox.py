@@ -24,6 +24,8 @@ KEYS = {
     "attention_dropout": Key("number", 0.0),
     "hidden_dropout": Key("number", 0.0),
     "classifier_dropout": Key("number", 0.1),
+    "attention_probs_dropout_prob": Key("number", 0.0),
+    "hidden_dropout_prob": Key("number", 0.0),
 }
 
 

@@ -48,6 +48,7 @@ def build(family: str, values: Mapping[str, Any], *, scoring: str, notes: tuple[
     """The ModelSpec of `values`, its router's scores passed through `scoring`."""
     check_sizes(values)
     neutral(family, values, moe_layer_freq=1)
+    _check_counts(values)
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if kv_heads not in (heads, None):
         raise ModelError(f"config.json: num_key_value_heads={kv_heads} of a {family} model must be "
@@ -61,6 +62,17 @@ def build(family: str, values: Mapping[str, Any], *, scoring: str, notes: tuple[
     first = values["first_k_dense_replace"]
     layers = [dense if index < first else routed for index in range(values["num_hidden_layers"])]
     return model(family, values, layers, notes=notes)
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    shared, first, layers = values["n_shared_experts"], values["first_k_dense_replace"], values["num_hidden_layers"]
+    if (shared or 0) < 0:
+        raise ModelError(f"config.json: n_shared_experts={shared} must not be negative; correct it")
+    if not 0 <= first <= layers:
+        raise ModelError(f"config.json: first_k_dense_replace={first} must be 0 to num_hidden_layers={layers}")
+    if values["qk_rope_head_dim"] % 2:
+        raise ModelError(f"config.json: qk_rope_head_dim={values['qk_rope_head_dim']} is odd; rotary embeddings turn "
+                         f"pairs")  # fmt: skip
 
 
 def _experts(values: Mapping[str, Any], scoring: str) -> MoE:

@@ -1,0 +1,172 @@
+"""Families that are planned for but not trained: what is read, what is counted, what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from published_models import EXAMPLES, PLANNED, PUBLISHED
+
+from kumi.errors import ModelError
+from kumi.spec import families
+from kumi.spec.families import generic
+from kumi.spec.ledger import active_params, num_params
+from kumi.spec.model import MLP, LatentAttention, MoE, Rope
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+DEEPSEEK = families.read_config(MODELS / "deepseek-v3")
+MIXTRAL = families.read_config(MODELS / "mixtral-8x7b")
+QWEN = families.read_config(MODELS / "qwen3-30b-a3b")
+BLOOM = families.read_config(MODELS / "bloom-176b")
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_published_parameter_counts(name):
+    config, count = PLANNED[name]
+    assert num_params(families.from_hf(config)) == count
+
+
+def test_every_example_is_counted():
+    assert sorted(EXAMPLES) == sorted(folder.name for folder in MODELS.iterdir())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_have_the_published_parameter_counts(name):
+    spec, (total, active) = families.load(MODELS / name), EXAMPLES[name]
+    assert num_params(spec) == total
+    assert active_params(spec) == (active or total)
+
+
+def test_layers_of_deepseek():
+    spec = families.from_hf(DEEPSEEK)
+    (dense, routed), of_layer = spec.layer_kinds()
+    assert of_layer == (0,) * 3 + (1,) * 58
+    assert dense.mlp == MLP(18432)
+    assert isinstance(routed.mlp, MoE)
+    assert (routed.mlp.scoring_func, routed.mlp.n_group, routed.mlp.shared_intermediate_size) == ("sigmoid", 8, 2048)
+    assert dense.attention == routed.attention
+    assert isinstance(dense.attention, LatentAttention)
+    assert spec.notes == ("num_nextn_predict_layers=1: layers for multi-token prediction are not counted",)
+
+
+def test_notes_do_not_make_another_model():
+    assert families.from_hf(DEEPSEEK) == families.from_hf(DEEPSEEK | {"num_nextn_predict_layers": 0})
+
+
+def test_dense_layers_among_those_with_experts():
+    spec = families.from_hf(QWEN | {"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]})
+    sparse = [index for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MoE)]
+    assert sparse == list(range(3, 48, 2))
+
+
+def test_windows():
+    gpt_oss, gemma = (families.from_hf(PLANNED[name][0]).layers for name in ("gpt-oss-20b", "gemma-3-1b"))
+    assert [layer.attention.sliding_window for layer in gpt_oss[:4]] == [128, None] * 2
+    assert [layer.attention.sliding_window for layer in gemma[:7]] == [512] * 5 + [None, 512]
+    assert [layer.attention.rope.rope_theta for layer in gemma[4:6]] == [1e4, 1e6]
+
+
+def test_a_part_of_every_head_may_be_turned():
+    config = PLANNED["GPT-NeoX-20B"][0]
+    assert families.from_hf(config).layers[0].attention.rotary_dim == 24
+    table = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    with pytest.raises(ModelError, match=r"share of each head .* is 0\.\d+ and 0\.\d+; give one number"):
+        families.from_hf(config | {"rope_parameters": table})
+    bare = {key: value for key, value in config.items() if key != "rotary_pct"}
+    assert families.from_hf(bare | {"rope_parameters": table}).layers[0].attention.rotary_dim == 48
+
+
+REFUSED = [
+    (MIXTRAL, {"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is more than the 8 experts"),
+    (MIXTRAL, {"num_local_experts": 0}, r"num_local_experts=0 must be 1 or more"),
+    (MIXTRAL, {"num_local_expert": 8}, r"not a key that kumi knows for a mixtral model; did you mean 'num_local"),
+    (QWEN, {"num_local_experts": 64}, r"num_experts=128 and num_local_experts=64 of a qwen3_moe model; give one"),
+    (QWEN, {"mlp_only_layers": [48]}, r"mlp_only_layers=\[48\] must be numbers of layers, 0 to 47"),
+    (QWEN, {"decoder_sparse_step": 0}, r"decoder_sparse_step=0 must be 1 or more"),
+    (DEEPSEEK, {"moe_layer_freq": 2}, r"moe_layer_freq=2 of a deepseek_v3 model is not supported, only 1"),
+    (DEEPSEEK, {"scoring_func": "softmax"}, r"scoring_func='softmax' of a deepseek_v3 model is not supported"),
+    (DEEPSEEK, {"num_key_value_heads": 64}, r"num_key_value_heads=64 .* must be num_attention_heads=128"),
+    (DEEPSEEK, {"n_group": 7}, r"n_group=7 must divide the 256 experts"),
+    (DEEPSEEK, {"topk_group": 9}, r"topk_group=9 be at most n_group"),
+    (DEEPSEEK, {"n_shared_experts": -1}, r"n_shared_experts=-1 must not be negative"),
+    (DEEPSEEK, {"first_k_dense_replace": 62}, r"first_k_dense_replace=62 must be 0 to num_hidden_layers=61"),
+    (DEEPSEEK, {"qk_rope_head_dim": 63}, r"qk_rope_head_dim=63 is odd"),
+    (PLANNED["gpt2"][0], {"n_head": 7}, r"num_attention_heads=7 does not divide hidden_size=768"),
+    (PLANNED["gpt2"][0], {"activation_function": "mish"}, r"activation_function='mish' .* kumi knows silu"),
+    (BLOOM, {"n_embed": 1024}, r"hidden_size=14336 and n_embed=1024 of a bloom model; give one"),
+    (PLANNED["gemma-3-1b"][0], {"rope_parameters": {"rope_theta": 1.0}}, r"must have a table for each of sliding"),
+    (PLANNED["gpt-oss-20b"][0], {"layer_types": ["full_attention"]}, r"1 entries for num_hidden_layers=24"),
+    (PLANNED["phi-4"][0], {"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' is not supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "change", "words"), REFUSED, ids=[str(next(iter(row[1]))) for row in REFUSED])
+def test_what_is_not_understood_is_refused_in_a_sentence(config, change, words):
+    with pytest.raises(ModelError, match=words):
+        families.from_hf(config | change)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_no_planned_family_is_trained(name):
+    spec = families.from_hf(PLANNED[name][0])
+    with pytest.raises(ModelError, match=rf"a {spec.family} model can be planned for but not trained: this version "
+                                         r"trains llama, mistral, qwen2, qwen3; "):  # fmt: skip
+        families.check_trained(spec)
+    with pytest.raises(ModelError, match="can be planned for but not trained"):
+        families.to_hf(spec)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_can_be_trained_passes(name):
+    families.check_trained(families.from_hf(PUBLISHED[name][0]))
+
+
+LLAMA = families.from_hf(PUBLISHED["Llama-3.1-8B"][0])
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"norm": "layernorm"}, r"its ModelSpec\.norm='layernorm' is beyond what llama"),
+    ({"learned_positions": 8}, r"ModelSpec\.learned_positions=8"),
+    ({"parallel": True}, r"LayerSpec\.parallel=True"),
+    ({"mlp": MoE(4, 2, 64)}, r"its MoE is beyond"),
+    ({"mlp": MLP(64, gated=False)}, r"MLP\.gated=False"),
+    ({"mlp": MLP(64, hidden_act="gelu")}, r"MLP\.hidden_act='gelu'"),
+    ({"attention": replace(LLAMA.layers[0].attention, sinks=True)}, r"Attention\.sinks=True"),
+    ({"attention": replace(LLAMA.layers[0].attention, rope=None)}, r"Attention without rotary embeddings"),
+    ({"attention": replace(LLAMA.layers[0].attention, rope=Rope(1e4, partial_rotary_factor=0.5))},
+     r"Rope\.partial_rotary_factor=0\.5"),
+])  # fmt: skip
+def test_a_part_that_the_trainer_does_not_compute_is_named(change, words):
+    own = {key: value for key, value in change.items() if hasattr(LLAMA, key)}
+    last = replace(LLAMA.layers[-1], **{key: value for key, value in change.items() if key not in own})
+    with pytest.raises(ModelError, match=words):
+        families.check_trained(replace(LLAMA, layers=(*LLAMA.layers[:-1], last), **own))
+
+
+def test_gpt_by_its_dimensions():
+    spec = generic.gpt(layers=96, hidden=12288, heads=96, vocab=51200, seq_len=2048)
+    assert num_params(spec) == EXAMPLES["gpt-3-175b"][0]
+    # Narayanan et al., 2021 (arXiv:2104.04473), equation 2, which leaves out the biases of the last norm.
+    formula = 12 * 96 * 12288**2 * (1 + 13 / (12 * 12288) + (51200 + 2048) / (12 * 96 * 12288))
+    assert num_params(spec) == pytest.approx(formula, rel=1e-6)
+
+
+def test_gpt_with_other_parts():
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 100, "seq_len": 32}
+    plain = generic.gpt(**sizes)
+    assert num_params(plain) - num_params(generic.gpt(**sizes, positions="alibi")) == 32 * 64
+    assert num_params(generic.gpt(**sizes, tied=False)) - num_params(plain) == 100 * 64
+    assert num_params(plain) - num_params(generic.gpt(**sizes, norm="rmsnorm")) == 5 * 64
+    assert num_params(plain) - num_params(generic.gpt(**sizes, bias=False)) == 2 * (3 * 64 + 64 + 256 + 64)
+    assert num_params(generic.gpt(**sizes, gated=True)) - num_params(plain) == 2 * (64 * 256 + 256)
+    assert num_params(plain) - num_params(generic.gpt(**sizes, kv_heads=2)) == 2 * (64 * 64 + 64)
+    assert generic.gpt(**sizes, positions="rope").layers[0].attention.rotary_dim == 16
+    with pytest.raises(ModelError, match="positions='sinusoidal' of a gpt model is unknown; use one of learned"):
+        generic.gpt(**sizes, positions="sinusoidal")
+    with pytest.raises(ModelError, match="num_attention_heads=5 does not divide hidden_size=64"):
+        generic.gpt(**sizes | {"heads": 5})
+
+
+def test_llama_by_its_dimensions():
+    spec = generic.llama(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192)
+    assert num_params(spec) == EXAMPLES["llama-3-8b"][0]
+    families.check_trained(spec)
