@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 from kumi.spec.names import LLAMA, Names
@@ -185,6 +186,10 @@ class ModelSpec:
 
     def layer_kinds(self) -> tuple[tuple[LayerSpec, ...], tuple[int, ...]]:
         """The distinct layers in order of first appearance, and for every layer the index of its kind among them."""
+        return self._kinds
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[LayerSpec, ...], tuple[int, ...]]:
         kinds: dict[LayerSpec, int] = {}
         indices = tuple(kinds.setdefault(layer, len(kinds)) for layer in self.layers)
         return tuple(kinds), indices
