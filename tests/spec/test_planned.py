@@ -1,5 +1,6 @@
 """Families that are planned for but not trained: what is read, what is counted, what is refused."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,3 +171,12 @@ def test_llama_by_its_dimensions():
     spec = generic.llama(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192)
     assert num_params(spec) == EXAMPLES["llama-3-8b"][0]
     families.check_trained(spec)
+
+
+def test_the_page_on_models_says_the_same():
+    page = (MODELS.parents[1] / "docs" / "models.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .* \| yes \| (yes|no) \|$", page, re.M)
+    assert dict(rows) == {name: "yes" if name in families.TRAINED else "no" for name in families.FAMILIES}
+    for name, counts in EXAMPLES.items():
+        row = next(line for line in page.splitlines() if line.startswith("|") and f"`{name}`" in line)
+        assert all(count is None or f"{count / 1e9:.1f} B" in row for count in counts), name
