@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kumi.plan.closed import closed_form as closed_form
 from kumi.plan.columns import Floats, Ints
 from kumi.spec.layout import SCHEDULES
 from kumi.spec.schedule import V_SHAPED, Action, Pattern, pattern, placement
