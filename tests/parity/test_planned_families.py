@@ -19,6 +19,7 @@ LATENT = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_t
 WITHOUT = {
     "GPT2": ("intermediate_size", "num_key_value_heads"),
     "GPTNeoX": ("num_key_value_heads",),
+    "Falcon": ("intermediate_size", "num_key_value_heads"),
     "Bloom": ("intermediate_size", "num_key_value_heads", "max_position_embeddings"),
 }
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -37,6 +38,9 @@ CASES = {
     "gpt-neox": ("GPTNeoX", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}),
     "gpt-neox-in-turn": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}),
     "bloom": ("Bloom", {}),
+    "falcon": ("Falcon", {}),
+    "falcon-groups": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-in-turn": ("Falcon", {"parallel_attn": False, "multi_query": False, "alibi": True, "bias": True}),
     "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5}),
     "phi3": ("Phi3", {}),
     "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 5}),

@@ -185,6 +185,17 @@ PLANNED = {
         },
         559_214_592,
     ),
+    "falcon-7b": (
+        {
+            "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+            "attention_dropout": 0.0, "auto_map": {}, "bias": False, "bos_token_id": 11, "eos_token_id": 11,
+            "hidden_dropout": 0.0, "hidden_size": 4544, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+            "model_type": "falcon", "multi_query": True, "new_decoder_architecture": False,
+            "num_attention_heads": 71, "num_hidden_layers": 32, "parallel_attn": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.27.4", "use_cache": True, "vocab_size": 65024,
+        },
+        6_921_720_704,
+    ),
     "phi-4": (
         {
             "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,

@@ -96,6 +96,8 @@ REFUSED = [
     (BLOOM, {"n_embed": 1024}, r"hidden_size=14336 and n_embed=1024 of a bloom model; give one"),
     (PLANNED["gemma-3-1b"][0], {"rope_parameters": {"rope_theta": 1.0}}, r"must have a table for each of sliding"),
     (PLANNED["gpt-oss-20b"][0], {"layer_types": ["full_attention"]}, r"1 entries for num_hidden_layers=24"),
+    (PLANNED["falcon-7b"][0], {"num_ln_in_parallel_attn": 2}, r"num_ln_in_parallel_attn=2 .* must be 1"),
+    (PLANNED["falcon-7b"][0], {"new_decoder_architecture": True, "parallel_attn": False}, r"is no falcon model"),
     (PLANNED["phi-4"][0], {"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' is not supported"),
 ]  # fmt: skip
 

@@ -58,3 +58,7 @@ BLOOM = Names(
     layers="transformer.h", norm="transformer.ln_f", attention="self_attention", qkv="query_key_value", out="dense",
     up="dense_h_to_4h", down="dense_4h_to_h",
 )  # fmt: skip
+FALCON = Names(
+    embedding="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f",
+    attention="self_attention", qkv="query_key_value", out="dense", up="dense_h_to_4h", down="dense_4h_to_h",
+)  # fmt: skip

@@ -14,6 +14,7 @@ from kumi.spec.families import (
     bloom,
     deepseek_v2,
     deepseek_v3,
+    falcon,
     gemma2,
     gemma3_text,
     gpt2,
@@ -34,7 +35,7 @@ from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 TRAINED: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
 # Those that can be planned for, but not trained: modules with ARCHITECTURE and from_hf(config) -> ModelSpec.
 PLANNED: dict[str, ModuleType] = {
-    "bloom": bloom, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "gemma2": gemma2,
+    "bloom": bloom, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "falcon": falcon, "gemma2": gemma2,
     "gemma3_text": gemma3_text, "gpt2": gpt2, "gpt_neox": gpt_neox, "gpt_oss": gpt_oss, "mixtral": mixtral,
     "olmoe": olmoe, "phi3": phi3, "qwen3_moe": qwen3_moe,
 }  # fmt: skip

@@ -1,0 +1,86 @@
+"""Falcon 7B, 40B and 180B: attention and MLP side by side, few key heads (arXiv:2311.16867)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families import rope
+from kumi.spec.families.common import check_sizes, grouped_attention, model
+from kumi.spec.families.keys import Key, activation, neutral, read
+from kumi.spec.model import MLP, LayerSpec, ModelSpec
+from kumi.spec.names import FALCON
+
+ARCHITECTURE = "FalconForCausalLM"
+KEYS = {
+    "vocab_size": Key("integer"),
+    "hidden_size": Key("integer"),
+    "num_hidden_layers": Key("integer"),
+    "num_attention_heads": Key("integer"),
+    "num_kv_heads": Key("integer?", None),
+    "ffn_hidden_size": Key("integer?", None),
+    "activation": Key("text", "gelu"),
+    "multi_query": Key("true or false", True),
+    "new_decoder_architecture": Key("true or false", False),
+    "num_ln_in_parallel_attn": Key("integer?", None),
+    "parallel_attn": Key("true or false", True),
+    "bias": Key("true or false", False),
+    "alibi": Key("true or false", False),
+    "max_position_embeddings": Key("integer", 2048),
+    "rope_theta": Key("number?", None),
+    "rope_scaling": Key("table?", None),
+    "rope_parameters": Key("table?", None),
+    "layer_norm_epsilon": Key("number", 1e-5),
+    "initializer_range": Key("number", 0.02),
+    "tie_word_embeddings": Key("true or false", True),
+    "bos_token_id": Key("integer?", 11),
+    "eos_token_id": Key("integer or list of integers?", 11),
+    "pad_token_id": Key("integer?", None),
+    "apply_residual_connection_post_layernorm": Key("true or false", False),
+    "auto_map": Key("table?", None),
+    # Whether a trainer drops anything is not the model's affair.
+    "attention_dropout": Key("number", 0.0),
+    "hidden_dropout": Key("number", 0.0),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "falcon" describes."""
+    values = read("falcon", config, KEYS)
+    check_sizes(values)
+    neutral("falcon", values, apply_residual_connection_post_layernorm=False)
+    norms = _norms(values)
+    embedding = None if values["alibi"] else rope.from_hf("falcon", values)
+    heads = {"num_key_value_heads": _key_heads(values)}
+    attention = grouped_attention(values | heads, embedding, qkv_bias=values["bias"], out_bias=values["bias"],
+                                  fused_qkv=True, alibi=values["alibi"])  # fmt: skip
+    act = activation("falcon", "activation", values["activation"])
+    mlp = MLP(values["ffn_hidden_size"] or 4 * values["hidden_size"], values["bias"], act, gated=False)
+    layer = LayerSpec(attention, mlp, parallel=values["parallel_attn"], shared_norm=norms == 1)
+    names = replace(FALCON, attention_norm="ln_attn", mlp_norm="ln_mlp") if norms == 2 else FALCON
+    return model("falcon", values, [layer] * values["num_hidden_layers"], norm="layernorm", names=names,
+                 norm_eps=float(values["layer_norm_epsilon"]))  # fmt: skip
+
+
+def _key_heads(values: Mapping[str, Any]) -> int:
+    """How many key heads there are: one for all unless `multi_query` is off; the newer architecture has groups."""
+    if values["multi_query"] and not values["new_decoder_architecture"]:
+        return 1
+    return int(values["num_kv_heads"] or values["num_attention_heads"])
+
+
+def _norms(values: Mapping[str, Any]) -> int:
+    """How many norms stand before a parallel layer; 0 where attention and MLP come in turn."""
+    new, said = values["new_decoder_architecture"], values["num_ln_in_parallel_attn"]
+    if not values["parallel_attn"]:
+        if new:
+            raise ModelError("config.json: parallel_attn=False with new_decoder_architecture=True is no falcon model; "
+                             "set one of them otherwise")  # fmt: skip
+        return 0
+    norms = said or (2 if new else 1)
+    if norms not in ((1, 2) if new else (1,)):
+        raise ModelError(f"config.json: num_ln_in_parallel_attn={said} of a falcon model with "
+                         f"new_decoder_architecture={new} must be {'1 or 2' if new else '1'}")  # fmt: skip
+    return int(norms)
