@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kumi.plan.closed import closed_form
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
 from kumi.plan.kernels import stream_seconds
@@ -23,6 +25,7 @@ SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 # and the memory.
 HIDES = 0.85
 
+SIDES = ("forward", "backward", "weight")
 PER_MICROBATCH = ("forward", "backward", "recompute", "tp", "cp", "ep", "dp", "host")
 
 
@@ -59,25 +62,31 @@ class Step:
     stages: tuple[Stage, ...]
 
 
-def step(job: Job, x: Columns, ranks: list[Ints], counts: list[Floats]) -> Step:
-    """The step of every row of `x`, from pp ranks `ranks`, each standing for `counts` like it."""
+def step(job: Job, x: Columns, ranks: list[Ints], counts: list[Floats], stage_layers: Sequence[int] = ()) -> Step:
+    """The step of every row of `x`, from pp ranks `ranks`, each standing for `counts` like it. `stage_layers` are the
+    layers of every stage, for all rows, where they are not divided evenly."""
     costs, index = table(job, x)
     microbatches = microbatches_of(job, x)
-    shares = [share(job.model, x, rank, microbatches) for rank in ranks]
+    shares = [share(job.model, x, rank, microbatches, stage_layers) for rank in ranks]
     stages = [stage(job, x, one, costs, index) for one in shares]
     slowest = np.argmax(np.stack([one.total for one in stages]), axis=0)
     send = send_seconds(job, x)
-    length = pipeline_seconds(job, x, stages, counts, send, microbatches)
+    length = pipeline_seconds(job, x, stages, counts, slowest, send, microbatches)
     kinds = {kind: pick([one.kinds[kind] for one in stages], slowest) * microbatches for kind in stages[0].kinds}
     busy = microbatches * pick([one.total for one in stages], slowest)
-    fill = 2 * (x.pp - 1) * x.stages * send
-    kinds["pp"] = np.minimum(fill, np.maximum(length - busy, 0.0))
-    kinds["bubble"] = np.maximum(length - busy - kinds["pp"], 0.0)
+    kinds["pp"], kinds["bubble"] = waits(x, length, busy, send)
     ends = [update(job, x, held(job, x, one), work) for one, work in zip(shares, stages, strict=True)]
     worst = np.argmax(np.stack([sum(end.values()) for end in ends]), axis=0)
     for kind in ends[0]:
         kinds[kind] = kinds.get(kind, 0.0) + pick([end[kind] for end in ends], worst)
     return Step(np.asarray(sum(kinds.values())), kinds, tuple(stages))
+
+
+def waits(x: Columns, length: Floats, busy: Floats, send: Floats) -> tuple[Floats, Floats]:
+    """What of a pipeline's `length` its slowest rank waits: for messages on their way, and for other ranks."""
+    idle = np.maximum(length - busy, 0.0)
+    messages = np.minimum(idle, 2 * (x.pp - 1) * x.stages * send)
+    return messages, idle - messages
 
 
 def pick(values: list[Floats], index: Ints) -> Floats:
@@ -250,36 +259,13 @@ def send_seconds(job: Job, x: Columns) -> Floats:
 
 
 def pipeline_seconds(
-    job: Job, x: Columns, stages: list[Stage], counts: list[Floats], send: Floats, microbatches: Ints
+    job: Job, x: Columns, stages: list[Stage], counts: list[Floats], slowest: Ints, send: Floats, microbatches: Ints
 ) -> Floats:
-    """Seconds from the first forward to the last backward, with every schedule's closed form."""
-    sums = [sum(count * getattr(one, name) for one, count in zip(stages, counts, strict=True))
-            for name in ("forward", "backward", "weight")]  # fmt: skip
-    most = [
-        np.max(np.stack([getattr(one, name) for one in stages]), axis=0) for name in ("forward", "backward", "weight")
-    ]
-    length = provisional(x, microbatches, sums, most)
-    blocking = 0 if job.engine.overlap_pp else 2 * x.stages * microbatches * send * (x.pp > 1)
-    return np.asarray(length + 2 * (x.pp - 1) * x.stages * send + blocking)
-
-
-def provisional(x: Columns, m: Ints, sums: list[Floats], most: list[Floats]) -> Floats:
-    from kumi.spec.layout import SCHEDULES
-
-    name = np.array(SCHEDULES)[x.schedule]
-    total, slow = sum(sums), sum(most)
-    rest = total - slow
-    light = (sums[0] + sums[1] - sums[2]) - (most[0] + most[1] - most[2])
-    lighter = (sums[0] + sums[1] - 2 * sums[2]) - (most[0] + most[1] - 2 * most[2])
-    bubble = np.select(
-        [name == "interleaved", name == "zb-h1", name == "zb-h2", name == "zb-v", name == "dualpipe"],
-        [
-            rest / x.stages,
-            np.maximum(0, light),
-            np.maximum(0, lighter),
-            np.maximum(0, lighter) / 2,
-            np.maximum(0, light) / 2,
-        ],
-        rest,
-    )
-    return np.asarray(m * slow + bubble)
+    """Seconds from the first forward to the last backward, by every schedule's closed form."""
+    sums, most = [], []
+    for side in SIDES:
+        every = [getattr(one, side) for one in stages]
+        sums.append(np.asarray(sum(count * seconds for seconds, count in zip(every, counts, strict=True))))
+        most.append(pick(every, slowest))
+    blocking = not job.engine.overlap_pp
+    return closed_form(x.schedule, x.pp, x.stages, microbatches, sums, most, send, blocking=blocking)
