@@ -10,20 +10,14 @@ import numpy as np
 from kumi.plan.closed import closed_form
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
-from kumi.plan.kernels import stream_seconds
-from kumi.plan.shards import local_elements
 from kumi.plan.stages import Share, share
+from kumi.plan.update import HIDES, unit_seconds, update
 from kumi.plan.work import Cost, Table, table
 from kumi.spec.job import Job
-from kumi.spec.layout import OFFLOAD, RECOMPUTE
-from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
-from kumi.spec.optim import state_bytes
+from kumi.spec.layout import RECOMPUTE
+from kumi.spec.ledger import layer_ops
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
-
-# Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
-# and the memory.
-HIDES = 0.85
 
 SIDES = ("forward", "backward", "weight")
 PER_MICROBATCH = ("forward", "backward", "recompute", "tp", "cp", "ep", "dp", "host")
@@ -42,15 +36,6 @@ class Stage:
     @property
     def total(self) -> Floats:
         return self.forward + self.backward + self.weight
-
-
-@dataclass(frozen=True)
-class Held:
-    """Elements of parameters on a pp rank before ZeRO divides them, dense and of experts, and its layers, (rows,)."""
-
-    dense: Floats
-    expert: Floats
-    layers: Floats
 
 
 @dataclass(frozen=True)
@@ -75,7 +60,9 @@ def step(job: Job, x: Columns, ranks: list[Ints], counts: list[Floats], stage_la
     kinds = {kind: pick([one.kinds[kind] for one in stages], slowest) * microbatches for kind in stages[0].kinds}
     busy = microbatches * pick([one.total for one in stages], slowest)
     kinds["pp"], kinds["bubble"] = waits(x, length, busy, send)
-    ends = [update(job, x, held(job, x, one), work) for one, work in zip(shares, stages, strict=True)]
+    ends = [
+        update(job, x, one, work.forward, work.backward + work.weight) for one, work in zip(shares, stages, strict=True)
+    ]
     worst = np.argmax(np.stack([sum(end.values()) for end in ends]), axis=0)
     for kind in ends[0]:
         kinds[kind] = kinds.get(kind, 0.0) + pick([end[kind] for end in ends], worst)
@@ -152,17 +139,9 @@ def recomputed_share(x: Columns, layers: Floats) -> Floats:
 def _add_gathers(job: Job, x: Columns, found: Stage, kind: int, count: Floats, cost: Cost, index: Ints) -> None:
     """ZeRO-3 gathers each layer before its forward and again before its backward, and reduces its gradients after it,
     in every microbatch; each hides behind the layer before it as far as that lasts. ZeRO-2 only reduces."""
-    divided = x.zero >= 2
-    if not divided.any():
+    if not (x.zero >= 2).any():
         return
-    dense, expert = local_elements(layer_ops(job.model, job.model.layer_kinds()[1].index(kind)), x)
-    gather = scatter = np.zeros(len(x))
-    for elements, degree, stride in data_groups(x, dense, expert):
-        gather = gather + collective_seconds(job.cluster, "all_gather", job.weight_itemsize * elements, degree, stride)
-        size = job.engine.grad_reduce_itemsize * elements
-        scatter = scatter + collective_seconds(job.cluster, "reduce_scatter", size, degree, stride)
-    gather = np.where(x.zero == 3, gather, 0.0)
-    scatter = np.where(divided, scatter, 0.0)
+    gather, scatter = unit_seconds(job, x, layer_ops(job.model, job.model.layer_kinds()[1].index(kind)))
     hides_gather, hides_scatter = HIDES * job.engine.overlap_params, HIDES * job.engine.overlap_grads
     forward, backward = cost.forward[index], (cost.backward + cost.weight)[index]
     exposed_forward = np.maximum(0.0, gather - hides_gather * forward)
@@ -171,77 +150,6 @@ def _add_gathers(job: Job, x: Columns, found: Stage, kind: int, count: Floats, c
     found.forward += count * exposed_forward
     found.backward += count * exposed_backward
     found.kinds["dp"] += count * (exposed_forward + exposed_backward)
-
-
-def data_groups(x: Columns, dense: Floats, expert: Floats) -> list[tuple[Floats, Ints, Ints]]:
-    """(elements, degree, stride) of the groups that divide dense and expert parameters among data-parallel ranks."""
-    shards = x.dp_shard * x.cp
-    expert_shards = np.maximum(1, shards * x.tp // (x.ep * x.expert_tp))
-    return [(dense, shards, x.tp), (expert, expert_shards, x.ep * x.expert_tp)]
-
-
-def held(job: Job, x: Columns, part: Share) -> Held:
-    """Parameters of a rank that holds `part`."""
-    kinds, of_layer = job.model.layer_kinds()
-    pieces = [(layer_ops(job.model, of_layer.index(kind)), part.layers[kind]) for kind in range(len(kinds))]
-    pieces += [(embedding_ops(job.model), part.embedding), (head_ops(job.model), part.head)]
-    dense, expert = np.zeros(len(x)), np.zeros(len(x))
-    for ops, count in pieces:
-        own_dense, own_expert = local_elements(ops, x)
-        dense, expert = dense + count * own_dense, expert + count * own_expert
-    return Held(dense, expert, part.layers.sum(axis=0))
-
-
-def update(job: Job, x: Columns, own: Held, work: Stage) -> dict[str, Floats]:
-    """Seconds at the end (and the beginning) of a step by kind: gradients reduced, weights updated and gathered."""
-    engine, cluster = job.engine, job.cluster
-    reduce = gather = replicas = np.zeros(len(x))
-    for elements, degree, stride in data_groups(x, own.dense, own.expert):
-        size = engine.grad_reduce_itemsize * elements
-        once = collective_seconds(cluster, "all_reduce", size, degree, stride)
-        cut = collective_seconds(cluster, "reduce_scatter", size, degree, stride)
-        reduce = reduce + np.select([x.zero == 0, x.zero == 1], [once, cut], 0.0)
-        whole = collective_seconds(cluster, "all_gather", job.weight_itemsize * elements, degree, stride)
-        gather = gather + np.where((x.zero == 1) | (x.zero == 2), whole, 0.0)
-        part = size / np.where(x.zero > 0, degree, 1)
-        replicas = replicas + collective_seconds(cluster, "all_reduce", part, x.dp_replicate, x.tp * x.cp * x.dp_shard)
-    reduce, layers = reduce + replicas, np.maximum(1.0, own.layers)
-    exposed = _exposed(reduce, work.backward + work.weight, layers, engine.overlap_grads)
-    exposed = exposed + _exposed(gather, work.forward, layers, engine.overlap_params)
-    seconds, moved = optimizer_seconds(job, x, own)
-    return {"dp": exposed, "optimizer": seconds, "offload": moved}
-
-
-def _exposed(seconds: Floats, beside: Floats, pieces: Floats, overlaps: bool) -> Floats:
-    """What of `seconds`, sent in `pieces`, does not hide behind `beside`: the last piece never does."""
-    return np.maximum(seconds / pieces, seconds - HIDES * beside) if overlaps else seconds
-
-
-def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
-    """Seconds of the update on the device (or, where the states are on the host, there), and of moving to and fro."""
-    elements = np.zeros(len(x))
-    for count, degree, _ in data_groups(x, own.dense, own.expert):
-        elements = elements + count / np.where(x.zero >= 1, degree, 1)
-    # Per element of a large matrix, where the state of single rows and steps does not count.
-    state = state_bytes(job.optim, (4096, 4096), 4, hidden=True) / 4096**2
-    # Gradients are read for their norm and again for the update, and cleared; weights and states are read and written.
-    touched = elements * (3 * job.engine.grad_itemsize + 2 * 4 + 2 * state + 2 * job.engine.half_weights)
-    device = stream_seconds(job.cluster.device, touched)
-    names = np.array(OFFLOAD)[x.offload]
-    on_host, on_nvme = np.isin(names, OFFLOADED), np.char.endswith(names, "-nvme")
-    host = job.cluster.host
-    moved = elements * (job.engine.grad_itemsize + job.weight_itemsize)
-    away = (
-        moved / host.device_bandwidth + touched / HOST_BANDWIDTH if host.device_bandwidth else np.full(len(x), np.inf)
-    )
-    drives = elements * 2 * (4 + state) / host.nvme_bandwidth if host.nvme_bandwidth else np.full(len(x), np.inf)
-    offload = np.where(on_host, away, 0.0) + np.where(on_nvme, drives, 0.0)
-    return np.where(on_host, 0.0, device), offload
-
-
-OFFLOADED = tuple(name for name in OFFLOAD if name not in ("none", "activations"))
-# Bytes/s of host memory that one device's share of a node's processors moves in an optimizer update.
-HOST_BANDWIDTH = 20e9
 
 
 def send_seconds(job: Job, x: Columns) -> Floats:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
+from kumi.plan.distinct import distinct
 from kumi.plan.kernels import matmul_seconds, peak_flops, stream_seconds
 from kumi.spec.job import Job
 from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops
@@ -67,21 +68,11 @@ class Table:
 
 def table(job: Job, x: Columns) -> tuple[Table, Ints]:
     """The costs of all combinations in `x`, and for every row of `x` its row in them."""
-    first, index = distinct(x)
+    first, index = distinct(*(getattr(x, name) for name in KEYS))
     rows = _Rows(job, x.take(first))
     kinds, of_layer = job.model.layer_kinds()
     layers = tuple(rows.total(layer_ops(job.model, of_layer.index(kind)), True) for kind in range(len(kinds)))
     return Table(layers, rows.total(embedding_ops(job.model)), rows.total(head_ops(job.model))), index
-
-
-def distinct(x: Columns) -> tuple[Ints, Ints]:
-    """The first row of every combination of `KEYS` in `x`, and for every row which combination it has."""
-    code = np.zeros(len(x), np.int64)
-    for name in KEYS:
-        column = getattr(x, name)
-        code = code * (int(column.max(initial=0)) + 1) + column
-    _, first, index = np.unique(code, return_index=True, return_inverse=True)
-    return first, index
 
 
 def fused(ops: Iterable[Op]) -> list[Op]:

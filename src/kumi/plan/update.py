@@ -1,0 +1,132 @@
+"""Seconds around the microbatches of a step: gradients reduced, weights updated, gathered and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kumi.plan.columns import Columns, Floats, Ints
+from kumi.plan.comm import collective_seconds
+from kumi.plan.distinct import distinct
+from kumi.plan.kernels import stream_seconds
+from kumi.plan.shards import local_elements
+from kumi.plan.stages import Share
+from kumi.spec.job import Job
+from kumi.spec.layout import OFFLOAD
+from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
+from kumi.spec.op import Op
+from kumi.spec.optim import state_bytes
+
+# Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
+# and the memory.
+HIDES = 0.85
+
+# Bytes/s of host memory that one device's share of a node's processors moves in an optimizer update.
+HOST_BANDWIDTH = 20e9
+
+OFFLOADED = tuple(name for name in OFFLOAD if name not in ("none", "activations"))
+
+# Rows that agree in these update alike.
+SAME_UPDATE = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "zero", "schedule", "stages", "offload")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of parameters on a pp rank before ZeRO divides them, dense and of experts, and its layers, (rows,)."""
+
+    dense: Floats
+    expert: Floats
+    layers: Floats
+
+
+def data_groups(x: Columns, dense: Floats, expert: Floats) -> list[tuple[Floats, Ints, Ints]]:
+    """(elements, degree, stride) of the groups that divide dense and expert parameters among data-parallel ranks."""
+    shards = x.dp_shard * x.cp
+    expert_shards = np.maximum(1, shards * x.tp // (x.ep * x.expert_tp))
+    return [(dense, shards, x.tp), (expert, expert_shards, x.ep * x.expert_tp)]
+
+
+def unit_seconds(job: Job, x: Columns, ops: Sequence[Op]) -> tuple[Floats, Floats]:
+    """Seconds to gather the parameters of `ops` under ZeRO-3, and to reduce their gradients under ZeRO-2 and 3."""
+    first, index = distinct(x.dp_shard, x.cp, x.tp, x.ep, x.expert_tp, x.zero)
+    rows = x.take(first)
+    gather = scatter = np.zeros(len(rows))
+    for elements, degree, stride in data_groups(rows, *local_elements(ops, rows)):
+        whole = job.weight_itemsize * elements
+        gather = gather + collective_seconds(job.cluster, "all_gather", whole, degree, stride)
+        size = job.engine.grad_reduce_itemsize * elements
+        scatter = scatter + collective_seconds(job.cluster, "reduce_scatter", size, degree, stride)
+    return np.where(rows.zero == 3, gather, 0.0)[index], np.where(rows.zero >= 2, scatter, 0.0)[index]
+
+
+def held(job: Job, x: Columns, part: Share) -> Held:
+    """Parameters of a rank that holds `part`."""
+    kinds, of_layer = job.model.layer_kinds()
+    pieces = [(layer_ops(job.model, of_layer.index(kind)), part.layers[kind]) for kind in range(len(kinds))]
+    pieces += [(embedding_ops(job.model), part.embedding), (head_ops(job.model), part.head)]
+    dense, expert = np.zeros(len(x)), np.zeros(len(x))
+    for ops, count in pieces:
+        own_dense, own_expert = local_elements(ops, x)
+        dense, expert = dense + count * own_dense, expert + count * own_expert
+    return Held(dense, expert, part.layers.sum(axis=0))
+
+
+def update(job: Job, x: Columns, part: Share, forward: Floats, backward: Floats) -> dict[str, Floats]:
+    """Seconds at the end (and the beginning) of a step by kind: gradients reduced, weights updated and gathered.
+
+    `forward` and `backward` are those of a microbatch, beside which the first weights and the last gradients travel.
+    """
+    first, index = distinct(*(getattr(x, name) for name in SAME_UPDATE))
+    rows = x.take(first)
+    own = held(job, rows, Share(part.layers[:, first], part.embedding[first], part.head[first], part.in_flight[first]))
+    reduce, gather = exchange_seconds(job, rows, own)
+    seconds, moved = optimizer_seconds(job, rows, own)
+    pieces = np.maximum(1.0, own.layers)[index]
+    exposed = _exposed(reduce[index], backward, pieces, job.engine.overlap_grads)
+    exposed = exposed + _exposed(gather[index], forward, pieces, job.engine.overlap_params)
+    return {"dp": exposed, "optimizer": seconds[index], "offload": moved[index]}
+
+
+def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
+    """Seconds in which gradients are reduced once a step, and updated weights gathered."""
+    reduce = gather = np.zeros(len(x))
+    for elements, degree, stride in data_groups(x, own.dense, own.expert):
+        size = job.engine.grad_reduce_itemsize * elements
+        once = collective_seconds(job.cluster, "all_reduce", size, degree, stride)
+        cut = collective_seconds(job.cluster, "reduce_scatter", size, degree, stride)
+        reduce = reduce + np.select([x.zero == 0, x.zero == 1], [once, cut], 0.0)
+        whole = collective_seconds(job.cluster, "all_gather", job.weight_itemsize * elements, degree, stride)
+        gather = gather + np.where((x.zero == 1) | (x.zero == 2), whole, 0.0)
+        share = size / np.where(x.zero > 0, degree, 1)
+        copies = x.tp * x.cp * x.dp_shard
+        reduce = reduce + collective_seconds(job.cluster, "all_reduce", share, x.dp_replicate, copies)
+    return reduce, gather
+
+
+def _exposed(seconds: Floats, beside: Floats, pieces: Floats, overlaps: bool) -> Floats:
+    """What of `seconds`, sent in `pieces`, does not hide behind `beside`: the last piece never does."""
+    return np.maximum(seconds / pieces, seconds - HIDES * beside) if overlaps else seconds
+
+
+def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
+    """Seconds of the update on the device (or, where the states are on the host, there), and of moving to and fro."""
+    elements = np.zeros(len(x))
+    for count, degree, _ in data_groups(x, own.dense, own.expert):
+        elements = elements + count / np.where(x.zero >= 1, degree, 1)
+    # Per element of a large matrix, where the state of single rows and steps does not count.
+    state = state_bytes(job.optim, (4096, 4096), 4, hidden=True) / 4096**2
+    # Gradients are read for their norm and again for the update, and cleared; weights and states are read and written.
+    touched = elements * (3 * job.engine.grad_itemsize + 2 * 4 + 2 * state + 2 * job.engine.half_weights)
+    device = stream_seconds(job.cluster.device, touched)
+    names = np.array(OFFLOAD)[x.offload]
+    on_host, on_nvme = np.isin(names, OFFLOADED), np.char.endswith(names, "-nvme")
+    host = job.cluster.host
+    moved = elements * (job.engine.grad_itemsize + job.weight_itemsize)
+    away = (
+        moved / host.device_bandwidth + touched / HOST_BANDWIDTH if host.device_bandwidth else np.full(len(x), np.inf)
+    )
+    drives = elements * 2 * (4 + state) / host.nvme_bandwidth if host.nvme_bandwidth else np.full(len(x), np.inf)
+    offload = np.where(on_host, away, 0.0) + np.where(on_nvme, drives, 0.0)
+    return np.where(on_host, 0.0, device), offload
