@@ -1,0 +1,32 @@
+"""A plan in a few lines: what is planned, the layout, its speed, its memory."""
+
+from __future__ import annotations
+
+from kumi.plan import words
+from kumi.plan.figures import fullest
+from kumi.plan.report import Report
+from kumi.spec.ledger import num_params
+from kumi.units import format_bytes, format_count
+
+
+def headline(report: Report) -> list[str]:
+    """What is planned, the layout, its speed, its memory, and out of how many it was chosen."""
+    job, best = report.job, report.best
+    layout = best.layout
+    batch = f"{format_count(best.tokens_per_step)} tokens a step in sequences of {job.batch.seq_len:,}"
+    speed = f"{format_count(best.tokens_per_second)} tokens/s, {best.tokens_per_second_per_device:,.0f} a device"
+    step = f"{words.seconds(best.step_seconds)} a step, give or take {words.percent(best.uncertainty)}"
+    card = format_bytes(job.cluster.device.memory)
+    where = f", on pp rank {fullest(best)}, the fullest" if layout.pp > 1 else ""
+    fits = "" if best.fits else ": DOES NOT FIT"
+    searched = f"; {report.searched:,} legal layouts looked at, {report.fitting:,} fit" if report.searched else ""
+    model = f"{job.model.family} of {format_count(num_params(job.model))} parameters"
+    return [
+        f"{model} on {words.machines(job.cluster)}, {batch}, {job.precision.kind}, {job.engine.name}",
+        words.arrangement(layout),
+        f"{words.details(layout)}, {words.plural(job.batch.microbatches(layout), 'microbatch')} a step{searched}",
+        f"{speed}; {step}",
+        f"MFU {words.percent(best.mfu)} ({words.MFU})",
+        f"memory {format_bytes(best.peak_memory)} of {format_bytes(best.usable)} usable on a card of {card}"
+        f"{where}{fits}",
+    ]
