@@ -2,11 +2,10 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from examples import estimate, memory, one_device, report
+from examples import estimate, memory, one_device, report, timeline
 
 from kumi.plan.page import page, table
 from kumi.plan.report import Report
-from kumi.plan.trace import pipeline
 from kumi.spec.layout import Layout
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -40,8 +39,7 @@ class Outline(HTMLParser):
 
 
 def full():
-    made = report()
-    return replace(made, timeline=pipeline(made.job, made.best))
+    return replace(report(), timeline=timeline())
 
 
 def test_tags_nest_and_ids_are_unique():

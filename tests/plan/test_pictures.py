@@ -3,22 +3,19 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from examples import CHOSEN, best, copies, estimate, job, memory, one_device, report, sharded
+from examples import copies, estimate, job, memory, one_device, report, sharded, timeline
 
 from kumi.plan import diagrams, palette, svg
 from kumi.plan.pictures import pictures
 from kumi.plan.report import Report
-from kumi.plan.trace import pipeline
 from kumi.plan.types import MemoryEstimate
 from kumi.spec.layout import Layout
-from kumi.spec.schedule import actions
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def full():
-    made = report()
-    return replace(made, timeline=pipeline(made.job, made.best))
+    return replace(report(), timeline=timeline())
 
 
 def parsed(made):
@@ -97,17 +94,15 @@ def test_every_kind_of_memory_can_be_told_from_every_other_without_its_colour_al
 
 
 def test_the_timeline_has_a_box_for_every_action():
-    made = job(sequences=16)
-    found = pipeline(made, best())
+    found = timeline(8)
     root = ElementTree.fromstring(diagrams.timeline(found, "timeline", found.seconds))
     hints = [title.text for rect in root.iter(f"{SVG}rect") for title in rect.iter(f"{SVG}title")]
-    wanted = sum(len(rank) for rank in actions("1f1b", 4, 1, made.batch.microbatches(CHOSEN)))
-    assert len(hints) == wanted == 64
+    assert len(hints) == 4 * 2 * 8
     assert "forward, stage 3, microbatch 7" in hints
 
 
 def test_a_long_timeline_is_cut_and_that_is_said():
-    found = pipeline(job(sequences=2 * 700), best())
+    found = timeline(700)
     drawn = diagrams.timelines(found)
     assert len(re.findall(r"<title>(?:forward|backward)", drawn["timeline"])) <= 1.1 * diagrams.SPANS
     assert "of which the first" in drawn["timeline"]

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kumi.plan.timeline import Timeline, simulate
-from kumi.plan.types import Estimate
-from kumi.spec.job import Job
-from kumi.spec.schedule import actions, placement
+from kumi.plan.timeline import Timeline
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
 
@@ -37,19 +34,3 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 "ph": "X", "pid": rank, "tid": rank, "name": f"{kind}{microbatch}", "cat": NAMES[kind],
                 "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": {"stage": stage, "microbatch": microbatch},
             }  # fmt: skip
-
-
-def pipeline(job: Job, estimate: Estimate) -> Timeline:
-    """The timeline of `estimate`'s pipeline: its schedule's lists with the stages' seconds and the transfers'."""
-    layout = estimate.layout
-    sent = [item for item in estimate.collectives if item.axis == "pp"]
-    transfer = sum(item.seconds for item in sent) / max(1, sum(item.count for item in sent))
-    lists = actions(layout.schedule, layout.pp, layout.stages, job.batch.microbatches(layout))
-    durations = [(stage.forward, stage.backward_input, stage.backward_weight) for stage in estimate.stages]
-    return simulate(
-        lists,
-        placement(layout.schedule, layout.pp, layout.stages),
-        durations,
-        transfer,
-        blocking=not job.engine.overlap_pp,
-    )
