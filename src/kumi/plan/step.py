@@ -10,17 +10,19 @@ import numpy as np
 from kumi.plan.closed import closed_form
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
+from kumi.plan.memory import host_memory
 from kumi.plan.stages import Share, share
-from kumi.plan.update import HIDES, unit_seconds, update
+from kumi.plan.update import HIDES, data_groups, parameters, unit_seconds, update
 from kumi.plan.work import Cost, Table, table
 from kumi.spec.job import Job
-from kumi.spec.layout import RECOMPUTE
+from kumi.spec.layout import OFFLOAD, RECOMPUTE
 from kumi.spec.ledger import layer_ops
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+ACTIVATIONS = OFFLOAD.index("activations")
 
 SIDES = ("forward", "backward", "weight")
-PER_MICROBATCH = ("forward", "backward", "recompute", "tp", "cp", "ep", "dp", "host")
+PER_MICROBATCH = ("forward", "backward", "recompute", "tp", "cp", "ep", "dp", "offload", "host")
 
 
 @dataclass
@@ -98,7 +100,39 @@ def stage(job: Job, x: Columns, part: Share, costs: Table, index: Ints) -> Stage
         _add_work(job, x, found, cost, index, count, layer)
         if layer:
             _add_gathers(job, x, found, number, count, cost, index)
+    _add_offload(job, x, found, part)
     return found
+
+
+def _add_offload(job: Job, x: Columns, found: Stage, part: Share) -> None:
+    """What moves between host and device in every microbatch, beside its forward and its backward."""
+    away = np.flatnonzero(x.offload)
+    if not len(away):
+        return
+    rows = x.take(away)
+    held = Share(part.layers[:, away], part.embedding[away], part.head[away], part.in_flight[away])
+    bandwidth = job.cluster.host.device_bandwidth
+    for side, moved in zip((found.forward, found.backward), moved_bytes(job, rows, held), strict=True):
+        exposed = np.maximum(0.0, moved / bandwidth - HIDES * side[away])
+        side[away] += exposed
+        found.kinds["offload"][away] += exposed
+
+
+def moved_bytes(job: Job, x: Columns, part: Share) -> tuple[Floats, Floats]:
+    """Bytes that a microbatch sends over the host's link in its forward and in its backward.
+
+    Activations go and come back. Offloaded states bring their weights in both, the rank's part of them under ZeRO-3,
+    and their gradients leave.
+    """
+    activations = np.where(x.offload == ACTIVATIONS, host_memory(job, x, part) / part.in_flight, 0.0)
+    states = np.isin(np.array(OFFLOAD)[x.offload], ("states", "states-nvme"))
+    weights = gradients = np.zeros(len(x))
+    own = parameters(job, x, part)
+    for elements, degree, _ in data_groups(x, own.dense, own.expert):
+        weights = weights + job.weight_itemsize * elements / np.where(x.zero == 3, degree, 1)
+        gradients = gradients + job.engine.grad_itemsize * elements / np.where(x.zero >= 2, degree, 1)
+    forward = activations + np.where(states, weights, 0.0)
+    return forward, forward + np.where(states, gradients, 0.0)
 
 
 def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count: Floats, layer: bool) -> None:

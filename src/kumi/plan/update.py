@@ -61,7 +61,7 @@ def unit_seconds(job: Job, x: Columns, ops: Sequence[Op]) -> tuple[Floats, Float
     return np.where(rows.zero == 3, gather, 0.0)[index], np.where(rows.zero >= 2, scatter, 0.0)[index]
 
 
-def held(job: Job, x: Columns, part: Share) -> Held:
+def parameters(job: Job, x: Columns, part: Share) -> Held:
     """Parameters of a rank that holds `part`."""
     kinds, of_layer = job.model.layer_kinds()
     pieces = [(layer_ops(job.model, of_layer.index(kind)), part.layers[kind]) for kind in range(len(kinds))]
@@ -80,7 +80,9 @@ def update(job: Job, x: Columns, part: Share, forward: Floats, backward: Floats)
     """
     first, index = distinct(*(getattr(x, name) for name in SAME_UPDATE))
     rows = x.take(first)
-    own = held(job, rows, Share(part.layers[:, first], part.embedding[first], part.head[first], part.in_flight[first]))
+    own = parameters(
+        job, rows, Share(part.layers[:, first], part.embedding[first], part.head[first], part.in_flight[first])
+    )
     reduce, gather = exchange_seconds(job, rows, own)
     seconds, moved = optimizer_seconds(job, rows, own)
     pieces = np.maximum(1.0, own.layers)[index]
