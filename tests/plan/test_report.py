@@ -33,7 +33,22 @@ def test_the_headline_says_speed_memory_and_the_convention_of_mfu():
     assert f"MFU {100 * best().mfu:.0f}% (attention counted in full, recomputation not)" in text
     assert "memory 55 GiB of 72 GiB usable on a card of 80 GiB, on pp rank 0, the fullest" in text
     assert "DOES NOT FIT" not in text
-    assert "DOES NOT FIT" in headline(Report(job(), copies()))[-1]
+    assert "DOES NOT FIT" in "".join(headline(Report(job(), copies())))
+
+
+def test_the_headline_says_what_it_costs_and_what_was_assumed():
+    made = report()
+    assert headline(made)[-1] == "a billion tokens take 170 device hours"
+    device = replace(made.job.cluster.device, price=2.5, watts=700.0)
+    cluster = replace(made.job.cluster, device=device, assumed=("NVLink: latency",))
+    model = replace(made.job.model, notes=("one head is not counted",))
+    rich = replace(made, job=replace(made.job, cluster=cluster, model=model), best=best(host_memory=2**34))
+    assert headline(rich)[-4:] == [
+        "16 GiB of the host's memory for each device",
+        "a billion tokens take 170 device hours, 424 at 2.5 an hour, 119 kWh at 700 W",
+        "note: one head is not counted",
+        "assumed, not measured: NVLink: latency",
+    ]
 
 
 layouts = st.builds(

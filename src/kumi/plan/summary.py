@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kumi.plan import words
 from kumi.plan.figures import fullest
 from kumi.plan.report import Report
+from kumi.plan.types import Estimate
 from kumi.spec.ledger import num_params
 from kumi.units import format_bytes, format_count
 
@@ -21,7 +24,7 @@ def headline(report: Report) -> list[str]:
     fits = "" if best.fits else ": DOES NOT FIT"
     searched = f"; {report.searched:,} legal layouts looked at, {report.fitting:,} fit" if report.searched else ""
     model = f"{job.model.family} of {format_count(num_params(job.model))} parameters"
-    return [
+    lines = [
         f"{model} on {words.machines(job.cluster)}, {batch}, {job.precision.kind}, {job.engine.name}",
         words.arrangement(layout),
         f"{words.details(layout)}, {words.plural(job.batch.microbatches(layout), 'microbatch')} a step{searched}",
@@ -30,3 +33,27 @@ def headline(report: Report) -> list[str]:
         f"memory {format_bytes(best.peak_memory)} of {format_bytes(best.usable)} usable on a card of {card}"
         f"{where}{fits}",
     ]
+    return [*lines, *_host(best), *_cost(report), *_remarks(report)]
+
+
+def _remarks(report: Report) -> Iterator[str]:
+    """What was left out when the model was read, and which figures of the machines are assumptions."""
+    yield from (f"note: {note}" for note in report.job.model.notes)
+    assumed = report.job.cluster.assumed
+    if assumed:
+        yield f"assumed, not measured: {'; '.join(assumed)}"
+
+
+def _host(best: Estimate) -> Iterator[str]:
+    if best.host_memory:
+        yield f"{format_bytes(best.host_memory)} of the host's memory for each device"
+
+
+def _cost(report: Report) -> Iterator[str]:
+    """What a billion tokens cost, in device hours, money and energy, as far as prices and watts are given."""
+    device, best = report.job.cluster.device, report.best
+    hours = best.devices * 1e9 / best.tokens_per_second / 3600
+    parts = [f"{words.digits(hours)} device hours"]
+    parts += [f"{words.digits(hours * device.price)} at {device.price:g} an hour"] if device.price else []
+    parts += [f"{words.digits(hours * device.watts / 1000)} kWh at {device.watts:g} W"] if device.watts else []
+    yield f"a billion tokens take {', '.join(parts)}"
