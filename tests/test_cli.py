@@ -26,6 +26,7 @@ def test_verbs_and_flags_are_frozen():
         "data": ["--help", "--json", "-h"],
         "train": ["--allow-change", "--help", "-h"],
         "convert": ["--help", "--to", "--verify", "-h"],
+        "bench": ["--help", "--json", "--out", "--quick", "--ranks", "-h"],
     }
 
 
@@ -38,7 +39,7 @@ def test_config_keys_are_frozen():
     assert found == frozen
 
 
-@pytest.mark.parametrize("verb", ["describe", "data", "train", "convert"])
+@pytest.mark.parametrize("verb", ["describe", "data", "train", "convert", "bench"])
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])
@@ -46,7 +47,8 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
     assert "Example: kumi" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [[], ["trian"], ["train"], ["train", "x.toml", "--allow", "y"], ["describe", "--js"]])
+@pytest.mark.parametrize("words", [[], ["trian"], ["train"], ["train", "x.toml", "--allow", "y"],
+                                   ["describe", "--js"], ["bench", "--ranks", "0"]])  # fmt: skip
 def test_wrong_usage_is_exit_code_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)

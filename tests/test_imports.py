@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "kumi"
 
 # From the bottom up; a module may import its own package and what stands before it.
 ORDER = ["errors", "units", "spec", "plan", "clusters", "config", "describe", "compat", "storage", "data", "nn",
-         "objectives", "parallel", "convert", "launch", "train", "cli"]  # fmt: skip
+         "objectives", "parallel", "convert", "launch", "train", "bench", "cli"]  # fmt: skip
 TORCH_FREE = ["errors", "units", "spec", "plan", "config", "describe", "data", "cli", "objectives"]
 
 

@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     _data_parser(verbs)
     _train_parser(verbs)
     _convert_parser(verbs)
+    _bench_parser(verbs)
     return parser
 
 
@@ -155,6 +156,23 @@ def _convert_parser(verbs: Any) -> None:
     parser.set_defaults(verb=_convert)
 
 
+def _bench_parser(verbs: Any) -> None:
+    parser = _verb(verbs, "bench", "Measure this machine for the planner", "kumi bench --out this-machine.toml")
+    parser.add_argument("--out", metavar="FILE.toml", help="the new cluster file to write; printed where left out")
+    parser.add_argument(
+        "--ranks", type=_positive, metavar="N", help="ranks that work at once; default: the GPUs, or 2 on a CPU"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and sizes, less time for each")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(verb=_bench)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give 1 or more")
+    return int(text)
+
+
 def _resolve(arguments: argparse.Namespace) -> Run:
     from kumi.config import load, resolve
 
@@ -208,6 +226,15 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     print(convert(arguments.source, arguments.target, to=arguments.to, verify=arguments.verify))
     return OK
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from kumi.bench import bench
+
+    out = None if arguments.out is None else Path(arguments.out)
+    return bench(out=out, ranks=arguments.ranks, quick=arguments.quick, as_json=arguments.json)
 
 
 if __name__ == "__main__":

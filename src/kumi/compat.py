@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +16,15 @@ def ddp_without_buffer_sync() -> dict[str, Any]:
     """The argument with which DDP leaves buffers alone in the forward: 2.13 renamed `broadcast_buffers`."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+
+
+def one_tensor_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """All-gather into one tensor and reduce-scatter of one: 2.13 renamed `all_gather_into_tensor` and
+    `reduce_scatter_tensor`."""
+    renamed = hasattr(dist, "all_gather_single")
+    names = ("all_gather_single", "reduce_scatter_single") if renamed else ("all_gather_into_tensor",
+                                                                           "reduce_scatter_tensor")  # fmt: skip
+    return getattr(dist, names[0]), getattr(dist, names[1])
 
 
 def has_varlen(q: Tensor) -> bool:

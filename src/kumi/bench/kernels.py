@@ -1,0 +1,266 @@
+"""The pieces of a train step that are timed on a device: products, element-wise work, attention, launches, the update.
+
+Each is made of what training itself calls (`kumi.nn`, `kumi.parallel.optimizer`), on tensors of training's sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kumi.bench.clock import Work
+from kumi.nn import rope
+from kumi.nn.attention import Segments, attend, segments
+from kumi.nn.logprob import weighted_sum
+from kumi.nn.mlp import gated
+from kumi.nn.norm import RMSNorm
+from kumi.parallel.optimizer import init_adamw
+from kumi.plan.work import PASSES
+from kumi.spec.engine import KUMI
+from kumi.spec.op import Dim, Op
+from kumi.spec.optim import Optim
+from kumi.spec.precision import ITEMSIZE
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A piece of work: its `kind`, the `dtype` it computes in, `what` tells it from others of its kind.
+
+    `amount` is what one call does: FLOPs of a product or of attention, bytes of anything else, 1 for a launch.
+    `prepare` takes the memory it needs and returns the call to be timed.
+    """
+
+    kind: str
+    dtype: str
+    what: str
+    amount: float
+    prepare: Callable[[], Work]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the work is: enough to fill the device, little enough to be done in seconds.
+
+    `squares` and `shapes` are (M, N, K) of products y (M, N) = x (M, K) w (N, K)^T, M for short where all are equal; of
+    the large square `peak` the products of a backward pass are timed too. `copy`: elements of the tensor that is
+    copied. `tokens`, `hidden`, `vocab`: of element-wise work. `attention`: sequences, positions, query heads,
+    key heads, head size. `update`: parameters.
+    """
+
+    squares: tuple[int, ...]
+    peak: int
+    shapes: tuple[tuple[int, int, int], ...]
+    copy: int
+    tokens: int
+    hidden: int
+    vocab: int
+    attention: tuple[int, int, int, int, int]
+    update: int
+
+
+# The first shapes are those of layers; the last have sizes that no tile divides.
+SIZES = {
+    "cpu": Sizes(
+        squares=(64, 128, 256, 512, 1024),
+        peak=2048,
+        shapes=((1024, 256, 256), (1024, 768, 256), (1024, 256, 768), (2048, 1024, 384), (2048, 384, 1024),
+                  (1024, 128, 256), (1000, 1001, 1001), (1024, 1023, 1023)),
+        copy=2**24,
+        tokens=2048,
+        hidden=512,
+        vocab=4096,
+        attention=(2, 512, 4, 2, 128),
+        update=2**22,
+    ),
+    "cuda": Sizes(
+        squares=(256, 512, 1024, 2048, 4096),
+        peak=8192,
+        shapes=((4096, 4096, 1024), (8192, 1024, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (1024, 4096, 4096),
+                  (8192, 10922, 4096), (8192, 10944, 4096), (8192, 8191, 8191)),
+        copy=2**28,
+        tokens=8192,
+        hidden=4096,
+        vocab=32768,
+        attention=(2, 4096, 32, 8, 128),
+        update=2**26,
+    ),
+}  # fmt: skip
+
+
+def kernels(device: torch.device, dtypes: tuple[str, ...], *, quick: bool) -> Iterator[Kernel]:
+    """All kernels for `device` in each of `dtypes`; `quick` leaves out the shapes that only show how products vary."""
+    sizes = SIZES[device.type]
+    yield _launch(device)
+    yield _copy(device, sizes.copy)
+    yield _update(device, sizes.update)
+    for dtype in dtypes:
+        yield from _products(device, dtype, sizes, quick=quick)
+        yield from _element_wise(device, dtype, sizes)
+        if device.type == "cpu" or dtype != "float32":  # there is no fused attention for float32 on CUDA
+            yield from _attention(device, dtype, sizes.attention)
+
+
+def _products(device: torch.device, dtype: str, sizes: Sizes, *, quick: bool) -> Iterator[Kernel]:
+    peak = sizes.peak
+    for form in FORMS:
+        yield _product(device, dtype, (peak, peak, peak), form)
+    squares = [(size, size, size) for size in sizes.squares]
+    for shape in [squares[-1], sizes.shapes[0]] if quick else [*squares, *sizes.shapes]:
+        yield _product(device, dtype, shape, "forward")
+
+
+# The three products of a linear layer: y = x w^T, and the gradients dy w and dy^T x.
+FORMS = ("forward", "backward input", "backward weight")
+
+
+def _product(device: torch.device, dtype: str, shape: tuple[int, int, int], form: str) -> Kernel:
+    m, n, k = shape
+
+    def prepare() -> Work:
+        x, w, dy = (_random(device, dtype, rows, columns) for rows, columns in ((m, k), (n, k), (m, n)))
+        left, right = {"forward": (x, w.T), "backward input": (dy, w), "backward weight": (dy.T, x)}[form]
+        out = left @ right
+        return lambda: torch.mm(left, right, out=out)
+
+    return Kernel("product", dtype, f"{form} {m}x{n}x{k}", 2.0 * m * n * k, prepare)
+
+
+def _launch(device: torch.device) -> Kernel:
+    """The interval of operations that have next to nothing to do."""
+
+    def prepare() -> Work:
+        one = torch.ones(1, device=device)
+        return lambda: one.mul_(1.0)
+
+    return Kernel("launch", "float32", "one element", 1.0, prepare)
+
+
+def _copy(device: torch.device, count: int) -> Kernel:
+    """A copy from memory to memory: every byte is read and written."""
+
+    def prepare() -> Work:
+        source, target = _random(device, "float32", count), torch.empty(count, device=device)
+        return lambda: target.copy_(source)
+
+    return Kernel("copy", "float32", f"{4 * count >> 20} MiB", 8.0 * count, prepare)
+
+
+def _update(device: torch.device, count: int) -> Kernel:
+    """AdamW's fused update: parameter and two moments are read and written, the gradient is read."""
+
+    def prepare() -> Work:
+        parameter = nn.Parameter(_random(device, "float32", count))
+        parameter.grad = _random(device, "float32", count)
+        return init_adamw([("weight", parameter)], Optim()).step
+
+    return Kernel("update", "float32", f"{count >> 20} Mi parameters", 28.0 * count, prepare)
+
+
+def _element_wise(device: torch.device, dtype: str, sizes: Sizes) -> Iterator[Kernel]:
+    """A layer's element-wise work, forward and backward; `amount` is the bytes that the planner counts for it."""
+    tokens, hidden = sizes.tokens, sizes.hidden
+    shape = {"rope": (1, tokens, hidden // 128, 128)}
+    for kind, forward in ELEMENT_WISE.items():
+        passes = sum(PASSES[kind][KUMI.kernels][:2])
+        amount = float(passes * ITEMSIZE[dtype] * tokens * hidden)
+        prepare = partial(_there_and_back, forward, device, dtype, shape.get(kind, (tokens, hidden)))
+        yield Kernel("element-wise", dtype, f"{kind} {tokens}x{hidden}", amount, prepare)
+    yield _logits(device, dtype, tokens, sizes.vocab)
+
+
+def _logits(device: torch.device, dtype: str, tokens: int, vocab: int) -> Kernel:
+    """The loss and its gradient. Hidden states are so narrow that the products with the head hardly count."""
+
+    def prepare() -> Work:
+        hidden, head = (_random(device, dtype, rows, _NARROW, grad=True) for rows in (tokens, vocab))
+        labels = torch.arange(tokens, device=device) % vocab
+        weights = torch.full((tokens,), 1 / tokens, device=device)
+
+        def work() -> None:
+            hidden.grad = head.grad = None
+            torch.autograd.backward(weighted_sum(hidden, head, labels, weights)[0])
+
+        return work
+
+    amount = float(sum(PASSES["logits"][KUMI.kernels][:2]) * ITEMSIZE[dtype] * tokens * vocab)
+    return Kernel("element-wise", dtype, f"logits {tokens}x{vocab}", amount, prepare)
+
+
+_NARROW = 8
+
+
+def _add(x: Tensor) -> Work:
+    other = torch.ones_like(x, requires_grad=True)
+    return lambda: x + other
+
+
+def _gate(x: Tensor) -> Work:
+    up = torch.ones_like(x, requires_grad=True)
+    return lambda: gated(x, up)
+
+
+def _norm(x: Tensor) -> Work:
+    module = RMSNorm(x.shape[-1], 1e-5, device=x.device, dtype=torch.float32)
+    torch.nn.init.ones_(module.weight)
+    return lambda: module(x)
+
+
+def _rope(x: Tensor) -> Work:
+    angles = torch.ones(1, x.shape[1], 1, x.shape[3], device=x.device)
+    return lambda: rope.rotate(x, angles, angles)
+
+
+# The ledger's kind of operation -> what makes its call from an input.
+ELEMENT_WISE: dict[str, Callable[[Tensor], Work]] = {"add": _add, "gate": _gate, "norm": _norm, "rope": _rope}
+
+
+def _there_and_back(make: Callable[[Tensor], Work], device: torch.device, dtype: str, shape: tuple[int, ...]) -> Work:
+    """A call that goes forward and leaves gradients, which the next call replaces."""
+    x = _random(device, dtype, *shape, grad=True)
+    forward = make(x)
+    grad = torch.ones(shape, device=device, dtype=x.dtype)
+
+    def work() -> None:
+        x.grad = None
+        out = forward()
+        assert isinstance(out, Tensor)
+        torch.autograd.backward(out, grad)
+
+    return work
+
+
+def _attention(device: torch.device, dtype: str, shape: tuple[int, int, int, int, int]) -> Iterator[Kernel]:
+    """Causal attention; `amount` is the FLOPs over pairs that see each other, and 2.5 times as many going back."""
+    rows, length, heads, kv_heads, size = shape
+    width = Dim("heads", heads * size)
+    flops = 4.0 * rows * length * width.size * Op("", "attention", width, width).reach(length)
+    what = f"{rows}x{length}, {heads} heads of {size}"
+
+    def inputs(*, grad: bool) -> list[Tensor]:
+        return [_random(device, dtype, rows, length, count, size, grad=grad) for count in (heads, kv_heads, kv_heads)]
+
+    def plain() -> Segments:
+        return segments(torch.zeros(rows, length, dtype=torch.int64, device=device), None)
+
+    def forward() -> Work:
+        q, k, v = inputs(grad=False)
+        where = plain()
+        return lambda: attend(q, k, v, where, None)
+
+    def backward() -> Work:
+        q, k, v = inputs(grad=True)
+        out = attend(q, k, v, plain(), None)
+        grad = torch.ones_like(out)
+        return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+    yield Kernel("attention", dtype, f"forward {what}", flops, forward)
+    yield Kernel("attention", dtype, f"backward {what}", 2.5 * flops, backward)
+
+
+def _random(device: torch.device, dtype: str, *shape: int, grad: bool = False) -> Tensor:
+    """Random numbers: a device computes zeros with less power, and so faster."""
+    return torch.randn(*shape, device=device).to(getattr(torch, dtype)).requires_grad_(grad)

@@ -1,0 +1,149 @@
+"""What each rank does: every measurement in turn, at the same time as all other ranks, as in training."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from kumi.bench.clock import seconds_of
+from kumi.bench.collectives import Message, groups, messages, seconds_of_message
+from kumi.bench.found import Found, Timing, Transfer
+from kumi.bench.kernels import kernels
+from kumi.errors import OK
+from kumi.launch.signals import StopFlag, exit_code, install
+from kumi.nn.matmul import enable_fast_float32
+from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, greatest, init_distributed, total
+from kumi.spec.layout import Layout
+from kumi.train.memory import memory_now
+
+# Seconds given to each measurement; what comes on top (memory, first calls, long samples) is about as much.
+BUDGET, QUICK_BUDGET = 0.3, 0.1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure: on "cpu" or "cuda", in these dtypes, all shapes and sizes or few."""
+
+    device_type: str
+    dtypes: tuple[str, ...]
+    quick: bool
+
+
+class Stopped(Exception):
+    """A rank was sent the signal `signum`; all ranks raise this at the same measurement."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def measure_rank(wanted: Wanted, out: Path) -> int:
+    """Measure, and as rank 0 write what was found to `out`; the exit code (see kumi.errors)."""
+    flag = install()
+    place = init_distributed(wanted.device_type)
+    try:
+        mesh = build_mesh(Layout(dp_replicate=place.world_size), place)
+        found = _measure(wanted, mesh, flag)
+    except Stopped as stopped:
+        return exit_code(stopped.signum)
+    finally:
+        close_distributed()
+    if place.rank == 0:
+        out.write_text(json.dumps(asdict(found)))
+    return OK
+
+
+def _measure(wanted: Wanted, mesh: Mesh, flag: StopFlag) -> Found:
+    torch.manual_seed(mesh.rank)
+    if wanted.device_type == "cpu":
+        enable_fast_float32()
+    work = list(kernels(mesh.device, wanted.dtypes, quick=wanted.quick))
+    sent = list(messages(mesh.place.world_size, wanted.device_type, quick=wanted.quick))
+    budget, mine = QUICK_BUDGET if wanted.quick else BUDGET, groups(mesh.place.world_size, mesh.rank)
+    timings, transfers = [], []
+    with _progress(len(work) + len(sent), enabled=mesh.rank == 0) as advance:
+        for kernel in work:
+            advance(f"{kernel.kind} {kernel.what} {kernel.dtype}")
+            call = kernel.prepare()
+            _agree(mesh, flag)
+            seconds = seconds_of(call, mesh.device, budget)
+            mean = total(torch.tensor(seconds / mesh.place.world_size, dtype=torch.float64), mesh)
+            timings.append(Timing(kernel.kind, kernel.dtype, kernel.what, kernel.amount, float(mean)))
+        for message in sent:
+            advance(f"{message.kind} {message.size} bytes over {message.degree}")
+            _agree(mesh, flag)
+            transfers.append(_transfer(message, mine[message.degree], mesh, budget))
+    return Found(
+        kernels=tuple(timings),
+        transfers=tuple(transfers),
+        reserved=_reserved(mesh.device),
+        processors=_processors(mesh.device),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+    )
+
+
+def _transfer(message: Message, group: torch.distributed.ProcessGroup, mesh: Mesh, budget: float) -> Transfer:
+    seconds = seconds_of_message(message, group, mesh, budget)
+    return Transfer(message.kind, message.degree, message.size, seconds)
+
+
+def _agree(mesh: Mesh, flag: StopFlag) -> None:
+    """Brings the ranks together; raises Stopped on all of them when one was sent a signal."""
+    signum = int(greatest(torch.tensor(flag.requested or 0), mesh))
+    if signum:
+        raise Stopped(signum)
+
+
+def _reserved(device: torch.device) -> int:
+    """Bytes of the device that are taken before a tensor is there: the context and libraries, the interpreter."""
+    if device.type == "cpu":
+        return memory_now(device)
+    free, whole = torch.cuda.mem_get_info(device)
+    return whole - free - torch.cuda.memory_reserved(device)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+@contextmanager
+def _progress(count: int, *, enabled: bool) -> Iterator[Callable[[str], None]]:
+    """A function that says what is measured now: a bar on a terminal, a line now and then elsewhere."""
+    if not enabled:
+        yield lambda what: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (
+            TextColumn("measuring"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=count)
+            yield lambda what: bar.update(task, advance=1, description=what[:40])
+    else:
+        yield _lines(count)
+
+
+def _lines(count: int, every: float = 10.0) -> Callable[[str], None]:
+    begun, done, due = time.monotonic(), 0, every
+
+    def advance(what: str) -> None:
+        nonlocal done, due
+        passed, done = time.monotonic() - begun, done + 1
+        if passed >= due:
+            due = passed + every
+            print(f"measuring | {done} of {count} | {what}", file=sys.stderr, flush=True)
+
+    return advance

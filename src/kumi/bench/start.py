@@ -1,0 +1,94 @@
+"""`kumi bench`: start the ranks, let them measure, fit, and write the cluster file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kumi.bench.file import node_toml, refuse_existing, write_new
+from kumi.bench.found import Found, read_found
+from kumi.bench.machine import node_of, remarks
+from kumi.config.cluster import cluster_spec
+from kumi.config.cluster_file import NodeFile
+from kumi.config.schema import ClusterSection
+from kumi.errors import OK, ConfigError
+from kumi.launch.local import environment, is_rank
+from kumi.spec.cluster import ClusterSpec
+
+# Ranks on a machine without GPUs unless told: the fewest that communicate.
+CPU_RANKS = 2
+
+
+def bench(*, out: Path | None, ranks: int | None, quick: bool, as_json: bool) -> int:
+    """Measure this machine with `ranks` ranks at once and write it to the new file `out`; the exit code.
+
+    Without `out` the file's text is printed after the tables. Raises RefusedError when `out` exists, before anything
+    is measured, and ConfigError when there are not as many GPUs as `ranks`.
+    """
+    if out is not None:
+        refuse_existing(out, "--out")
+    machine = this_machine(ranks)
+    code, found = _measure(machine, quick=quick)
+    if found is None:
+        return code
+    node = node_of(found, machine.device, machine.devices_per_node)
+    text = node_toml(node, remarks(found, machine.device, machine.devices_per_node))
+    if out is not None:
+        write_new(out, text, "--out")
+    _print(found, node, text, out, as_json=as_json)
+    return OK
+
+
+def this_machine(ranks: int | None) -> ClusterSpec:
+    """This machine as `ranks` devices; by default its GPUs, or `CPU_RANKS` shares of its CPU."""
+    if is_rank(os.environ):
+        raise ConfigError(
+            "bench: this process is one rank of a launcher (RANK and WORLD_SIZE are set), and bench starts its own "
+            "ranks; run it without torchrun or srun, on one machine"
+        )
+    found = cluster_spec(ClusterSection(source="auto"))
+    if found.device.kind == "cpu":
+        return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks or CPU_RANKS))
+    if ranks is not None and ranks > found.devices_per_node:
+        raise ConfigError(
+            f"bench: --ranks {ranks}, and this machine has {found.devices_per_node} GPUs; use at most as many"
+        )
+    return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks)) if ranks else found
+
+
+def _measure(machine: ClusterSpec, *, quick: bool) -> tuple[int, Found | None]:
+    """The ranks' exit code, and what they found unless they were stopped."""
+    # OpenMP reads these once, when torch is imported.
+    os.environ.update(environment(machine.devices_per_node, os.environ))
+    from kumi.bench.rank import Wanted, measure_rank
+    from kumi.launch import local
+
+    wanted = Wanted(machine.device.kind, tuple(dtype for dtype in machine.device.dtypes if dtype in MEASURED), quick)
+    with tempfile.TemporaryDirectory(prefix="kumi-bench-") as folder:
+        result = Path(folder) / "found.json"
+        arguments = (wanted, result)
+        code = local.run(measure_rank, arguments, nproc=machine.devices_per_node, log_dir=Path(folder) / "logs")
+        return code, read_found(json.loads(result.read_text())) if code == OK else None
+
+
+# Dtypes of plain matrix products; float8 and float4 need scales beside their matrices.
+MEASURED = ("float32", "bfloat16", "float16")
+
+
+def _print(found: Found, node: NodeFile, text: str, out: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        described: dict[str, Any] = {"file": None if out is None else str(out), "toml": text, "found": asdict(found)}
+        print(json.dumps(described, indent=2))
+        return
+    from kumi.bench.show import render
+    from kumi.describe import console
+
+    console().print(render(found, node))
+    if out is None:
+        print(f"\nA cluster file with these figures (--out FILE.toml writes it):\n\n{text}", end="")
+    else:
+        print(f'\nwrote {out}; use it with cluster.source="{out}"')

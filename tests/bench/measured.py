@@ -1,0 +1,45 @@
+"""Measurements as a machine with round figures would give them."""
+
+from kumi.bench.found import Found, Timing, Transfer
+from kumi.plan.comm import collective_seconds
+from kumi.spec.cluster import ClusterSpec, Device, Link
+
+CPU = Device("Testor 3000", "cpu", 8 * 2**30, ("float32", "bfloat16"))
+GPU = Device("Testor GPU", "cuda", 80 * 2**30, ("float32", "bfloat16"), (("bfloat16", 1e15), ("float32", 6e13)),
+             memory_bandwidth=3e12, watts=700.0)  # fmt: skip
+LINK = Link("gloo", 4, 2e9, 3e-4, 1.0)
+
+
+def found(*, processors: int = 0, speed: float = 1e11, memory: float = 2e10, transfers=()) -> Found:
+    """Products at `speed` (half of it in odd shapes, twice in bfloat16), sweeps at `memory`, attention at a quarter."""
+    timings = [
+        timing("launch", "float32", "one element", 1.0, 1 / 5e-6),
+        timing("copy", "float32", "64 MiB", 1e8, memory / 2),
+        timing("update", "float32", "4 Mi parameters", 1e8, memory),
+    ]
+    for dtype, gain in (("float32", 1), ("bfloat16", 2)):
+        for form in ("forward", "backward input", "backward weight"):
+            timings.append(timing("product", dtype, f"{form} 2048x2048x2048", 2.0 * 2048**3, speed * gain))
+        timings.append(timing("product", dtype, "forward 999x999x999", 2.0 * 999**3, speed * gain / 2))
+        timings.append(timing("product", dtype, "forward 64x64x64", 2.0 * 64**3, speed * gain / 10))
+        for kind in ("add", "gate", "norm", "rope", "logits"):
+            timings.append(timing("element-wise", dtype, f"{kind} 2048x512", 1e7, memory * 0.4))
+        timings.append(timing("attention", dtype, "forward 2x512, 4 heads of 128", 1e9, speed * gain / 4))
+        timings.append(timing("attention", dtype, "backward 2x512, 4 heads of 128", 1e9, speed * gain / 5))
+    return Found(tuple(timings), tuple(transfers), 300 * 2**20, processors, 1, "2.13.0")
+
+
+def timing(kind: str, dtype: str, what: str, amount: float, rate: float) -> Timing:
+    """What takes as long as `amount` does at `rate`."""
+    return Timing(kind, dtype, what, amount, amount / rate)
+
+
+def transfers(link: Link = LINK) -> list[Transfer]:
+    """Collectives that take exactly as long as the planner says for `link`."""
+    cluster = ClusterSpec("", CPU, link.span, links=(link,))
+    return [
+        Transfer(kind, degree, size, float(collective_seconds(cluster, kind, size, degree, 1)))
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+        for degree in (2, 4)
+        for size in (2**12, 2**16, 2**20, 2**24)
+    ]

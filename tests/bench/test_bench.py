@@ -1,0 +1,135 @@
+"""`kumi bench` on tiny work: everything is measured, on one rank and on two, and the file can be planned with."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kumi.bench import clock, collectives, kernels, rank, start
+from kumi.bench.found import read_found
+from kumi.cli import main
+from kumi.config.cluster import cluster_spec
+from kumi.config.schema import ClusterSection
+from kumi.launch.signals import StopFlag
+from kumi.parallel.mesh import Place
+from steps import mesh_of
+
+TINY = replace(
+    kernels.SIZES["cpu"], squares=(16, 32), peak=64, shapes=((48, 16, 31),), copy=2**12, tokens=32, hidden=128,
+    vocab=64, attention=(1, 32, 2, 1, 64), update=2**20,
+)  # fmt: skip
+
+
+def shrink(patch):
+    """Makes all work tiny; `patch(thing, name, value)` sets an attribute or, of a dict, an item."""
+    patch(kernels.SIZES, "cpu", TINY)
+    patch(collectives.MOST, "cpu", 2**16)
+    patch(clock, "SAMPLE_S", 1e-4)
+    patch(rank, "BUDGET", 1e-3)
+    patch(rank, "QUICK_BUDGET", 1e-3)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    shrink(lambda thing, name, value: (monkeypatch.setitem if isinstance(thing, dict) else monkeypatch.setattr)(
+        thing, name, value))  # fmt: skip
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    kept = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(kept)
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_one_rank_from_the_command_line(tiny, tmp_path, capsys):
+    file = tmp_path / "machine.toml"
+    assert main(["bench", "--ranks", "1", "--quick", "--out", str(file)]) == 0
+    assert "matrix products" in capsys.readouterr().out
+    cluster = cluster_spec(ClusterSection(source=str(file)))
+    assert cluster.devices == 1
+    assert cluster.device.peak_flops("float32") > 0
+    assert main(["bench", "--ranks", "1", "--out", str(file)]) == 2
+    assert "nothing is overwritten" in capsys.readouterr().err
+
+
+def test_json_holds_every_timing(tiny, capsys):
+    assert main(["bench", "--ranks", "1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    found = read_found(said["found"])
+    assert {one.kind for one in found.kernels} == {"launch", "copy", "update", "product", "element-wise", "attention"}
+    assert all(one.seconds > 0 for one in found.kernels)
+    assert "[device]" in said["toml"]
+
+
+def test_a_rank_of_a_launcher_is_refused(tiny, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench"]) == 2
+    assert "without torchrun" in capsys.readouterr().err
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    gpus = replace(cluster_spec(ClusterSection(source="h100-sxm")), devices_per_node=8)
+    monkeypatch.setattr(start, "cluster_spec", lambda section: gpus)
+    with pytest.raises(start.ConfigError, match="--ranks 9, and this machine has 8 GPUs"):
+        start.this_machine(9)
+
+
+def _measured(quick):
+    from kumi.spec.layout import Layout
+
+    shrink(lambda thing, name, value: thing.__setitem__(name, value) if isinstance(thing, dict) else setattr(
+        thing, name, value))  # fmt: skip
+    mesh = mesh_of(Layout(dp_replicate=torch.distributed.get_world_size()))
+    found = rank._measure(rank.Wanted("cpu", ("float32",), quick), mesh, StopFlag())
+    torch.set_float32_matmul_precision("highest")  # the rank lives on, for other tests
+    return found
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_ranks_measure_every_collective_in_every_group(ranks, quick):
+    found, *others = ranks(4, _measured, quick)
+    assert all((one.kernels, one.transfers) == (found.kernels, found.transfers) for one in others)  # they agree
+    sizes = {2**12, 2**14, 2**16} if not quick else {2**12, 2**16}
+    wanted = {(kind, degree, size) for kind in collectives.KINDS for degree in (2, 4) for size in sizes}
+    assert {(one.kind, one.degree, one.size) for one in found.transfers} == wanted
+    assert all(one.seconds > 0 for one in found.transfers)
+
+
+def _stopped():
+    from kumi.spec.layout import Layout
+
+    mesh, flag = mesh_of(Layout(dp_replicate=2)), StopFlag()
+    flag.requested = 15 if mesh.rank == 1 else None
+    try:
+        rank._measure(rank.Wanted("cpu", ("float32",), True), mesh, flag)
+    except rank.Stopped as stopped:
+        return stopped.signum
+    return None
+
+
+def test_a_signal_to_one_rank_stops_all(ranks):
+    assert ranks(2, _stopped) == [15, 15]
+
+
+def test_nothing_here_needs_torch_before_ranks_start():
+    program = "import sys, kumi.bench; assert not {'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_work_is_timed_by_the_call():
+    calls = []
+    seconds = clock.seconds_of(lambda: calls.append(1), torch.device("cpu"), 0.0)
+    assert 0 < seconds < clock.SAMPLE_S
+    assert len(calls) > 100
+
+
+def test_messages_divide_the_world():
+    place = Place(0, 6, 0, torch.device("cpu"))
+    degrees = {message.degree for message in collectives.messages(place.world_size, "cpu", quick=False)}
+    assert degrees == {2, 3, 6}

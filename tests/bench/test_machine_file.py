@@ -1,0 +1,71 @@
+"""Measurements become a cluster file that `cluster.source` accepts, with the figures that were measured."""
+
+import pytest
+from measured import CPU, GPU, LINK, found, transfers
+
+from kumi.bench.file import node_toml, refuse_existing, write_new
+from kumi.bench.machine import node_of, remarks
+from kumi.config.cluster import cluster_spec
+from kumi.config.presets import presets, read_node
+from kumi.config.schema import ClusterSection
+from kumi.errors import RefusedError
+
+
+def written(tmp_path, measured, base, ranks):
+    file = tmp_path / "machine.toml"
+    write_new(file, node_toml(node_of(measured, base, ranks), remarks(measured, base, ranks)), "--out")
+    return cluster_spec(ClusterSection(source=str(file)))
+
+
+def test_a_cpu_file_loads_with_what_was_measured(tmp_path):
+    cluster = written(tmp_path, found(transfers=transfers()), CPU, 4)
+    device, (link,) = cluster.device, cluster.links
+    assert (device.name, device.kind, device.memory, cluster.devices_per_node) == ("Testor 3000", "cpu", CPU.memory, 4)
+    assert device.peak_flops("bfloat16") == 2e11
+    # Three products at full speed and one at half of it; the smallest says nothing of large ones.
+    assert device.matmul_share("bfloat16") == pytest.approx(4 / 5, rel=1e-3)
+    assert device.memory_bandwidth == 2e10
+    assert device.stream == pytest.approx(0.4)
+    assert device.attention == (0.25, 0.2)
+    assert device.launch == pytest.approx(5e-6)
+    assert device.reserved == 300 * 2**20
+    assert link.span == 4
+    assert link.bandwidth == pytest.approx(LINK.bandwidth, rel=1e-3)
+    assert link.latency == pytest.approx(LINK.latency, rel=1e-3)
+    assert cluster.assumed == ()
+
+
+def test_a_gpu_keeps_its_data_sheet_and_shares_are_of_that(tmp_path):
+    cluster = written(tmp_path, found(processors=132, speed=4e14, memory=2e12), GPU, 1)
+    device = cluster.device
+    assert device.peak_flops("bfloat16") == 1e15
+    assert device.matmul_share("bfloat16") == pytest.approx(0.8)  # of the large squares alone
+    assert device.memory_bandwidth == 3e12
+    assert device.stream == pytest.approx(0.4 * 2 / 3, rel=1e-3)
+    assert device.processors == 132
+    assert device.watts == 700
+    assert cluster.links == ()
+
+
+def test_the_file_says_with_what_it_was_measured():
+    text = node_toml(node_of(found(), CPU, 1), remarks(found(), CPU, 1))
+    assert text.startswith("# Measured by kumi bench: 1 x Testor 3000, 1 threads a rank, torch 2.13.0.")
+    assert "#   bfloat16  forward 999x999x999" in text
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_survives_being_written(preset, tmp_path):
+    (tmp_path / "copy.toml").write_text(node_toml(read_node(preset)))
+    assert read_node(str(tmp_path / "copy.toml")) == read_node(preset)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("there.toml", "nothing is overwritten"), ("a.txt", "end in .toml"), ("no/a.toml", "no folder")]
+)
+def test_files_that_are_not_written(name, words, tmp_path):
+    (tmp_path / "there.toml").write_text("mine")
+    with pytest.raises(RefusedError, match=words):
+        refuse_existing(tmp_path / name, "--out")
+    with pytest.raises(RefusedError, match="nothing is overwritten"):
+        write_new(tmp_path / "there.toml", "yours", "--out")
+    assert (tmp_path / "there.toml").read_text() == "mine"

@@ -1,0 +1,103 @@
+"""A finished run's folder and a cluster file become a cluster file that explains the run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from measured import CPU, found, transfers
+
+from kumi.bench.file import node_toml
+from kumi.bench.machine import node_of
+from kumi.bench.refit import LEAST_STEPS, WARM_UP, read_run, recalibrate, render
+from kumi.config import dump, load, resolve
+from kumi.config.cluster import cluster_spec
+from kumi.config.schema import ClusterSection
+from kumi.describe import console
+from kumi.errors import ConfigError, RefusedError
+from kumi.plan.estimate import estimate
+from kumi.spec.job import Job
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+
+
+def cluster_file(folder, ranks=2):
+    """A cluster file of `ranks` CPU devices."""
+    file = folder / f"cpu-{ranks}.toml"
+    file.write_text(node_toml(node_of(found(transfers=transfers() if ranks > 1 else ()), CPU, ranks)))
+    return str(file)
+
+
+def run_folder(folder, *, seconds=0.5, steps=WARM_UP + LEAST_STEPS, ranks=2, peak=2**20):
+    """A quickstart of which `steps` were trained; the first ones and every fourth took ten times as long."""
+    folder.mkdir()
+    config = load(QUICKSTART, [f"cluster.devices_per_node={ranks}", f"train.out={folder}"])
+    (folder / "config.toml").write_text(dump(config))
+    lines = [{"step": 0, "eval/loss": 3.0}]
+    for step in range(1, steps + 1):
+        slow = step <= WARM_UP or step % 4 == 0
+        lines.append({"step": step, "perf/step_s": seconds * (10 if slow else 1), "mem/peak_bytes": peak + step})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_new_file_explains_the_run(tmp_path):
+    before, out = cluster_file(tmp_path), tmp_path / "calibrated.toml"
+    folder = run_folder(tmp_path / "run", seconds=0.6)
+    calibration = recalibrate([folder], before, out)
+    ((name, _),) = calibration.moved.items()
+    run = resolve(load(folder / "config.toml"))
+    assert name == f"device.matmul.{run.precision.compute}"
+    cluster = cluster_spec(ClusterSection(source=str(out), devices_per_node=2))
+    made = estimate(Job(run.model, cluster, run.batch, run.precision, run.optim), run.layout)
+    assert made.step_seconds == pytest.approx(0.6, rel=2e-3)  # the file has four digits
+    text = out.read_text()
+    assert "calibrated on quickstart: 10 steps" in text
+    assert text.startswith(f"# {before}, calibrated on")
+    console().print(render(calibration))
+
+
+def test_the_rest_of_the_file_stays(tmp_path):
+    before, out = cluster_file(tmp_path), tmp_path / "calibrated.toml"
+    calibration = recalibrate([run_folder(tmp_path / "run", seconds=0.6, peak=2**40)], before, out)
+    old, new = (cluster_spec(ClusterSection(source=str(file))) for file in (before, out))
+    assert new.links == old.links
+    assert (new.device.peak, new.device.attention, new.device.stream) == (
+        old.device.peak,
+        old.device.attention,
+        old.device.stream,
+    )
+    assert new.device.reserved == round(calibration.moved["device.reserved"][1]) > old.device.reserved
+
+
+def test_a_run_is_its_median_step_after_the_warm_up(tmp_path):
+    run = read_run(run_folder(tmp_path / "run", seconds=0.25), cluster_file(tmp_path))
+    assert (run.name, run.seconds, run.steps) == ("quickstart", 0.25, LEAST_STEPS)
+    assert run.peak_memory == 2**20 + WARM_UP + LEAST_STEPS
+    assert run.layout.dp == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "words"),
+    [
+        ({"steps": WARM_UP + LEAST_STEPS - 1}, 2, "9 measured steps after the first 5"),
+        ({"ranks": 4}, 2, "ran with 4 ranks, and .*describes 2 that share the CPU; measure with kumi bench --ranks 4"),
+        ({}, 1, "ran with 2 ranks, and .*describes 1"),
+    ],
+)
+def test_runs_that_say_nothing_of_the_cluster(change, ranks, words, tmp_path):
+    folder = run_folder(tmp_path / "run", **change)
+    with pytest.raises(ConfigError, match=words):
+        recalibrate([folder], cluster_file(tmp_path, ranks), tmp_path / "new.toml")
+    assert not (tmp_path / "new.toml").exists()
+
+
+def test_other_refusals(tmp_path):
+    folder, cluster = run_folder(tmp_path / "run"), cluster_file(tmp_path)
+    with pytest.raises(ConfigError, match="no run's folder"):
+        recalibrate([tmp_path], cluster, tmp_path / "new.toml")
+    with pytest.raises(ConfigError, match="ran on a cpu device"):
+        recalibrate([folder], "h100-sxm", tmp_path / "new.toml")
+    with pytest.raises(ConfigError, match="no file with constants"):
+        recalibrate([folder], "auto", tmp_path / "new.toml")
+    with pytest.raises(RefusedError, match="nothing is overwritten"):
+        recalibrate([folder], cluster, Path(cluster))
