@@ -18,6 +18,10 @@ def full():
     return replace(report(), timeline=timeline())
 
 
+def v_shaped():
+    return replace(report(), timeline=timeline(8, "dualpipe", 2))
+
+
 def parsed(made):
     return {name: ElementTree.fromstring(drawn) for name, drawn in pictures(made).items()}
 
@@ -48,7 +52,9 @@ def test_pictures_are_well_formed_and_say_what_they_show():
         assert all(key.startswith(name) for key in ids)
 
 
-@pytest.mark.parametrize("made", [full(), Report(job(), copies()), Report(job(), sharded(), others=(copies(),))])
+@pytest.mark.parametrize(
+    "made", [full(), v_shaped(), Report(job(), copies()), Report(job(), sharded(), others=(copies(),))]
+)
 def test_nothing_is_written_or_drawn_outside_of_the_picture(made):
     for root in parsed(made).values():
         _, _, width, height = map(float, root.get("viewBox").split())
@@ -64,8 +70,8 @@ def test_nothing_is_written_or_drawn_outside_of_the_picture(made):
                 assert float(rect.get("y")) + float(rect.get("height")) <= height
 
 
-@pytest.mark.parametrize("name", ["memory", "time", "traffic", "expected"])
-@pytest.mark.parametrize("made", [full(), replace(full(), best=copies(), job=job())])
+@pytest.mark.parametrize("name", ["memory", "time", "timeline", "traffic", "expected"])
+@pytest.mark.parametrize("made", [v_shaped(), replace(full(), best=copies(), job=job())])
 def test_no_two_texts_lie_over_each_other(made, name):
     drawn = parsed(made)
     texts = list(drawn[name].iter(f"{SVG}text")) if name in drawn else []

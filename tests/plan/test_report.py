@@ -156,6 +156,11 @@ def test_arithmetic_binds_unless_something_takes_longer():
         "bubble: 1.50 s, 15% of the step."
     )
     slow = replace(report(), best=sharded(dp=7.0))
+    even = replace(report(), best=sharded(dp=6.0))
+    assert binding(even)[0] == (
+        "No one thing binds: forward and backward are 44% of the step, and the largest other part is exposed dp "
+        "traffic: 6.00 s, 41%."
+    )
     assert binding(slow)[0].startswith("Exposed dp traffic binds: it is 7.00 s of the 15.7 s of a step (45%)")
 
 

@@ -143,7 +143,7 @@ def _why(report: Report) -> Iterator[str]:
     known = [item for item in report.expected if item.estimate is not None and item.fits]
     rivals = [(item, gap(best, item.estimate)) for item in known if item.estimate is not None]
     if not rivals:
-        if report.expected:
+        if report.expected and best.fits:
             yield "None of the layouts that one might have tried first can run; the chosen one can."
         return
     item, found = min(rivals, key=lambda pair: pair[1].seconds)

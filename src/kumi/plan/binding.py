@@ -18,6 +18,8 @@ MORE = 0.1
 FULL = 0.9
 # A layout must be faster by this part of a step for its lack of memory to matter.
 GAIN = 0.03
+# Arithmetic binds where it takes at least this part of a step.
+HALF = 0.5
 # A kind of time that takes a smaller part of a step is not named.
 MINOR = 0.02
 # What saves less of a step than this is not worth a line.
@@ -50,6 +52,11 @@ def _time(best: Estimate) -> str:
         return (
             f"{words.capital(name)} binds: it is {words.seconds(value)} of the {words.seconds(best.step_seconds)} of "
             f"a step ({part}), more than forward and backward together ({share})."
+        )
+    if arithmetic < HALF * best.step_seconds:
+        return (
+            f"No one thing binds: forward and backward are {share} of the step, and the largest other part is {name}: "
+            f"{words.seconds(value)}, {part}."
         )
     left = words.percent(1 - arithmetic / best.step_seconds)
     return (

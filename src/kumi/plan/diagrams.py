@@ -13,7 +13,6 @@ from kumi.plan.timeline import Span, Timeline
 from kumi.plan.types import Estimate
 
 GIB = 2.0**30
-RIGHT = svg.WIDTH - 12
 # Actions that are drawn at most: more than these are too thin to see, and make a page heavy.
 SPANS = 2400
 LANE = 22.0
@@ -27,7 +26,7 @@ def timelines(found: Timeline) -> dict[str, str]:
     shortest = min(span.end - span.start for rank in found.spans for span in rank if span.end > span.start)
     wide = svg.width_of("000", 10) + 2
     drawn = {"timeline": timeline(found, "timeline", _window(found))}
-    close = (RIGHT - 70) / wide * shortest
+    close = (svg.RIGHT - 70) / wide * shortest
     if close < 0.8 * found.seconds:
         drawn["timeline-start"] = timeline(found, "timeline-start", min(found.seconds, 1.5 * close))
     return drawn
@@ -37,7 +36,7 @@ def timeline(found: Timeline, name: str, until: float) -> str:
     """A lane for every pipeline rank, a box with its microbatch's number for every action; gaps are the bubble."""
     ranks = pick(len(found.spans), 32, 0)
     left = 14 + svg.width_of(f"rank {ranks[-1]}")
-    scale = (RIGHT - left) / until
+    scale = (svg.RIGHT - left) / until
     drawn = [(rank, span) for rank in ranks for span in found.spans[rank] if span.start < until]
     kinds = [kind for kind in ACTIONS if any(span.action.kind == kind for _, span in drawn)]
     first = {rank: min(span.action.stage for span in found.spans[rank]) for rank in ranks}
@@ -66,14 +65,9 @@ def _window(found: Timeline) -> float:
 
 
 def _key(kinds: Sequence[str], later: bool) -> tuple[list[str], float]:
-    marks, x = [], 12.0
-    for kind in kinds:
-        marks.append(svg.rect(x, 10, 12, 12, palette.ACTION_COLOURS[kind], hatched=kind == "W"))
-        marks.append(svg.text(x + 18, 21, ACTIONS[kind]))
-        x += 32 + svg.width_of(ACTIONS[kind])
-    if later:
-        marks.append(svg.text(x, 21, "underlined: a rank's later stages"))
-    return marks, 34.0
+    entries = [(ACTIONS[kind], palette.ACTION_COLOURS[kind], kind == "W") for kind in kinds]
+    marks, end = svg.legend([*entries, *([("underlined: a rank's later stages", "", False)] if later else [])])
+    return marks, end + 8
 
 
 def _box(span: Span, x: float, y: float, width: float, later: bool) -> Iterator[str]:
@@ -95,7 +89,7 @@ def _clock(left: float, top: float, bottom: float, scale: float, until: float) -
         x = left + scale * value / factor
         yield svg.line(x, top, x, bottom, opacity=0.15)
         said = f"{value:g}{' ' + unit if value == values[-1] else ''}"
-        yield svg.text(min(x, RIGHT), bottom + 17, said, anchor="end" if x > RIGHT - 20 else "middle")
+        yield svg.text(min(x, svg.RIGHT), bottom + 17, said, anchor="end" if x > svg.RIGHT - 20 else "middle")
 
 
 @dataclass(frozen=True)
@@ -167,10 +161,10 @@ def choices(report: Report) -> str:
     seconds = [point.estimate.step_seconds for point in found]
     memory = [point.estimate.peak_memory / GIB for point in found]
     usable = report.best.usable / GIB
-    across = Scale(min(seconds) * 0.85, max(seconds) * 1.08, 66, RIGHT - 20)
+    across = Scale(min(seconds) * 0.85, max(seconds) * 1.08, 66, svg.RIGHT - 20)
     up = Scale(min(*memory, usable) * 0.7, max(*memory, usable) * 1.15, 330, 16)
     marks = [*_frame(across, up), *_limit(up, usable)]
-    middles = [(x, up(usable) + 4) for x in range(66, int(RIGHT), 6)] + _middles(found, across, up)
+    middles = [(x, up(usable) + 4) for x in range(66, int(svg.RIGHT), 6)] + _middles(found, across, up)
     taken: list[tuple[float, float]] = []
     for index, point in enumerate(found):
         x, y = across(seconds[index]), up(memory[index])
@@ -206,8 +200,8 @@ def _frame(across: Scale, up: Scale) -> Iterator[str]:
 
 def _limit(up: Scale, usable: float) -> Iterator[str]:
     y = up(usable)
-    yield svg.line(66, y, RIGHT - 20, y, width=1.5, dash="5 3")
-    yield svg.text(RIGHT - 22, y - 5, f"usable, {usable:.3g} GiB", anchor="end")
+    yield svg.line(66, y, svg.RIGHT - 20, y, width=1.5, dash="5 3")
+    yield svg.text(svg.RIGHT - 22, y - 5, f"usable, {usable:.3g} GiB", anchor="end")
 
 
 def _mark(kind: str, x: float, y: float, hint: str) -> str:

@@ -17,7 +17,7 @@ TIME_COLOURS = {"forward": BLUE, "backward": BLUE, "recompute": SKY, "bubble": G
                 "offload": PURPLE, "host": YELLOW}  # fmt: skip
 TRAFFIC_COLOUR = ORANGE
 # Actions of a pipeline: forward, full backward, gradient of the inputs, gradient of the weights.
-ACTION_COLOURS = {"F": SKY, "B": BLUE, "I": BLUE, "W": GREEN}
+ACTION_COLOURS = {"F": SKY, "B": BLUE, "I": ORANGE, "W": GREEN}
 
 
 def time_colour(kind: str) -> str:

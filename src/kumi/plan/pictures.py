@@ -15,7 +15,6 @@ GIB = 2.0**30
 ROW, BAR = 28.0, 18.0
 # Pipeline ranks that are drawn at most; the table has all of them.
 RANKS = 16
-RIGHT = svg.WIDTH - 12
 
 
 def pictures(report: Report) -> dict[str, str]:
@@ -40,9 +39,11 @@ def memory(report: Report) -> str:
     shown = [groups[index] for index in pick(len(groups), RANKS, wanted)]
     kinds = [kind for kind in words.MEMORY if any(getattr(group.memory, kind) for group in shown)]
     left = 14 + max(svg.width_of(group.name) for group in shown)
-    marks, top = legend([(words.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds])
+    marks, top = svg.legend(
+        [(words.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
+    )
     most = max(card, best.peak_memory) / GIB * 1.02
-    scale = (RIGHT - left - 76) / most
+    scale = (svg.RIGHT - left - 76) / most
     top += 40
     bottom = top + ROW * len(shown)
     marks += axis(left, top, bottom, scale, most, "GiB")
@@ -50,7 +51,7 @@ def memory(report: Report) -> str:
         y = top + ROW * row + (ROW - BAR) / 2
         marks.append(svg.text(left - 8, y + BAR - 4, group.name, anchor="end"))
         marks += _stack(left, y, scale, memory_kinds(group.memory))
-        marks.append(svg.text(RIGHT, y + BAR - 4, format_bytes(group.memory.total), anchor="end", bold=True))
+        marks.append(svg.text(svg.RIGHT, y + BAR - 4, format_bytes(group.memory.total), anchor="end", bold=True))
     for size, name, dash in ((best.usable, "usable", "5 3"), (card, "card", "")):
         x, said = left + scale * size / GIB, f"{name} {format_bytes(size)}"
         # The names of the two lines stand on either side of them, or above each other where there is no room.
@@ -80,20 +81,6 @@ def _stack(left: float, y: float, scale: float, kinds: Sequence[tuple[str, int]]
     return marks
 
 
-def legend(entries: Sequence[tuple[str, str, bool]], left: float = 12.0) -> tuple[list[str], float]:
-    """Swatches with names, in as many lines as they need, and where the last line ends."""
-    marks: list[str] = []
-    x, y = left, 10.0
-    for name, fill, hatched in entries:
-        width = 18 + svg.width_of(name) + 14
-        if x + width > RIGHT and x > left:
-            x, y = left, y + 20
-        marks.append(svg.rect(x, y, 12, 12, fill, hatched=hatched))
-        marks.append(svg.text(x + 18, y + 11, name))
-        x += width
-    return marks, y + 16
-
-
 def axis(left: float, top: float, bottom: float, scale: float, most: float, unit: str) -> list[str]:
     """Grid lines from `top` to `bottom` with their values below, and the unit after the last."""
     marks = []
@@ -112,7 +99,7 @@ def time(report: Report) -> str:
     rows = time_kinds(best)
     left = 14 + max(svg.width_of(words.time_name(kind)) for kind, _ in rows)
     most = rows[0][1]
-    scale = (RIGHT - left - 130) / most
+    scale = (svg.RIGHT - left - 130) / most
     marks = []
     for index, (kind, value) in enumerate(rows):
         y = 12 + ROW * index
@@ -129,7 +116,7 @@ def links(report: Report) -> str:
     step = report.best.step_seconds
     rows = weighty(traffic(report.job, report.best), step)
     busy, pace = (14.0, 3.8), (456.0, 2.4)
-    marks, top = legend([("exposed", palette.RED, False), ("hidden behind compute", palette.SKY, True)])
+    marks, top = svg.legend([("exposed", palette.RED, False), ("hidden behind compute", palette.SKY, True)])
     marks.append(svg.text(busy[0], top + 18, "time busy, share of a step"))
     marks.append(svg.text(pace[0], top + 18, "pace while busy, share of bandwidth"))
     top, height = top + 28, 58.0
@@ -178,8 +165,8 @@ def expected(report: Report) -> str:
     rows = [Expected("Chosen", best.layout, estimate=best), *report.expected]
     left = 14 + max(svg.width_of(row.title) for row in rows)
     most = max(row.estimate.step_seconds for row in rows if row.estimate is not None)
-    scale = (RIGHT - left - 190) / most
-    marks, top = legend(
+    scale = (svg.RIGHT - left - 190) / most
+    marks, top = svg.legend(
         [("chosen", palette.BLUE, False), ("fits", palette.SKY, False), ("does not fit", palette.GREY, True)]
     )
     for index, row in enumerate(rows):

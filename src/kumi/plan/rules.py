@@ -121,7 +121,7 @@ def sixteen_bytes(job: Job, estimate: Estimate) -> Rule | None:
 def sixteen_activations(job: Job, estimate: Estimate) -> Rule:
     """Activations are batch x sequence x hidden x layers x 16 bytes."""
     layout, model = estimate.layout, job.model
-    tokens = layout.microbatch * job.batch.seq_len
+    tokens = layout.microbatch * job.batch.seq_len / layout.cp
     found = max(memory.activations for memory in estimate.memory)
     each = tokens * model.hidden_size * model.num_hidden_layers / layout.pp
     full = layout.recompute == "full" and layout.recompute_layers is None
@@ -138,7 +138,7 @@ def sixteen_activations(job: Job, estimate: Estimate) -> Rule:
 def no_logits(job: Job, estimate: Estimate) -> Rule:
     """Sizing formulas stop at the layers; logits and the loss come on top, on the last stage."""
     memory = estimate.memory[max(range(len(estimate.memory)), key=lambda rank: estimate.memory[rank].head)]
-    tokens = estimate.layout.microbatch * job.batch.seq_len
+    tokens = estimate.layout.microbatch * job.batch.seq_len // estimate.layout.cp
     return _bytes(
         "activations are those of the layers", memory.activations, memory.activations + memory.head,
         f"logits and loss take {format_bytes(memory.head)}, for {tokens:,} tokens x {job.model.vocab_size:,} words",
@@ -150,7 +150,7 @@ def recompute_third(job: Job, estimate: Estimate) -> Rule | None:
     if estimate.layout.recompute == "none":
         return None
     return _shares(
-        "recomputation costs 33 % more compute", 1 / 3, spent(estimate, "recompute") / spent(estimate, *words.COMPUTE),
+        "recomputation costs 33% more compute", 1 / 3, spent(estimate, "recompute") / spent(estimate, *words.COMPUTE),
         f"{estimate.layout.recompute} recompute runs again only what it dropped",
     )  # fmt: skip
 

@@ -6,10 +6,13 @@ for those who cannot see it. Lengths are in units of the view box.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from math import floor, log10
 
 WIDTH = 720.0
+# Where pictures end on the right; they begin as far from the left.
+RIGHT = WIDTH - 12
 SIZE = 13.0
 # How wide a letter is on average, and how high a line, for the size of its font.
 LETTER, LINE = 0.58, 1.35
@@ -82,6 +85,25 @@ def shape(
     said = f"<title>{escape(hint)}</title>" if hint else ""
     tag = "polygon" if closed else "polyline"
     return f'<{tag} points="{listed}" {paint}>{said}</{tag}>'
+
+
+def legend(entries: Sequence[tuple[str, str, bool]]) -> tuple[list[str], float]:
+    """Swatches (name, fill, whether hatched) in as many lines as they need, and where the last line ends.
+
+    An entry without a fill is a remark.
+    """
+    marks: list[str] = []
+    x, y = WIDTH - RIGHT, 10.0
+    for name, fill, hatched in entries:
+        swatch = 18.0 if fill else 0.0
+        width = swatch + width_of(name) + 14
+        if x + width > RIGHT and x > WIDTH - RIGHT:
+            x, y = WIDTH - RIGHT, y + 20
+        if fill:
+            marks.append(rect(x, y, 12, 12, fill, hatched=hatched))
+        marks.append(text(x + swatch, y + 11, name))
+        x += width
+    return marks, y + 16
 
 
 def width_of(said: str, size: float = SIZE) -> float:
