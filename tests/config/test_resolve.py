@@ -1,4 +1,5 @@
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from kumi.config.resolve import choose_optim, choose_precision
 from kumi.config.schema import ModelSection, OptimSection
 from kumi.errors import ConfigError, ModelError
 from kumi.spec.cluster import Device
+from kumi.spec.optim import KINDS
+from kumi.spec.precision import PRECISIONS
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -87,3 +90,36 @@ def test_the_plan_and_the_run_are_of_one_job():
 def test_an_inline_config_is_taken_as_it_is():
     config = {"model_type": "llama"}
     assert read_hf_config(ModelSection(config=config, init="random"), None) == json.loads(json.dumps(config))
+
+
+def quickstart(**sections):
+    written = tomllib.loads(QUICKSTART.read_text())
+    return from_dict(written | {name: written.get(name, {}) | section for name, section in sections.items()})
+
+
+@pytest.mark.parametrize(
+    ("sections", "choice"),
+    [
+        ({"optim": {"kind": "muon"}}, "optim.kind='muon'"),
+        ({"precision": {"kind": "fp8"}}, "precision.kind='fp8'"),
+        ({"layout": {"offload": "optimizer"}}, "offload='optimizer'"),
+        ({"layout": {"schedule": "zb-v"}}, "schedule='zb-v'"),
+        ({"layout": {"stages": 2}}, "stages=2"),
+        ({"layout": {"tp": 2}}, "tp=2"),
+        ({"layout": {"recompute_layers": 1, "recompute": "full"}}, "recompute_layers=1"),
+    ],
+)
+def test_what_can_only_be_planned_is_described_and_not_trained(sections, choice):
+    config = quickstart(**sections)
+    assert job(config).optim.kind == config.optim.kind
+    with pytest.raises(ConfigError, match=rf"{re.escape(choice)}: this version .*plan it"):
+        resolve(config)
+
+
+def test_words_of_the_run_file_are_those_of_the_specs():
+    with pytest.raises(ConfigError, match=r"layout\.schedule: 'zbv' is wrong, it should be '1f1b', .* or 'dualpipe'"):
+        quickstart(layout={"schedule": "zbv"})
+    for kind in KINDS:
+        assert job(quickstart(optim={"kind": kind})).optim.kind == kind
+    for kind in PRECISIONS:
+        assert job(quickstart(precision={"kind": kind})).precision == PRECISIONS[kind]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kumi.spec.layout import OFFLOAD, RECOMPUTE, SCHEDULES
+from kumi.spec.optim import KINDS
+from kumi.spec.precision import PRECISIONS
 
 # A count beyond this is a slip of the keyboard, and would keep the search for a layout busy for hours.
 MOST = 10**12
@@ -17,6 +21,17 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Switch = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+
+# The words that a key may hold, taken from where they are given a meaning.
+if TYPE_CHECKING:
+    Recompute: TypeAlias = str
+    Schedule: TypeAlias = str
+    Offload: TypeAlias = str
+    OptimKind: TypeAlias = str
+    PrecisionKind: TypeAlias = str
+else:
+    Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[SCHEDULES], Literal[OFFLOAD]
+    OptimKind, PrecisionKind = Literal[KINDS], Literal["auto", *PRECISIONS]
 
 
 class Section(BaseModel):
@@ -119,9 +134,11 @@ class DataSection(Section):
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    kind: Literal["adamw"] = Field("adamw", description="AdamW, with decoupled weight decay.")
+    kind: OptimKind = Field("adamw", description="The optimizer; this version trains with 'adamw', and plans for all.")
     lr: Number = Field(3e-4, gt=0, description="Peak learning rate.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay of the first and second moments.")
+    betas: tuple[Decay, Decay] = Field(
+        (0.9, 0.95), description="Decay of the first and second moments; the first is the momentum of muon and sgd."
+    )
     eps: Number = Field(1e-8, gt=0, description="Added to the denominator of the update.")
     weight_decay: Number = Field(0.1, ge=0, description="Decoupled weight decay; norms and biases are not decayed.")
     grad_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
@@ -136,8 +153,10 @@ class OptimSection(Section):
 class PrecisionSection(Section):
     """In which number formats to compute."""
 
-    kind: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = Field(
-        "auto", description="'auto' is bf16 where the device computes it fast, else fp32. Master weights are float32."
+    kind: PrecisionKind = Field(
+        "auto",
+        description="'auto' is bf16 where the device computes it fast, else fp32. Master weights are float32, but in "
+        "'bf16-pure', which has none; 'fp8' multiplies matrices in float8. These two can be planned, not yet trained.",
     )
 
 
@@ -154,9 +173,22 @@ class LayoutSection(Section):
         None, description="What dp_shard divides: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."
     )
     microbatch: Positive | None = Field(None, description="Sequences in a forward-backward pass of one rank.")
-    recompute: Literal["none", "selective", "full"] | None = Field(
+    recompute: Recompute | None = Field(
         None, description="What the backward pass computes again instead of keeping it from the forward pass."
     )
+    recompute_layers: NotNegative | None = Field(
+        None, description="In how many layers of each rank it does so; by default in all."
+    )
+    sequence_parallel: Switch | None = Field(
+        None, description="Divide over `tp` what lies between the tensor-parallel regions, too."
+    )
+    expert_tp: Positive | None = Field(None, description="Tensor-parallel degree inside every expert.")
+    schedule: Schedule | None = Field(None, description="In which order the pipeline works through the microbatches.")
+    stages: Positive | None = Field(None, description="Pipeline stages that every pipeline rank holds.")
+    stage_layers: Annotated[tuple[NotNegative, ...], Field(min_length=1)] | None = Field(
+        None, description="Layers of every stage, in model order; by default as even as can be."
+    )
+    offload: Offload | None = Field(None, description="What is kept on the host, or on its NVMe drives.")
 
 
 class TrainSection(Section):
