@@ -24,6 +24,7 @@ from planner_rows import read
 from planner_scores import (
     Estimator,
     Scored,
+    complete,
     fit_scores,
     memory_scores,
     planner,
@@ -43,6 +44,8 @@ COUNTS = ("time_rows", "spearman_rows", "top1_regret_groups", "memory_rows", "un
 def accuracy(runs: Path, failures: Path | None = None, estimator: Estimator = planner) -> dict:
     """The scores as plain data: `sources` (one object each), `parts` (fit and check) and `summary`."""
     ran, refused = cases(runs, measured=True)
+    ran, impossible = complete(ran, estimator)
+    refused += impossible
     failed, refused_failures = cases(failures, measured=False) if failures is not None else ([], [])
     scored, missed = predict(ran, estimator), predict(failed, estimator)
     by_source = sources_of(scored) | {name: scored.where([]) for name, _ in refused if name not in sources_of(scored)}

@@ -56,14 +56,20 @@ class Case:
     seconds: float | None
     flops: float
     model_flops: float
+    recompute_stated: bool = True
 
     @property
     def tokens(self) -> int:
         return self.job.batch.tokens_per_step
 
+    def recomputing(self, how: str) -> Case:
+        """The same run with another kind of recomputation, where its table says nothing of it."""
+        layout = replace(self.layout, recompute=how)
+        return replace(self, layout=layout, flops=self.model_flops + repeated_flops(self.job, layout))
+
 
 def case_of(run: Run, *, measured: bool = True) -> Case | str:
-    """`run` as a case, or why it cannot be one; with `measured`, it must say how long a step took or how much memory."""
+    """`run` as a case, or why it cannot be one; with `measured`, it must say how long a step took or what it held."""
     model = model_of(run)
     if isinstance(model, str):
         return model
@@ -82,14 +88,14 @@ def case_of(run: Run, *, measured: bool = True) -> Case | str:
     layout, sequences = _batch(run, layout)
     batch = BatchSpec(run.seq_len, sequences * run.seq_len)
     job = Job(model, cluster, batch, precision, Optim(), engine_of(run))
-    whole, layers = flops_per_token(model, batch.seq_len)
+    whole, _ = flops_per_token(model, batch.seq_len)
     model_flops = 3 * whole * batch.tokens_per_step
-    flops = model_flops + (layers * batch.tokens_per_step if layout.recompute == "full" else 0.0)
+    flops = model_flops + repeated_flops(job, layout)
     counted = flops if first(COUNTS_RECOMPUTE, run.text) else model_flops
     seconds = measured_seconds(run, batch, layout, counted)
     if measured and seconds is None and run.memory is None:
         return "measured: no step time, tokens/s, TFLOP/s or memory"
-    return Case(run, job, layout, seconds, flops, model_flops)
+    return Case(run, job, layout, seconds, flops, model_flops, stated_recompute(run) is not None)
 
 
 def layout_of(run: Run) -> Layout | str:
@@ -116,7 +122,7 @@ def layout_of(run: Run) -> Layout | str:
         ep=run.ep or 1,
         zero=stage,
         microbatch=_microbatch(run, pp),
-        recompute=_recompute(run),
+        recompute=stated_recompute(run) or "none",
         sequence_parallel=_sequence_parallel(run, engine.name, tp),
         schedule=_schedule(run, pp, stages),
         stages=stages,
@@ -143,7 +149,8 @@ def _microbatch(run: Run, pp: int) -> int:
     return run.micro_batch or paper or 1
 
 
-def _recompute(run: Run) -> str:
+def stated_recompute(run: Run) -> str | None:
+    """What a run computes again, by its column or its text; None where they say nothing."""
     words = {"none": "none", "full": "full", "selective": "selective"}
     return words.get(run.recompute) or first(RECOMPUTE_OF, run.text)
 
@@ -172,6 +179,12 @@ def precision_of(run: Run, cluster: ClusterSpec) -> Precision | str:
     if not cluster.device.peak_flops(found.matmul_dtype):
         return f"precision: no peak FLOP/s of {cluster.device.name} in {found.matmul_dtype}"
     return found
+
+
+def repeated_flops(job: Job, layout: Layout) -> float:
+    """FLOPs that a step computes again: the layers' forward passes where recomputation is full."""
+    layers = flops_per_token(job.model, job.batch.seq_len)[1]
+    return layers * job.batch.tokens_per_step if layout.recompute == "full" else 0.0
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,8 @@ from planner_metrics import mean_abs_error, one_constant, signed_error, spearman
 from kumi.plan.estimate import estimate_many
 from kumi.plan.memory import ROUNDING, usable
 from kumi.spec.job import Job
-from kumi.spec.layout import Layout
+from kumi.spec.layout import RECOMPUTE, Layout
+from kumi.spec.ledger import num_params
 
 Floats = NDArray[np.float64]
 # Rows of the nanotron grid below this many tokens/s/GPU differ up to fivefold when they are repeated.
@@ -25,6 +26,10 @@ NOISY = ("nano",)
 STATED = ("nvidia-smi", "reserved", "allocated")
 # Notes of layouts that ran out of memory; other failures may have had other reasons.
 HARD = ("oom", "out of memory")
+
+# How far over a device's memory an estimate may be of a run that is known to have fitted.
+TOLERANCE = 1.1
+IMPOSSIBLE = "layout: as printed, no GPU could hold the weights; the table leaves the layout out"
 
 Estimator = Callable[[Job, Sequence[Layout]], tuple[Floats, Floats]]
 
@@ -53,15 +58,43 @@ def planner(job: Job, layouts: Sequence[Layout]) -> tuple[Floats, Floats]:
 
 def predict(cases: Sequence[Case], estimator: Estimator = planner) -> Scored:
     """What `estimator` says of `cases`, asked once for every job."""
+    seconds, memory = np.empty(len(cases)), np.empty(len(cases))
+    for members in by_job(cases):
+        seconds[members], memory[members] = estimator(cases[members[0]].job, [cases[i].layout for i in members])
+    return Scored(tuple(cases), seconds, memory)
+
+
+def by_job(cases: Sequence[Case]) -> list[list[int]]:
+    """Positions of the cases of every job."""
     groups: dict[tuple, list[int]] = {}
     for position, case in enumerate(cases):
         job = case.job
         key = (id(job.model), job.cluster, job.batch, job.precision, job.engine)
         groups.setdefault(key, []).append(position)
-    seconds, memory = np.empty(len(cases)), np.empty(len(cases))
-    for members in groups.values():
-        seconds[members], memory[members] = estimator(cases[members[0]].job, [cases[i].layout for i in members])
-    return Scored(tuple(cases), seconds, memory)
+    return list(groups.values())
+
+
+def complete(cases: Sequence[Case], estimator: Estimator = planner) -> tuple[list[Case], list[tuple[str, str]]]:
+    """`cases`, those that say nothing of recomputation with the least that lets them fit; and (source, reason) of those
+    that are refused, as what is said of them cannot have run."""
+    found = list(cases)
+    for members in by_job(cases):
+        open_ = [i for i in members if not cases[i].recompute_stated]
+        tries = [replace(cases[i].layout, recompute=how) for how in RECOMPUTE for i in open_]
+        if tries:
+            needs = estimator(cases[open_[0]].job, tries)[1].reshape(len(RECOMPUTE), len(open_))
+            holds = needs <= TOLERANCE * cases[open_[0]].job.cluster.device.memory
+            for i, some in zip(open_, holds.T):
+                found[i] = cases[i].recomputing(RECOMPUTE[int(np.argmax(some))] if some.any() else RECOMPUTE[-1])
+    refused = [(case.run.source, IMPOSSIBLE) for case in found if impossible(case)]
+    return [case for case in found if not impossible(case)], refused
+
+
+def impossible(case: Case) -> bool:
+    """Whether the weights that a rank would have to hold whole, in two bytes each, exceed its memory."""
+    layout = case.layout
+    parts = layout.pp * layout.tp * layout.ep * (layout.dp_shard * layout.cp if layout.zero == 3 else 1)
+    return case.seconds is not None and 2 * num_params(case.job.model) / parts > case.job.cluster.device.memory
 
 
 def sources_of(scored: Scored) -> dict[str, Scored]:
@@ -91,8 +124,6 @@ def time_scores(scored: Scored) -> dict[str, float | int | None]:
     if not len(scored):
         return {"time_rows": 0}
     measured = np.array([case.seconds for case in scored.cases])
-    flops = np.array([case.flops / case.layout.world_size for case in scored.cases])
-    device = [(c.run.source, c.job.cluster.device.name, c.job.precision.kind) for c in scored.cases]
     choices = [choice(case) for case in scored.cases]
     rho, rho_rows = spearman(scored.seconds, measured, choices)
     regret, regret_groups = top1_regret(scored.seconds, measured, choices)
@@ -100,12 +131,20 @@ def time_scores(scored: Scored) -> dict[str, float | int | None]:
         "time_rows": len(scored),
         "time_mean_abs_error": mean_abs_error(scored.seconds, measured),
         "time_signed_error": signed_error(scored.seconds, measured),
-        "one_constant_mean_abs_error": mean_abs_error(one_constant(flops, measured, device), measured),
+        "one_constant_mean_abs_error": min(simplest(scored, measured, name) for name in ("flops", "model_flops")),
         "spearman": rho,
         "spearman_rows": rho_rows,
         "top1_regret": regret,
         "top1_regret_groups": regret_groups,
     }
+
+
+def simplest(scored: Scored, measured: Floats, name: str) -> float:
+    """Error of one constant for each source, device and precision: their median FLOP/s, of all FLOPs ("flops") or those
+    of the model alone ("model_flops")."""
+    flops = np.array([getattr(case, name) / case.layout.world_size for case in scored.cases])
+    keys = [(c.run.source, c.job.cluster.device.name, c.job.precision.kind) for c in scored.cases]
+    return mean_abs_error(one_constant(flops, measured, keys), measured)
 
 
 def predicted_memory(scored: Scored) -> Floats:
