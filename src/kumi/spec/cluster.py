@@ -63,7 +63,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """The host side of a node: `memory` bytes; bytes/s between it and each device, and each device's share of NVMe."""
+    """The host side of a node: `memory` bytes, bytes/s between it and each device, each device's share of the NVMe
+    drives' bytes/s, and `nvme` bytes on all of the node's drives. 0 where nothing is known."""
 
     memory: int = 0
     device_bandwidth: float = 0.0
