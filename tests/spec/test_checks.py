@@ -47,7 +47,6 @@ def test_legal_layouts_have_no_problems(layout):
         (Layout(), BatchSpec(64, 100), None, "seq_len=64 does not divide tokens_per_step=100; use 128"),
         (Layout(), BatchSpec(256, 512), None, "seq_len=256 is longer than max_position_embeddings=128"),
         (Layout(dp_replicate=2), BATCH, 4, "the layout needs 2 devices"),
-        (Layout(tp=2), BATCH, None, "tp=2: this version splits the data axes only"),
         (Layout(zero=4), BATCH, None, "zero=4 is not a ZeRO stage"),
         (Layout(dp_replicate=2, zero=2), BATCH, None, "set dp_shard = 2 and dp_replicate = 1"),
         (Layout(dp_shard=2), BATCH, None, "zero=0 divides nothing, but dp_shard=2"),

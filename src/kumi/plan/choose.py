@@ -9,8 +9,9 @@ from kumi.errors import FitError, LayoutError
 from kumi.plan.memory import estimate_memory
 from kumi.plan.types import MemoryEstimate
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import divisors, problems
+from kumi.spec.checks import divisors, problems, untrained
 from kumi.spec.cluster import ClusterSpec
+from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.optim import Optim
@@ -35,8 +36,10 @@ def choose_layout(
 
     Raises LayoutError with the reasons when what is pinned allows no legal layout, and FitError when none fits.
     """
+    reasons = untrained(Job(model, cluster, batch, precision, optim), Layout(**pinned))  # type: ignore[arg-type]
+    if reasons:
+        raise LayoutError("; ".join(reasons))
     smallest: tuple[Layout, MemoryEstimate] | None = None
-    reasons: list[str] = []
     for layout in candidates(cluster, batch, pinned):
         found = problems(model, layout, cluster, batch)
         if found:

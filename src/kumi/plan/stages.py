@@ -37,10 +37,10 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
     Layers are divided evenly, or, where it is not empty, as `stage_layers` says, which must then fit every row.
     """
     firsts = np.concatenate([[0], np.cumsum(stage_layers)]).astype(np.int64)
-    turns, last_stage = _v_shaped(x), x.pp * x.stages - 1
+    turns, last_stage = v_shaped(x), x.pp * x.stages - 1
     kinds, of_layer = model.layer_kinds()
     if len(kinds) == 1 and not len(stage_layers):
-        layers = _even_count(len(of_layer), x.pp, x.stages, rank, turns)[None, :].astype(np.float64)
+        layers = even_count(len(of_layer), x.pp, x.stages, rank, turns)[None, :].astype(np.float64)
     else:
         before = _kinds_before(len(kinds), of_layer)
         layers = np.zeros((len(kinds), len(x)))
@@ -126,11 +126,11 @@ def _most_even(table: list[Floats], dearest: float) -> tuple[int, ...]:
     return tuple(reversed(counts))
 
 
-def _v_shaped(x: Columns) -> Bools:
+def v_shaped(x: Columns) -> Bools:
     return np.isin(x.schedule, V_CODES)
 
 
-def _even_count(layers: int, pp: Ints, stages: Ints, rank: Ints, turns: Bools) -> Ints:
+def even_count(layers: int, pp: Ints, stages: Ints, rank: Ints, turns: Bools) -> Ints:
     """How many layers `rank` has in all: every stage's even part, and the left-over ones among its stages."""
     count = pp * stages
     each, left = layers // count, layers % count

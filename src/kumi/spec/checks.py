@@ -1,19 +1,79 @@
-"""What is illegal, in sentences. The search prunes with this and the trainer refuses with it."""
+"""What is illegal, in sentences. The search prunes with this and the trainer refuses with it.
+
+`kumi.plan.legal` says the same of many layouts at once; a test compares the two.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isqrt
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, isqrt
 
+from kumi.errors import ModelError
 from kumi.spec.batch import BatchSpec
-from kumi.spec.cluster import ClusterSpec
-from kumi.spec.layout import RECOMPUTE, Layout
+from kumi.spec.cluster import ClusterSpec, Host
+from kumi.spec.families import check_trained
+from kumi.spec.job import Job
+from kumi.spec.layout import OFFLOAD, RECOMPUTE, SCHEDULES, Layout
+from kumi.spec.ledger import layer_ops
 from kumi.spec.model import ModelSpec
+from kumi.spec.op import Op
+from kumi.spec.schedule import placement, refusal
+from kumi.spec.sharding import AXIS, stage_bounds
+
+TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch")
 
 
 def problems(model: ModelSpec, layout: Layout, cluster: ClusterSpec, batch: BatchSpec) -> list[str]:
-    """Everything that keeps `model` from training on `cluster` with `layout` and `batch`; empty when nothing does."""
-    return list(_degrees(layout)) or [*_layout(layout), *_cluster(layout, cluster), *_batch(model, layout, batch)]
+    """Everything that keeps `model` from training on `cluster` with `layout` and `batch`, whoever trains it; empty when
+    nothing does. `untrainable` says what this version's trainer cannot do besides."""
+    wrong = list(_words(layout))
+    if wrong:
+        return wrong
+    wrong = [*_zero(layout), *_cluster(layout, cluster), *_offload(layout, cluster.host), *_tensor(model, layout),
+             *_sequence(layout, batch), *_experts(model, layout), *_length(model, batch)]  # fmt: skip
+    cut = list(_batch(layout, batch))
+    shape = [*_stages(model, layout), *_schedule(layout, 2 * layout.pp if cut else batch.microbatches(layout))]
+    return [*wrong, *cut, *(shape or _recompute(model, layout))]
+
+
+def untrainable(job: Job, layout: Layout) -> list[str]:
+    """What keeps this version of kumi from training `job` with a legal `layout`: it can only be planned."""
+    try:
+        check_trained(job.model)
+    except ModelError as error:
+        return [str(error), *untrained(job, layout)]
+    return untrained(job, layout)
+
+
+def untrained(job: Job, layout: Layout) -> list[str]:
+    """The same, but for the model."""
+    return [*_untrained_axes(layout), *_untrained_choices(job, layout)]
+
+
+def _untrained_axes(layout: Layout) -> Iterator[str]:
+    for axis in ("pp", "cp", "tp", "ep", "expert_tp", "stages"):
+        if getattr(layout, axis) > 1:
+            yield f"{axis}={getattr(layout, axis)}: this version splits the data axes only; plan it, or set {axis} = 1"
+    if len(layout.stage_layers) > 1:
+        yield f"stage_layers={layout.stage_layers}: this version trains without pipelines; plan it, or leave it out"
+    if layout.schedule != SCHEDULES[0]:
+        yield f"schedule='{layout.schedule}': this version trains without pipelines; plan it, or leave it out"
+
+
+def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
+    if layout.offload != "none":
+        yield f"offload='{layout.offload}': this version trains on the device alone; plan it, or set offload = 'none'"
+    if layout.recompute_layers is not None:
+        yield (f"recompute_layers={layout.recompute_layers}: this version recomputes in all layers or in none; "
+               f"plan it, or leave it out")  # fmt: skip
+    if job.optim.kind != "adamw":
+        yield f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
+    if job.precision.kind not in TRAINED_PRECISIONS:
+        yield (f"precision.kind='{job.precision.kind}': this version trains in {', '.join(TRAINED_PRECISIONS)} only; "
+               f"plan it, or set one of these")  # fmt: skip
 
 
 def divisors(number: int) -> list[int]:
@@ -22,31 +82,70 @@ def divisors(number: int) -> list[int]:
     return small + [number // value for value in reversed(small) if value * value != number]
 
 
-def _choices(number: int) -> str:
-    listed = [str(value) for value in divisors(number)]
+def _choices(values: list[int]) -> str:
+    listed = [str(value) for value in values]
     return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} or {listed[-1]}"
 
 
-def _degrees(layout: Layout) -> Iterator[str]:
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "microbatch"):
-        if getattr(layout, axis) < 1:
-            yield f"{axis}={getattr(layout, axis)} is not a degree; use 1 or more"
+@dataclass(frozen=True)
+class Cuts:
+    """What an axis must divide: of every layer that it cuts, how many pieces there are to hand out.
+
+    `tensor`: query heads and widths of feed-forward layers, `kv_heads`: key-value heads; `width`: of routed experts,
+    `experts`: how many of those.
+    """
+
+    tensor: tuple[tuple[str, int], ...]
+    kv_heads: tuple[int, ...]
+    width: tuple[int, ...]
+    experts: tuple[int, ...]
+
+    def tp_divides_kv_heads(self, tp: int) -> bool:
+        """Whether every rank has equally many key-value heads, or equally many ranks every head."""
+        return all(count % tp == 0 or tp % count == 0 for count in self.kv_heads)
 
 
-def _layout(layout: Layout) -> Iterator[str]:
-    for axis in ("pp", "cp", "tp", "ep"):
-        if getattr(layout, axis) > 1:
-            yield f"{axis}={getattr(layout, axis)}: this version splits the data axes only; set {axis} = 1"
+@lru_cache(maxsize=64)
+def cuts(model: ModelSpec) -> Cuts:
+    """What the axes must divide in `model`."""
+    kinds, of_layer = model.layer_kinds()
+    ops = [op for kind in range(len(kinds)) for op in layer_ops(model, of_layer.index(kind))]
+    names = {"heads": "num_attention_heads", "ffn": "intermediate_size"}
+    dense = {(dim, count) for op in ops if not op.experts for dim, count in _cut_by_tp(op)}
+    return Cuts(
+        tuple(sorted((names.get(dim, dim), count) for dim, count in dense if dim != "kv_heads")),
+        tuple(sorted(count for dim, count in dense if dim == "kv_heads")),
+        tuple(sorted({count for op in ops if op.experts for _, count in _cut_by_tp(op)})),
+        tuple(sorted({op.experts for op in ops if op.experts})),
+    )
+
+
+def _cut_by_tp(op: Op) -> Iterator[tuple[str, int]]:
+    return ((dim.name, dim.count) for dim in (op.source, op.target) if AXIS.get(dim.name) == "tp")
+
+
+def _words(layout: Layout) -> Iterator[str]:
+    for name in DEGREES:
+        if getattr(layout, name) < 1:
+            yield f"{name}={getattr(layout, name)} is not a degree; use 1 or more"
+    if layout.recompute not in RECOMPUTE:
+        yield f"recompute='{layout.recompute}' is unknown; use {', '.join(RECOMPUTE)}"
+    if layout.offload not in OFFLOAD:
+        yield f"offload='{layout.offload}' is unknown; use {', '.join(OFFLOAD)}"
     if layout.zero not in (0, 1, 2, 3):
         yield f"zero={layout.zero} is not a ZeRO stage; use 0, 1, 2 or 3"
-    elif layout.zero > 0 and layout.dp_shard == 1 and layout.dp_replicate > 1:
+
+
+def _zero(layout: Layout) -> Iterator[str]:
+    if layout.zero > 0 and layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1:
         yield (f"zero={layout.zero} divides states over dp_shard, which is 1; "
                f"set dp_shard = {layout.dp_replicate} and dp_replicate = 1")  # fmt: skip
     elif layout.zero == 0 and layout.dp_shard > 1:
         yield (f"zero=0 divides nothing, but dp_shard={layout.dp_shard}; "
                f"set zero = 1, 2 or 3, or dp_replicate = {layout.dp} and dp_shard = 1")  # fmt: skip
-    if layout.recompute not in RECOMPUTE:
-        yield f"recompute='{layout.recompute}' is unknown; use {', '.join(RECOMPUTE)}"
+    if layout.zero == 2 and layout.pp > 1:
+        yield (f"zero=2 with pp={layout.pp}: a pipeline's backwards alternate between its microbatches, so that whole "
+               f"gradients stay until the last; set zero = 1 or 3, or pp = 1")  # fmt: skip
 
 
 def _cluster(layout: Layout, cluster: ClusterSpec) -> Iterator[str]:
@@ -56,16 +155,113 @@ def _cluster(layout: Layout, cluster: ClusterSpec) -> Iterator[str]:
                f"degrees must multiply to {cluster.devices}")  # fmt: skip
 
 
-def _batch(model: ModelSpec, layout: Layout, batch: BatchSpec) -> Iterator[str]:
+def _offload(layout: Layout, host: Host) -> Iterator[str]:
+    for place, missing in host_lacks(host).items():
+        if missing and (layout.offload.endswith("-nvme") if place == "nvme" else layout.offload != "none"):
+            yield (f"offload='{layout.offload}' needs {missing} of a node, which the cluster's description does not "
+                   f"give; write it into a cluster file, or set offload = 'none'")  # fmt: skip
+
+
+def host_lacks(host: Host) -> dict[str, str]:
+    """What must be known, and is not, to move something to the host and to its NVMe drives; empty where all is."""
+    known = {"host": {"host.memory": host.memory, "host.device_bandwidth": host.device_bandwidth},
+             "nvme": {"host.nvme": host.nvme, "host.nvme_bandwidth": host.nvme_bandwidth}}  # fmt: skip
+    return {place: " and ".join(name for name, value in values.items() if not value) for place, values in known.items()}
+
+
+def _tensor(model: ModelSpec, layout: Layout) -> Iterator[str]:
+    need, tp = cuts(model), layout.tp
+    whole = gcd(*(count for _, count in need.tensor))
+    use = f"use {_choices([degree for degree in divisors(whole) if need.tp_divides_kv_heads(degree)])}"
+    for name, count in need.tensor:
+        if count % tp:
+            yield f"tp={tp} does not divide {name}={count}; {use}"
+    for count in need.kv_heads:
+        if count % tp and tp % count:
+            yield f"tp={tp} does not divide num_key_value_heads={count}, nor is it a multiple of it; {use}"
+
+
+def _sequence(layout: Layout, batch: BatchSpec) -> Iterator[str]:
+    cp, tp = layout.cp, layout.tp
+    if cp > 1 and batch.seq_len % (2 * cp):
+        yield (f"cp={cp} cuts sequences into 2 x {cp} pieces, a near and a far one for each rank, which do not divide "
+               f"seq_len={batch.seq_len}; use {_multiple(batch.seq_len, 2 * cp)}, or another cp")  # fmt: skip
+    if tp > 1 and layout.sequence_parallel and batch.seq_len % (tp * cp):
+        yield (f"sequence_parallel cuts sequences into tp x cp = {tp * cp} pieces, which do not divide "
+               f"seq_len={batch.seq_len}; use {_multiple(batch.seq_len, tp * cp)}, or "
+               f"set sequence_parallel = false")  # fmt: skip
+
+
+def _multiple(number: int, of: int) -> int:
+    """The multiple of `of` nearest to `number`."""
+    return max(1, round(number / of)) * of
+
+
+def _experts(model: ModelSpec, layout: Layout) -> Iterator[str]:
+    need, ep, expert_tp = cuts(model), layout.ep, layout.expert_tp
+    if not need.experts:
+        for name in ("ep", "expert_tp"):
+            if getattr(layout, name) > 1:
+                yield f"{name}={getattr(layout, name)}, but the model has no experts; set {name} = 1"
+        return
+    if any(count % ep for count in need.experts):
+        yield (f"ep={ep} does not divide num_experts={_choices(list(need.experts))}; "
+               f"use {_choices(divisors(gcd(*need.experts)))}")  # fmt: skip
+    if any(count % expert_tp for count in need.width):
+        yield (f"expert_tp={expert_tp} does not divide the experts' width of {_choices(list(need.width))}; "
+               f"use {_choices(divisors(gcd(*need.width)))}")  # fmt: skip
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    if ranks % (ep * expert_tp):
+        yield (f"ep x expert_tp = {ep * expert_tp} does not divide the dp_shard x cp x tp = {ranks} ranks that experts "
+               f"are dealt to; use a product that does, one of {_choices(divisors(ranks))}")  # fmt: skip
+
+
+def _length(model: ModelSpec, batch: BatchSpec) -> Iterator[str]:
     if batch.seq_len > model.max_position_embeddings:
         yield (f"seq_len={batch.seq_len} is longer than max_position_embeddings={model.max_position_embeddings}; "
                f"shorten seq_len or extend the model's rope")  # fmt: skip
+
+
+def _batch(layout: Layout, batch: BatchSpec) -> Iterator[str]:
     if batch.tokens_per_step % batch.seq_len:
-        near = max(1, round(batch.tokens_per_step / batch.seq_len)) * batch.seq_len
+        near = _multiple(batch.tokens_per_step, batch.seq_len)
         yield f"seq_len={batch.seq_len} does not divide tokens_per_step={batch.tokens_per_step}; use {near}"
     elif batch.sequences % layout.dp:
         yield (f"dp={layout.dp} does not divide the {batch.sequences} sequences of a step; "
-               f"use {_choices(batch.sequences)} data-parallel ranks, or change tokens_per_step")  # fmt: skip
+               f"use {_choices(divisors(batch.sequences))} data-parallel ranks, or change tokens_per_step")  # fmt: skip
     elif batch.sequences // layout.dp % layout.microbatch:
         yield (f"microbatch={layout.microbatch} does not divide the {batch.sequences // layout.dp} sequences "
-               f"that each rank has in a step; use {_choices(batch.sequences // layout.dp)}")  # fmt: skip
+               f"that each rank has in a step; use {_choices(divisors(batch.sequences // layout.dp))}")  # fmt: skip
+
+
+def _stages(model: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Only the first stage, with the embedding, and the last, with the head, may go without layers."""
+    count, layers, given = layout.pp * layout.stages, model.num_hidden_layers, layout.stage_layers
+    if given:
+        if len(given) != count:
+            yield f"stage_layers has {len(given)} entries for pp x stages = {count} stages; give one for each"
+        if sum(given) != layers:
+            yield f"stage_layers adds up to {sum(given)} layers, the model has {layers}; divide these"
+        if any(size < 0 for size in given) or any(size < 1 for size in given[1:-1]):
+            yield f"stage_layers={list(given)}: only the first and last stage may have no layers; give others 1 or more"
+    elif count > layers + 2:
+        yield (f"pp x stages = {layout.pp} x {layout.stages} is more than the {layers} layers and the two stages that "
+               f"may have only the embedding or the head; use at most {layers + 2}")  # fmt: skip
+
+
+def _schedule(layout: Layout, microbatches: int) -> Iterator[str]:
+    reason = refusal(layout.schedule, layout.pp, layout.stages, microbatches)
+    if reason:
+        yield reason
+
+
+def _recompute(model: ModelSpec, layout: Layout) -> Iterator[str]:
+    some = layout.recompute_layers
+    if some is None:
+        return
+    sizes = [last - first for first, last in stage_bounds(layout, model.num_hidden_layers)]
+    most = max(sum(sizes[stage] for stage in held) for held in placement(layout.schedule, layout.pp, layout.stages))
+    if layout.recompute == "none" and some > 0:
+        yield f"recompute_layers={some}, but recompute='none'; set recompute = 'selective' or 'full', or leave it out"
+    elif not 0 <= some <= most:
+        yield f"recompute_layers={some}, but no rank has more than {most} layers; use 0 to {most}, or leave it out"
