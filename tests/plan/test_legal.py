@@ -28,7 +28,7 @@ DEGREE = some.sampled_from([1, 1, 1, 2, 2, 3, 4, 6, 8])
 HOSTS = [Host(), Host(2**40, 1e10), Host(2**40, 1e10, 1e9, 2**40)]
 
 
-MESH = some.fixed_dictionaries({name: DEGREE for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")})
+MESH = some.fixed_dictionaries(dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), DEGREE))
 
 
 @some.composite

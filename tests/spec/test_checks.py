@@ -1,19 +1,27 @@
+from dataclasses import replace
+
 import pytest
 
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import problems
-from kumi.spec.cluster import ClusterSpec, Device
+from kumi.spec.checks import problems, untrainable
+from kumi.spec.cluster import ClusterSpec, Device, Host
+from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
 
 LAYER = LayerSpec(Attention(4, 2, 16, Rope(10000.0)), MLP(128))
-MODEL = ModelSpec("llama", 256, 64, (LAYER, LAYER), 1e-5, 128)
+MODEL = ModelSpec("llama", 256, 64, (LAYER,) * 6, 1e-5, 128)
+EXPERTS = replace(LAYER, mlp=MoE(12, 2, 32))
+MIXED = replace(MODEL, family="mixtral", layers=(LAYER, *[EXPERTS] * 5))
 BATCH = BatchSpec(64, 64 * 24)
+UNKNOWN, KNOWN = Host(), Host(2**40, 1e10)
 
 
-def found(layout, batch=BATCH, devices=None):
-    cluster = ClusterSpec("test", Device("cpu", "cpu", 2**34), devices or layout.world_size)
-    return problems(MODEL, layout, cluster, batch)
+def found(layout, batch=BATCH, devices=None, model=MODEL, host=UNKNOWN):
+    cluster = ClusterSpec("test", Device("cpu", "cpu", 2**34), devices or layout.world_size, host=host)
+    return problems(model, layout, cluster, batch)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +31,14 @@ def found(layout, batch=BATCH, devices=None):
         Layout(dp_replicate=4, microbatch=2),
         Layout(dp_shard=4, zero=3),
         Layout(dp_replicate=2, dp_shard=2, zero=1),
+        Layout(tp=4, cp=2, pp=3),
+        Layout(tp=4, sequence_parallel=False, dp_shard=2, zero=3, pp=2),
+        Layout(dp_replicate=2, cp=2, zero=1),
+        Layout(pp=8),
+        Layout(pp=4, schedule="interleaved", stages=2),
+        Layout(pp=3, schedule="zb-v", stages=2, recompute="full", recompute_layers=2),
+        Layout(pp=3, schedule="dualpipe", stages=2, stage_layers=(0, 1, 2, 2, 1, 0)),
+        Layout(recompute="selective", recompute_layers=0),
     ],
 )
 def test_legal_layouts_have_no_problems(layout):
@@ -30,29 +46,136 @@ def test_legal_layouts_have_no_problems(layout):
 
 
 @pytest.mark.parametrize(
+    "layout",
+    [Layout(dp_shard=4, zero=1, ep=4), Layout(dp_shard=2, tp=2, zero=1, ep=2, expert_tp=2), Layout(tp=4, ep=4)],
+)
+def test_experts_borrow_ranks_from_sharded_data_context_and_tensor_parallelism(layout):
+    assert found(layout, model=MIXED) == []
+
+
+def test_tensor_parallelism_may_leave_the_node_and_outnumber_key_value_heads():
+    cluster = ClusterSpec("test", Device("GPU", "cuda", 2**34), 2, nodes=2)
+    assert problems(MODEL, Layout(tp=4), cluster, BATCH) == []
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "states", "activations"])
+def test_what_is_known_of_the_host_decides_whether_it_can_be_used(offload):
+    assert found(Layout(offload=offload), host=KNOWN) == []
+    assert found(Layout(offload=offload)) == [
+        f"offload='{offload}' needs host.memory and host.device_bandwidth of a node, which the cluster's description "
+        f"does not give; write it into a cluster file, or set offload = 'none'"
+    ]
+
+
+# (layout, what the sentence says), for the plain model, batch and host.
+ILLEGAL = [
+    (Layout(dp_replicate=5), "dp=5 does not divide the 24 sequences of a step; use 1, 2, 3, 4, 6, 8, 12 or 24"),
+    (Layout(microbatch=5), "microbatch=5 does not divide the 24 sequences that each rank has in a step"),
+    (Layout(zero=4), "zero=4 is not a ZeRO stage"),
+    (Layout(dp_replicate=2, zero=2), "set dp_shard = 2 and dp_replicate = 1"),
+    (Layout(dp_shard=2), "zero=0 divides nothing, but dp_shard=2"),
+    (Layout(pp=2, dp_shard=2, zero=2), "zero=2 with pp=2: a pipeline's backwards alternate between its microbatches, "
+                                       "so that whole gradients stay until the last; set zero = 1 or 3, or pp = 1"),
+    (Layout(recompute="some"), "recompute='some' is unknown; use none, selective, full"),
+    (Layout(offload="gradients"), "offload='gradients' is unknown; use none, optimizer, states"),
+    (Layout(microbatch=0), "microbatch=0 is not a degree"),
+    (Layout(expert_tp=0), "expert_tp=0 is not a degree"),
+    (Layout(tp=3), "tp=3 does not divide num_attention_heads=4; use 1, 2 or 4"),
+    (Layout(tp=8), "tp=8 does not divide num_attention_heads=4; use 1, 2 or 4"),
+    (Layout(tp=3), "tp=3 does not divide num_key_value_heads=2, nor is it a multiple of it; use 1, 2 or 4"),
+    (Layout(tp=3), "tp=3 does not divide intermediate_size=128; use 1, 2 or 4"),
+    (Layout(cp=3), "cp=3 cuts sequences into 2 x 3 pieces, a near and a far one for each rank, which do not divide "
+                   "seq_len=64; use 66, or another cp"),
+    (Layout(cp=64), "cp=64 cuts sequences into 2 x 64 pieces"),
+    (Layout(tp=3), "sequence_parallel cuts sequences into tp x cp = 3 pieces, which do not divide seq_len=64; use 63, "
+                   "or set sequence_parallel = false"),
+    (Layout(ep=2, dp_shard=2, zero=1), "ep=2, but the model has no experts; set ep = 1"),
+    (Layout(expert_tp=2, tp=2), "expert_tp=2, but the model has no experts; set expert_tp = 1"),
+    (Layout(pp=12), "pp x stages = 12 x 1 is more than the 6 layers and the two stages that may have only the "
+                    "embedding or the head; use at most 8"),
+    (Layout(pp=2, stage_layers=(1, 2, 3)), "stage_layers has 3 entries for pp x stages = 2 stages; give one for each"),
+    (Layout(pp=2, stage_layers=(3, 4)), "stage_layers adds up to 7 layers, the model has 6; divide these"),
+    (Layout(pp=3, stage_layers=(3, 0, 3)), "stage_layers=[3, 0, 3]: only the first and last stage may have no layers"),
+    (Layout(pp=2, schedule="zb"), "schedule='zb' is unknown; use 1f1b, gpipe"),
+    (Layout(pp=2, stages=2), "schedule='1f1b' gives each rank 1 stage, not stages=2"),
+    (Layout(pp=2, schedule="zb-v"), "schedule='zb-v' gives each rank 2 stages, not stages=1; set stages = 2"),
+    (Layout(pp=2, schedule="interleaved"), "schedule='interleaved' needs 2 or more stages a rank, not stages=1"),
+    (Layout(pp=2, schedule="interleaved", stages=2, microbatch=8), "takes microbatches in groups of pp=2, which does "
+                                                                   "not divide the 3 of a step"),
+    (Layout(pp=2, schedule="dualpipe", stages=2, microbatch=8), "needs at least 2 x pp = 4 microbatches a step, not 3"),
+    (Layout(recompute_layers=2), "recompute_layers=2, but recompute='none'; set recompute = 'selective' or 'full'"),
+    (Layout(pp=2, recompute="full", recompute_layers=4), "recompute_layers=4, but no rank has more than 3 layers; use "
+                                                         "0 to 3, or leave it out"),
+    (Layout(offload="states-nvme"), "offload='states-nvme' needs host.nvme and host.nvme_bandwidth of a node"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "sentence"), ILLEGAL)
+def test_each_problem_of_a_layout_has_its_sentence(layout, sentence):
+    assert any(sentence in problem for problem in found(layout)), found(layout)
+
+
+@pytest.mark.parametrize(
     ("layout", "batch", "devices", "sentence"),
     [
-        (
-            Layout(dp_replicate=5),
-            BATCH,
-            None,
-            "dp=5 does not divide the 24 sequences of a step; use 1, 2, 3, 4, 6, 8, 12 or 24",
-        ),
-        (
-            Layout(microbatch=5),
-            BATCH,
-            None,
-            "microbatch=5 does not divide the 24 sequences that each rank has in a step",
-        ),
         (Layout(), BatchSpec(64, 100), None, "seq_len=64 does not divide tokens_per_step=100; use 128"),
         (Layout(), BatchSpec(256, 512), None, "seq_len=256 is longer than max_position_embeddings=128"),
         (Layout(dp_replicate=2), BATCH, 4, "the layout needs 2 devices"),
-        (Layout(zero=4), BATCH, None, "zero=4 is not a ZeRO stage"),
-        (Layout(dp_replicate=2, zero=2), BATCH, None, "set dp_shard = 2 and dp_replicate = 1"),
-        (Layout(dp_shard=2), BATCH, None, "zero=0 divides nothing, but dp_shard=2"),
-        (Layout(recompute="some"), BATCH, None, "recompute='some' is unknown; use none, selective, full"),
-        (Layout(microbatch=0), BATCH, None, "microbatch=0 is not a degree"),
     ],
 )
-def test_each_problem_has_its_sentence(layout, batch, devices, sentence):
+def test_each_problem_of_the_batch_and_the_cluster_has_its_sentence(layout, batch, devices, sentence):
     assert any(sentence in problem for problem in found(layout, batch, devices)), found(layout, batch, devices)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        (Layout(ep=8, dp_shard=8, zero=1), "ep=8 does not divide num_experts=12; use 1, 2, 3, 4, 6 or 12"),
+        (Layout(expert_tp=3, tp=3), "expert_tp=3 does not divide the experts' width of 32; use 1, 2, 4, 8, 16 or 32"),
+        (Layout(ep=4, dp_shard=2, zero=1), "ep x expert_tp = 4 does not divide the dp_shard x cp x tp = 2 ranks that "
+                                           "experts are dealt to; use a product that does, one of 1 or 2"),
+    ],
+)  # fmt: skip
+def test_each_problem_of_experts_has_its_sentence(layout, sentence):
+    assert any(sentence in problem for problem in found(layout, model=MIXED)), found(layout, model=MIXED)
+
+
+def test_a_batch_that_does_not_divide_is_not_blamed_on_the_schedule():
+    assert found(Layout(pp=2, schedule="dualpipe", stages=2), BatchSpec(64, 100)) == [
+        "seq_len=64 does not divide tokens_per_step=100; use 128"
+    ]
+
+
+JOB = Job(MODEL, ClusterSpec("test", Device("GPU", "cuda", 2**34), 1), BATCH, PRECISIONS["bf16"], Optim())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32", "fp64"])
+def test_data_parallelism_with_adamw_can_be_trained(kind):
+    job = replace(JOB, precision=PRECISIONS[kind])
+    assert untrainable(job, Layout(dp_replicate=2, dp_shard=4, zero=3, microbatch=2, recompute="full")) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "sentence"),
+    [
+        (Layout(tp=2), {}, "tp=2: this version splits the data axes only; plan it, or set tp = 1"),
+        (Layout(pp=2), {}, "pp=2: this version splits the data axes only"),
+        (Layout(cp=2), {}, "cp=2: this version splits the data axes only"),
+        (Layout(dp_shard=2, zero=1, ep=2), {}, "ep=2: this version splits the data axes only"),
+        (Layout(stages=2), {}, "stages=2: this version splits the data axes only"),
+        (Layout(stage_layers=(3, 3)), {}, "stage_layers=(3, 3): this version trains without pipelines"),
+        (Layout(schedule="gpipe"), {}, "schedule='gpipe': this version trains without pipelines"),
+        (Layout(offload="optimizer"), {}, "offload='optimizer': this version trains on the device alone"),
+        (Layout(recompute="full", recompute_layers=1), {}, "recompute_layers=1: this version recomputes in all layers"),
+        (Layout(), {"optim": Optim(kind="muon")}, "optim.kind='muon': this version trains with adamw; plan it, or set "
+                                                  "optim.kind = 'adamw'"),
+        (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8': this version trains in bf16, fp16, fp32, "
+                                                     "fp64 only; plan it, or set one of these"),
+        (Layout(), {"precision": PRECISIONS["bf16-pure"]}, "precision.kind='bf16-pure': this version trains in bf16"),
+        (Layout(), {"model": MIXED}, "a mixtral model can be planned for but not trained"),
+    ],
+)  # fmt: skip
+def test_what_can_only_be_planned_is_said(layout, change, sentence):
+    said = untrainable(replace(JOB, **change), layout)
+    assert len(said) == 1
+    assert sentence in said[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +12,7 @@ from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.timeline import V_CODES, in_flight
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
+from kumi.spec.sharding import stage_bounds
 
 Bools = NDArray[np.bool_]
 
@@ -58,7 +58,8 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
 
 
 def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
-    """The first layer of `stage` when `layers` are divided evenly over `stages`; for stage = stages, one past the last.
+    """The first layer of `stage` when `layers` are divided evenly over `stages` as `kumi.spec.sharding.stage_bounds`
+    does; for stage = stages, one past the last.
 
     Where they do not go up evenly, the last stage, which has the head, gets none of the layers left over, and the
     first, which has the embedding and most microbatches in flight, the last of them: the others have one more each
@@ -71,12 +72,7 @@ def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
 
 def bounds(layout: Layout, model: ModelSpec) -> tuple[tuple[int, int], ...]:
     """Layers [first, last) of every stage, in model order."""
-    count = layout.pp * layout.stages
-    if layout.stage_layers:
-        ends = np.cumsum(layout.stage_layers)
-        return tuple((int(end) - size, int(end)) for end, size in zip(ends, layout.stage_layers, strict=True))
-    starts = even_first(model.num_hidden_layers, np.full(count + 1, count), np.arange(count + 1))
-    return tuple((first, last) for first, last in pairwise(starts.tolist()))
+    return stage_bounds(layout, model.num_hidden_layers)
 
 
 def balanced(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
