@@ -3,9 +3,9 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from examples import copies, estimate, job, memory, one_device, report, sharded, timeline
+from examples import CHOSEN, best, copies, estimate, job, memory, one_device, report, sharded, timeline
 
-from kumi.plan import diagrams, palette, svg
+from kumi.plan import lanes, palette, scatter, svg
 from kumi.plan.pictures import pictures
 from kumi.plan.report import Report
 from kumi.plan.types import MemoryEstimate
@@ -101,7 +101,7 @@ def test_every_kind_of_memory_can_be_told_from_every_other_without_its_colour_al
 
 def test_the_timeline_has_a_box_for_every_action():
     found = timeline(8)
-    root = ElementTree.fromstring(diagrams.timeline(found, "timeline", found.seconds))
+    root = ElementTree.fromstring(lanes.timeline(found, "timeline", found.seconds))
     hints = [title.text for rect in root.iter(f"{SVG}rect") for title in rect.iter(f"{SVG}title")]
     assert len(hints) == 4 * 2 * 8
     assert "forward, stage 3, microbatch 7" in hints
@@ -109,10 +109,26 @@ def test_the_timeline_has_a_box_for_every_action():
 
 def test_a_long_timeline_is_cut_and_that_is_said():
     found = timeline(700)
-    drawn = diagrams.timelines(found)
-    assert len(re.findall(r"<title>(?:forward|backward)", drawn["timeline"])) <= 1.1 * diagrams.SPANS
+    drawn = lanes.timelines(found)
+    assert len(re.findall(r"<title>(?:forward|backward)", drawn["timeline"])) <= 1.1 * lanes.SPANS
     assert "of which the first" in drawn["timeline"]
     assert "of which the first" in drawn["timeline-start"]
+
+
+def test_layouts_that_coincide_share_a_number():
+    same = replace(report(), expected=(), front=(), lacking=())
+    twins = tuple(replace(best(), layout=replace(CHOSEN, microbatch=size)) for size in (2, 4, 8))
+    texts = [text.text for text in parsed(replace(same, others=twins))["choices"].iter(f"{SVG}text")]
+    assert "1-4" in texts
+    assert scatter._ranges([0, 1, 2, 4, 7, 8]) == "1-3, 5, 8-9"
+
+
+def test_long_names_of_layouts_take_several_lines():
+    long = replace(CHOSEN, stage_layers=(20,) * 4, recompute_layers=7, offload="states")
+    root = parsed(replace(report(), others=(replace(best(), layout=long),)))["choices"]
+    for text in root.iter(f"{SVG}text"):
+        assert extent(text)[1] <= svg.WIDTH
+    assert any(text.text.endswith("states") or text.text.endswith("offloaded") for text in root.iter(f"{SVG}text"))
 
 
 def test_numbers_of_layouts_do_not_hide_each_other():

@@ -1,13 +1,14 @@
-"""The pictures of a report, as SVG documents by name: bars here, the timeline and the choices in `diagrams`."""
+"""The pictures of a report, as SVG documents by name: bars here, the timeline in `lanes`, the choices in `scatter`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from kumi.plan import palette, svg, words
-from kumi.plan.diagrams import choices, timelines
 from kumi.plan.figures import Traffic, fullest, memory_kinds, pick, stage_groups, time_kinds, traffic, weighty
+from kumi.plan.lanes import timelines
 from kumi.plan.report import Expected, Report
+from kumi.plan.scatter import choices
 from kumi.units import format_bytes
 
 GIB = 2.0**30

@@ -39,8 +39,8 @@ def seconds(value: float) -> str:
 
 def percent(share: float) -> str:
     """A share with two or three digits; what is nearly all is not called all."""
-    whole = 0.1 <= abs(share) < 0.99 or share in (0, 1)
-    return f"{100 * share:.0f}%" if whole or share > 1 else f"{100 * share:.1f}%"
+    whole = 0.1 <= abs(share) < 0.99 or share == 0 or share >= 0.9995
+    return f"{100 * share:.0f}%" if whole else f"{100 * share:.1f}%"
 
 
 def times(factor: float) -> str:
