@@ -23,11 +23,13 @@ def test_verbs_and_flags_are_frozen():
     verbs = next(action for action in _parser()._actions if action.choices).choices
     assert {name: flags(verb) for name, verb in verbs.items()} == {
         "describe": ["--help", "--json", "--resolved", "--schema", "-h"],
+        "plan": ["--calibrate", "--days", "--export", "--help", "--html", "--json", "--out", "--save", "--svg",
+                 "--tokens", "--top", "--trace", "-h"],
         "data": ["--help", "--json", "-h"],
         "train": ["--allow-change", "--help", "-h"],
         "convert": ["--help", "--to", "--verify", "-h"],
         "bench": ["--help", "--json", "--out", "--quick", "--ranks", "-h"],
-    }
+    }  # fmt: skip
 
 
 def test_config_keys_are_frozen():
@@ -39,7 +41,7 @@ def test_config_keys_are_frozen():
     assert found == frozen
 
 
-@pytest.mark.parametrize("verb", ["describe", "data", "train", "convert", "bench"])
+@pytest.mark.parametrize("verb", ["describe", "plan", "data", "train", "convert", "bench"])
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])

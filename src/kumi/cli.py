@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kumi {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _describe_parser(verbs)
+    _plan_parser(verbs)
     _data_parser(verbs)
     _train_parser(verbs)
     _convert_parser(verbs)
@@ -119,6 +120,38 @@ def _describe_parser(verbs: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(verb=_describe)
+
+
+def _plan_parser(verbs: Any) -> None:
+    parser = _verb(
+        verbs, "plan", "Choose the layout: what fits, how fast it is, and why",
+        "kumi plan examples/plan/llama-3-8b.toml cluster.nodes=4 --html plan.html",
+    )  # fmt: skip
+    parser.add_argument("run", metavar="RUN.toml", help=f"{RUN_HELP}; [data] and [train] may be missing")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--top", type=_positive, default=8, metavar="N", help="runners-up to show; default 8")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--svg", metavar="FOLDER", help="write the pictures")
+    parser.add_argument("--trace", metavar="FILE", help="write the pipeline's timeline for Perfetto or chrome://tracing")
+    parser.add_argument("--save", metavar="FILE.toml", help="write the run file with the chosen layout pinned")
+    parser.add_argument("--export", metavar="TRAINER", help="write another trainer's configuration, into --out")
+    parser.add_argument("--out", metavar="FOLDER", help="where --export writes; default: the trainer's name")
+    parser.add_argument("--tokens", type=_amount, metavar="N", help="with --days: how many machines N tokens need")
+    parser.add_argument("--days", type=_amount, metavar="D", help="with --tokens: in how many days")
+    parser.add_argument(
+        "--calibrate", action="append", metavar="RUN_FOLDER", help="refit the cluster to a finished run, into --out"
+    )
+    parser.set_defaults(verb=_plan)
+
+
+def _amount(text: str) -> float:
+    from kumi.units import parse_count
+
+    try:
+        return float(parse_count(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _data_parser(verbs: Any) -> None:
@@ -196,6 +229,12 @@ def _describe(arguments: argparse.Namespace) -> int:
     else:
         console().print(render(describe(run)))
     return OK
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from kumi import planning
+
+    return planning.run(arguments)
 
 
 def _data(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,146 @@
+"""How much must be recomputed so that a layout fits, for every way to recompute and to offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kumi.plan import memory
+from kumi.plan.columns import WORDS, Columns, Floats, Ints
+from kumi.plan.space import Pins
+from kumi.plan.stages import Share
+from kumi.spec.job import Job
+
+NONE, ACTIVATIONS = 0, WORDS["offload"].index("activations")
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Bases:
+    """Rows of which recomputation and offloading are open, and what each of the looked-at pp ranks holds of them.
+
+    `layers` are those of every looked-at rank, (ranks, rows); `most` the largest number a rank has, (rows,).
+    """
+
+    job: Job
+    x: Columns
+    parts: tuple[Share, ...]
+    layers: Floats
+    most: Ints
+
+    def bytes(self, recompute: int, layers: int, offload: int) -> Floats:
+        """Bytes on each of the ranks, (ranks, rows), when `layers` of it recompute (-1: all)."""
+        same = np.ones(len(self.x), np.int64)
+        rows = replace(self.x, recompute=recompute * same, recompute_layers=layers * same, offload=offload * same)
+        every = [memory.stage_memory(self.job, rows, part) for part in self.parts]
+        return np.stack([np.asarray(sum(kinds.values())) for kinds in every])
+
+    def host_bytes(self, offload: int) -> Floats:
+        """Bytes that a rank of the first stage keeps on its host, (rows,)."""
+        rows = replace(self.x, offload=np.full(len(self.x), offload))
+        return memory.host_memory(self.job, rows, self.parts[0])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to recompute and to offload, of every row of `Bases`.
+
+    `first` and `last` are bytes on every rank when one of its layers recomputes, and when all do, (ranks, rows): every
+    further layer saves as much. `held` are the rows whose host can take what is offloaded.
+    """
+
+    recompute: int
+    offload: int
+    first: Floats
+    last: Floats
+    held: Mask
+
+
+def bases_of(job: Job, x: Columns, parts: Sequence[Share]) -> Bases:
+    layers = np.stack([part.layers.sum(axis=0) for part in parts])
+    return Bases(job, x, tuple(parts), layers, np.maximum(layers.max(axis=0), 1).astype(np.int64))
+
+
+def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
+    """Every way to recompute and offload that `pinned` allows, from the least to the most offloaded.
+
+    What offloading states saves does not depend on what is recomputed, so that the bytes of most combinations are sums.
+    """
+    modes, plain = _allowed("recompute", WORDS["recompute"], pinned), rows.bytes(NONE, -1, NONE)
+    ends = {mode: (rows.bytes(mode, 1, NONE), rows.bytes(mode, -1, NONE)) if mode else (plain, plain) for mode in modes}
+    for offload in _allowed("offload", offloads(rows.job), pinned):
+        held = np.ones(len(rows.x), np.bool_)
+        saved = np.zeros_like(plain)
+        if offload:
+            host = rows.job.cluster.host.memory / rows.job.cluster.devices_per_node
+            held = rows.host_bytes(offload) <= host
+            saved = plain - rows.bytes(NONE, -1, offload)
+        for mode in modes:
+            if offload == ACTIVATIONS and mode:
+                yield Variant(mode, offload, rows.bytes(mode, 1, offload), rows.bytes(mode, -1, offload), held)
+            else:
+                yield Variant(mode, offload, ends[mode][0] - saved, ends[mode][1] - saved, held)
+
+
+def _allowed(name: str, words: Sequence[str], pinned: Pins) -> list[int]:
+    return [WORDS[name].index(word) for word in words if pinned.get(name, word) == word]
+
+
+def offloads(job: Job) -> list[str]:
+    """What can be offloaded: nothing where the host's memory or the way there is not known."""
+    host = job.cluster.host
+    if not (host.memory and host.device_bandwidth):
+        return ["none"]
+    return [word for word in WORDS["offload"] if not word.endswith("-nvme") or (host.nvme and host.nvme_bandwidth)]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """For every row, whether a variant `fits`, how few `layers` then recompute, and the `peak` bytes with these.
+
+    `count` variants were told apart, of which `fitting` fit; `least` bytes are needed when all layers recompute.
+    """
+
+    fits: Mask
+    layers: Ints
+    peak: Floats
+    count: int
+    fitting: int
+    least: Floats
+
+
+def fit(rows: Bases, one: Variant, capacity: float, pinned: Pins) -> Fit:
+    """The fewest layers that must recompute under variant `one` so that no rank needs more than `capacity` bytes."""
+    wanted = pinned.get("recompute_layers") if one.recompute else None
+    falls = (one.first - one.last) / np.maximum(rows.layers - 1, 1)
+    over = np.maximum(one.first - capacity, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        more = np.where(over > 0, np.ceil(over / falls), 0.0)
+    fewest = 1 + np.where(np.isfinite(more) & (more >= 0), more, np.inf).max(axis=0)
+    most = rows.most if one.recompute else np.ones_like(rows.most)
+    if wanted is not None:
+        fewest, most = np.where(fewest <= wanted, float(wanted), np.inf), np.full_like(most, wanted)
+    least = np.where(one.held, one.last.max(axis=0), np.inf)
+    fits = (least <= capacity) & (fewest <= most)
+    layers = np.where(fits, fewest, 1).astype(np.int64)
+    peak = (one.first - falls * np.minimum(layers - 1, np.maximum(rows.layers - 1, 0))).max(axis=0)
+    variants_each = most if wanted is None else np.ones_like(most)
+    fitting = np.where(fits, np.where(wanted is None, most - layers + 1, 1), 0)
+    return Fit(fits, layers, peak, int(variants_each.sum()), int(fitting.sum()), least)
+
+
+def picked(rows: Bases, one: Variant, found: Fit, index: Ints) -> Columns:
+    """The rows numbered `index`, as they are under variant `one` with the fewest layers recomputed."""
+    layers = found.layers[index]
+    all_of_them = (layers >= rows.most[index]) | (one.recompute == NONE)
+    same = np.ones(len(index), np.int64)
+    return replace(
+        rows.x.take(index),
+        recompute=one.recompute * same,
+        recompute_layers=np.where(all_of_them, -1, layers),
+        offload=one.offload * same,
+    )

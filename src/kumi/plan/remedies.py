@@ -1,0 +1,78 @@
+"""The smallest changes that would make a job fit, with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kumi.plan.search import smallest
+from kumi.plan.space import Pins
+from kumi.plan.types import Estimate
+from kumi.spec.cluster import ClusterSpec
+from kumi.spec.job import Job
+from kumi.units import format_bytes
+
+# How many times the machines are doubled before giving up on more of them.
+DOUBLINGS = 10
+
+
+def remedies(job: Job, pinned: Pins, least: Estimate) -> list[str]:
+    """What would help, each alone: unpinning, more nodes, shorter sequences, a larger card, a described host."""
+    found = [*_unpinned(job, pinned), *_more_nodes(job, pinned), *_shorter(job, pinned), *_host(job, pinned)]
+    short = least.peak_memory / least.usable
+    card = format_bytes(short * job.cluster.device.memory)
+    return [*found, f"use devices of {card} or more instead of {format_bytes(job.cluster.device.memory)}"]
+
+
+def fits(job: Job, pinned: Pins) -> bool:
+    """Whether some layout of `job` fits."""
+    found = smallest(job, pinned)
+    return found is not None and found.fits
+
+
+def _unpinned(job: Job, pinned: Pins) -> Iterator[str]:
+    """The one pin without which something fits."""
+    for name, value in pinned.items():
+        rest = {key: other for key, other in pinned.items() if key != name}
+        found = smallest(job, rest)
+        if found is not None and found.fits:
+            yield f"do not pin layout.{name}={value}"
+            return
+
+
+def _more_nodes(job: Job, pinned: Pins) -> Iterator[str]:
+    for _ in range(DOUBLINGS):
+        nodes = 2 * job.cluster.nodes
+        job = replace(job, cluster=grown(job.cluster, nodes))
+        if job.cluster.devices > job.batch.sequences * 64:
+            return
+        if fits(job, pinned):
+            yield f"set cluster.nodes={nodes} ({job.cluster.devices} devices)"
+            return
+
+
+def grown(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
+    """The cluster with `nodes` nodes: its outermost link reaches all of them."""
+    links = list(cluster.links)
+    if links:
+        links[-1] = replace(links[-1], span=max(links[-1].span, nodes * cluster.devices_per_node))
+    return replace(cluster, nodes=nodes, links=tuple(links))
+
+
+def _shorter(job: Job, pinned: Pins) -> Iterator[str]:
+    seq_len = job.batch.seq_len
+    while seq_len > 512:
+        seq_len //= 2
+        if fits(replace(job, batch=replace(job.batch, seq_len=seq_len)), pinned):
+            yield f"shorten batch.seq_len from {job.batch.seq_len} to {seq_len}"
+            return
+
+
+def _host(job: Job, pinned: Pins) -> Iterator[str]:
+    """Offloading, where the cluster file does not say what the host has."""
+    host = job.cluster.host
+    if host.memory and host.device_bandwidth:
+        return
+    known = replace(host, memory=2**41, device_bandwidth=25e9)
+    if fits(replace(job, cluster=replace(job.cluster, host=known)), pinned):
+        yield "describe the host's memory and its link in the cluster file, so that states can be offloaded to it"

@@ -1,0 +1,178 @@
+"""The fastest layouts that fit, out of all there are: memory first, then time, then the best of them in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kumi.plan import memory
+from kumi.plan.columns import WORDS, Columns, Floats
+from kumi.plan.estimate import estimate, positions, share_of
+from kumi.plan.fitting import NONE, Bases, Fit, Variant, bases_of, fit, picked, variants
+from kumi.plan.space import Pins, bases
+from kumi.plan.stages import balanced, bounds
+from kumi.plan.step import step
+from kumi.plan.types import Estimate
+from kumi.spec.checks import problems
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+
+# Rows that are looked at in one go: few enough for the processor's caches.
+CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    `plans` are the fastest layouts that fit, fastest first; `pareto` those that no other beats in both time and memory,
+    fastest first. `count` layouts were looked at, of which `fitting` fit and `timed` could not be told to be slower
+    than another without timing them. `smallest` needs the least memory of all, whether it fits or not.
+    """
+
+    plans: tuple[Estimate, ...]
+    pareto: tuple[Estimate, ...]
+    count: int
+    fitting: int
+    timed: int
+    smallest: Layout | None
+
+
+def search(job: Job, pinned: Pins, *, top: int = 10, progress: Callable[[float], None] | None = None) -> Found:
+    """The `top` fastest layouts of `job` that agree with `pinned`. `progress` is told which part is done, 0 to 1."""
+    every = bases(job, pinned)
+    best, tally = _Best(top), _Tally()
+    for start in range(0, len(every), CHUNK):
+        chunk = every.take(slice(start, start + CHUNK))
+        parts = [share_of(job, chunk, rank) for rank in positions(chunk)[0]]
+        for rows, peak in _candidates(bases_of(job, chunk, parts), pinned, tally):
+            tally.timed += len(rows)
+            best.add(rows, step(job, rows, *positions(rows)).seconds, peak)
+        if progress:
+            progress(min(1.0, (start + CHUNK) / len(every)))
+    plans = _refined(job, best.fastest(), pinned, top)
+    pareto = tuple(estimate(job, layout) for layout in best.front())
+    return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
+
+
+def _candidates(rows: Bases, pinned: Pins, tally: _Tally) -> Iterator[tuple[Columns, Floats]]:
+    """What must be timed of every base, with its peak bytes: of each way to recompute and offload the one that fits
+    and recomputes least. A base that fits as it is has no faster variant."""
+    capacity = memory.usable(rows.job.cluster.device)
+    done = np.zeros(len(rows.x), np.bool_)
+    for variant in variants(rows, pinned):
+        found = fit(rows, variant, capacity, pinned)
+        tally.add(rows.x, variant, found)
+        index = np.flatnonzero(found.fits & ~done)
+        if len(index):
+            yield picked(rows, variant, found, index), found.peak[index]
+        if variant.recompute == NONE:
+            # What is offloaded later, or recomputed besides, only adds to the time.
+            done = done | (found.fits & (variant.offload == NONE))
+
+
+def smallest(job: Job, pinned: Pins) -> Estimate | None:
+    """The layout that needs the least memory, whether it fits or not; None where none is legal."""
+    every, tally = bases(job, pinned), _Tally()
+    for start in range(0, len(every), CHUNK):
+        chunk = every.take(slice(start, start + CHUNK))
+        rows = bases_of(job, chunk, [share_of(job, chunk, rank) for rank in positions(chunk)[0]])
+        for variant in variants(rows, pinned):
+            tally.add(chunk, variant, fit(rows, variant, memory.usable(job.cluster.device), pinned))
+    return None if tally.smallest is None else estimate(job, tally.smallest)
+
+
+class _Tally:
+    """How many layouts were looked at, how many fit and were timed, and which needs the least memory."""
+
+    def __init__(self) -> None:
+        self.count = self.fitting = self.timed = 0
+        self.smallest: Layout | None = None
+        self.least = np.inf
+
+    def add(self, x: Columns, variant: Variant, found: Fit) -> None:
+        self.count += found.count
+        self.fitting += found.fitting
+        index = int(np.argmin(found.least))
+        if found.least[index] < self.least:
+            self.least = float(found.least[index])
+            words = {name: WORDS[name][getattr(variant, name)] for name in ("recompute", "offload")}
+            self.smallest = replace(x.row(index), recompute_layers=None, **words)
+
+
+class _Best:
+    """The fastest rows so far, and the front of time and memory."""
+
+    def __init__(self, top: int) -> None:
+        self.keep = 4 * top
+        self.rows: list[tuple[float, float, Layout]] = []
+        self.on_front: list[tuple[float, float, Layout]] = []
+
+    def add(self, x: Columns, seconds: Floats, peak: Floats) -> None:
+        """Takes in rows that took `seconds` and `peak` bytes. Ties go to the row that came first."""
+        order = np.argsort(seconds, kind="stable")
+        found = [(float(seconds[index]), float(peak[index]), x.row(int(index))) for index in order[: self.keep]]
+        self.rows = sorted(self.rows + found, key=lambda row: row[0])[: self.keep]
+        falling = np.minimum.accumulate(peak[order])
+        on_front = order[np.flatnonzero(np.diff(falling, prepend=np.inf) < 0)]
+        joined = self.on_front + [(float(seconds[i]), float(peak[i]), x.row(int(i))) for i in on_front]
+        self.on_front, least = [], np.inf
+        for row in sorted(joined, key=lambda row: row[:2]):
+            if row[1] < least:
+                self.on_front, least = [*self.on_front, row], row[1]
+
+    def fastest(self) -> list[Layout]:
+        return [layout for _, _, layout in self.rows]
+
+    def front(self, most: int = 8) -> list[Layout]:
+        """At most `most` of the front, evenly spread."""
+        pick = np.unique(np.linspace(0, len(self.on_front) - 1, min(most, len(self.on_front))).round().astype(int))
+        return [self.on_front[index][2] for index in pick]
+
+
+def _refined(job: Job, layouts: Sequence[Layout], pinned: Pins, top: int) -> tuple[Estimate, ...]:
+    """Full estimates of `layouts`, with their pipelines simulated, and of what is next to them and may be faster."""
+    found: dict[Layout, Estimate] = {}
+    for layout in layouts:
+        plain = found.setdefault(layout, estimate(job, layout))
+        for other in _neighbours(job, plain, pinned):
+            if other not in found and not problems(job.model, other, job.cluster, job.batch):
+                found[other] = estimate(job, other)
+    fitting = [one for one in found.values() if one.fits]
+    return tuple(sorted(fitting, key=lambda one: one.step_seconds)[:top])
+
+
+def _neighbours(job: Job, plain: Estimate, pinned: Pins) -> Iterator[Layout]:
+    """Layouts that differ from `plain` in what the search leaves out or takes from a bound: stages balanced by cost,
+    tensor parallelism without its sequence part, and a layer less recomputed."""
+    layout = plain.layout
+    uneven = _balanced(job, plain) if "stage_layers" not in pinned else None
+    if uneven:
+        yield uneven
+    if layout.tp > 1 and "sequence_parallel" not in pinned:
+        yield replace(layout, sequence_parallel=False)
+    if layout.recompute != "none" and "recompute_layers" not in pinned:
+        most = max(last - first for first, last in bounds(layout, job.model)) * layout.stages
+        for fewer in range(1, 4):
+            if (layout.recompute_layers or most) > fewer:
+                yield replace(layout, recompute_layers=(layout.recompute_layers or most) - fewer)
+
+
+def _balanced(job: Job, plain: Estimate) -> Layout | None:
+    """The layout of `plain` with stages as equal in time as can be; None where they are so already."""
+    layout, layers = plain.layout, job.model.num_hidden_layers
+    count = layout.pp * layout.stages
+    if count == 1 or count > layers:
+        return None
+    seconds = [stage.forward + stage.backward_input + stage.backward_weight for stage in plain.stages]
+    sizes = [max(1, stage.last - stage.first) for stage in plain.stages]
+    each = min(second / size for second, size in zip(seconds, sizes, strict=True))
+    first, last = (
+        max(0.0, seconds[end] - each * (plain.stages[end].last - plain.stages[end].first)) for end in (0, -1)
+    )
+    sizes = list(balanced([each] * layers, count, first, last))
+    if sizes == [end - begin for begin, end in bounds(layout, job.model)]:
+        return None
+    return replace(layout, stage_layers=tuple(sizes))

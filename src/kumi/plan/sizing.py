@@ -1,0 +1,91 @@
+"""How many machines a number of tokens needs in a number of days, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kumi.errors import FitError, LayoutError
+from kumi.plan.remedies import grown
+from kumi.plan.search import search
+from kumi.plan.space import Pins
+from kumi.plan.types import Estimate
+from kumi.spec.job import Job
+
+DAY = 86_400.0
+# The most devices that are considered.
+MOST_DEVICES = 65_536
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number of nodes, the fastest plan on them, and what training takes: days, device-hours, money, kWh.
+
+    `cost` is None where the cluster has no price, `energy` where it has no watts.
+    """
+
+    nodes: int
+    devices: int
+    best: Estimate
+    days: float
+    device_hours: float
+    cost: float | None
+    energy: float | None
+
+
+def size(job: Job, pinned: Pins, nodes: int, tokens: float) -> Size | None:
+    """What `tokens` tokens take on `nodes` nodes; None where no layout is legal there, or none fits."""
+    job = replace(job, cluster=grown(job.cluster, nodes))
+    found = search(job, pinned, top=1)
+    if not found.plans:
+        return None
+    best, device = found.plans[0], job.cluster.device
+    days = tokens / best.tokens_per_second / DAY
+    hours = days * 24 * job.cluster.devices
+    cost, energy = hours * device.price or None, hours * device.watts / 1000 or None
+    return Size(nodes, job.cluster.devices, best, days, hours, cost, energy)
+
+
+def sizes(job: Job, pinned: Pins, tokens: float, days: float) -> list[Size]:
+    """Growing numbers of nodes up to the smallest that trains `tokens` tokens in `days` days, which is the last.
+
+    Nodes are doubled until that is reached, then the gap is halved. Raises FitError where no number fits the model, and
+    LayoutError where none is fast enough before the batch has no sequence for a device.
+    """
+    tried: dict[int, Size] = {}
+    for nodes in _doubling(job):
+        found = size(job, pinned, nodes, tokens)
+        if found is not None:
+            tried[nodes] = found
+            if found.days <= days:
+                break
+    else:
+        raise _too_slow(job, tried, days)
+    low, high = nodes // 2, nodes
+    while high - low > max(1, high // 16):
+        middle = (low + high) // 2
+        found = size(job, pinned, middle, tokens)
+        if found is not None:
+            tried[middle] = found
+        low, high = (low, middle) if found is not None and found.days <= days else (middle, high)
+    return [tried[nodes] for nodes in sorted(tried) if nodes <= high]
+
+
+def _doubling(job: Job) -> Iterator[int]:
+    nodes = 1
+    while nodes * job.cluster.devices_per_node <= MOST_DEVICES:
+        yield nodes
+        nodes *= 2
+
+
+def _too_slow(job: Job, tried: dict[int, Size], days: float) -> FitError | LayoutError:
+    if not tried:
+        return FitError(
+            f"no number of {job.cluster.device.name} up to {MOST_DEVICES} fits this model and batch; "
+            f"see what `kumi plan` says without --days"
+        )
+    best = min(tried.values(), key=lambda one: one.days)
+    return LayoutError(
+        f"{days:g} days are too few: the fastest is {best.days:.1f} days on {best.devices} devices, beyond which "
+        f"tokens_per_step={job.batch.tokens_per_step} has too few sequences; raise it, or allow more days"
+    )

@@ -1,0 +1,109 @@
+"""Every layout that there is for a job, but for what is recomputed and offloaded: the rows a search starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kumi.plan.columns import WORDS, Columns, Ints
+from kumi.plan.legal import legal
+from kumi.spec.checks import divisors
+from kumi.spec.job import Job
+from kumi.spec.layout import SCHEDULES
+from kumi.spec.ledger import layer_ops
+from kumi.spec.model import ModelSpec
+from kumi.spec.schedule import V_SHAPED
+
+OUTER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+# What a run file pins of the layout, by the field's name.
+Pins = Mapping[str, Any]
+
+
+def bases(job: Job, pinned: Pins) -> Columns:
+    """All legal layouts of `job` that agree with `pinned`, with nothing recomputed and nothing offloaded.
+
+    What pins keep out is not built, so that a search with everything pinned takes no time. Tensor parallelism comes
+    with sequence parallelism, which needs less memory for as many bytes sent, unless it is pinned otherwise.
+    """
+    experts = expert_counts(job.model)
+    parts: dict[str, list[Ints]] = {}
+    for degrees in meshes(job.cluster.devices, pinned):
+        mesh = dict(zip(OUTER, degrees, strict=True))
+        for name, column in _grid(mesh, _inner(job, mesh, experts, pinned)).items():
+            parts.setdefault(name, []).append(column)
+    columns = {name: np.concatenate(found) for name, found in parts.items()}
+    rows = len(columns.get("pp", ()))
+    plain = {"recompute": np.zeros(rows, np.int64), "offload": np.zeros(rows, np.int64),
+             "recompute_layers": np.full(rows, -1)}  # fmt: skip
+    names = (*OUTER, "ep", "expert_tp", "zero", "microbatch", "sequence_parallel", "schedule", "stages")
+    found = Columns(**{name: columns.get(name, np.zeros(0, np.int64)) for name in names}, **plain)
+    return found.take(legal(job, found))
+
+
+def expert_counts(model: ModelSpec) -> set[int]:
+    """How many routed experts the layers of `model` have; empty where none has any."""
+    kinds, of_layer = model.layer_kinds()
+    firsts = [of_layer.index(kind) for kind in range(len(kinds))]
+    return {op.experts for first in firsts for op in layer_ops(model, first)} - {0}
+
+
+def meshes(devices: int, pinned: Pins) -> Iterator[tuple[int, ...]]:
+    """Every way to write `devices` as a product of the degrees in `OUTER` that agrees with `pinned`."""
+    yield from _factors(devices, [pinned.get(axis) for axis in OUTER])
+
+
+def _factors(number: int, fixed: list[int | None]) -> Iterator[tuple[int, ...]]:
+    first, *rest = fixed
+    for degree in divisors(number) if first is None else [first] if number % first == 0 else []:
+        if rest:
+            yield from ((degree, *others) for others in _factors(number // degree, rest))
+        elif degree == number:
+            yield (degree,)
+
+
+def _inner(job: Job, mesh: dict[str, int], experts: set[int], pinned: Pins) -> dict[str, Any]:
+    """Values of the other fields where the axes are `mesh`; what is illegal in combination is left out later."""
+    ranks, tp = mesh["dp_shard"] * mesh["cp"] * mesh["tp"], mesh["tp"]
+    each = max(1, job.batch.sequences // (mesh["dp_replicate"] * mesh["dp_shard"]))
+    free = {
+        "ep": [ep for ep in divisors(ranks) if all(count % ep == 0 for count in experts)] if experts else [1],
+        "expert_tp": [1, tp] if experts and tp > 1 else [1],
+        "zero": [0] if mesh["dp_shard"] == 1 else [1, 2, 3],
+        "microbatch": divisors(each),
+        "sequence_parallel": [1],
+    }
+    chosen: dict[str, Any] = {name: _pinned(name, values, pinned) for name, values in free.items()}
+    return chosen | {"schedule+stages": _schedules(job.model, mesh["pp"], pinned)}
+
+
+def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]:
+    """(schedule, stages of a rank): one stage, two in a V, or interleaved any number that leaves each stage a layer."""
+    most = (model.num_hidden_layers + 2) // pp
+    pairs = [("1f1b", 1)]
+    if pp > 1:
+        pairs = [(name, 2 if name in V_SHAPED else 1) for name in SCHEDULES if name != "interleaved"]
+        pairs += [("interleaved", stages) for stages in range(2, most + 1)]
+    wanted = [pair for pair in pairs if all(pinned.get(name, value) == value for name, value in
+                                            zip(("schedule", "stages"), pair, strict=True))]  # fmt: skip
+    return [(SCHEDULES.index(name), stages) for name, stages in wanted]
+
+
+def _pinned(name: str, values: list[int], pinned: Pins) -> list[int]:
+    """`values`, or the one that is pinned."""
+    if name not in pinned:
+        return values
+    return [WORDS[name].index(pinned[name]) if name in WORDS else int(pinned[name])]
+
+
+def _grid(mesh: dict[str, int], inner: dict[str, Any]) -> dict[str, Ints]:
+    """All combinations of `inner` in one arrangement of the axes, as columns."""
+    pairs = np.array(inner.pop("schedule+stages"), np.int64).reshape(-1, 2)
+    grid = np.meshgrid(*(np.array(values, np.int64) for values in inner.values()), np.arange(len(pairs)), indexing="ij")
+    rows = grid[0].size
+    found = {name: np.full(rows, degree, np.int64) for name, degree in mesh.items()}
+    found |= {name: column.ravel() for name, column in zip(inner, grid, strict=False)}
+    picked = pairs[grid[-1].ravel()]
+    return found | {"schedule": picked[:, 0], "stages": picked[:, 1]}

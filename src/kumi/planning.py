@@ -1,0 +1,161 @@
+"""`kumi plan`: what a run file asks of the planner, and where its answers go."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kumi.describe import console
+from kumi.errors import OK, ConfigError, RefusedError
+from kumi.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kumi.config import PlanConfig
+    from kumi.plan.report import Report
+    from kumi.plan.sizing import Size
+    from kumi.spec.job import Job
+
+
+def run(arguments: Namespace) -> int:
+    """Plan what `arguments` name, and write what they ask for. Returns the exit code."""
+    from kumi.config import job, load_plan
+
+    if (arguments.tokens is None) != (arguments.days is None):
+        raise ConfigError("plan: --tokens and --days say together how many machines are needed; give both, or neither")
+    config = load_plan(arguments.run, arguments.overrides)
+    wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
+    if arguments.tokens is not None:
+        return _size(arguments, wanted, pinned)
+    from kumi.plan.planning import plan
+
+    _refuse_existing(arguments)
+    with progress("searching layouts") as told:
+        report = plan(wanted, pinned, top=arguments.top, progress=told)
+    written = [*_files(arguments, report), *_saved(arguments, config, report), *_exported(arguments, config, report)]
+    if arguments.json:
+        print(json.dumps(report.as_dict(), indent=2))
+        return OK
+    from kumi.plan.terminal import render
+
+    console().print(render(report))
+    for file in written:
+        print(f"wrote {file}")
+    return OK
+
+
+def _refuse_existing(arguments: Namespace) -> None:
+    """A run file or an export that exists is never overwritten, and that is said before anything is searched."""
+    for name in (arguments.save, _folder(arguments) if arguments.export else None):
+        if name is not None and Path(name).exists():
+            raise RefusedError(f"{name} exists; name another place, or remove it")
+
+
+def _folder(arguments: Namespace) -> str:
+    return str(arguments.out or arguments.export)
+
+
+def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
+    """The page, the pictures and the trace, which are made anew each time."""
+    if arguments.html:
+        from kumi.plan.page import page
+
+        yield _write(Path(arguments.html), page(report))
+    if arguments.svg:
+        from kumi.plan.pictures import pictures
+
+        for name, picture in pictures(report).items():
+            yield _write(Path(arguments.svg) / f"{name}.svg", picture)
+    if arguments.trace:
+        if report.timeline is None:
+            raise ConfigError("plan: --trace shows a pipeline, and the best layout has pp=1; pin layout.pp to see one")
+        from kumi.plan.trace import trace
+
+        yield _write(Path(arguments.trace), json.dumps(trace(report.timeline)))
+
+
+def _saved(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
+    """The run file with the chosen layout pinned: what `kumi train` takes."""
+    if arguments.save:
+        from kumi.config import dump, pinned_to
+
+        yield _write(Path(arguments.save), dump(pinned_to(config, report.best.layout)))
+
+
+def _exported(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
+    if arguments.export:
+        from kumi.plan.export import export
+
+        steps = {} if config.train is None else {"steps": config.train.steps}
+        for name, text in export(report.job, report.best.layout, arguments.export, **steps).items():
+            yield _write(Path(_folder(arguments)) / name, text)
+
+
+def _write(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None] | None]:
+    """A bar on standard error that shows after two seconds and leaves nothing behind; None where nobody watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _size(arguments: Namespace, wanted: Job, pinned: dict[str, Any]) -> int:
+    """How many nodes train `--tokens` tokens in `--days` days."""
+    from kumi.plan.sizing import sizes
+
+    with progress("trying numbers of nodes"):
+        found = sizes(wanted, pinned, arguments.tokens, arguments.days)
+    if arguments.json:
+        print(json.dumps([_plain(one) for one in found], indent=2))
+        return OK
+    last = found[-1]
+    tokens = format_count(arguments.tokens)
+    print(f"{tokens} tokens in {arguments.days:g} days: {last.nodes} nodes, {last.devices} x {wanted.cluster.device.name}")
+    console().print(_table(found))
+    return OK
+
+
+def _plain(one: Size) -> dict[str, Any]:
+    fields = {name: getattr(one, name) for name in ("nodes", "devices", "days", "device_hours", "cost", "energy")}
+    return fields | {"best": one.best.as_dict()}
+
+
+def _table(found: Sequence[Size]) -> Any:
+    """One row for each number of nodes that was tried."""
+    from rich.table import Table
+
+    from kumi.plan.words import layout_words
+
+    priced, powered = found[-1].cost is not None, found[-1].energy is not None
+    names = ["nodes", "devices", "days", "device-hours", *["cost"] * priced, *["MWh"] * powered]
+    table = Table(box=None, pad_edge=False)
+    for name in (*names, "tokens/s", "MFU", "memory"):
+        table.add_column(name, justify="right")
+    table.add_column("layout")
+    for one in found:
+        money = [f"{one.cost:,.0f}"] if one.cost is not None else []
+        energy = [f"{one.energy / 1000:,.1f}"] if one.energy is not None else []
+        best = one.best
+        figures = (format_count(best.tokens_per_second), f"{best.mfu:.1%}", format_bytes(best.peak_memory))
+        counts = (f"{one.nodes}", f"{one.devices}", f"{one.days:,.1f}", f"{one.device_hours:,.0f}")
+        table.add_row(*counts, *money, *energy, *figures, layout_words(best.layout))
+    return table
