@@ -37,16 +37,17 @@ class Many:
 
 def estimate(job: Job, layout: Layout) -> Estimate:
     """What `layout` needs and how fast it is. Raises ConfigError where the cluster's description lacks a figure."""
-    x = columns([layout])
-    ranks = [np.array([rank]) for rank in range(layout.pp)]
-    kinds = _simulated(job, layout, x, step(job, x, ranks, [np.ones(1)] * layout.pp, layout.stage_layers))
+    x, ranks = columns([layout]), np.arange(layout.pp)[:, None]
+    stages = stages_of(job, layout, x)
+    kinds = _simulated(job, layout, x, step(job, x, ranks, np.ones(ranks.shape), layout.stage_layers), stages)
+    held = memory_of(job, x, ranks, layout.stage_layers)
     return Estimate(
         layout,
-        tuple(_memory(job, x, rank, layout.stage_layers) for rank in ranks),
+        tuple(_memory(held, rank) for rank in range(layout.pp)),
         memory.usable(job.cluster.device),
         sum(kinds.values()),
         tuple(kinds.items()),
-        stages_of(job, layout, x),
+        stages,
         traffic(job, layout, kinds),
         job.batch.tokens_per_step,
         layout.world_size,
@@ -57,19 +58,22 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     )
 
 
-def _simulated(job: Job, layout: Layout, x: Columns, found: Step) -> dict[str, float]:
+def _memory(held: dict[str, Floats], rank: int) -> MemoryEstimate:
+    return MemoryEstimate(**{kind: round(float(size[rank, 0])) for kind, size in held.items()})
+
+
+def _simulated(job: Job, layout: Layout, x: Columns, found: Step, stages: Sequence[StageEstimate]) -> dict[str, float]:
     """Seconds of a step by kind, with the pipeline's waits from its list of actions instead of the closed form."""
     kinds = {kind: float(value[0]) for kind, value in found.kinds.items()}
     if layout.pp == 1:
         return kinds
     send, microbatches = send_seconds(job, x), job.batch.microbatches(layout)
-    durations = [(one.forward, one.backward_input, one.backward_weight) for one in stages_of(job, layout, x)]
+    durations = [(one.forward, one.backward_input, one.backward_weight) for one in stages]
     length = makespan(
         layout.schedule, layout.pp, layout.stages, microbatches, durations, float(send[0]),
         blocking=not job.engine.overlap_pp,
     )  # fmt: skip
-    busy = microbatches * np.max([one.total for one in found.stages], axis=0)
-    messages, bubble = waits(x, np.array([length]), busy, send)
+    messages, bubble = waits(x, np.array([length]), microbatches * found.work.max(axis=0), send)
     return kinds | {"pp": float(messages[0]), "bubble": float(bubble[0])}
 
 
@@ -109,30 +113,25 @@ def estimate_many(job: Job, layouts: Sequence[Layout] | Columns) -> Many:
     x = layouts if isinstance(layouts, Columns) else columns(layouts)
     ranks, counts = positions(x)
     found = step(job, x, ranks, counts)
-    host = memory.host_memory(job, x, share_of(job, x, ranks[0]))
-    return Many(found.seconds, found.kinds, peak_memory(job, x, ranks), host)
+    peak = np.sum(list(memory_of(job, x, ranks).values()), axis=0).max(axis=0)
+    return Many(found.seconds, found.kinds, peak, memory.host_memory(job, x, share_of(job, x, ranks[0])))
 
 
-def positions(x: Columns) -> tuple[list[Ints], list[Floats]]:
-    """The pp ranks that are looked at, and how many like each there are: the first, the second for all inner ones, and
-    the last. In a pipeline of one or two, some stand for none."""
+def positions(x: Columns) -> tuple[Ints, Floats]:
+    """The pp ranks that are looked at, and how many like each there are, (3, rows): the first, the second for all inner
+    ones, and the last. In a pipeline of one or two, some stand for none."""
     first, last = np.zeros_like(x.pp), x.pp - 1
-    inner = np.minimum(1, last)
-    return [first, inner, last], [np.ones(len(x)), np.maximum(0.0, x.pp - 2.0), (x.pp > 1).astype(np.float64)]
+    counts = np.stack([np.ones(len(x)), np.maximum(0.0, x.pp - 2.0), x.pp > 1])
+    return np.stack([first, np.minimum(1, last), last]), counts
 
 
-def peak_memory(job: Job, x: Columns, ranks: list[Ints]) -> Floats:
-    """Bytes of the fullest of `ranks`, (rows,)."""
-    every = [sum(memory.stage_memory(job, x, share_of(job, x, rank)).values()) for rank in ranks]
-    found: Floats = np.max(np.stack(every), axis=0)
-    return found
+def memory_of(job: Job, x: Columns, ranks: Ints, stage_layers: Sequence[int] = ()) -> dict[str, Floats]:
+    """Bytes of every kind on pp ranks `ranks`, (ranks, rows)."""
+    every = x.take(np.tile(np.arange(len(x)), len(ranks)))
+    found = memory.stage_memory(job, every, share_of(job, every, ranks.ravel(), stage_layers))
+    return {kind: size.reshape(ranks.shape) for kind, size in found.items()}
 
 
 def share_of(job: Job, x: Columns, rank: Ints, stage_layers: Sequence[int] = ()) -> Share:
     """What pp rank `rank` of every row holds."""
     return share(job.model, x, rank, microbatches_of(job, x), stage_layers)
-
-
-def _memory(job: Job, x: Columns, rank: Ints, stage_layers: Sequence[int]) -> MemoryEstimate:
-    found = memory.stage_memory(job, x, share_of(job, x, rank, stage_layers))
-    return MemoryEstimate(**{kind: round(float(size[0])) for kind, size in found.items()})

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kumi.plan import memory
 from kumi.plan.columns import WORDS, Columns, Floats, Ints
+from kumi.plan.estimate import positions, share_of
 from kumi.plan.space import Pins
 from kumi.plan.stages import Share
 from kumi.spec.job import Job
@@ -23,26 +24,29 @@ Mask = NDArray[np.bool_]
 class Bases:
     """Rows of which recomputation and offloading are open, and what each of the looked-at pp ranks holds of them.
 
-    `layers` are those of every looked-at rank, (ranks, rows); `most` the largest number a rank has, (rows,).
+    `every` are the rows of `x` once for each rank, and `part` what that rank holds; `layers` how many layers it has,
+    (ranks, rows), and `most` the largest number a rank has, (rows,).
     """
 
     job: Job
     x: Columns
-    parts: tuple[Share, ...]
+    every: Columns
+    part: Share
     layers: Floats
     most: Ints
 
     def bytes(self, recompute: int, layers: int, offload: int) -> Floats:
         """Bytes on each of the ranks, (ranks, rows), when `layers` of it recompute (-1: all)."""
-        same = np.ones(len(self.x), np.int64)
-        rows = replace(self.x, recompute=recompute * same, recompute_layers=layers * same, offload=offload * same)
-        every = [memory.stage_memory(self.job, rows, part) for part in self.parts]
-        return np.stack([np.asarray(sum(kinds.values())) for kinds in every])
+        same = np.ones(len(self.every), np.int64)
+        rows = replace(self.every, recompute=recompute * same, recompute_layers=layers * same, offload=offload * same)
+        sizes = memory.stage_memory(self.job, rows, self.part).values()
+        return np.asarray(sum(sizes)).reshape(self.layers.shape)
 
     def host_bytes(self, offload: int) -> Floats:
-        """Bytes that a rank of the first stage keeps on its host, (rows,)."""
-        rows = replace(self.x, offload=np.full(len(self.x), offload))
-        return memory.host_memory(self.job, rows, self.parts[0])
+        """Bytes that a rank keeps on its host, the most of the ranks looked at, (rows,)."""
+        rows = replace(self.every, offload=np.full(len(self.every), offload))
+        found: Floats = memory.host_memory(self.job, rows, self.part).reshape(self.layers.shape).max(axis=0)
+        return found
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,13 @@ class Variant:
     held: Mask
 
 
-def bases_of(job: Job, x: Columns, parts: Sequence[Share]) -> Bases:
-    layers = np.stack([part.layers.sum(axis=0) for part in parts])
-    return Bases(job, x, tuple(parts), layers, np.maximum(layers.max(axis=0), 1).astype(np.int64))
+def bases_of(job: Job, x: Columns) -> Bases:
+    """`x` with what its first, second and last pp ranks hold."""
+    ranks = positions(x)[0]
+    every = x.take(np.tile(np.arange(len(x)), len(ranks)))
+    part = share_of(job, every, ranks.ravel())
+    layers = part.layers.sum(axis=0).reshape(ranks.shape)
+    return Bases(job, x, every, part, layers, np.maximum(layers.max(axis=0), 1).astype(np.int64))
 
 
 def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:

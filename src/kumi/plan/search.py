@@ -9,7 +9,7 @@ import numpy as np
 
 from kumi.plan import memory
 from kumi.plan.columns import WORDS, Columns, Floats
-from kumi.plan.estimate import estimate, positions, share_of
+from kumi.plan.estimate import estimate, positions
 from kumi.plan.fitting import NONE, Bases, Fit, Variant, bases_of, fit, picked, variants
 from kumi.plan.space import Pins, bases
 from kumi.plan.stages import balanced, bounds
@@ -46,8 +46,7 @@ def search(job: Job, pinned: Pins, *, top: int = 10, progress: Callable[[float],
     best, tally = _Best(top), _Tally()
     for start in range(0, len(every), CHUNK):
         chunk = every.take(slice(start, start + CHUNK))
-        parts = [share_of(job, chunk, rank) for rank in positions(chunk)[0]]
-        for rows, peak in _candidates(bases_of(job, chunk, parts), pinned, tally):
+        for rows, peak in _candidates(bases_of(job, chunk), pinned, tally):
             tally.timed += len(rows)
             best.add(rows, step(job, rows, *positions(rows)).seconds, peak)
         if progress:
@@ -78,7 +77,7 @@ def smallest(job: Job, pinned: Pins) -> Estimate | None:
     every, tally = bases(job, pinned), _Tally()
     for start in range(0, len(every), CHUNK):
         chunk = every.take(slice(start, start + CHUNK))
-        rows = bases_of(job, chunk, [share_of(job, chunk, rank) for rank in positions(chunk)[0]])
+        rows = bases_of(job, chunk)
         for variant in variants(rows, pinned):
             tally.add(chunk, variant, fit(rows, variant, memory.usable(job.cluster.device), pinned))
     return None if tally.smallest is None else estimate(job, tally.smallest)

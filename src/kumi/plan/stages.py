@@ -30,6 +30,10 @@ class Share:
     head: Floats
     in_flight: Floats
 
+    def take(self, index: Ints) -> Share:
+        """The rows numbered `index`."""
+        return Share(self.layers[:, index], self.embedding[index], self.head[index], self.in_flight[index])
+
 
 def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Sequence[int] = ()) -> Share:
     """What pp rank `rank` of every row holds in steps of `m` microbatches.

@@ -42,33 +42,35 @@ class Stage:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step and what they are made of, (rows,) each; the stages of every rank looked at."""
+    """Seconds of a step and what they are made of, (rows,) each; `work` is each looked-at pp rank's for a microbatch,
+    (ranks, rows)."""
 
     seconds: Floats
     kinds: dict[str, Floats]
-    stages: tuple[Stage, ...]
+    work: Floats
 
 
-def step(job: Job, x: Columns, ranks: list[Ints], counts: list[Floats], stage_layers: Sequence[int] = ()) -> Step:
-    """The step of every row of `x`, from pp ranks `ranks`, each standing for `counts` like it. `stage_layers` are the
-    layers of every stage, for all rows, where they are not divided evenly."""
+def step(job: Job, x: Columns, ranks: Ints, counts: Floats, stage_layers: Sequence[int] = ()) -> Step:
+    """The step of every row of `x`, from pp ranks `ranks`, each standing for `counts` like it, (ranks, rows).
+
+    `stage_layers` are the layers of every stage, for all rows, where they are not divided evenly.
+    """
     costs, index = table(job, x)
-    microbatches = microbatches_of(job, x)
-    shares = [share(job.model, x, rank, microbatches, stage_layers) for rank in ranks]
-    stages = [stage(job, x, one, costs, index) for one in shares]
-    slowest = np.argmax(np.stack([one.total for one in stages]), axis=0)
-    send = send_seconds(job, x)
-    length = pipeline_seconds(job, x, stages, counts, slowest, send, microbatches)
-    kinds = {kind: pick([one.kinds[kind] for one in stages], slowest) * microbatches for kind in stages[0].kinds}
-    busy = microbatches * pick([one.total for one in stages], slowest)
+    microbatches, repeated = microbatches_of(job, x), np.tile(np.arange(len(x)), len(ranks))
+    every, rank = x.take(repeated), ranks.ravel()
+    part = share(job.model, every, rank, microbatches[repeated], stage_layers)
+    work = stage(job, every, part, costs, index[repeated])
+    total = work.total.reshape(ranks.shape)
+    slowest = np.argmax(total, axis=0)
+    busy, send = microbatches * pick(total, slowest), send_seconds(job, x)
+    length = pipeline_seconds(job, x, work, counts, slowest, send, microbatches)
+    kinds = {kind: microbatches * pick(seconds.reshape(ranks.shape), slowest) for kind, seconds in work.kinds.items()}
     kinds["pp"], kinds["bubble"] = waits(x, length, busy, send)
-    ends = [
-        update(job, x, one, work.forward, work.backward + work.weight) for one, work in zip(shares, stages, strict=True)
-    ]
-    worst = np.argmax(np.stack([sum(end.values()) for end in ends]), axis=0)
-    for kind in ends[0]:
-        kinds[kind] = kinds.get(kind, 0.0) + pick([end[kind] for end in ends], worst)
-    return Step(np.asarray(sum(kinds.values())), kinds, tuple(stages))
+    ends = update(job, every, rank, part, work.forward, work.backward + work.weight)
+    worst = np.argmax(np.asarray(sum(ends.values())).reshape(ranks.shape), axis=0)
+    for kind, seconds in ends.items():
+        kinds[kind] = kinds.get(kind, 0.0) + pick(seconds.reshape(ranks.shape), worst)
+    return Step(np.asarray(sum(kinds.values())), kinds, total)
 
 
 def waits(x: Columns, length: Floats, busy: Floats, send: Floats) -> tuple[Floats, Floats]:
@@ -78,9 +80,9 @@ def waits(x: Columns, length: Floats, busy: Floats, send: Floats) -> tuple[Float
     return messages, idle - messages
 
 
-def pick(values: list[Floats], index: Ints) -> Floats:
-    """Element `index[i]` of `values` for every row i."""
-    found: Floats = np.take_along_axis(np.stack(values), index[None, :], axis=0)[0]
+def pick(values: Floats, index: Ints) -> Floats:
+    """`values[index[i], i]` for every row i."""
+    found: Floats = np.take_along_axis(values, index[None, :], axis=0)[0]
     return found
 
 
@@ -110,9 +112,8 @@ def _add_offload(job: Job, x: Columns, found: Stage, part: Share) -> None:
     if not len(away):
         return
     rows = x.take(away)
-    held = Share(part.layers[:, away], part.embedding[away], part.head[away], part.in_flight[away])
     bandwidth = job.cluster.host.device_bandwidth
-    for side, moved in zip((found.forward, found.backward), moved_bytes(job, rows, held), strict=True):
+    for side, moved in zip((found.forward, found.backward), moved_bytes(job, rows, part.take(away)), strict=True):
         exposed = np.maximum(0.0, moved / bandwidth - HIDES * side[away])
         side[away] += exposed
         found.kinds["offload"][away] += exposed
@@ -201,13 +202,10 @@ def send_seconds(job: Job, x: Columns) -> Floats:
 
 
 def pipeline_seconds(
-    job: Job, x: Columns, stages: list[Stage], counts: list[Floats], slowest: Ints, send: Floats, microbatches: Ints
+    job: Job, x: Columns, work: Stage, counts: Floats, slowest: Ints, send: Floats, microbatches: Ints
 ) -> Floats:
     """Seconds from the first forward to the last backward, by every schedule's closed form."""
-    sums, most = [], []
-    for side in SIDES:
-        every = [getattr(one, side) for one in stages]
-        sums.append(np.asarray(sum(count * seconds for seconds, count in zip(every, counts, strict=True))))
-        most.append(pick(every, slowest))
+    sides = [getattr(work, side).reshape(counts.shape) for side in SIDES]
+    sums, most = [(counts * side).sum(axis=0) for side in sides], [pick(side, slowest) for side in sides]
     blocking = not job.engine.overlap_pp
     return closed_form(x.schedule, x.pp, x.stages, microbatches, sums, most, send, blocking=blocking)

@@ -73,16 +73,15 @@ def parameters(job: Job, x: Columns, part: Share) -> Held:
     return Held(dense, expert, part.layers.sum(axis=0))
 
 
-def update(job: Job, x: Columns, part: Share, forward: Floats, backward: Floats) -> dict[str, Floats]:
+def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backward: Floats) -> dict[str, Floats]:
     """Seconds at the end (and the beginning) of a step by kind: gradients reduced, weights updated and gathered.
 
-    `forward` and `backward` are those of a microbatch, beside which the first weights and the last gradients travel.
+    `part` is what pp rank `rank` of every row holds. `forward` and `backward` are those of a microbatch, beside which
+    the first weights and the last gradients travel.
     """
-    first, index = distinct(*(getattr(x, name) for name in SAME_UPDATE))
+    first, index = distinct(rank, *(getattr(x, name) for name in SAME_UPDATE))
     rows = x.take(first)
-    own = parameters(
-        job, rows, Share(part.layers[:, first], part.embedding[first], part.head[first], part.in_flight[first])
-    )
+    own = parameters(job, rows, part.take(first))
     reduce, gather = exchange_seconds(job, rows, own)
     seconds, moved = optimizer_seconds(job, rows, own)
     pieces = np.maximum(1.0, own.layers)[index]

@@ -184,6 +184,14 @@ class ModelSpec:
         """Consecutive equal layers as (layer, how many): a planner need look at each distinct layer once."""
         return [(layer, len(list(run))) for layer, run in groupby(self.layers)]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Models are keys of caches, and have a hundred layers: their hash is worked out once.
+        return hash((self.family, self.vocab_size, self.hidden_size, self.layers))
+
     def layer_kinds(self) -> tuple[tuple[LayerSpec, ...], tuple[int, ...]]:
         """The distinct layers in order of first appearance, and for every layer the index of its kind among them."""
         return self._kinds
