@@ -83,6 +83,14 @@ def test_a_rival_within_the_models_error_is_worth_measuring():
     assert "The choice is what the field would take: Megatron." in said(Report(job(), best(), expected=(same,)))
 
 
+def test_what_pins_rule_out_is_said_when_it_would_be_faster():
+    faster = Expected("FSDP", SHARDED, estimate=sharded(dp=0.0))
+    assert "FSDP would take 8.70 s in place of 10.0 s; what is pinned rules it out." in said(
+        Report(job(), best(), expected=(faster,))
+    )
+    assert verdict(faster, best()) == "0.87x the time: ruled out by what is pinned."
+
+
 def test_nothing_expected_that_runs_is_said():
     none = Report(job(), best(), expected=(Expected("DDP", PLAIN, estimate=copies()), Expected("TP", PLAIN, ("no",))))
     assert "None of the layouts that one might have tried first can run" in said(none)

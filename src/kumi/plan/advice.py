@@ -39,7 +39,7 @@ def verdict(item: Expected, best: Estimate) -> str:
         return "The chosen layout, up to microbatch and recomputation."
     found = gap(best, item.estimate)
     if found.seconds <= 0:
-        return "No slower than the chosen layout."
+        return f"{words.times(item.estimate.step_seconds / best.step_seconds)} the time: ruled out by what is pinned."
     noise = " (within the model's error)" if found.noise else ""
     return (
         f"{words.times(item.estimate.step_seconds / best.step_seconds)} the time{noise}: {needs(found)} to draw level."
@@ -150,7 +150,10 @@ def _why(report: Report) -> Iterator[str]:
     if same(item.layout, best.layout):
         yield f"The choice is what the field would take: {item.title}."
     elif found.seconds <= 0:
-        yield f"{item.title} is no slower than the chosen layout."
+        yield (
+            f"{item.title} would take {words.seconds(found.other.step_seconds)} in place of "
+            f"{words.seconds(best.step_seconds)}; what is pinned rules it out."
+        )
     elif found.noise:
         yield (
             f"{item.title} is {words.seconds(found.seconds)} a step behind, which is within the model's error of "

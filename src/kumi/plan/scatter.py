@@ -61,15 +61,15 @@ MARKS = {
     "does not fit": (palette.RED, 12, True),
 }
 # More points than these crowd the picture and its key; points further off than these factors would squeeze the others.
-POINTS, TIME_OFF, MEMORY_OFF = 14, 1.6, 2.0
+POINTS, RUNNERS_UP, TIME_OFF, MEMORY_OFF = 14, 5, 1.6, 2.0
 
 
 def points(report: Report) -> list[Point]:
     """The layouts worth a point, each once: the chosen, runners-up, the front, the expected, and what lacks memory."""
-    listed = [("chosen", report.best, ""), *(("runner-up", other, "") for other in report.others)]
-    listed += [("on the front", other, "") for other in report.front]
+    listed = [("chosen", report.best, ""), *(("runner-up", other, "") for other in report.others[:RUNNERS_UP])]
     listed += [("expected", item.estimate, item.title) for item in report.expected if item.estimate is not None]
     listed += [("does not fit", other, "") for other in report.lacking]
+    listed += [("on the front", other, "") for other in report.front]
     found: dict[object, Point] = {}
     for mark, estimate, title in listed:
         name = f"{title}: {words.details(estimate.layout)}" if title else words.layout_words(estimate.layout)
@@ -91,7 +91,7 @@ def choices(report: Report) -> str:
     up = Scale(min(*memory, usable) * 0.7, max(*memory, usable) * 1.15, top + 320, top + 8)
     places = [(across(time), up(size)) for time, size in zip(seconds, memory, strict=True)]
     marks += [*_frame(across, up), *_limit(up, usable)]
-    marks += [_mark(point.mark, *place, point.name) for point, place in zip(found, places, strict=True)]
+    marks += [_mark(point.mark, *place, point.name) for point, place in reversed([*zip(found, places, strict=True)])]
     marks += _numbers(places, [(x, up(usable) + 4) for x in range(66, int(svg.RIGHT), 6)])
     names, bottom = _names(found, top + 382)
     said = f"{len(found)} layouts by seconds a step and memory of the fullest rank; the key names them."
@@ -111,11 +111,13 @@ def _numbers(places: Sequence[tuple[float, float]], line: Sequence[tuple[float, 
     groups: dict[tuple[int, int], list[int]] = {}
     for index, (x, y) in enumerate(places):
         groups.setdefault((round(x / 5), round(y / 5)), []).append(index)
-    taken = [*line, *((x, y + 4) for x, y in places)]
+    taken = [*((*place, 2.0) for place in line), *((x, y + 4, 4.0) for x, y in places)]
     for indices in groups.values():
-        label = _free(*places[indices[0]], taken)
-        taken.append(label)
-        yield svg.text(*label, _ranges(indices), anchor="middle", size=11.5)
+        said = _ranges(indices)
+        half = svg.width_of(said, 11.5) / 2
+        x, y = _free(*places[indices[0]], half, taken)
+        taken.append((x, y, half))
+        yield svg.text(x, y, said, anchor="middle", size=11.5)
 
 
 def _ranges(indices: Sequence[int]) -> str:
@@ -159,11 +161,16 @@ def _mark(kind: str, x: float, y: float, hint: str) -> str:
     return svg.shape(around, fill=fill, hollow=hollow, hint=hint)
 
 
-def _free(x: float, y: float, taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The place around a mark for its number that is furthest from all that is there."""
-    places = [(x + 13, y + 4), (x - 13, y + 4), (x, y - 10), (x, y + 18), (x + 11, y - 7), (x - 11, y - 7),
-              (x + 11, y + 16), (x - 11, y + 16)]  # fmt: skip
-    return max(places, key=lambda place: min(20.0, min(hypot(place[0] - at[0], place[1] - at[1]) for at in taken)))
+def _free(x: float, y: float, half: float, taken: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The place around a mark for a number of width 2 `half` that is furthest from all that is there."""
+    side = 9 + half
+    places = [(x + side, y + 4), (x - side, y + 4), (x, y - 10), (x, y + 18), (x + side, y - 7), (x - side, y - 7),
+              (x + side, y + 16), (x - side, y + 16)]  # fmt: skip
+
+    def room(place: tuple[float, float]) -> float:
+        return min(hypot(max(0.0, abs(place[0] - at[0]) - half - at[2]), place[1] - at[1]) for at in taken)
+
+    return max(places, key=lambda place: min(12.0, room(place)))
 
 
 def _names(found: Sequence[Point], y: float) -> tuple[list[str], float]:

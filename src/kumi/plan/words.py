@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.layout import Layout
@@ -118,7 +119,8 @@ def details(layout: Layout) -> str:
         some = "" if layout.recompute_layers is None else f" in {plural(layout.recompute_layers, 'layer')} a rank"
         parts.append(f"{layout.recompute} recompute{some}")
     if layout.stage_layers:
-        parts.append(f"layers {'-'.join(map(str, layout.stage_layers))}")
+        runs = [f"{len(list(run))} x {size}" for size, run in groupby(layout.stage_layers)]
+        parts.append(f"stages of {' + '.join(runs)} layers")
     if layout.offload != "none":
         parts.append(f"{layout.offload} offloaded")
     return ", ".join(parts)
