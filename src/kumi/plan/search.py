@@ -22,6 +22,11 @@ from kumi.spec.layout import Layout
 # Rows that are looked at in one go: few enough for the processor's caches.
 CHUNK = 1 << 16
 
+# Of how many of the fastest layouts the neighbours are looked at.
+REFINED = 3
+# Times that are nearer than this share of each other are the same.
+HAIR = 0.005
+
 
 @dataclass(frozen=True)
 class Found:
@@ -43,7 +48,7 @@ class Found:
 def search(job: Job, pinned: Pins, *, top: int = 10, progress: Callable[[float], None] | None = None) -> Found:
     """The `top` fastest layouts of `job` that agree with `pinned`. `progress` is told which part is done, 0 to 1."""
     every = bases(job, pinned)
-    best, tally = _Best(top), _Tally()
+    best, tally = _Best(), _Tally()
     for start in range(0, len(every), CHUNK):
         chunk = every.take(slice(start, start + CHUNK))
         for rows, peak in _candidates(bases_of(job, chunk), pinned, tally):
@@ -51,7 +56,7 @@ def search(job: Job, pinned: Pins, *, top: int = 10, progress: Callable[[float],
             best.add(rows, step(job, rows, *positions(rows)).seconds, peak)
         if progress:
             progress(min(1.0, (start + CHUNK) / len(every)))
-    plans = _refined(job, best.fastest(), pinned, top)
+    plans = _refined(job, best.fastest(2 * top), pinned, top)
     pareto = tuple(estimate(job, layout) for layout in best.front())
     return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
@@ -102,18 +107,22 @@ class _Tally:
 
 
 class _Best:
-    """The fastest rows so far, and the front of time and memory."""
+    """The fastest row of every arrangement so far, and the front of time and memory."""
 
-    def __init__(self, top: int) -> None:
-        self.keep = 4 * top
-        self.rows: list[tuple[float, float, Layout]] = []
+    def __init__(self) -> None:
+        self.rows: dict[tuple[object, ...], tuple[float, Layout]] = {}
         self.on_front: list[tuple[float, float, Layout]] = []
 
     def add(self, x: Columns, seconds: Floats, peak: Floats) -> None:
-        """Takes in rows that took `seconds` and `peak` bytes. Ties go to the row that came first."""
+        """Takes in rows that take `seconds` and `peak` bytes. Ties go to the row that came first."""
         order = np.argsort(seconds, kind="stable")
-        found = [(float(seconds[index]), float(peak[index]), x.row(int(index))) for index in order[: self.keep]]
-        self.rows = sorted(self.rows + found, key=lambda row: row[0])[: self.keep]
+        codes = np.stack([getattr(x, name)[order] for name in ARRANGEMENT] + [x.cp[order] > 1])
+        firsts = np.unique(codes, axis=1, return_index=True)[1]
+        for index in order[np.sort(firsts)]:
+            layout, took = x.row(int(index)), float(seconds[index])
+            known = self.rows.get(arrangement(layout))
+            if known is None or took < known[0]:
+                self.rows[arrangement(layout)] = took, layout
         falling = np.minimum.accumulate(peak[order])
         on_front = order[np.flatnonzero(np.diff(falling, prepend=np.inf) < 0)]
         joined = self.on_front + [(float(seconds[i]), float(peak[i]), x.row(int(i))) for i in on_front]
@@ -122,8 +131,9 @@ class _Best:
             if row[1] < least:
                 self.on_front, least = [*self.on_front, row], row[1]
 
-    def fastest(self) -> list[Layout]:
-        return [layout for _, _, layout in self.rows]
+    def fastest(self, count: int) -> list[Layout]:
+        """The `count` fastest, each of another arrangement."""
+        return [layout for _, layout in sorted(self.rows.values(), key=lambda row: row[0])[:count]]
 
     def front(self, most: int = 8) -> list[Layout]:
         """At most `most` of the front, evenly spread."""
@@ -131,16 +141,44 @@ class _Best:
         return [self.on_front[index][2] for index in pick]
 
 
+# Layouts that agree in these, and in whether they have context parallelism, are variants of one another.
+ARRANGEMENT = ("pp", "tp", "ep", "zero", "offload")
+
+
+def arrangement(layout: Layout) -> tuple[object, ...]:
+    """What a layout is called by: its variants differ in numbers only."""
+    return (*(getattr(layout, name) for name in ARRANGEMENT), layout.cp > 1)
+
+
 def _refined(job: Job, layouts: Sequence[Layout], pinned: Pins, top: int) -> tuple[Estimate, ...]:
-    """Full estimates of `layouts`, with their pipelines simulated, and of what is next to them and may be faster."""
-    found: dict[Layout, Estimate] = {}
-    for layout in layouts:
-        plain = found.setdefault(layout, estimate(job, layout))
-        for other in _neighbours(job, plain, pinned):
-            if other not in found and not problems(job.model, other, job.cluster, job.batch):
-                found[other] = estimate(job, other)
-    fitting = [one for one in found.values() if one.fits]
-    return tuple(sorted(fitting, key=lambda one: one.step_seconds)[:top])
+    """Full estimates of `layouts`, with their pipelines simulated; of the fastest few also of what is next to them.
+
+    Of those that are equally fast but for a hair, the simplest comes first.
+    """
+    fitting = [one for one in (estimate(job, layout) for layout in layouts) if one.fits]
+    fitting.sort(key=lambda one: one.step_seconds)
+    for place, plain in enumerate(fitting[:REFINED]):
+        legal = (one for one in _neighbours(job, plain, pinned) if not _problems(job, one))
+        nearby = [one for one in (estimate(job, layout) for layout in legal) if one.fits]
+        fitting[place] = min([plain, *nearby], key=lambda one: one.step_seconds)
+    if not fitting:
+        return ()
+    least = min(one.step_seconds for one in fitting)
+    hair = [one for one in fitting if one.step_seconds <= (1 + HAIR) * least]
+    best = min(hair, key=lambda one: (effort(one.layout), one.step_seconds))
+    rest = sorted((one for one in fitting if one is not best), key=lambda one: one.step_seconds)
+    return (best, *rest)[:top]
+
+
+def _problems(job: Job, layout: Layout) -> list[str]:
+    return problems(job.model, layout, job.cluster, job.batch)
+
+
+def effort(layout: Layout) -> int:
+    """How many techniques `layout` takes to run: what is equally fast is better simple."""
+    used = (layout.pp > 1, layout.cp > 1, layout.tp > 1, layout.ep > 1, layout.offload != "none",
+            layout.dp_replicate > 1 and layout.dp_shard > 1, layout.recompute != "none")  # fmt: skip
+    return 4 * sum(used) + layout.zero + (layout.stages > 1) + bool(layout.stage_layers)
 
 
 def _neighbours(job: Job, plain: Estimate, pinned: Pins) -> Iterator[Layout]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops
 from kumi.spec.schedule import placement
 
 # Which kind of seconds of a step an axis' traffic is counted as.
+EXCHANGES = ("dispatch", "combine")
 TIME_KIND = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp"}
 
 
@@ -53,7 +56,10 @@ class _Own:
         self.job, self.layout, self.pp_rank = job, layout, pp_rank
         self.microbatches = job.batch.microbatches(layout)
         where, self.chunks = bounds(layout, job.model), placement(layout.schedule, layout.pp, layout.stages)[pp_rank]
-        self.layers = [layer for chunk in self.chunks for layer in range(*where[chunk])]
+        kinds, of_layer = job.model.layer_kinds()
+        first = [of_layer.index(kind) for kind in range(len(kinds))]
+        # Layers of a kind have equal operations: of each, the first such layer's are looked at.
+        self.layers = [first[of_layer[layer]] for chunk in self.chunks for layer in range(*where[chunk])]
         self.first = 0 in self.chunks
         self.last = layout.pp * layout.stages - 1 in self.chunks
         self.tokens = layout.microbatch * job.batch.seq_len / layout.cp
@@ -61,6 +67,7 @@ class _Own:
         self.hidden = self.size * self.tokens * job.model.hidden_size
         self.sequence_parallel = layout.sequence_parallel and layout.tp > 1
 
+    @cached_property
     def units(self) -> list[tuple[str, tuple[Op, ...]]]:
         """What is gathered and reduced as one: the embedding, each layer, and the root (see `spec.sharding.units`)."""
         model = self.job.model
@@ -77,7 +84,9 @@ def _data(own: _Own) -> Iterator[Collective]:
     job, layout, times = own.job, own.layout, own.microbatches
     reduced, whole = float(job.engine.grad_reduce_itemsize), float(job.weight_itemsize)
     x = columns([layout])
-    units = [(name, [float(part[0]) for part in local_elements(ops, x)]) for name, ops in own.units()]
+    different = {id(ops): ops for _, ops in own.units}
+    sizes = {key: [float(part[0]) for part in local_elements(ops, x)] for key, ops in different.items()}
+    units = [(name, sizes[id(ops)]) for name, ops in own.units]
     shards = layout.dp_shard * layout.cp
     experts = max(1, shards * layout.tp // (layout.ep * layout.expert_tp))
     if layout.zero == 0:
@@ -128,11 +137,11 @@ def _context(own: _Own) -> Iterator[Collective]:
     """Keys and values go round the ring; in the backward so do their gradients (Liu et al., 2023, arXiv:2310.01889)."""
     layout, rounds = own.layout, (own.layout.cp - 1) * own.microbatches
     sizes: dict[float, int] = {}
-    for layer in own.layers:
+    for layer, times in Counter(own.layers).items():
         for op in layer_ops(own.job.model, layer):
             if op.kind == "attention":
                 size = own.size * own.tokens * op.kv_size / min(layout.tp, max(1, op.heads))
-                sizes[size] = sizes.get(size, 0) + 1
+                sizes[size] = sizes.get(size, 0) + times
     for size, count in sizes.items():
         yield Collective("send", "cp", layout.cp, size, count * rounds, "forward", "keys and values")
         yield Collective("send", "cp", layout.cp, size, 2 * count * rounds, "backward", "keys, values, gradients")
@@ -141,13 +150,13 @@ def _context(own: _Own) -> Iterator[Collective]:
 def _expert(own: _Own) -> Iterator[Collective]:
     """Tokens go to their experts and come back, in every layer of experts."""
     layout = own.layout
-    routed = [
-        op for layer in own.layers for op in layer_ops(own.job.model, layer) if op.kind in ("dispatch", "combine")
-    ]
-    if not routed:
+    layers = Counter(own.layers)
+    routed = {layer: [op for op in layer_ops(own.job.model, layer) if op.kind in EXCHANGES] for layer in layers}
+    if not any(routed.values()):
         return
-    size = own.hidden * routed[0].passes / (layout.tp if own.sequence_parallel else 1)
-    count = len(routed) * own.microbatches
+    passes = next(ops[0].passes for ops in routed.values() if ops)
+    size = own.hidden * passes / (layout.tp if own.sequence_parallel else 1)
+    count = sum(layers[layer] * len(ops) for layer, ops in routed.items()) * own.microbatches
     yield Collective("all_to_all", "ep", layout.ep, size, count, "forward", "tokens")
     yield Collective("all_to_all", "ep", layout.ep, size, count, "backward", "gradients of tokens")
     if layout.recompute == "full":

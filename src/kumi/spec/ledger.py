@@ -20,12 +20,14 @@ __all__ = ["Activation", "Dim", "Op", "Param", "active_params", "embedding_ops",
            "layer_ops", "logit_chunk", "num_params", "ops", "params", "train_flops"]  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def layer_ops(spec: ModelSpec, index: int) -> tuple[Op, ...]:
     """The operations of layer `index`, in order."""
     layer, prefix = spec.layers[index], f"{spec.names.layers}.{index}"
     return (*attention_ops(spec, layer, prefix), *mlp_ops(spec, layer, prefix))
 
 
+@lru_cache(maxsize=1024)
 def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
     """The embedding of tokens, the rotary tables (cosine and sine) that all layers share, and learned positions."""
     vocab, embed, names = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size), spec.names
@@ -43,6 +45,7 @@ def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=1024)
 def head_ops(spec: ModelSpec) -> tuple[Op, ...]:
     """The final norm, the output projection and the log-probabilities, whose logits are never held whole."""
     vocab, embed, names = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size), spec.names
