@@ -12,7 +12,7 @@ from planner_jobs import Case
 from planner_metrics import mean_abs_error, one_constant, signed_error, spearman, top1_regret
 
 from kumi.plan.estimate import estimate_many
-from kumi.plan.memory import ROUNDING, usable
+from kumi.plan.memory import as_read, usable
 from kumi.spec.job import Job
 from kumi.spec.layout import RECOMPUTE, Layout
 from kumi.spec.ledger import num_params
@@ -149,10 +149,8 @@ def simplest(scored: Scored, measured: Floats, name: str) -> float:
 
 def predicted_memory(scored: Scored) -> Floats:
     """Predicted bytes as each run's were read: all of the device's, or only what PyTorch's allocator holds."""
-    outside = np.array([0 if c.run.reading == "nvidia-smi" else c.job.cluster.device.reserved for c in scored.cases])
-    rounding = np.array([1 + ROUNDING * (case.run.reading == "allocated") for case in scored.cases])
-    found: Floats = (scored.memory - outside) / rounding
-    return found
+    pairs = zip(scored.cases, scored.memory, strict=True)
+    return np.array([as_read(case.job, case.layout, float(size), case.run.reading) for case, size in pairs])
 
 
 def memory_scores(scored: Scored) -> dict[str, float | int | None]:

@@ -15,7 +15,7 @@ from kumi.spec.collectives import Collectives, data_collectives
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.sharding import gathered_bytes
+from planned import gathered_of
 from steps import SPECS, forward_backward, mesh_of
 
 DIVIDED = [
@@ -62,7 +62,7 @@ def _counted(layout, family, microbatches):
 @pytest.mark.parametrize("layout", DIVIDED)
 def test_divided_states(ranks, layout, family, microbatches):
     said = data_collectives(SPECS[family], layout, microbatches)
-    transfer = gathered_bytes(SPECS[family], layout, PRECISIONS["bf16"], microbatches).transfer
+    transfer = gathered_of(SPECS[family], layout, "bf16", microbatches).transfer
     for counts, debug_count, largest in ranks(4, _counted, layout, family, microbatches):
         loss = 1  # the all-reduce of the loss is the caller's
         found = Collectives(counts["_allgather_base_"], counts["_reduce_scatter_base_"], counts["allreduce_"] - loss)

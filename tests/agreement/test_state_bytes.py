@@ -12,7 +12,8 @@ from kumi.parallel.grads import local
 from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.sharding import gathered_bytes, state_bytes, units
+from kumi.spec.sharding import state_bytes, units
+from planned import gathered_of
 from steps import SPECS, forward_backward, mesh_of
 
 DIVIDED = [
@@ -85,7 +86,7 @@ def _measured_gathered(layout, family, microbatches, kind):
 @pytest.mark.parametrize("layout", DIVIDED)
 def test_gathered(ranks, layout, family, kind):
     for microbatches in (1, 3):
-        said = gathered_bytes(SPECS[family], layout, PRECISIONS[kind], microbatches)
+        said = gathered_of(SPECS[family], layout, kind, microbatches)
         for params, accumulated, grads, after in ranks(4, _measured_gathered, layout, family, microbatches, kind):
             assert (params, accumulated) == (said.params, said.accumulated)
             assert grads <= said.accumulated + said.grads

@@ -1,87 +1,251 @@
-"""How many bytes of device memory a rank needs, by kind."""
+"""How many bytes of device memory a rank needs, by kind.
+
+    states (`kumi.plan.states`) + what microbatches keep (`kumi.plan.activations`) + logits + buffers + what the
+    allocator and the libraries take besides
+
+Formulas are written on `Columns`, for millions of layouts or for one. The loss, where logits are held, the backward of
+a layer, where its gradients and what is recomputed are, and the end of the backward do not meet: the fullest counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import numpy as np
+from numpy.typing import NDArray
 
+from kumi.plan.activations import Kept, Ledger, kinds_of, ledger
+from kumi.plan.columns import WORDS, Columns, Floats, Ints, columns
+from kumi.plan.stages import Share, share
+from kumi.plan.states import Held, divided, gathered, held, state_bytes
 from kumi.plan.types import MemoryEstimate
 from kumi.spec.batch import BatchSpec
+from kumi.spec.cluster import ClusterSpec, Device
+from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import Op, layer_ops, logit_chunk, ops
+from kumi.spec.ledger import logit_chunk
 from kumi.spec.model import ModelSpec
+from kumi.spec.op import Dim
 from kumi.spec.optim import Optim
 from kumi.spec.precision import ITEMSIZE, Precision
-from kumi.spec.sharding import gathered_bytes, state_bytes
+from kumi.spec.sharding import cut
 
-# What `recompute = "selective"` keeps: results that took a matrix product. The rest is cheap to make again.
-KEPT = ("linear", "attention")
+NONE, FULL = (WORDS["recompute"].index(word) for word in ("none", "full"))
+GPIPE = WORDS["schedule"].index("gpipe")
+
+# What PyTorch's allocator reserves beyond what is allocated, as a share of it, by the engine's kernels: blocks are
+# rounded up, and pieces between them stay free. 1.028 to 1.093, on average 1.048, in 43 runs of fused kernels on B200
+# (SimuMax 1.2). Work op by op asks for more blocks of more sizes: torchtitan reserves 1.04 to 1.08 times as much for
+# the same layouts as when they are compiled (its documents of December 2024, three pairs).
+ROUNDING = {"eager": 0.10, "fused": 0.048, "compiled": 0.048}
+
+# Bytes that NCCL takes for a group of ranks: 544 MB for two A100 and 688 MB for more (NVIDIA/nccl issue 964), and for
+# one whose ranks all send to all, 3.3 GB on eight H100 (issue 1685). They lie outside of the allocator.
+GROUP, ALL_TO_ALL_GROUP = 0.65e9, 3.3e9
+
+# Share of a device's memory that an estimate may fill.
+USABLE = 0.95
+
+Words = NDArray[np.str_]
+
+
+def usable(device: Device) -> int:
+    """Bytes of `device` that an estimate may fill."""
+    return int(USABLE * device.memory)
+
+
+def stage_memory(job: Job, x: Columns, share: Share) -> dict[str, Floats]:
+    """Bytes of every kind of `MemoryEstimate` on a rank that holds `share`, (rows,) each."""
+    own, kept = held(job, x, share), ledger(job, x)
+    passing, head_gradient = gathered(job, x, own, microbatches_of(job, x)), _head_gradient(job, x, share)
+    stay, in_hand = _stay(job, x, share, kept), _in_hand(job, x, share, kept)
+    sizes = state_bytes(job, x, own)
+    sizes |= _fullest({
+        "gathered": (passing.loss, passing.layer, passing.end),
+        "activations": (stay, stay + in_hand, np.zeros(len(x))),
+        "head": (_logits(job, x, share) + head_gradient, head_gradient, head_gradient),
+    })  # fmt: skip
+    sizes["weights"] = _weight_copies(job, x, own, share)
+    sizes["buffers"] = _buffers(job, x)
+    if x.offload.any():
+        sizes |= _offloaded(job, x, own, sizes, np.maximum(0.0, stay - _two_layers(job, x, kept)))
+    allocated = np.sum(list(sizes.values()), axis=0)
+    sizes["reserved"] = _libraries(job, x) + _rounding(job) * allocated
+    return sizes
+
+
+def _fullest(moments: dict[str, tuple[Floats, ...]]) -> dict[str, Floats]:
+    """Every kind's bytes at the moment when they are most together."""
+    first, *others = (np.sum(sizes, axis=0) for sizes in zip(*moments.values(), strict=True))
+    found = {kind: sizes[0] for kind, sizes in moments.items()}
+    for number, total in enumerate(others, start=1):
+        fuller = total > first
+        first = np.where(fuller, total, first)
+        found = {kind: np.where(fuller, sizes[number], found[kind]) for kind, sizes in moments.items()}
+    return found
+
+
+def microbatches_of(job: Job, x: Columns) -> Ints:
+    """Forward-backward units of each data-parallel rank in a step."""
+    found: Ints = np.maximum(1, job.batch.sequences // (x.dp * x.microbatch))
+    return found
+
+
+def tokens_of(job: Job, x: Columns) -> Floats:
+    """Tokens of a microbatch that a rank sees."""
+    return np.asarray(x.microbatch * job.batch.seq_len / x.cp)
+
+
+def _weight_copies(job: Job, x: Columns, own: Held, part: Share) -> Floats:
+    """Bytes of weights cast where they are used and kept for the backward; of one layer, where that is recomputed.
+
+    Weights that are kept or gathered in the compute dtype already need no copies.
+    """
+    if job.engine.half_weights or job.precision.compute == job.precision.param:
+        return np.zeros(len(x))
+    again = _recomputed(x, part)
+    copies = (1 - again) * own.total.products + np.where(again > 0, own.largest_products, 0.0)
+    return np.asarray(ITEMSIZE[job.precision.compute] * np.where(divided(x) > 1, 0.0, copies))
+
+
+def _recomputed(x: Columns, part: Share) -> Floats:
+    """Share of a rank's layers that recompute. Of several kinds each has the same share."""
+    layers = np.maximum(1.0, part.layers.sum(axis=0))
+    some = np.where(x.recompute_layers < 0, 1.0, np.minimum(1.0, x.recompute_layers / layers))
+    return np.where(x.recompute == NONE, 0.0, some)
+
+
+def _stay(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:
+    """Bytes that all microbatches in flight keep. The head's go before the next microbatch comes, but in GPipe."""
+    again = _recomputed(x, part)
+    found = part.embedding * kept.embedding
+    for count, layer in zip(part.layers, kept.layers, strict=True):
+        less = np.where(x.recompute == FULL, layer.full, layer.selective)
+        found = found + count * ((1 - again) * layer.none + again * less)
+    if job.engine.stage_output:
+        found = found + np.where(x.pp > 1, kept.boundary, 0.0)
+    heads = np.where(x.schedule == GPIPE, part.in_flight, 1.0) * part.head
+    return np.asarray(tokens_of(job, x) * (part.in_flight * found + heads * kept.head))
+
+
+def _in_hand(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:
+    """Bytes that the backward of one layer makes besides: its gradients, and what it makes again."""
+    most = np.zeros(len(x))
+    for count, layer in zip(part.layers, kept.layers, strict=True):
+        again = np.where(x.recompute == FULL, layer.again_full, layer.again_selective)
+        made = np.where(x.recompute == NONE, 0.0, again) + layer.gradients
+        most = np.maximum(most, np.where(count > 0, made, 0.0))
+    return np.asarray(tokens_of(job, x) * most)
+
+
+def _logits(job: Job, x: Columns, part: Share) -> Floats:
+    """Bytes of logits and what the loss makes of them: of a microbatch, in GPipe of all, or of one chunk at a time."""
+    engine, tokens = job.engine, tokens_of(job, x)
+    vocab = cut(Dim("vocab", job.model.vocab_size), np.where(engine.whole_logits, 1, x.tp))
+    if engine.logit_bytes:
+        each = np.where(x.tp > 1, engine.cut_logit_bytes or engine.logit_bytes, engine.logit_bytes)
+        return np.asarray(part.head * each * tokens * vocab * np.where(x.schedule == GPIPE, part.in_flight, 1.0))
+    chunk = np.minimum(tokens, logit_chunk(job.model.vocab_size, job.cluster.device.kind))
+    return np.asarray(part.head * 2 * ITEMSIZE["float32"] * chunk * vocab)
+
+
+def _head_gradient(job: Job, x: Columns, part: Share) -> Floats:
+    """Bytes of the head's gradient, in float32, where it is formed in the forward pass, chunk by chunk."""
+    if job.engine.logit_bytes:
+        return np.zeros(len(x))
+    vocab = cut(Dim("vocab", job.model.vocab_size), x.tp)
+    return np.asarray(part.head * ITEMSIZE["float32"] * vocab * job.model.hidden_size)
+
+
+def _buffers(job: Job, x: Columns) -> Floats:
+    """Bytes of communication buffers: of the pipeline's messages each way, of what sequence parallelism gathers, of a
+    ring neighbour's keys and values with their gradients, and of tokens on their way to experts and back."""
+    compute, tokens = ITEMSIZE[job.precision.compute], tokens_of(job, x)
+    ops = [op for kind in kinds_of(job.model) for op in kind]
+    kv_size = max(op.kv_size for op in ops)
+    routed = max((op.passes * op.target.size for op in ops if op.kind == "dispatch"), default=0.0)
+    hidden, outside = tokens * job.model.hidden_size, np.where(x.sequence_parallel > 0, x.tp, 1)
+    found = np.where(x.pp > 1, 2 * hidden / outside, 0.0) + np.where(outside > 1, hidden, 0.0)
+    found = found + np.where(x.cp > 1, 4 * tokens * kv_size / x.tp, 0.0)
+    found = found + np.where(x.ep > 1, 2 * tokens * routed / x.tp, 0.0)
+    return np.asarray(compute * found + job.engine.bucket_bytes)
+
+
+def _libraries(job: Job, x: Columns) -> Floats:
+    """Bytes outside of the allocator: the device's context, and buffers of every group of ranks that communicates."""
+    device = job.cluster.device
+    if device.kind != "cuda":
+        return np.full(len(x), float(device.reserved))
+    groups = np.sum([degree > 1 for degree in (x.pp, x.dp, x.cp, x.tp)], axis=0)
+    return np.asarray(device.reserved + GROUP * groups + ALL_TO_ALL_GROUP * (x.ep > 1))
+
+
+def _rounding(job: Job) -> float:
+    return ROUNDING[job.engine.kernels] if job.cluster.device.kind == "cuda" else 0.0
+
+
+def as_read(job: Job, layout: Layout, size: float, reading: str) -> float:
+    """What of an estimate of `size` bytes in all a `reading` shows: "nvidia-smi" everything, "reserved" what PyTorch's
+    allocator has taken, "allocated" what it has given out."""
+    if reading not in ("reserved", "allocated"):
+        return size
+    inside = size - float(_libraries(job, columns([layout]))[0])
+    return inside / (1 + _rounding(job)) if reading == "allocated" else inside
+
+
+def _two_layers(job: Job, x: Columns, kept: Ledger) -> Floats:
+    """Bytes of what two layers keep of a microbatch: one is used while another is on its way."""
+    return np.asarray(2 * tokens_of(job, x) * np.max([_kept_of(x, layer) for layer in kept.layers], axis=0))
+
+
+def _kept_of(x: Columns, layer: Kept) -> Floats:
+    less = np.where(x.recompute == FULL, layer.full, layer.selective)
+    return np.where(x.recompute == NONE, layer.none, less)
+
+
+def _offload_words(x: Columns) -> tuple[Words, NDArray[np.bool_]]:
+    """What is offloaded, and whether to NVMe, (rows,) each."""
+    words = np.array([word.removesuffix("-nvme") for word in WORDS["offload"]])
+    drives = np.array([word.endswith("-nvme") for word in WORDS["offload"]])
+    return words[x.offload], drives[x.offload]
+
+
+def _offloaded(job: Job, x: Columns, own: Held, sizes: dict[str, Floats], moved: Floats) -> dict[str, Floats]:
+    """What is left on the device where something is offloaded: of states a layer in use, the next, and the root with
+    their gradients, in the compute dtype; of kept activations what is not `moved`."""
+    words, _ = _offload_words(x)
+    states, compute = words == "states", ITEMSIZE[job.precision.compute]
+    gone = {"params": states, "grads": states, "weights": states, "optimizer": states | (words == "optimizer")}
+    found = {kind: np.where(where, 0.0, sizes[kind]) for kind, where in gone.items()}
+    in_use = compute * (2 * own.root.whole + 3 * own.largest_whole)
+    found["gathered"] = np.where(states, np.maximum(in_use, sizes["gathered"]), sizes["gathered"])
+    kept = np.maximum(0.0, sizes["activations"] - moved)
+    found["activations"] = np.where(words == "activations", kept, sizes["activations"])
+    return found
+
+
+def host_memory(job: Job, x: Columns, share: Share) -> Floats:
+    """Bytes of its host's memory that a rank holding `share` needs for what is offloaded, (rows,). What goes on to the
+    drives passes through room for two of the largest units."""
+    if not x.offload.any():
+        return np.zeros(len(x))
+    own, kept = held(job, x, share), ledger(job, x)
+    sizes, (words, drives) = state_bytes(job, x, own), _offload_words(x)
+    states = np.where(words == "optimizer", sizes["optimizer"], sizes["params"] + sizes["grads"] + sizes["optimizer"])
+    part = 2 * own.largest_whole / np.maximum(1.0, own.total.whole)
+    states = np.where(drives, np.minimum(1.0, part), 1.0) * states
+    activations = np.maximum(0.0, _stay(job, x, share, kept) - _two_layers(job, x, kept))
+    return np.where(words == "none", 0.0, np.where(words == "activations", activations, states))
+
+
+def rank_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEstimate:
+    """What the ranks of pipeline rank `pp_rank` need at most."""
+    x = columns([layout])
+    part = share(job.model, x, np.array([pp_rank]), microbatches_of(job, x), layout.stage_layers)
+    return MemoryEstimate(**{kind: round(float(size[0])) for kind, size in stage_memory(job, x, part).items()})
 
 
 def estimate_memory(
     model: ModelSpec, layout: Layout, batch: BatchSpec, precision: Precision, optim: Optim, device_kind: str
 ) -> MemoryEstimate:
-    """The estimate for rank 0, which holds the largest shards. `device_kind` is "cpu" or "cuda"."""
-    states = state_bytes(model, layout, 0, precision, optim)
-    tokens = layout.microbatch * batch.seq_len
-    chunk = min(tokens, logit_chunk(model.vocab_size, device_kind))
-    head_gradient = ITEMSIZE["float32"] * model.vocab_size * model.hidden_size
-    return MemoryEstimate(
-        states.params,
-        states.grads,
-        states.optimizer,
-        gathered_bytes(model, layout, precision, batch.microbatches(layout)).total,
-        _weight_copies(model, layout, precision),
-        kept_bytes(model, layout, precision, tokens) + recomputed_bytes(model, layout, precision, tokens),
-        2 * ITEMSIZE["float32"] * chunk * model.vocab_size + head_gradient,
-    )
-
-
-def _weight_copies(model: ModelSpec, layout: Layout, precision: Precision) -> int:
-    """Bytes of weights cast where they are used and kept for the backward; of one layer, where that is recomputed.
-
-    Sharded weights are gathered in the compute dtype already.
-    """
-    if precision.compute == precision.param or layout.zero > 0:
-        return 0
-    layers = [
-        sum(param.numel for op in layer_ops(model, index) for param in op.params if op.kind == "linear")
-        for index in range(model.num_hidden_layers)
-    ]
-    return ITEMSIZE[precision.compute] * (sum(layers) if layout.recompute == "none" else max(layers))
-
-
-def kept_bytes(model: ModelSpec, layout: Layout, precision: Precision, tokens: int) -> int:
-    """Bytes of activations that the forward over `tokens` keeps for the backward."""
-    layers = [layer_ops(model, index) for index in range(model.num_hidden_layers)]
-    every = _total(ops(model), _saved, precision)
-    if layout.recompute == "none":
-        return every * tokens
-    outside = every - sum(_total(layer, _saved, precision) for layer in layers)
-    inputs = ITEMSIZE[precision.compute] * model.hidden_size * len(layers)
-    results = [op for layer in layers for op in layer if layout.recompute == "selective" and op.kind in KEPT]
-    return (outside + inputs + _total(results, _result, precision)) * tokens
-
-
-def recomputed_bytes(model: ModelSpec, layout: Layout, precision: Precision, tokens: int) -> int:
-    """Bytes of activations that the backward makes again, of the largest layer: one is in hand at a time."""
-    layers = [layer_ops(model, index) for index in range(model.num_hidden_layers)]
-    if layout.recompute == "none":
-        return 0
-    if layout.recompute == "full":
-        return max(_total(layer, _saved, precision) for layer in layers) * tokens
-    return max(_total((op for op in layer if op.kind not in KEPT), _result, precision) for layer in layers) * tokens
-
-
-def _total(found: Iterable[Op], size: Callable[[Op, Precision], int], precision: Precision) -> int:
-    return sum(size(op, precision) for op in found)
-
-
-def _saved(op: Op, precision: Precision) -> int:
-    """Bytes a token that `op` keeps for its backward."""
-    sizes = {**ITEMSIZE, "compute": ITEMSIZE[precision.compute]}
-    return sum(kept.numel_per_token * sizes[kept.dtype] for kept in op.saved)
-
-
-def _result(op: Op, precision: Precision) -> int:
-    """Bytes a token of what `op` returns."""
-    return ITEMSIZE[precision.compute] * op.target.size
+    """The estimate for kumi's own trainer on rank 0, which holds the largest shards, of a device of `device_kind`
+    ("cpu" or "cuda") that keeps nothing for itself."""
+    return rank_memory(Job(model, ClusterSpec("", Device("", device_kind, 0), 1), batch, precision, optim), layout)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 KERNELS = ("eager", "fused", "compiled")
 ATTENTION = ("flash", "flash-1", "fused-softmax", "eager")
+SELECTIVE = ("products", "half-products", "attention")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,17 @@ class Engine:
     compute; `grad_reduce_itemsize`: bytes an element that gradients travel in; `dispatch`: how many times as long as
     the device's bare launch interval the host takes for a kernel. `source` says where the facts were
     read.
+
+    What it keeps besides: `autograd`, kinds of element-wise work that are differentiated op by op, so that a "norm"
+    keeps float32 copies and a "gate" every factor, where kernels of one's own keep their inputs only; `selective`, what
+    selective recomputation spares: "products" (results of matrix products and attention), "half-products" (of every
+    second product, and of attention) or "attention" (all but what is inside of attention); `cut_logit_bytes`, as
+    `logit_bytes` where tp cuts the vocabulary, if that differs; `whole_logits`, ranks that cut it put all logits
+    together; `bucket_bytes`, fixed buffers that gradients and parameters travel through; `update_itemsize`, bytes an
+    element of a rank's part that the update copies in passing; `head_stays`, the gathered head is freed, and its
+    gradient divided, only after the backward of all layers; `stage_output`, what a pipeline stage has sent on stays
+    until its backward; `gathered_inputs`, under sequence parallelism matrices cut by columns keep their inputs as
+    gathered, not the rank's part.
     """
 
     name: str = "kumi"
@@ -38,6 +50,15 @@ class Engine:
     overlap_pp: bool = True
     grad_reduce_itemsize: int = 4
     dispatch: float = 1.0
+    autograd: tuple[str, ...] = ()
+    selective: str = "products"
+    cut_logit_bytes: float = 0.0
+    whole_logits: bool = False
+    bucket_bytes: float = 0.0
+    update_itemsize: int = 0
+    head_stays: bool = True
+    stage_output: bool = False
+    gathered_inputs: bool = False
     source: str = "kumi.parallel, kumi.nn"
 
 

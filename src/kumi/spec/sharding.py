@@ -1,24 +1,72 @@
 """Which mesh axis cuts which dim, and how much of every parameter a rank holds.
 
-The cost model divides by this table and the trainer shards by it.
+The cost model divides by this table and the trainer shards by it. A parameter is cut three times:
+
+    pp   a rank has the layers of its stages; the embedding is on the first stage, the head on the last, and a tied
+         embedding on both
+    tp   cuts the dims that `AXIS` names into whole units (heads, columns); a vocabulary that tp does not divide is
+         padded, and a key-value head that ranks outnumber is held by several. Of routed experts, ep cuts "experts" and
+         expert_tp the rest
+    ZeRO divides what is left among the ranks that hold the same: dp_shard x cp of them, for context-parallel ranks
+         have equal weights, and dp_shard x cp x tp / (ep x expert_tp) for routed experts. Dense tensors are divided by
+         dim 0, experts' by the dim after "experts"
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
 
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import Param, params
+from kumi.spec.ledger import embedding_ops, head_ops, layer_ops, params
 from kumi.spec.model import ModelSpec
+from kumi.spec.op import Dim, Op, Param
 from kumi.spec.optim import Optim
+from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE, Precision
+from kumi.spec.schedule import placement
 
 AXIS = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp", "experts": "ep", "layers": "pp", "seq": "cp"}
 
 
+def style(op: Op) -> str:
+    """How tensor parallelism holds the weights of `op`: "vocab" (rows of the vocabulary), "column" (outputs cut),
+    "row" (inputs cut, so that results must be summed) or "replicated"."""
+    if op.kind in ("embedding", "log_prob"):
+        return "vocab"
+    if op.kind != "linear":
+        return "replicated"
+    source, target = (AXIS.get(dim.name) == "tp" for dim in (op.source, op.target))
+    return "row" if source else "column" if target else "replicated"
+
+
+def is_routed(param: Param) -> bool:
+    """Whether `param` holds weights of routed experts."""
+    return param.dims[0].name == "experts"
+
+
+def cut(dim: Dim, degree: Any) -> Any:
+    """Size of the part of `dim` that each of `degree` ranks holds: whole units, the same on all.
+
+    Where the units do not go up evenly they are padded (the vocabulary) or, being fewer than ranks, held by several
+    (key-value heads). `degree` is a whole number, or a numpy array of them.
+    """
+    return -(-dim.count // degree) * dim.unit
+
+
+def cut_shape(param: Param, tp: Any, ep: Any, expert_tp: Any) -> tuple[Any, ...]:
+    """Shape of the part of `param` on a rank, ZeRO aside; degrees are whole numbers, or numpy arrays of them."""
+    routed = is_routed(param)
+    degrees = {"tp": expert_tp if routed else tp, "ep": ep}
+    return tuple(cut(dim, degrees.get(AXIS.get(dim.name, ""), 1)) for dim in param.dims)
+
+
 @dataclass(frozen=True)
 class Rows:
-    """The rows of dim 0 that a rank holds: `count` of them from `start`. A rank past the end holds none."""
+    """The rows of a dim that a rank holds: `count` of them from `start`. A rank past the end holds none."""
 
     start: int
     count: int
@@ -34,21 +82,68 @@ def shard_rows(size: int, degree: int, index: int) -> Rows:
     return Rows(start, min(height, size - start))
 
 
+def zero_degree(layout: Layout, *, routed: bool) -> int:
+    """How many ranks hold the same part of a parameter, and divide it among them when zero > 0."""
+    ranks = layout.dp_shard * layout.cp
+    return max(1, ranks * layout.tp // (layout.ep * layout.expert_tp)) if routed else ranks
+
+
+def _zero_index(layout: Layout, rank: int, *, routed: bool) -> int:
+    """Which of the `zero_degree` parts is `rank`'s. Of experts' ranks, expert_tp are neighbours, then ep."""
+    coords = layout.coords(rank)
+    shard = coords["dp_shard"] * layout.cp + coords["cp"]
+    return (shard * layout.tp + coords["tp"]) // (layout.ep * layout.expert_tp) if routed else shard
+
+
 def local_shape(param: Param, layout: Layout, rank: int) -> tuple[int, ...]:
-    """Shape of the part of `param` that `rank` keeps between steps: dim 0 is divided over dp_shard when zero > 0."""
-    if layout.zero == 0:
-        return param.shape
-    rows = shard_rows(param.shape[0], layout.dp_shard, layout.coords(rank)["dp_shard"])
-    return (rows.count, *param.shape[1:])
+    """Shape of the part of `param` that `rank` keeps between steps, if its stage has it."""
+    shape = list(cut_shape(param, layout.tp, layout.ep, layout.expert_tp))
+    if layout.zero > 0:
+        routed = is_routed(param)
+        degree, index = zero_degree(layout, routed=routed), _zero_index(layout, rank, routed=routed)
+        shape[routed] = shard_rows(shape[routed], degree, index).count
+    return tuple(shape)
 
 
 def local_numel(param: Param, layout: Layout, rank: int) -> int:
-    """Elements of `param` that `rank` keeps between steps."""
-    rows, *rest = local_shape(param, layout, rank)
-    count = rows
-    for size in rest:
-        count *= size
-    return count
+    """Elements of `param` that `rank` keeps between steps, if its stage has it."""
+    return prod(local_shape(param, layout, rank))
+
+
+def stage_bounds(layout: Layout, layers: int) -> tuple[tuple[int, int], ...]:
+    """Layers [first, last) of every pipeline stage, in model order.
+
+    Where they do not go up evenly, the last stage, which has the head, gets none of those left over, and the first,
+    which has the embedding and most microbatches in flight, the last of them.
+    """
+    count = layout.pp * layout.stages
+    sizes = list(layout.stage_layers)
+    if not sizes:
+        each, left = divmod(layers, count)
+        sizes = [each] * count
+        for stage in range(left):
+            sizes[stage if left == count - 1 else stage + 1] += 1
+    ends = list(accumulate(sizes))
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def held_params(model: ModelSpec, layout: Layout, rank: int) -> tuple[Param, ...]:
+    """The parameters of which `rank` has a part, in the order of the forward pass."""
+    if layout.pp * layout.stages == 1:
+        return params(model)
+    bounds = stage_bounds(layout, model.num_hidden_layers)
+    stages = placement(layout.schedule, layout.pp, layout.stages)[layout.coords(rank)["pp"]]
+    return tuple(param for stage in stages for param in _stage_params(model, *bounds[stage], stage, len(bounds)))
+
+
+def _stage_params(model: ModelSpec, first: int, last: int, stage: int, stages: int) -> Iterator[Param]:
+    """Parameters of stage number `stage`; a tied head is the token table again."""
+    layers = [op for index in range(first, last) for op in layer_ops(model, index)]
+    embedding = embedding_ops(model) if stage == 0 else ()
+    head = head_ops(model) if stage == stages - 1 else ()
+    yield from (param for op in (*embedding, *layers, *head) for param in op.params)
+    if head and model.tie_word_embeddings and stages > 1:
+        yield embedding_ops(model)[0].params[0]
 
 
 def units(model: ModelSpec) -> tuple[tuple[Param, ...], ...]:
@@ -57,19 +152,15 @@ def units(model: ModelSpec) -> tuple[tuple[Param, ...], ...]:
     The root has the final norm and the head, and the embedding where they share it; it is gathered when the forward
     begins and kept until the backward, which needs the head first, has ended.
     """
-    found: dict[str, list[Param]] = {}
-    for param in params(model):
-        found.setdefault(_unit(param, model.tie_word_embeddings), []).append(param)
-    root = found.pop("")
-    return (*(tuple(unit) for unit in found.values()), tuple(root))
-
-
-def _unit(param: Param, tied: bool) -> str:
-    """The module that is gathered with `param`; empty for the root."""
-    parts = param.name.split(".")
-    if parts[1] == "layers":
-        return ".".join(parts[:3])
-    return "model.embed_tokens" if parts[1] == "embed_tokens" and not tied else ""
+    embedding = [param for op in embedding_ops(model) for param in op.params]
+    root = [param for op in head_ops(model) for param in op.params]
+    layers = (
+        tuple(param for op in layer_ops(model, index) for param in op.params)
+        for index in range(model.num_hidden_layers)
+    )
+    if model.tie_word_embeddings:
+        return (*layers, (*embedding, *root))
+    return (tuple(embedding), *layers, tuple(root))
 
 
 @dataclass(frozen=True)
@@ -85,63 +176,24 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
+def is_hidden(model: ModelSpec, param: Param) -> bool:
+    """Whether `param` belongs to a layer, not to the embedding or the head."""
+    return param.name.startswith(f"{model.names.layers}.")
+
+
 def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precision, optim: Optim) -> StateBytes:
-    """Bytes of parameters, gradients and optimizer states on `rank`, all kept in the precision's `param` dtype.
+    """Bytes of parameters, gradients and optimizer states on `rank`, parameters in the precision's `param` dtype.
 
     Under FSDP2 a rank whose shard of a tensor is empty keeps only the optimizer's step counter for it.
     """
-    size = ITEMSIZE[precision.param] * sum(local_numel(param, layout, rank) for param in params(model))
-    counters = ITEMSIZE["float32"] * len(params(model))
-    return StateBytes(size, size, optim.moments * size + counters)
+    itemsize, found = ITEMSIZE[precision.param], held_params(model, layout, rank)
+    shapes = [(local_shape(param, layout, rank), is_hidden(model, param)) for param in found]
+    size = itemsize * sum(prod(shape) for shape, _ in shapes)
+    states = sum(optimizer_bytes(optim, shape, itemsize, hidden=hidden) for shape, hidden in shapes)
+    return StateBytes(size, size, states)
 
 
 def checkpoint_bytes(model: ModelSpec, precision: Precision, optim: Optim) -> int:
     """Bytes of the tensors in a checkpoint, over all ranks: parameters and optimizer states, each once."""
     whole = state_bytes(model, Layout(), 0, precision, optim)
     return whole.params + whole.optimizer
-
-
-@dataclass(frozen=True)
-class GatheredBytes:
-    """Bytes that the forward and backward passes hold beside the states, at most.
-
-    `params`: parameters put together from all ranks. `transfer`: the buffer a unit travels through, at the moment when
-    it is copied out. `accumulated`: whole gradients that wait for the last microbatch. `grads`: whole gradients of the
-    microbatch at hand, on their way to be divided.
-    """
-
-    params: int
-    transfer: int
-    accumulated: int
-    grads: int
-
-    @property
-    def total(self) -> int:
-        return self.params + self.transfer + self.accumulated + self.grads
-
-
-def gathered_bytes(model: ModelSpec, layout: Layout, precision: Precision, microbatches: int) -> GatheredBytes:
-    """What dividing states costs in passing, on any rank; all zero where nothing is divided.
-
-    ZeRO-1 and 2 keep every unit whole from its first use in a step to its last; ZeRO-3 keeps the root and one other.
-    Gradients are whole for the root and one other unit, in the compute dtype; where there is more than one microbatch,
-    ZeRO-1 also accumulates those of all units, in the dtype they are reduced in.
-    """
-    if layout.zero == 0 or layout.dp_shard == 1:
-        return GatheredBytes(0, 0, 0, 0)
-    compute = ITEMSIZE[precision.compute]
-    *others, root = (sum(_padded_numel(param, layout.dp_shard) for param in unit) for unit in units(model))
-    *exact, exact_root = (sum(param.numel for param in unit) for unit in units(model))
-    whole = root + (max(others) if layout.zero == 3 else sum(others))
-    kept = exact_root + sum(exact) if layout.zero == 1 and microbatches > 1 else 0
-    return GatheredBytes(
-        compute * whole,
-        compute * max(*others, root),
-        ITEMSIZE[precision.reduce] * kept,
-        compute * (exact_root + max(exact)),
-    )
-
-
-def _padded_numel(param: Param, degree: int) -> int:
-    """Elements of `param` once its rows are padded so that `degree` ranks have equally many."""
-    return shard_rows(param.shape[0], degree, 0).count * degree * (param.numel // param.shape[0])

@@ -1,0 +1,183 @@
+"""Parameters, gradients and optimizer states on a rank, and what dividing them costs in passing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from math import prod
+
+import numpy as np
+
+from kumi.plan.activations import kinds_of
+from kumi.plan.columns import Columns, Floats, Ints
+from kumi.plan.distinct import distinct
+from kumi.plan.stages import Share
+from kumi.spec.job import Job
+from kumi.spec.ledger import embedding_ops, head_ops
+from kumi.spec.op import Op, Param
+from kumi.spec.optim import state_bytes as optimizer_bytes
+from kumi.spec.precision import ITEMSIZE
+from kumi.spec.sharding import cut_shape, is_hidden, is_routed
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Of some parameters on a rank, (rows,) each: elements before ZeRO divides them, padded so that all its ranks have
+    equally many, of the largest part, and of matrices that layers multiply with; bytes of the part's optimizer state.
+    """
+
+    whole: Floats
+    padded: Floats
+    part: Floats
+    products: Floats
+    states: Floats
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def times(self, count: Floats) -> Elements:
+        return Elements(*(getattr(self, field.name) * count for field in fields(self)))
+
+    def take(self, index: Ints) -> Elements:
+        return Elements(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds: `total` of all its parameters; `root`, the head with the final norm (and with the token table,
+    where they share it), which is gathered first and freed last; and whole and padded elements of the largest other
+    unit, and the elements of the layer with the largest matrices."""
+
+    total: Elements
+    root: Elements
+    largest_whole: Floats
+    largest_padded: Floats
+    largest_products: Floats
+
+
+def divided(x: Columns) -> Ints:
+    """How many ranks divide dense states among them; 1 where nothing is divided."""
+    return np.where(x.zero > 0, x.dp_shard * x.cp, 1)
+
+
+def held(job: Job, x: Columns, share: Share) -> Held:
+    """The parameters that `share` of the model has on a rank of every row."""
+    first, index = distinct(x.tp, x.ep, x.expert_tp, divided(x), np.minimum(x.zero, 1))
+    rows, model = x.take(first), job.model
+    parts = (*kinds_of(model), embedding_ops(model), head_ops(model))
+    *layers, table, head = (elements(job, ops, rows).take(index) for ops in parts)
+    # A head that shares the token table is one tensor with it; on another stage it is a copy.
+    tied = model.tie_word_embeddings
+    root = head.times(share.head) + table.times(tied * np.maximum(share.head, share.embedding))
+    others = list(zip([*layers, table], [*share.layers, (not tied) * share.embedding], strict=True))
+    total = root
+    for one, count in others:
+        total = total + one.times(count)
+    largest = [np.max([getattr(one, name) * (count > 0) for one, count in others], axis=0)
+               for name in ("whole", "padded", "products")]  # fmt: skip
+    return Held(total, root, *largest)
+
+
+def elements(job: Job, ops: Iterable[Op], x: Columns) -> Elements:
+    """`Elements` of the parameters of `ops`, for every row of `x`."""
+    found = Elements(*(np.zeros(len(x)) for _ in fields(Elements)))
+    for op in ops:
+        for param in op.params:
+            matrix = op.kind == "linear" and is_hidden(job.model, param) and len(param.dims) > 1
+            found = found + _of_param(job, param, x, matrix)
+    return found
+
+
+def _of_param(job: Job, param: Param, x: Columns, matrix: bool) -> Elements:
+    """`Elements` of one parameter. Dense tensors are divided by dim 0, experts' by the dim after "experts"."""
+    routed = is_routed(param)
+    shape = [np.broadcast_to(np.asarray(size), len(x)) for size in cut_shape(param, x.tp, x.ep, x.expert_tp)]
+    degree = divided(x)
+    if routed:
+        degree = np.where(x.zero > 0, np.maximum(1, degree * x.tp // (x.ep * x.expert_tp)), 1)
+    rows = -(-shape[routed] // degree)
+    whole = np.asarray(prod(shape), np.float64)
+    own = [*shape[:routed], rows, *shape[routed + 1 :]]
+    states = optimizer_bytes(job.optim, own, ITEMSIZE[job.precision.param], hidden=is_hidden(job.model, param))
+    part = np.asarray(prod(own), np.float64)
+    states = np.broadcast_to(np.asarray(states, np.float64), len(x))
+    return Elements(whole, part * degree, part, whole * matrix, states)
+
+
+def is_pure(job: Job) -> bool:
+    """Whether there are no masters: parameters are updated in the dtype they are used in."""
+    return job.precision.param == job.precision.compute
+
+
+def state_bytes(job: Job, x: Columns, own: Held) -> dict[str, Floats]:
+    """Bytes of "params", "grads" and "optimizer" (masters included) that stay through the step.
+
+    Without `half_weights` (FSDP2's way), ZeRO of any stage divides all three at rest; with it, stage by stage.
+    """
+    total, engine = own.total, job.engine
+    param, compute = ITEMSIZE[job.precision.param], ITEMSIZE[job.precision.compute]
+    part = np.where(x.zero > 0, total.part, total.whole)
+    if not engine.half_weights:
+        return {"params": param * part, "grads": param * part, "optimizer": total.states}
+    grad = compute if is_pure(job) else engine.grad_itemsize
+    grads = grad * np.where(x.zero >= 2, total.part, total.whole)
+    if engine.half_grads and not is_pure(job):
+        grads = grads + compute * np.where(x.zero >= 2, 0.0, total.whole)
+    masters = 0 if is_pure(job) else param
+    return {
+        "params": compute * np.where(x.zero == 3, total.part, total.whole),
+        "grads": grads,
+        "optimizer": total.states + (masters + engine.update_itemsize) * part,
+    }
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Bytes that the forward and backward passes hold beside the states, at most, (rows,) each.
+
+    `params`: parameters put together from all ranks. `transfer`: the buffer a unit travels through, at the moment when
+    it is copied out. `accumulated`: whole gradients that wait for the last microbatch. `grads`: whole gradients of the
+    microbatch at hand, on their way to be divided.
+
+    Of these, `loss` are there when the loss is computed, `layer` in the backward of a layer, the buffers in which its
+    gradients are summed included, and `end` when the root's gradients are summed, after all layers.
+    """
+
+    params: Floats
+    transfer: Floats
+    accumulated: Floats
+    grads: Floats
+    loss: Floats
+    layer: Floats
+    end: Floats
+
+
+def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
+    """What dividing states costs in passing, on any rank; all zero where nothing is divided.
+
+    ZeRO-1 and 2 keep every unit whole from its first use in a step to its last; ZeRO-3 keeps the root and one other,
+    while the next one is on its way. Gradients are whole for the root and one other unit, in the compute dtype; where
+    there is more than one microbatch, ZeRO-1 also accumulates those of all units, in the dtype they are reduced in.
+    Engines with weights in the compute dtype gather nothing before ZeRO-3.
+    """
+    compute, reduce = ITEMSIZE[job.precision.compute], ITEMSIZE[job.precision.reduce]
+    root, largest = own.root, own.largest_padded
+    params = compute * np.where(x.zero == 3, root.padded + largest, own.total.padded)
+    kept = reduce * np.where((x.zero == 1) & (microbatches > 1), own.total.whole, 0.0)
+    grads = compute * (root.whole + own.largest_whole)
+    # Summed from one buffer into another, in the dtype of the reduction.
+    summed = reduce * (1 + 1 / np.maximum(1, divided(x)))
+    coming = compute * np.where(x.zero == 3, largest, 0.0)
+    rest = np.where(x.zero == 3, compute * root.padded, params)
+    # A head that is a unit of its own is gone when the layers' turn comes.
+    gone = 0.0 if job.engine.head_stays else compute * (root.whole + np.where(x.zero == 3, root.padded, 0.0))
+    active = (divided(x) > 1) & ((x.zero == 3) | (not job.engine.half_weights))
+    return Gathered(*(np.where(active, size, 0.0) for size in (
+        params,
+        compute * np.maximum(largest, root.padded),
+        kept,
+        grads,
+        params + kept,
+        params + kept + coming + grads + summed * largest - gone,
+        rest + kept + compute * root.whole + summed * root.padded,
+    )))  # fmt: skip
