@@ -76,9 +76,7 @@ def test_why_the_chosen_one_wins_names_the_terms_that_differ():
 def test_a_rival_within_the_models_error_is_worth_measuring():
     near = Expected("Megatron", replace(CHOSEN, pp=2), estimate=runner_up("tp", 0.5, replace(CHOSEN, pp=2)))
     text = said(Report(job(), best(), expected=(near,)))
-    assert (
-        "Megatron is 500 ms a step behind, which is within the model's error of 8.0%: take whichever is simpler" in text
-    )
+    assert "Megatron is 500 ms a step behind, within the model's error of 8.0%: take whichever is simpler" in text
     same = Expected("Megatron", CHOSEN, estimate=best())
     assert "The choice is what the field would take: Megatron." in said(Report(job(), best(), expected=(same,)))
 
@@ -89,6 +87,9 @@ def test_what_pins_rule_out_is_said_when_it_would_be_faster():
         Report(job(), best(), expected=(faster,))
     )
     assert verdict(faster, best()) == "0.87x the time: ruled out by what is pinned."
+    near = Expected("HSDP", SHARDED, estimate=sharded(dp=1.0))
+    assert verdict(near, best()) == "0.97x the time: as fast, within the model's error."
+    assert "HSDP is as fast, within the model's error of 8.0%" in said(Report(job(), best(), expected=(near,)))
 
 
 def test_nothing_expected_that_runs_is_said():

@@ -7,6 +7,7 @@ from examples import CHOSEN, best, copies, estimate, job, memory, report, runner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kumi.config.schema import LayoutSection
 from kumi.plan import figures, words
 from kumi.plan.binding import binding, levers
 from kumi.plan.figures import gap, needs, stage_groups, traffic
@@ -63,6 +64,13 @@ layouts = st.builds(
     stage_layers=st.lists(st.integers(0, 9), max_size=4).map(tuple),
     offload=st.sampled_from(OFFLOAD),
 )
+
+
+@given(layouts)
+def test_run_files_take_the_toml_of_a_layout(layout):
+    read = tomllib.loads(words.layout_toml(layout))["layout"]
+    pinned = LayoutSection(**read).model_dump(exclude_none=True)
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in pinned.items()} == read
 
 
 @given(layouts)

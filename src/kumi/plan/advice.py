@@ -39,7 +39,8 @@ def verdict(item: Expected, best: Estimate) -> str:
         return "The chosen layout, up to microbatch and recomputation."
     found = gap(best, item.estimate)
     if found.seconds <= 0:
-        return f"{words.times(item.estimate.step_seconds / best.step_seconds)} the time: ruled out by what is pinned."
+        outside = "as fast, within the model's error" if found.noise else "ruled out by what is pinned"
+        return f"{words.times(item.estimate.step_seconds / best.step_seconds)} the time: {outside}."
     noise = " (within the model's error)" if found.noise else ""
     return (
         f"{words.times(item.estimate.step_seconds / best.step_seconds)} the time{noise}: {needs(found)} to draw level."
@@ -149,15 +150,16 @@ def _why(report: Report) -> Iterator[str]:
     item, found = min(rivals, key=lambda pair: pair[1].seconds)
     if same(item.layout, best.layout):
         yield f"The choice is what the field would take: {item.title}."
-    elif found.seconds <= 0:
+    elif found.seconds <= 0 and not found.noise:
         yield (
             f"{item.title} would take {words.seconds(found.other.step_seconds)} in place of "
             f"{words.seconds(best.step_seconds)}; what is pinned rules it out."
         )
     elif found.noise:
+        side = f"{words.seconds(found.seconds)} a step behind" if found.seconds > 0 else "as fast"
         yield (
-            f"{item.title} is {words.seconds(found.seconds)} a step behind, which is within the model's error of "
-            f"{words.percent(best.uncertainty)}: take whichever is simpler to run, or measure both."
+            f"{item.title} is {side}, within the model's error of {words.percent(best.uncertainty)}: take whichever is "
+            f"simpler to run, or measure both."
         )
     else:
         yield f"Of what one might have tried first, {item.title} comes closest. {_terms(best, found)}"

@@ -181,7 +181,7 @@ def gap(best: Estimate, other: Estimate) -> Gap:
     mine, theirs = dict(best.time), dict(other.time)
     lost = {kind: value - mine.get(kind, 0.0) for kind, value in theirs.items()}
     losses = sorted(((kind, value) for kind, value in lost.items() if value > 0), key=lambda pair: -pair[1])
-    noise = seconds <= max(best.uncertainty, other.uncertainty) * best.step_seconds
+    noise = abs(seconds) <= max(best.uncertainty, other.uncertainty) * best.step_seconds
     return Gap(other, seconds, noise, tuple(losses))
 
 

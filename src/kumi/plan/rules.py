@@ -167,8 +167,7 @@ def gathered_once(job: Job, estimate: Estimate) -> Rule | None:
         said,
         sum(item.sent for item in data),
         f"parameters are gathered for the forward and again for the backward, gradients reduced in "
-        f"{job.precision.reduce}; all of it in each of the step's "
-        f"{words.plural(job.batch.microbatches(layout), 'microbatch')}",
+        f"{job.precision.reduce}, in each microbatch, of which a step has {job.batch.microbatches(layout)}",
     )
 
 
