@@ -25,7 +25,8 @@ body { margin: 0 auto; padding: 1.5rem; max-width: 60rem; color: var(--ink); bac
        font: 16px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", Arial, sans-serif }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .5rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
 p.lead { margin: .15rem 0 } .soft { color: var(--soft) }
-figure { margin: 1rem 0 } figure svg { width: 100%; height: auto; color: var(--ink) }
+figure { margin: 1rem 0; overflow-x: auto }
+figure svg { width: 100%; min-width: 36rem; height: auto; color: var(--ink) }
 svg .paper { fill: none } svg .edge { stroke: var(--paper) }
 figcaption, caption { color: var(--soft); font-size: .9rem; text-align: left }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: .9rem; margin: .5rem 0 }
@@ -36,7 +37,8 @@ li { margin: .25rem 0 }
 @media print {
   :root { --ink: #000; --paper: #fff; --soft: #444; --rule: #bbb; --tint: #f2f2f2 }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact }
-  body { max-width: none; padding: 0; font-size: 11pt } .wide { overflow: visible } table { font-size: 8pt }
+  body { max-width: none; padding: 0; font-size: 11pt } .wide, figure { overflow: visible }
+  figure svg { min-width: 0 } table { font-size: 8pt }
   th, td { padding-right: .4rem } figure, tr, pre, li { break-inside: avoid }
   h2 { break-after: avoid }
 }
