@@ -64,6 +64,13 @@ def uneven(layers, stages):
     return (1, layers - stages + 1, *[1] * (stages - 2)) if stages > 1 else (layers,)
 
 
+def test_few_microbatches_keep_no_more_than_there_are():
+    for schedule, stages in (("1f1b", 1), ("gpipe", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)):
+        for pp in (2, 3, 6):
+            for m in range(pp if schedule == "interleaved" else 1, 3 * pp, pp if schedule == "interleaved" else 1):
+                check_share(model([SLIM] * 18), Layout(pp=pp, schedule=schedule, stages=stages), m, ())
+
+
 def check_share(spec, layout, m, stage_layers):
     kinds, of_layer = spec.layer_kinds()
     limits = bounds(Layout(**{**vars(layout), "stage_layers": stage_layers}), spec)
