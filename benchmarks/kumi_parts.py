@@ -16,9 +16,11 @@ from kumi.parallel.build import build
 from kumi.parallel.data import bare
 from kumi.parallel.mesh import Place, build_mesh
 from kumi.parallel.optimizer import init_adamw
-from kumi.plan.memory import estimate_memory
+from kumi.plan.choose import timed
+from kumi.plan.estimate import estimate
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
+from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from kumi.train.state import Parts
@@ -36,12 +38,13 @@ def make_run(
         "optim": {"schedule": "constant"},
         "train": {"steps": 1, "out": "unused", "compile": compile},
     })  # fmt: skip
-    cluster = cluster_spec(written.cluster)
-    model, batch = families.from_hf(config), BatchSpec(seq_len, seq_len * microbatch)
-    optim, layout = choose_optim(written.optim, 1), Layout(microbatch=microbatch, recompute=recompute)
-    memory = estimate_memory(model, layout, batch, PRECISIONS[precision], optim, cluster.device.kind)
-    cluster = replace(cluster, devices_per_node=1)
-    return Run(written, model, config, None, cluster, batch, PRECISIONS[precision], optim, layout, memory)
+    cluster = replace(cluster_spec(written.cluster), devices_per_node=1)
+    optim = choose_optim(written.optim, 1)
+    job = Job(families.from_hf(config), cluster, BatchSpec(seq_len, seq_len * microbatch), PRECISIONS[precision], optim)
+    device = timed(cluster.device, job.precision.matmul_dtype)
+    layout = Layout(microbatch=microbatch, recompute=recompute)
+    found = estimate(replace(job, cluster=replace(cluster, device=device)), layout)
+    return Run(written, config, None, job, found)
 
 
 def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> Parts:

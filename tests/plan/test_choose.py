@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.choose import choose_layout
 from kumi.plan.memory import estimate_memory
 from kumi.spec.batch import BatchSpec
-from kumi.spec.cluster import ClusterSpec, Device
+from kumi.spec.cluster import ClusterSpec, Device, Link
+from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.optim import Optim
@@ -15,30 +18,42 @@ LLAMA_8B = ModelSpec("llama", 128256, 4096, (LAYER,) * 32, 1e-5, 8192)
 BATCH = BatchSpec(8192, 8192 * 64)
 
 
-def choose(devices, memory_gib, **pinned):
+def job(devices, memory_gib):
     cluster = ClusterSpec("test", Device("GPU", "cuda", memory_gib * 2**30), devices)
-    return choose_layout(LLAMA_8B, cluster, BATCH, PRECISIONS["bf16"], Optim(), pinned)
+    return Job(LLAMA_8B, cluster, BATCH, PRECISIONS["bf16"], Optim())
 
 
-def test_plain_data_parallelism_is_taken_where_it_fits():
-    layout, estimate = choose(8, 288)
+def choose(devices, memory_gib, **pinned):
+    return choose_layout(job(devices, memory_gib), pinned).layout
+
+
+def test_plain_data_parallelism_is_taken_where_it_fits_and_nothing_is_faster():
+    found = choose_layout(job(8, 288), {})
+    layout = found.layout
     assert (layout.dp_replicate, layout.dp_shard, layout.zero) == (8, 1, 0)
-    assert estimate.params == 4 * 8_030_261_248
+    assert found.memory[0].params == 4 * 8_030_261_248
 
 
 def test_states_are_divided_where_they_must_be():
-    layout, _ = choose(8, 80)
-    assert (layout.dp_replicate, layout.dp_shard) == (1, 8)
+    layout = choose(8, 80)
+    assert layout.dp_shard > 1
     assert layout.zero > 0
 
 
+def test_only_what_is_trained_is_chosen():
+    with_links = replace(job(8, 80), cluster=replace(job(8, 80).cluster, links=(Link("slow", 8, 1e9, 1e-5),)))
+    layout = choose_layout(with_links, {}).layout
+    assert (layout.pp, layout.cp, layout.tp, layout.ep, layout.offload) == (1, 1, 1, 1, "none")
+    assert layout.recompute_layers is None
+
+
 def test_what_is_pinned_stays():
-    layout, _ = choose(8, 80, zero=3, microbatch=1, recompute="full", dp_replicate=2)
+    layout = choose(8, 80, zero=3, microbatch=1, recompute="full", dp_replicate=2)
     assert layout == Layout(dp_replicate=2, dp_shard=4, zero=3, microbatch=1, recompute="full")
 
 
 def test_what_cannot_fit_is_refused_with_the_closest_try():
-    with pytest.raises(FitError, match="even zero=3, microbatch=1, recompute=full needs"):
+    with pytest.raises(FitError, match=r"the leanest needs .* a device, and GPU has .* usable; .*use devices of"):
         choose(2, 24)
 
 

@@ -12,7 +12,7 @@ from kumi.config.model import model_folder, read_hf_config
 from kumi.config.schema import OptimSection, PlanConfig, RunConfig
 from kumi.errors import ConfigError
 from kumi.plan.choose import choose_layout
-from kumi.plan.types import MemoryEstimate
+from kumi.plan.types import Estimate, MemoryEstimate
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device
@@ -31,15 +31,45 @@ class Run:
     """
 
     config: RunConfig
-    model: ModelSpec
     hf_config: dict[str, Any]
     source: Path | None
-    cluster: ClusterSpec
-    batch: BatchSpec
-    precision: Precision
-    optim: Optim
-    layout: Layout
-    memory: MemoryEstimate
+    job: Job
+    estimate: Estimate
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.job.model
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return self.job.cluster
+
+    @property
+    def batch(self) -> BatchSpec:
+        return self.job.batch
+
+    @property
+    def precision(self) -> Precision:
+        return self.job.precision
+
+    @property
+    def optim(self) -> Optim:
+        return self.job.optim
+
+    @property
+    def layout(self) -> Layout:
+        return self.estimate.layout
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """What the fullest rank holds."""
+        return max(self.estimate.memory, key=lambda one: one.total)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Estimated seconds of a step; None where the device's speed is not known."""
+        known = self.cluster.device.peak_flops(self.precision.matmul_dtype)
+        return self.estimate.step_seconds if known else None
 
     @property
     def out(self) -> Path:
@@ -51,12 +81,7 @@ def resolve(config: RunConfig) -> Run:
     source = None if config.model.source is None else model_folder(config.model.source, "model.source")
     hf_config = read_hf_config(config.model, source)
     wanted = job(config, hf_config)
-    pinned = config.layout.model_dump(exclude_none=True)
-    layout, memory = choose_layout(wanted.model, wanted.cluster, wanted.batch, wanted.precision, wanted.optim, pinned)
-    return Run(
-        config, wanted.model, hf_config, source, wanted.cluster, wanted.batch, wanted.precision, wanted.optim,
-        layout, memory,
-    )  # fmt: skip
+    return Run(config, hf_config, source, wanted, choose_layout(wanted, config.layout.model_dump(exclude_none=True)))
 
 
 def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:

@@ -123,21 +123,22 @@ class Fit:
 
 def fit(rows: Bases, one: Variant, capacity: float, pinned: Pins) -> Fit:
     """The fewest layers that must recompute under variant `one` so that no rank needs more than `capacity` bytes."""
-    wanted = pinned.get("recompute_layers") if one.recompute else None
+    fixed = bool(one.recompute) and "recompute_layers" in pinned
     falls = (one.first - one.last) / np.maximum(rows.layers - 1, 1)
     over = np.maximum(one.first - capacity, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         more = np.where(over > 0, np.ceil(over / falls), 0.0)
     fewest = 1 + np.where(np.isfinite(more) & (more >= 0), more, np.inf).max(axis=0)
     most = rows.most if one.recompute else np.ones_like(rows.most)
-    if wanted is not None:
-        fewest, most = np.where(fewest <= wanted, float(wanted), np.inf), np.full_like(most, wanted)
+    if fixed:
+        wanted = rows.most if pinned["recompute_layers"] is None else np.full_like(most, pinned["recompute_layers"])
+        fewest, most = np.where(fewest <= wanted, wanted.astype(np.float64), np.inf), wanted
     least = np.where(one.held, one.last.max(axis=0), np.inf)
     fits = (least <= capacity) & (fewest <= most)
     layers = np.where(fits, fewest, 1).astype(np.int64)
     peak = (one.first - falls * np.minimum(layers - 1, np.maximum(rows.layers - 1, 0))).max(axis=0)
-    variants_each = most if wanted is None else np.ones_like(most)
-    fitting = np.where(fits, np.where(wanted is None, most - layers + 1, 1), 0)
+    variants_each = np.ones_like(most) if fixed else most
+    fitting = np.where(fits, 1 if fixed else most - layers + 1, 0)
     return Fit(fits, layers, peak, int(variants_each.sum()), int(fitting.sum()), least)
 
 

@@ -22,10 +22,11 @@ from kumi.spec.layout import Layout
 # Rows that are looked at in one go: few enough for the processor's caches.
 CHUNK = 1 << 16
 
-# Of how many of the fastest layouts the neighbours are looked at.
+# How many of the fastest arrangements get a full estimate at least, and of how many the neighbours are looked at.
+LOOKED_AT = 8
 REFINED = 3
-# Times that are nearer than this share of each other are the same.
-HAIR = 0.005
+# Estimates that are nearer than this share of each other may well be the other way round (docs/accuracy.md).
+HAIR = 0.05
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def search(job: Job, pinned: Pins, *, top: int = 10, progress: Callable[[float],
             best.add(rows, step(job, rows, *positions(rows)).seconds, peak)
         if progress:
             progress(min(1.0, (start + CHUNK) / len(every)))
-    plans = _refined(job, best.fastest(2 * top), pinned, top)
+    plans = _refined(job, best.fastest(max(LOOKED_AT, 2 * top)), pinned, top)
     pareto = tuple(estimate(job, layout) for layout in best.front())
     return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
@@ -153,7 +154,7 @@ def arrangement(layout: Layout) -> tuple[object, ...]:
 def _refined(job: Job, layouts: Sequence[Layout], pinned: Pins, top: int) -> tuple[Estimate, ...]:
     """Full estimates of `layouts`, with their pipelines simulated; of the fastest few also of what is next to them.
 
-    Of those that are equally fast but for a hair, the simplest comes first.
+    Of those that are equally fast as far as the model can tell, the simplest comes first.
     """
     fitting = [one for one in (estimate(job, layout) for layout in layouts) if one.fits]
     fitting.sort(key=lambda one: one.step_seconds)

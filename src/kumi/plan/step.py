@@ -12,7 +12,7 @@ from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
 from kumi.plan.memory import host_memory
 from kumi.plan.stages import Share, share
-from kumi.plan.update import HIDES, data_groups, parameters, unit_seconds, update
+from kumi.plan.update import HIDES, data_groups, hidden_share, parameters, unit_seconds, update
 from kumi.plan.work import Cost, Table, table
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE
@@ -177,7 +177,9 @@ def _add_gathers(job: Job, x: Columns, found: Stage, kind: int, count: Floats, c
     if not (x.zero >= 2).any():
         return
     gather, scatter = unit_seconds(job, x, layer_ops(job.model, job.model.layer_kinds()[1].index(kind)))
-    hides_gather, hides_scatter = HIDES * job.engine.overlap_params, HIDES * job.engine.overlap_grads
+    hides_gather, hides_scatter = (
+        hidden_share(job, on) for on in (job.engine.overlap_params, job.engine.overlap_grads)
+    )
     forward, backward = cost.forward[index], (cost.backward + cost.weight)[index]
     exposed_forward = np.maximum(0.0, gather - hides_gather * forward)
     again = recomputed_share(x, count) * (x.recompute == FULL) * forward

@@ -85,8 +85,8 @@ def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backw
     reduce, gather = exchange_seconds(job, rows, own)
     seconds, moved = optimizer_seconds(job, rows, own)
     pieces = np.maximum(1.0, own.layers)[index]
-    exposed = _exposed(reduce[index], backward, pieces, job.engine.overlap_grads)
-    exposed = exposed + _exposed(gather[index], forward, pieces, job.engine.overlap_params)
+    exposed = _exposed(reduce[index], backward, pieces, hidden_share(job, job.engine.overlap_grads))
+    exposed = exposed + _exposed(gather[index], forward, pieces, hidden_share(job, job.engine.overlap_params))
     return {"dp": exposed, "optimizer": seconds[index], "offload": moved[index]}
 
 
@@ -106,9 +106,14 @@ def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     return reduce, gather
 
 
-def _exposed(seconds: Floats, beside: Floats, pieces: Floats, overlaps: bool) -> Floats:
-    """What of `seconds`, sent in `pieces`, does not hide behind `beside`: the last piece never does."""
-    return np.maximum(seconds / pieces, seconds - HIDES * beside) if overlaps else seconds
+def _exposed(seconds: Floats, beside: Floats, pieces: Floats, hides: float) -> Floats:
+    """What of `seconds`, sent in `pieces`, a share `hides` of `beside` does not hide: never the last piece."""
+    return np.maximum(seconds / pieces, seconds - hides * beside) if hides else seconds
+
+
+def hidden_share(job: Job, overlaps: bool) -> float:
+    """Share of a computation that communication can hide behind: none on a CPU, whose cores do both."""
+    return HIDES if overlaps and job.cluster.device.kind != "cpu" else 0.0
 
 
 def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:

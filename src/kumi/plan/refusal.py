@@ -1,0 +1,55 @@
+"""Why there is no plan, in one sentence, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kumi.plan import memory
+from kumi.plan.estimate import estimate
+from kumi.plan.remedies import remedies
+from kumi.plan.search import Found
+from kumi.plan.space import Pins
+from kumi.spec.checks import problems
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+from kumi.units import format_bytes
+
+
+def why_illegal(job: Job, pinned: Pins) -> str:
+    """What is wrong with the only layouts that `pinned` allows."""
+    return "; ".join(problems(job.model, from_pins(job, pinned), job.cluster, job.batch)) or (
+        f"no legal layout of {job.cluster.devices} devices agrees with {written(pinned)}; pin less"
+    )
+
+
+def from_pins(job: Job, pinned: Pins) -> Layout:
+    """The layout that `pinned` names, with data parallelism over the devices that are left."""
+    fields: dict[str, Any] = {name: tuple(value) if name == "stage_layers" else value for name, value in pinned.items()}
+    layout = Layout(**fields)
+    rest = max(1, job.cluster.devices // layout.world_size)
+    if "dp_shard" in pinned and "dp_replicate" in pinned:
+        return layout
+    if "dp_replicate" in pinned or (layout.zero == 0 and "zero" in pinned):
+        grown = "dp_shard" if "dp_replicate" in pinned else "dp_replicate"
+        return replace(layout, **{grown: rest * getattr(layout, grown)})
+    if "dp_shard" in pinned:
+        return replace(layout, dp_replicate=rest)
+    return replace(layout, dp_shard=rest, zero=layout.zero or (1 if rest > 1 else 0))
+
+
+def written(pinned: Pins) -> str:
+    return ", ".join(f"layout.{name}={value}" for name, value in pinned.items()) or "nothing pinned"
+
+
+def does_not_fit(job: Job, pinned: Pins, found: Found) -> str:
+    """Why nothing fits, and the smallest changes that would make something fit, in one sentence."""
+    assert found.smallest is not None
+    least = estimate(job, found.smallest)
+    need, have = format_bytes(least.peak_memory), format_bytes(memory.usable(job.cluster.device))
+    changes = remedies(job, pinned, least)
+    pins = f" with {written(pinned)}" if pinned else ""
+    return (
+        f"the model does not fit: of {found.count:,} layouts{pins} the leanest needs {need} a device, and "
+        f"{job.cluster.device.name} has {have} usable; {'; or '.join(changes)}"
+    )
