@@ -8,6 +8,7 @@ from kumi.train.metrics import Metrics, truncate_metrics
 
 ENTRY = {
     "step": 1, "tokens": 10, "train/loss": 2.5, "train/grad_norm": 1.0, "train/lr": 0.1, "perf/step_s": 1.0,
+    "perf/estimated_step_s": 0.8,
     "perf/tokens_per_s": 10.0, "perf/mfu": None, "time/data_s": 0.0, "mem/peak_bytes": 1, "mem/estimated_bytes": 2,
 }  # fmt: skip
 
@@ -73,6 +74,6 @@ def test_the_terminal_line_says_what_is_known(tmp_path, capsys):
     made.close()
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(
-        "step 1/3 | loss 2.5000 | lr 1.0e-01 | gnorm 1.00 | 10 tok/s | MFU 43.1% | mem 1 B (estimated 2 B)"
+        "step 1/3 | loss 2.5000 | lr 1.0e-01 | gnorm 1.00 | 10 tok/s | 1 s/step (estimated 800 ms) | MFU 43.1% | mem 1 B (estimated 2 B)"
     )
     assert "MFU n/a (device peak unknown)" in second

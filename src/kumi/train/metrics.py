@@ -1,7 +1,7 @@
 """What a run reports: lines or a progress bar in the terminal, metrics.jsonl, trackers.
 
-Keys: step, tokens, train/loss, train/grad_norm, train/lr, perf/tokens_per_s, perf/mfu, perf/step_s, time/data_s,
-mem/peak_bytes, mem/estimated_bytes; eval/loss, eval/tokens on evaluation lines.
+Keys: step, tokens, train/loss, train/grad_norm, train/lr, perf/tokens_per_s, perf/mfu, perf/step_s,
+perf/estimated_step_s, time/data_s, mem/peak_bytes, mem/estimated_bytes; eval/loss, eval/tokens on evaluation lines.
 """
 
 from __future__ import annotations
@@ -120,9 +120,19 @@ def _line(entry: dict[str, Any]) -> str:
         f"lr {entry['train/lr']:.1e}",
         f"gnorm {entry['train/grad_norm']:.2f}",
         f"{format_count(entry['perf/tokens_per_s'])} tok/s",
+        _time(entry["perf/step_s"], entry["perf/estimated_step_s"]),
         "MFU n/a (device peak unknown)" if mfu is None else f"MFU {100 * mfu:.1f}%",
         f"mem {format_bytes(entry['mem/peak_bytes'])} (estimated {format_bytes(entry['mem/estimated_bytes'])})",
     ])  # fmt: skip
+
+
+def _time(measured: float, estimated: float | None) -> str:
+    said = "" if estimated is None else f" (estimated {_seconds(estimated)})"
+    return f"{_seconds(measured)}/step{said}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 class _Bar:

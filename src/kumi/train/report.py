@@ -86,6 +86,7 @@ class Reporter:
             "train/grad_norm": float(result.grad_norm),
             "train/lr": result.lr,
             "perf/step_s": step_s,
+            "perf/estimated_step_s": run.step_seconds,
             "perf/tokens_per_s": run.batch.tokens_per_step / step_s,
             "perf/mfu": model_flops_utilisation(self._parts, step_s),
             "time/data_s": result.data_s,
