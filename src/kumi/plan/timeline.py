@@ -100,14 +100,16 @@ def makespan(
     and nothing in a block needs more than the last few (`REACH`). What follows the blocks is then later by that time,
     too. The time may be that of several blocks: with transfers, what goes round between p ranks comes back after p.
     """
-    held = placement(schedule, pp, stages)
-    steps = _steps(held, durations, transfer, microbatches)
     patterns = [pattern(schedule, pp, stages, microbatches, rank) for rank in range(pp)]
+    held = placement(schedule, pp, stages)
+    if schedule == "gpipe":
+        return _two_ways(microbatches, durations, _sends(held, transfer)[0][1:-1], blocking)
+    steps = _steps(held, durations, transfer, microbatches)
     parts = [_parts(one, own, steps) for one, own in zip(patterns, held, strict=True)]
     blocks, reach = min(one.repeats for one in patterns), REACH[schedule]
     race = _Race(pp, blocking)
     upto, span, later = reach + 1, 0, 0.0
-    while upto < blocks and not span and patterns[0].block:
+    while upto < blocks and not span:
         race.run([warm + block * upto for warm, block, _ in parts])
         span, later = _steady(parts, race.ends, reach, 2 * pp)
         upto += 0 if span else max(1, upto // 2)
@@ -119,8 +121,20 @@ def makespan(
     return race.finish(lists) + skip * later
 
 
+def _two_ways(microbatches: int, durations: Durations, sends: Sequence[float], blocking: bool) -> float:
+    """Seconds of all forwards, then all backwards: each way, all stages and links once, and the slowest of them once
+    more for each further microbatch."""
+    found = 0.0
+    ways = [([one[0] for one in durations], [*sends, 0.0]),
+            ([one[1] + one[2] for one in durations], [0.0, *sends])]  # fmt: skip
+    for stages, after in ways:
+        slowest = max(work + send if blocking else max(work, send) for work, send in zip(stages, after, strict=True))
+        found += sum(stages) + sum(after) + (microbatches - 1) * slowest
+    return found
+
+
 # How many blocks back something in a block may need, at most; a test looks it up in the lists.
-REACH = {"1f1b": 1, "gpipe": 0, "interleaved": 1, "zb-h1": 1, "zb-h2": 2, "zb-v": 1, "dualpipe": 1}
+REACH = {"1f1b": 1, "interleaved": 1, "zb-h1": 1, "zb-h2": 2, "zb-v": 1, "dualpipe": 1}
 
 
 def _parts(one: Pattern, held: Sequence[int], steps: dict[str, list[_Step]]) -> tuple[list[_Step], ...]:
