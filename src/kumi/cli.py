@@ -133,7 +133,9 @@ def _plan_parser(verbs: Any) -> None:
     parser.add_argument("--top", type=_positive, default=8, metavar="N", help="runners-up to show; default 8")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
     parser.add_argument("--svg", metavar="FOLDER", help="write the pictures")
-    parser.add_argument("--trace", metavar="FILE", help="write the pipeline's timeline for Perfetto or chrome://tracing")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write the pipeline's timeline for Perfetto or chrome://tracing"
+    )
     parser.add_argument("--save", metavar="FILE.toml", help="write the run file with the chosen layout pinned")
     parser.add_argument("--export", metavar="TRAINER", help="write another trainer's configuration, into --out")
     parser.add_argument("--out", metavar="FOLDER", help="where --export writes; default: the trainer's name")
@@ -232,6 +234,10 @@ def _describe(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.calibrate:
+        from kumi.bench import refit
+
+        return refit.run(arguments.calibrate, arguments.run, arguments.overrides, arguments.out, as_json=arguments.json)
     from kumi import planning
 
     return planning.run(arguments)

@@ -11,7 +11,7 @@ LINK = Link("gloo", 4, 2e9, 3e-4, 1.0)
 
 
 def found(*, processors: int = 0, speed: float = 1e11, memory: float = 2e10, transfers=()) -> Found:
-    """Products at `speed` (half of it in odd shapes, twice in bfloat16), sweeps at `memory`, attention at a quarter."""
+    """Products at `speed` (twice in bfloat16), layers at 0.8 and 0.4 of it, sweeps of memory at `memory`."""
     timings = [
         timing("launch", "float32", "one element", 1.0, 1 / 5e-6),
         timing("copy", "float32", "64 MiB", 1e8, memory / 2),
@@ -22,6 +22,8 @@ def found(*, processors: int = 0, speed: float = 1e11, memory: float = 2e10, tra
             timings.append(timing("product", dtype, f"{form} 2048x2048x2048", 2.0 * 2048**3, speed * gain))
         timings.append(timing("product", dtype, "forward 999x999x999", 2.0 * 999**3, speed * gain / 2))
         timings.append(timing("product", dtype, "forward 64x64x64", 2.0 * 64**3, speed * gain / 10))
+        timings.append(timing("linear", dtype, "1024x256x256", 6e8, 0.8 * speed * gain))
+        timings.append(timing("linear", dtype, "1024x256x768", 6e8, 0.4 * speed * gain))
         for kind in ("add", "gate", "norm", "rope", "logits"):
             timings.append(timing("element-wise", dtype, f"{kind} 2048x512", 1e7, memory * 0.4))
         timings.append(timing("attention", dtype, "forward 2x512, 4 heads of 128", 1e9, speed * gain / 4))

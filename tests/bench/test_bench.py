@@ -19,8 +19,9 @@ from kumi.parallel.mesh import Place
 from steps import mesh_of
 
 TINY = replace(
-    kernels.SIZES["cpu"], squares=(16, 32), peak=64, shapes=((48, 16, 31),), copy=2**12, tokens=32, hidden=128,
-    vocab=64, attention=(1, 32, 2, 1, 64), update=2**20,
+    kernels.SIZES["cpu"], squares=(16, 32), peak=64, shapes=((48, 16, 31),), linears=((32, 16, 16),),
+    copy=2**12, tokens=32, hidden=128,
+    vocab=64, attention=((1, 32, 2, 1, 64),), update=2**20,
 )  # fmt: skip
 
 
@@ -61,7 +62,8 @@ def test_json_holds_every_timing(tiny, capsys):
     assert main(["bench", "--ranks", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     found = read_found(said["found"])
-    assert {one.kind for one in found.kernels} == {"launch", "copy", "update", "product", "element-wise", "attention"}
+    assert {one.kind for one in found.kernels} == {"launch", "copy", "update", "product", "linear", "element-wise",
+                                                    "attention"}  # fmt: skip
     assert all(one.seconds > 0 for one in found.kernels)
     assert "[device]" in said["toml"]
 
@@ -91,12 +93,12 @@ def _measured(quick):
     return found
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_ranks_measure_every_collective_in_every_group(ranks, quick):
-    found, *others = ranks(4, _measured, quick)
+@pytest.mark.parametrize(("world", "quick"), [(2, False), (4, True)])
+def test_ranks_measure_every_collective_in_every_group(ranks, world, quick):
+    found, *others = ranks(world, _measured, quick)
     assert all((one.kernels, one.transfers) == (found.kernels, found.transfers) for one in others)  # they agree
     sizes = {2**12, 2**14, 2**16} if not quick else {2**12, 2**16}
-    wanted = {(kind, degree, size) for kind in collectives.KINDS for degree in (2, 4) for size in sizes}
+    wanted = {(kind, degree, size) for kind in collectives.KINDS for degree in {2, world} for size in sizes}
     assert {(one.kind, one.degree, one.size) for one in found.transfers} == wanted
     assert all(one.seconds > 0 for one in found.transfers)
 

@@ -9,8 +9,10 @@ from measured import CPU, found, transfers
 from kumi.bench.file import node_toml
 from kumi.bench.machine import node_of
 from kumi.bench.refit import LEAST_STEPS, WARM_UP, read_run, recalibrate, render
+from kumi.cli import main
 from kumi.config import dump, load, resolve
 from kumi.config.cluster import cluster_spec
+from kumi.config.presets import read_node
 from kumi.config.schema import ClusterSection
 from kumi.describe import console
 from kumi.errors import ConfigError, RefusedError
@@ -67,6 +69,19 @@ def test_the_rest_of_the_file_stays(tmp_path):
         old.device.stream,
     )
     assert new.device.reserved == round(calibration.moved["device.reserved"][1]) > old.device.reserved
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    folders = [str(run_folder(tmp_path / name, seconds=seconds)) for name, seconds in (("a", 0.5), ("b", 0.6))]
+    plan = ["plan", str(QUICKSTART), f"cluster.source={cluster_file(tmp_path)}"]
+    words = [*plan, *(word for folder in folders for word in ("--calibrate", folder))]
+    assert main([*words, "--out", str(tmp_path / "new.toml"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [run["measured"] for run in said["runs"]] == [0.5, 0.6]
+    assert read_node(str(tmp_path / "new.toml")).devices_per_node == 2
+    assert main([*words, "--out", str(tmp_path / "new.toml")]) == 2
+    assert main(words) == 2
+    assert "name it with --out FILE.toml" in capsys.readouterr().err
 
 
 def test_a_run_is_its_median_step_after_the_warm_up(tmp_path):

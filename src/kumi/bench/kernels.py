@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kumi.bench.clock import Work
 from kumi.nn import rope
 from kumi.nn.attention import Segments, attend, segments
+from kumi.nn.linear import Linear
 from kumi.nn.logprob import weighted_sum
 from kumi.nn.mlp import gated
 from kumi.nn.norm import RMSNorm
@@ -24,6 +25,8 @@ from kumi.spec.engine import KUMI
 from kumi.spec.op import Dim, Op
 from kumi.spec.optim import Optim
 from kumi.spec.precision import ITEMSIZE
+
+Forward = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,20 @@ class Sizes:
     """How large the work is: enough to fill the device, little enough to be done in seconds.
 
     `squares` and `shapes` are (M, N, K) of products y (M, N) = x (M, K) w (N, K)^T, M for short where all are equal; of
-    the large square `peak` the products of a backward pass are timed too. `copy`: elements of the tensor that is
-    copied. `tokens`, `hidden`, `vocab`: of element-wise work. `attention`: sequences, positions, query heads,
-    key heads, head size. `update`: parameters.
+    the large square `peak` the products of a backward pass are timed too. `linears`: the same of whole layers. `copy`:
+    elements of the tensor that is copied. `tokens`, `hidden`, `vocab`: of element-wise work. `attention`: sequences,
+    positions, query heads, key heads, head size. `update`: parameters.
     """
 
     squares: tuple[int, ...]
     peak: int
     shapes: tuple[tuple[int, int, int], ...]
+    linears: tuple[tuple[int, int, int], ...]
     copy: int
     tokens: int
     hidden: int
     vocab: int
-    attention: tuple[int, int, int, int, int]
+    attention: tuple[tuple[int, int, int, int, int], ...]
     update: int
 
 
@@ -69,11 +73,12 @@ SIZES = {
         peak=2048,
         shapes=((1024, 256, 256), (1024, 768, 256), (1024, 256, 768), (2048, 1024, 384), (2048, 384, 1024),
                   (1024, 128, 256), (1000, 1001, 1001), (1024, 1023, 1023)),
+        linears=((1024, 256, 256), (1024, 768, 256), (1024, 256, 768), (2048, 1024, 384)),
         copy=2**24,
         tokens=2048,
         hidden=512,
         vocab=4096,
-        attention=(2, 512, 4, 2, 128),
+        attention=((4, 256, 4, 2, 128), (2, 512, 4, 2, 128)),
         update=2**22,
     ),
     "cuda": Sizes(
@@ -81,11 +86,12 @@ SIZES = {
         peak=8192,
         shapes=((4096, 4096, 1024), (8192, 1024, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (1024, 4096, 4096),
                   (8192, 10922, 4096), (8192, 10944, 4096), (8192, 8191, 8191)),
+        linears=((8192, 4096, 4096),),
         copy=2**28,
         tokens=8192,
         hidden=4096,
         vocab=32768,
-        attention=(2, 4096, 32, 8, 128),
+        attention=((2, 4096, 32, 8, 128),),
         update=2**26,
     ),
 }  # fmt: skip
@@ -99,9 +105,12 @@ def kernels(device: torch.device, dtypes: tuple[str, ...], *, quick: bool) -> It
     yield _update(device, sizes.update)
     for dtype in dtypes:
         yield from _products(device, dtype, sizes, quick=quick)
+        for linear in sizes.linears:
+            yield _linear(device, dtype, linear)
         yield from _element_wise(device, dtype, sizes)
         if device.type == "cpu" or dtype != "float32":  # there is no fused attention for float32 on CUDA
-            yield from _attention(device, dtype, sizes.attention)
+            for shape in sizes.attention:
+                yield from _attention(device, dtype, shape)
 
 
 def _products(device: torch.device, dtype: str, sizes: Sizes, *, quick: bool) -> Iterator[Kernel]:
@@ -111,6 +120,25 @@ def _products(device: torch.device, dtype: str, sizes: Sizes, *, quick: bool) ->
     squares = [(size, size, size) for size in sizes.squares]
     for shape in [squares[-1], sizes.shapes[0]] if quick else [*squares, *sizes.shapes]:
         yield _product(device, dtype, shape, "forward")
+
+
+def _linear(device: torch.device, dtype: str, shape: tuple[int, int, int]) -> Kernel:
+    """A linear layer there and back as it trains: its three products, the casts of its weight, autograd's own work."""
+    m, n, k = shape
+
+    def make(x: Tensor) -> Forward:
+        layer = Linear(k, n, bias=False, device=device, dtype=torch.float32)
+        torch.nn.init.normal_(layer.weight)
+
+        def forward() -> Tensor:
+            layer.weight.grad = None
+            out: Tensor = layer(x)
+            return out
+
+        return forward
+
+    prepare = partial(_there_and_back, make, device, dtype, (m, k))
+    return Kernel("linear", dtype, f"{m}x{n}x{k}", 6.0 * m * n * k, prepare)
 
 
 # The three products of a linear layer: y = x w^T, and the gradients dy w and dy^T x.
@@ -193,42 +221,42 @@ def _logits(device: torch.device, dtype: str, tokens: int, vocab: int) -> Kernel
 _NARROW = 8
 
 
-def _add(x: Tensor) -> Work:
+def _add(x: Tensor) -> Forward:
     other = torch.ones_like(x, requires_grad=True)
     return lambda: x + other
 
 
-def _gate(x: Tensor) -> Work:
+def _gate(x: Tensor) -> Forward:
     up = torch.ones_like(x, requires_grad=True)
     return lambda: gated(x, up)
 
 
-def _norm(x: Tensor) -> Work:
+def _norm(x: Tensor) -> Forward:
     module = RMSNorm(x.shape[-1], 1e-5, device=x.device, dtype=torch.float32)
     torch.nn.init.ones_(module.weight)
     return lambda: module(x)
 
 
-def _rope(x: Tensor) -> Work:
+def _rope(x: Tensor) -> Forward:
     angles = torch.ones(1, x.shape[1], 1, x.shape[3], device=x.device)
     return lambda: rope.rotate(x, angles, angles)
 
 
 # The ledger's kind of operation -> what makes its call from an input.
-ELEMENT_WISE: dict[str, Callable[[Tensor], Work]] = {"add": _add, "gate": _gate, "norm": _norm, "rope": _rope}
+ELEMENT_WISE: dict[str, Callable[[Tensor], Forward]] = {"add": _add, "gate": _gate, "norm": _norm, "rope": _rope}
 
 
-def _there_and_back(make: Callable[[Tensor], Work], device: torch.device, dtype: str, shape: tuple[int, ...]) -> Work:
+def _there_and_back(
+    make: Callable[[Tensor], Forward], device: torch.device, dtype: str, shape: tuple[int, ...]
+) -> Work:
     """A call that goes forward and leaves gradients, which the next call replaces."""
     x = _random(device, dtype, *shape, grad=True)
     forward = make(x)
-    grad = torch.ones(shape, device=device, dtype=x.dtype)
+    grad = torch.ones_like(forward())
 
     def work() -> None:
         x.grad = None
-        out = forward()
-        assert isinstance(out, Tensor)
-        torch.autograd.backward(out, grad)
+        torch.autograd.backward(forward(), grad)
 
     return work
 

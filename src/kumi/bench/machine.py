@@ -17,8 +17,6 @@ from kumi.units import write_bandwidth, write_bytes, write_duration, write_flops
 # Element-wise kinds that tell the share of the bandwidth, each counted alike. Some of CUDA's are fused, and move less
 # than is counted.
 STREAMED = {"cpu": ("add", "gate", "norm", "rope", "logits"), "cuda": ("add", "gate")}
-# Products of this share of the largest one's FLOPs, and more, are not mostly overhead.
-_LARGE = 1 / 200
 
 
 def node_of(found: Found, base: Device, ranks: int) -> NodeFile:
@@ -40,14 +38,13 @@ def peaks(found: Found, base: Device) -> dict[str, float]:
 
 
 def matmul_share(found: Found, dtype: str, peak: float) -> float:
-    """The share of `peak` that products reach: large squares on a GPU, whose smaller shapes the planner derives from
-    tiles; on a CPU every shape that training has, each counted alike."""
+    """The share of `peak` that products reach: on a GPU in large squares, from which the planner derives the others by
+    their tiles; on a CPU in linear layers as they train, each counted alike."""
+    if not found.processors:
+        return harmonic_mean([one.rate for one in found.of("linear", dtype)]) / peak
     products = found.of("product", dtype)
     most = max(one.amount for one in products)
-    if found.processors:
-        return min(1.0, rate([one for one in products if one.amount == most]) / peak)
-    large = [one for one in products if one.amount >= _LARGE * most]
-    return harmonic_mean([one.rate for one in large]) / peak
+    return min(1.0, rate([one for one in products if one.amount == most]) / peak)
 
 
 def main_dtype(base: Device) -> str:
@@ -85,8 +82,8 @@ def _device(found: Found, base: Device, ranks: int) -> dict[str, Any]:
 
 
 def _attention(found: Found, dtype: str, way: str, peak: float) -> float:
-    (timing,) = (one for one in found.of("attention", dtype) if one.what.startswith(way))
-    return min(1.0, digits(timing.rate / peak))
+    rates = [one.rate for one in found.of("attention", dtype) if one.what.startswith(way)]
+    return min(1.0, digits(harmonic_mean(rates) / peak))
 
 
 def _if_known(**figures: float) -> dict[str, float]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kumi.bench.file import digits, node_toml, refuse_existing, write_new
-from kumi.config import load, resolve
+from kumi.config import load, load_plan, resolve
 from kumi.config.cluster import cluster_spec
 from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
 from kumi.config.presets import read_node
 from kumi.config.schema import ClusterSection
-from kumi.errors import ConfigError
+from kumi.describe import console
+from kumi.errors import OK, ConfigError
 from kumi.plan.calibrate import Calibration, MeasuredRun, calibrate
 from kumi.spec.job import Job
 from kumi.train.folder import CONFIG
@@ -43,6 +46,21 @@ def recalibrate(folders: Sequence[Path], cluster: str, out: Path) -> Calibration
     node = refitted(read_node(cluster), found)
     write_new(out, node_toml(node, [f"{cluster}, {found.source}."]), "--out")
     return found
+
+
+def run(folders: Sequence[str], plan: str, overrides: Sequence[str], out: str | None, *, as_json: bool) -> int:
+    """Refit the cluster that the run file `plan` names to the runs in `folders`, into the new file `out`, and print
+    what moved; the exit code."""
+    if out is None:
+        raise ConfigError("plan: --calibrate writes a cluster file; name it with --out FILE.toml")
+    cluster = load_plan(plan, overrides).cluster.source
+    found = recalibrate([Path(folder) for folder in folders], cluster, Path(out))
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        console().print(render(found))
+        print(f'wrote {out}; use it with cluster.source="{out}"')
+    return OK
 
 
 def read_run(folder: Path, cluster: str) -> MeasuredRun:

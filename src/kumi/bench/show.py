@@ -78,7 +78,7 @@ def _kernels(found: Found) -> Table:
     table = _table("other work", "what", "dtype", "each", "rate")
     for one in found.kernels:
         if one.kind != "product":
-            unit, scale = ("TFLOP/s", 1e12) if one.kind == "attention" else ("GB/s", 1e9)
+            unit, scale = ("TFLOP/s", 1e12) if one.kind in ("attention", "linear") else ("GB/s", 1e9)
             speed = "" if one.kind == "launch" else f"{one.rate / scale:.4g} {unit}"
             table.add_row(f"{one.kind}: {one.what}", one.dtype, f"{one.seconds * 1e6:,.1f} us", speed)
     return table
