@@ -80,6 +80,11 @@ def columns(layouts: Sequence[Layout]) -> Columns:
     )
 
 
+def joined(parts: Sequence[Columns]) -> Columns:
+    """The rows of all `parts`, one after the other."""
+    return Columns(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Columns)))
+
+
 def _code(layout: Layout, name: str) -> int:
     value = getattr(layout, name)
     if name in WORDS:

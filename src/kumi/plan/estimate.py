@@ -24,6 +24,10 @@ from kumi.spec.schedule import actions, placement
 # Mean absolute error of step times on the published runs (docs/accuracy.md): a smaller gap says nothing.
 UNCERTAINTY = 0.10
 
+# Ranks squared times stages of a rank of the deepest pipelines that are simulated for an estimate: it takes some
+# milliseconds. The closed form is near for the others (tests/plan/test_closed.py).
+SIMULATED = 2048
+
 
 @dataclass(frozen=True)
 class Many:
@@ -63,9 +67,10 @@ def _memory(held: dict[str, Floats], rank: int) -> MemoryEstimate:
 
 
 def _simulated(job: Job, layout: Layout, x: Columns, found: Step, stages: Sequence[StageEstimate]) -> dict[str, float]:
-    """Seconds of a step by kind, with the pipeline's waits from its list of actions instead of the closed form."""
+    """Seconds of a step by kind, with the pipeline's waits from its list of actions instead of the closed form, where
+    the pipeline is no deeper than `SIMULATED`."""
     kinds = {kind: float(value[0]) for kind, value in found.kinds.items()}
-    if layout.pp == 1:
+    if layout.pp == 1 or layout.pp**2 * layout.stages > SIMULATED:
         return kinds
     send, microbatches = send_seconds(job, x), job.batch.microbatches(layout)
     durations = [(one.forward, one.backward_input, one.backward_weight) for one in stages]

@@ -24,7 +24,7 @@ Mask = NDArray[np.bool_]
 class Bases:
     """Rows of which recomputation and offloading are open, and what each of the looked-at pp ranks holds of them.
 
-    `every` are the rows of `x` once for each rank, and `part` what that rank holds; `layers` how many layers it has,
+    `every` are the rows of `x` once for each rank, `part` what that rank holds and `known` what that is; `layers` how many layers it has,
     (ranks, rows), and `most` the largest number a rank has, (rows,).
     """
 
@@ -32,6 +32,7 @@ class Bases:
     x: Columns
     every: Columns
     part: Share
+    known: memory.Content
     layers: Floats
     most: Ints
 
@@ -39,13 +40,13 @@ class Bases:
         """Bytes on each of the ranks, (ranks, rows), when `layers` of it recompute (-1: all)."""
         same = np.ones(len(self.every), np.int64)
         rows = replace(self.every, recompute=recompute * same, recompute_layers=layers * same, offload=offload * same)
-        sizes = memory.stage_memory(self.job, rows, self.part).values()
+        sizes = memory.stage_memory(self.job, rows, self.part, self.known).values()
         return np.asarray(sum(sizes)).reshape(self.layers.shape)
 
     def host_bytes(self, offload: int) -> Floats:
         """Bytes that a rank keeps on its host, the most of the ranks looked at, (rows,)."""
         rows = replace(self.every, offload=np.full(len(self.every), offload))
-        found: Floats = memory.host_memory(self.job, rows, self.part).reshape(self.layers.shape).max(axis=0)
+        found: Floats = memory.host_memory(self.job, rows, self.part, self.known).reshape(self.layers.shape).max(axis=0)
         return found
 
 
@@ -70,7 +71,15 @@ def bases_of(job: Job, x: Columns) -> Bases:
     every = x.take(np.tile(np.arange(len(x)), len(ranks)))
     part = share_of(job, every, ranks.ravel())
     layers = part.layers.sum(axis=0).reshape(ranks.shape)
-    return Bases(job, x, every, part, layers, np.maximum(layers.max(axis=0), 1).astype(np.int64))
+    return Bases(
+        job,
+        x,
+        every,
+        part,
+        memory.content(job, every, part),
+        layers,
+        np.maximum(layers.max(axis=0), 1).astype(np.int64),
+    )
 
 
 def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
@@ -80,18 +89,22 @@ def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
     """
     modes, plain = _allowed("recompute", WORDS["recompute"], pinned), rows.bytes(NONE, -1, NONE)
     ends = {mode: (rows.bytes(mode, 1, NONE), rows.bytes(mode, -1, NONE)) if mode else (plain, plain) for mode in modes}
+    saved = {"none": np.zeros_like(plain)}
     for offload in _allowed("offload", offloads(rows.job), pinned):
         held = np.ones(len(rows.x), np.bool_)
-        saved = np.zeros_like(plain)
-        if offload:
+        word = WORDS["offload"][offload]
+        if offload and not word.endswith("-nvme"):
             host = rows.job.cluster.host.memory / rows.job.cluster.devices_per_node
             held = rows.host_bytes(offload) <= host
-            saved = plain - rows.bytes(NONE, -1, offload)
+        # The device does not see whether what left it went on to a drive.
+        saving = saved.get(word.removesuffix("-nvme"))
+        if saving is None:
+            saving = saved[word.removesuffix("-nvme")] = plain - rows.bytes(NONE, -1, offload)
         for mode in modes:
             if offload == ACTIVATIONS and mode:
                 yield Variant(mode, offload, rows.bytes(mode, 1, offload), rows.bytes(mode, -1, offload), held)
             else:
-                yield Variant(mode, offload, ends[mode][0] - saved, ends[mode][1] - saved, held)
+                yield Variant(mode, offload, ends[mode][0] - saving, ends[mode][1] - saving, held)
 
 
 def _allowed(name: str, words: Sequence[str], pinned: Pins) -> list[int]:

@@ -9,6 +9,8 @@ a layer, where its gradients and what is recomputed are, and the end of the back
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,9 +54,24 @@ def usable(device: Device) -> int:
     return int(USABLE * device.memory)
 
 
-def stage_memory(job: Job, x: Columns, share: Share) -> dict[str, Floats]:
-    """Bytes of every kind of `MemoryEstimate` on a rank that holds `share`, (rows,) each."""
-    own, kept = held(job, x, share), ledger(job, x)
+@dataclass(frozen=True)
+class Content:
+    """What a rank has whatever is recomputed and offloaded: its parameters, and what the parts of the model keep."""
+
+    own: Held
+    kept: Ledger
+
+
+def content(job: Job, x: Columns, share: Share) -> Content:
+    """What a rank of every row that holds `share` has."""
+    return Content(held(job, x, share), ledger(job, x))
+
+
+def stage_memory(job: Job, x: Columns, share: Share, known: Content | None = None) -> dict[str, Floats]:
+    """Bytes of every kind of `MemoryEstimate` on a rank that holds `share`, (rows,) each. `known` is its content where
+    that is at hand."""
+    known = known or content(job, x, share)
+    own, kept = known.own, known.kept
     passing, head_gradient = gathered(job, x, own, microbatches_of(job, x)), _head_gradient(job, x, share)
     stay, in_hand = _stay(job, x, share, kept), _in_hand(job, x, share, kept)
     sizes = state_bytes(job, x, own)
@@ -222,12 +239,13 @@ def _offloaded(job: Job, x: Columns, own: Held, sizes: dict[str, Floats], moved:
     return found
 
 
-def host_memory(job: Job, x: Columns, share: Share) -> Floats:
+def host_memory(job: Job, x: Columns, share: Share, known: Content | None = None) -> Floats:
     """Bytes of its host's memory that a rank holding `share` needs for what is offloaded, (rows,). What goes on to the
     drives passes through room for two of the largest units."""
     if not x.offload.any():
         return np.zeros(len(x))
-    own, kept = held(job, x, share), ledger(job, x)
+    known = known or content(job, x, share)
+    own, kept = known.own, known.kept
     sizes, (words, drives) = state_bytes(job, x, own), _offload_words(x)
     states = np.where(words == "optimizer", sizes["optimizer"], sizes["params"] + sizes["grads"] + sizes["optimizer"])
     part = 2 * own.largest_whole / np.maximum(1.0, own.total.whole)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from kumi.plan import memory
-from kumi.plan.columns import WORDS, Columns, Floats
+from kumi.plan.columns import WORDS, Columns, Floats, joined
+from kumi.plan.distinct import distinct
 from kumi.plan.estimate import estimate, positions
 from kumi.plan.fitting import NONE, Bases, Fit, Variant, bases_of, fit, picked, variants
 from kumi.plan.space import Pins, bases
@@ -49,17 +53,29 @@ class Found:
 def search(job: Job, pinned: Pins, *, top: int = 10, progress: Callable[[float], None] | None = None) -> Found:
     """The `top` fastest layouts of `job` that agree with `pinned`. `progress` is told which part is done, 0 to 1."""
     every = bases(job, pinned)
+    chunks = [every.take(slice(start, start + CHUNK)) for start in range(0, len(every), CHUNK)]
     best, tally = _Best(), _Tally()
-    for start in range(0, len(every), CHUNK):
-        chunk = every.take(slice(start, start + CHUNK))
-        for rows, peak in _candidates(bases_of(job, chunk), pinned, tally):
-            tally.timed += len(rows)
-            best.add(rows, step(job, rows, *positions(rows)).seconds, peak)
-        if progress:
-            progress(min(1.0, (start + CHUNK) / len(every)))
+    # Threads share the work because numpy lets go of the interpreter; results come in the order of the chunks.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for done, (faster, counted) in enumerate(pool.map(partial(_look, job, pinned), chunks), 1):
+            best.merge(faster)
+            tally.merge(counted)
+            if progress:
+                progress(done / len(chunks))
     plans = _refined(job, best.fastest(max(LOOKED_AT, 2 * top)), pinned, top)
     pareto = tuple(estimate(job, layout) for layout in best.front())
     return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
+
+
+def _look(job: Job, pinned: Pins, chunk: Columns) -> tuple[_Best, _Tally]:
+    """What is best of `chunk`."""
+    best, tally = _Best(), _Tally()
+    found = list(_candidates(bases_of(job, chunk), pinned, tally))
+    if found:
+        rows, peak = joined([rows for rows, _ in found]), np.concatenate([peak for _, peak in found])
+        tally.timed += len(rows)
+        best.add(rows, step(job, rows, *positions(rows)).seconds, peak)
+    return best, tally
 
 
 def _candidates(rows: Bases, pinned: Pins, tally: _Tally) -> Iterator[tuple[Columns, Floats]]:
@@ -106,6 +122,12 @@ class _Tally:
             words = {name: WORDS[name][getattr(variant, name)] for name in ("recompute", "offload")}
             self.smallest = replace(x.row(index), recompute_layers=None, **words)
 
+    def merge(self, other: _Tally) -> None:
+        self.count, self.fitting = self.count + other.count, self.fitting + other.fitting
+        self.timed += other.timed
+        if other.least < self.least:
+            self.least, self.smallest = other.least, other.smallest
+
 
 class _Best:
     """The fastest row of every arrangement so far, and the front of time and memory."""
@@ -117,18 +139,27 @@ class _Best:
     def add(self, x: Columns, seconds: Floats, peak: Floats) -> None:
         """Takes in rows that take `seconds` and `peak` bytes. Ties go to the row that came first."""
         order = np.argsort(seconds, kind="stable")
-        codes = np.stack([getattr(x, name)[order] for name in ARRANGEMENT] + [x.cp[order] > 1])
-        firsts = np.unique(codes, axis=1, return_index=True)[1]
+        firsts, _ = distinct(*(getattr(x, name)[order] for name in ARRANGEMENT), (x.cp[order] > 1).astype(np.int64))
         for index in order[np.sort(firsts)]:
-            layout, took = x.row(int(index)), float(seconds[index])
-            known = self.rows.get(arrangement(layout))
-            if known is None or took < known[0]:
-                self.rows[arrangement(layout)] = took, layout
+            self._keep(float(seconds[index]), x.row(int(index)))
         falling = np.minimum.accumulate(peak[order])
         on_front = order[np.flatnonzero(np.diff(falling, prepend=np.inf) < 0)]
-        joined = self.on_front + [(float(seconds[i]), float(peak[i]), x.row(int(i))) for i in on_front]
-        self.on_front, least = [], np.inf
-        for row in sorted(joined, key=lambda row: row[:2]):
+        self._spread([(float(seconds[i]), float(peak[i]), x.row(int(i))) for i in on_front])
+
+    def merge(self, other: _Best) -> None:
+        for seconds, layout in other.rows.values():
+            self._keep(seconds, layout)
+        self._spread(other.on_front)
+
+    def _keep(self, seconds: float, layout: Layout) -> None:
+        known = self.rows.get(arrangement(layout))
+        if known is None or seconds < known[0]:
+            self.rows[arrangement(layout)] = seconds, layout
+
+    def _spread(self, found: list[tuple[float, float, Layout]]) -> None:
+        """Adds to the front what is on it, and takes away what no longer is."""
+        rows, self.on_front, least = sorted(self.on_front + found, key=lambda row: row[:2]), [], np.inf
+        for row in rows:
             if row[1] < least:
                 self.on_front, least = [*self.on_front, row], row[1]
 
