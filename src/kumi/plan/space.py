@@ -71,12 +71,19 @@ def _inner(job: Job, mesh: dict[str, int], experts: set[int], pinned: Pins) -> d
     free = {
         "ep": [ep for ep in divisors(ranks) if all(count % ep == 0 for count in experts)] if experts else [1],
         "expert_tp": [1, tp] if experts and tp > 1 else [1],
-        "zero": [0] if mesh["dp_shard"] == 1 else [1, 2, 3],
+        "zero": _zero(mesh),
         "microbatch": divisors(each),
         "sequence_parallel": [1],
     }
     chosen: dict[str, Any] = {name: _pinned(name, values, pinned) for name, values in free.items()}
     return chosen | {"schedule+stages": _schedules(job.model, mesh["pp"], pinned)}
+
+
+def _zero(mesh: dict[str, int]) -> list[int]:
+    """The ZeRO stages where the axes are `mesh`: context-parallel ranks hold the same and can divide it, too."""
+    if mesh["dp_shard"] > 1:
+        return [1, 2, 3]
+    return [0, 1, 2, 3] if mesh["cp"] > 1 else [0]
 
 
 def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]:
