@@ -24,7 +24,7 @@ def test_verbs_and_flags_are_frozen():
     assert {name: flags(verb) for name, verb in verbs.items()} == {
         "describe": ["--help", "--json", "--resolved", "--schema", "-h"],
         "plan": ["--calibrate", "--days", "--export", "--help", "--html", "--json", "--out", "--save", "--svg",
-                 "--tokens", "--top", "--trace", "-h"],
+                 "--tokens", "--top", "--trace", "--trainable", "-h"],
         "data": ["--help", "--json", "-h"],
         "train": ["--allow-change", "--help", "-h"],
         "convert": ["--help", "--to", "--verify", "-h"],

@@ -37,7 +37,7 @@ def run(arguments: Namespace) -> int:
 
     _refuse_existing(arguments)
     with progress("searching layouts") as told:
-        report = plan(wanted, pinned, top=arguments.top, progress=told)
+        report = plan(wanted, pinned, top=arguments.top, trainable=arguments.trainable, progress=told)
     written = [*_files(arguments, report), *_saved(arguments, config, report), *_exported(arguments, config, report)]
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2))
@@ -129,7 +129,8 @@ def _size(arguments: Namespace, wanted: Job, pinned: dict[str, Any]) -> int:
         return OK
     last = found[-1]
     tokens = format_count(arguments.tokens)
-    print(f"{tokens} tokens in {arguments.days:g} days: {last.nodes} nodes, {last.devices} x {wanted.cluster.device.name}")
+    machines = f"{last.nodes} nodes, {last.devices} x {wanted.cluster.device.name}"
+    print(f"{tokens} tokens in {arguments.days:g} days: {machines}")
     console().print(_table(found))
     return OK
 

@@ -9,6 +9,7 @@ from kumi.plan.binding import links_apart
 from kumi.plan.figures import Gap, gap, needs, spent
 from kumi.plan.report import Expected, Report
 from kumi.plan.types import Estimate
+from kumi.spec.checks import untrainable
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params
 from kumi.spec.precision import ITEMSIZE
@@ -23,8 +24,17 @@ PAID = 0.1
 
 def advice(report: Report) -> list[str]:
     """The decision in words, each sentence from this job's estimates."""
-    parts = (_fit(report), _links(report), _largest(report), _size(report), _why(report))
+    parts = (_fit(report), _links(report), _largest(report), _size(report), _why(report), _who(report))
     return [sentence for part in parts for sentence in part]
+
+
+def _who(report: Report) -> Iterator[str]:
+    """Whether kumi itself can train the plan today."""
+    if untrainable(report.job, report.best.layout):
+        yield (
+            "This version of kumi plans this layout and does not train it yet: export it to another trainer "
+            "(--export), or ask for the best that it trains (--trainable)."
+        )
 
 
 def verdict(item: Expected, best: Estimate) -> str:

@@ -15,7 +15,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
 # What this version's trainer leaves no choice about.
-TRAINED = {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "expert_tp": 1, "sequence_parallel": True, "schedule": "1f1b",
+TRAINED: Pins = {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "expert_tp": 1, "sequence_parallel": True, "schedule": "1f1b",
            "stages": 1, "recompute_layers": None, "offload": "none", "stage_layers": ()}  # fmt: skip
 
 # FLOP/s of a device of which nothing is known: layouts of the data axes differ by what they send and keep.
@@ -35,7 +35,7 @@ def choose_layout(job: Job, pinned: Pins) -> Estimate:
     found = search(job, {**pinned, **TRAINED}, top=1)
     if found.plans:
         return found.plans[0]
-    raise FitError(does_not_fit(job, pinned, found)) if found.count else LayoutError(why_illegal(job, pinned))
+    raise FitError(does_not_fit(job, pinned, found, TRAINED)) if found.count else LayoutError(why_illegal(job, pinned))
 
 
 def timed(device: Device, dtype: str) -> Device:

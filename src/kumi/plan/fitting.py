@@ -24,8 +24,8 @@ Mask = NDArray[np.bool_]
 class Bases:
     """Rows of which recomputation and offloading are open, and what each of the looked-at pp ranks holds of them.
 
-    `every` are the rows of `x` once for each rank, `part` what that rank holds and `known` what that is; `layers` how many layers it has,
-    (ranks, rows), and `most` the largest number a rank has, (rows,).
+    `every` are the rows of `x` once for each rank, `part` what that rank holds and `known` what that is; `layers` how
+    many layers it has, (ranks, rows), and `most` the largest number a rank has, (rows,).
     """
 
     job: Job

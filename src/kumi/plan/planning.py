@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kumi.errors import FitError, LayoutError
+from kumi.plan.choose import TRAINED
 from kumi.plan.estimate import estimate, timeline_of
 from kumi.plan.expected import expected
 from kumi.plan.refusal import does_not_fit, from_pins, why_illegal
@@ -18,16 +19,27 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
 
-def plan(job: Job, pinned: Pins, *, top: int = 8, progress: Callable[[float], None] | None = None) -> Report:
-    """The fastest layout of `job` that agrees with `pinned`, with all that explains it.
+def plan(
+    job: Job,
+    pinned: Pins,
+    *,
+    top: int = 8,
+    trainable: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> Report:
+    """The fastest layout of `job` that agrees with `pinned`, with all that explains it; `trainable`: of those that this
+    version of kumi trains itself.
 
     Raises LayoutError with the reasons where what is pinned is illegal, and FitError with the smallest change that
     would help where nothing fits.
     """
-    fixed = pinned_layout(job, pinned)
-    found = search(job, pinned, top=top + 1, progress=progress) if fixed is None else alone(job, fixed)
+    only, fixed = pinned_layout(job, pinned), TRAINED if trainable else {}
+    every = {**pinned, **fixed}
+    found = search(job, every, top=top + 1, progress=progress) if only is None else alone(job, only)
     if not found.plans:
-        raise (FitError(does_not_fit(job, pinned, found)) if found.count else LayoutError(why_illegal(job, pinned)))
+        raise (
+            FitError(does_not_fit(job, pinned, found, fixed)) if found.count else LayoutError(why_illegal(job, pinned))
+        )
     best, *others = found.plans
     return Report(
         job=job,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from kumi.plan import memory
@@ -42,12 +43,13 @@ def written(pinned: Pins) -> str:
     return ", ".join(f"layout.{name}={value}" for name, value in pinned.items()) or "nothing pinned"
 
 
-def does_not_fit(job: Job, pinned: Pins, found: Found) -> str:
-    """Why nothing fits, and the smallest changes that would make something fit, in one sentence."""
+def does_not_fit(job: Job, pinned: Pins, found: Found, fixed: Pins = MappingProxyType({})) -> str:
+    """Why nothing fits, and the smallest changes that would make something fit, in one sentence. `fixed` is what the
+    search could not choose besides what is `pinned`."""
     assert found.smallest is not None
     least = estimate(job, found.smallest)
     need, have = format_bytes(least.peak_memory), format_bytes(memory.usable(job.cluster.device))
-    changes = remedies(job, pinned, least)
+    changes = remedies(job, pinned, least, fixed)
     pins = f" with {written(pinned)}" if pinned else ""
     return (
         f"the model does not fit: of {found.count:,} layouts{pins} the leanest needs {need} a device, and "

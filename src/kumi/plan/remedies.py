@@ -16,9 +16,11 @@ from kumi.units import format_bytes
 DOUBLINGS = 10
 
 
-def remedies(job: Job, pinned: Pins, least: Estimate) -> list[str]:
-    """What would help, each alone: unpinning, more nodes, shorter sequences, a larger card, a described host."""
-    found = [*_unpinned(job, pinned), *_more_nodes(job, pinned), *_shorter(job, pinned), *_host(job, pinned)]
+def remedies(job: Job, pinned: Pins, least: Estimate, fixed: Pins) -> list[str]:
+    """What would help, each alone: unpinning, more nodes, shorter sequences, a larger card, a described host. What is
+    `fixed` stays so whatever is pinned."""
+    every = {**pinned, **fixed}
+    found = [*_unpinned(job, pinned, fixed), *_more_nodes(job, every), *_shorter(job, every), *_host(job, every)]
     short = least.peak_memory / least.usable
     card = format_bytes(short * job.cluster.device.memory)
     return [*found, f"use devices of {card} or more instead of {format_bytes(job.cluster.device.memory)}"]
@@ -30,10 +32,10 @@ def fits(job: Job, pinned: Pins) -> bool:
     return found is not None and found.fits
 
 
-def _unpinned(job: Job, pinned: Pins) -> Iterator[str]:
+def _unpinned(job: Job, pinned: Pins, fixed: Pins) -> Iterator[str]:
     """The one pin without which something fits."""
     for name, value in pinned.items():
-        rest = {key: other for key, other in pinned.items() if key != name}
+        rest = {key: other for key, other in pinned.items() if key != name} | dict(fixed)
         found = smallest(job, rest)
         if found is not None and found.fits:
             yield f"do not pin layout.{name}={value}"
@@ -71,7 +73,7 @@ def _shorter(job: Job, pinned: Pins) -> Iterator[str]:
 def _host(job: Job, pinned: Pins) -> Iterator[str]:
     """Offloading, where the cluster file does not say what the host has."""
     host = job.cluster.host
-    if host.memory and host.device_bandwidth:
+    if (host.memory and host.device_bandwidth) or pinned.get("offload") == "none":
         return
     known = replace(host, memory=2**41, device_bandwidth=25e9)
     if fits(replace(job, cluster=replace(job.cluster, host=known)), pinned):
