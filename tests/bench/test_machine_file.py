@@ -1,5 +1,7 @@
 """Measurements become a cluster file that `cluster.source` accepts, with the figures that were measured."""
 
+from dataclasses import replace
+
 import pytest
 from measured import CPU, GPU, LINK, found, transfers
 
@@ -9,11 +11,12 @@ from kumi.config.cluster import cluster_spec
 from kumi.config.presets import presets, read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import RefusedError
+from kumi.spec.cluster import Device
 
 
 def written(tmp_path, measured, base, ranks):
     file = tmp_path / "machine.toml"
-    write_new(file, node_toml(node_of(measured, base, ranks), remarks(measured, base, ranks)), "--out")
+    write_new(file, node_toml(node_of(measured, base, ranks), remarks(measured, base, ranks, 0.1)), "--out")
     return cluster_spec(ClusterSection(source=str(file)))
 
 
@@ -46,9 +49,15 @@ def test_a_gpu_keeps_its_data_sheet_and_shares_are_of_that(tmp_path):
     assert cluster.links == ()
 
 
+def test_what_was_not_measured_is_left_out(tmp_path):
+    measured = found(processors=80)
+    bare = replace(measured, kernels=tuple(one for one in measured.kernels if one.kind != "attention"))
+    assert written(tmp_path, bare, GPU, 1).device.attention == Device("", "cuda", 1).attention
+
+
 def test_the_file_says_with_what_it_was_measured():
-    text = node_toml(node_of(found(), CPU, 1), remarks(found(), CPU, 1))
-    assert text.startswith("# Measured by kumi bench: 1 x Testor 3000, 1 threads a rank, torch 2.13.0.")
+    text = node_toml(node_of(found(), CPU, 1), remarks(found(), CPU, 1, 0.25))
+    assert text.startswith("# Measured by kumi bench: 1 x Testor 3000, 1 thread a rank, torch 2.13.0; load before 0.2.")
     assert "#   bfloat16  forward 999x999x999" in text
 
 

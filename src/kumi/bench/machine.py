@@ -11,6 +11,7 @@ from kumi.bench.fit import fit_link
 from kumi.bench.found import Found, Timing, rate
 from kumi.config.cluster_file import NodeFile
 from kumi.config.resolve import choose_precision
+from kumi.plan.words import plural
 from kumi.spec.cluster import Device
 from kumi.units import write_bandwidth, write_bytes, write_duration, write_flops
 
@@ -62,7 +63,7 @@ def _device(found: Found, base: Device, ranks: int) -> dict[str, Any]:
     peak, dtype, memory = peaks(found, base), main_dtype(base), bandwidth(found, base)
     shares = {name: digits(matmul_share(found, name, peak[name])) for name in peak if found.of("product", name)}
     streamed = [one.rate for one in found.of("element-wise", dtype) if one.what.split()[0] in STREAMED[base.kind]]
-    attention = {way: _attention(found, dtype, way, peak[dtype]) for way in ("forward", "backward")}
+    attention = _attention(found, dtype, peak[dtype])
     (launch,) = found.of("launch")
     described = {
         "name": base.name,
@@ -73,20 +74,23 @@ def _device(found: Found, base: Device, ranks: int) -> dict[str, Any]:
         "memory_bandwidth": write_bandwidth(digits(memory)),
         "stream": min(1.0, digits(harmonic_mean(streamed) / memory)),
         "matmul": shares,
-        "attention": attention,
         "launch": write_duration(digits(launch.seconds)),
         "reserved": write_bytes(found.reserved),
         "sources": _sources(base, dtype, ranks),
     }
-    return described | _if_known(processors=found.processors, watts=base.watts)
+    return described | _if_known(attention=attention, processors=found.processors, watts=base.watts)
 
 
-def _attention(found: Found, dtype: str, way: str, peak: float) -> float:
-    rates = [one.rate for one in found.of("attention", dtype) if one.what.startswith(way)]
-    return min(1.0, digits(harmonic_mean(rates) / peak))
+def _attention(found: Found, dtype: str, peak: float) -> dict[str, float]:
+    """The shares of `peak` that attention reaches, every shape counted alike; nothing where it was not measured."""
+    rates = {
+        way: [one.rate for one in found.of("attention", dtype) if one.what.startswith(way)]
+        for way in ("forward", "backward")
+    }
+    return {way: min(1.0, digits(harmonic_mean(each) / peak)) for way, each in rates.items() if each}
 
 
-def _if_known(**figures: float) -> dict[str, float]:
+def _if_known(**figures: Any) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if value}
 
 
@@ -120,11 +124,14 @@ def _link(found: Found, kind: str, ranks: int) -> dict[str, Any]:
     }
 
 
-def remarks(found: Found, base: Device, ranks: int) -> list[str]:
-    """Comments for the file: with what it was measured, and the products that the shares were taken from."""
-    peak = peaks(found, base)
+def remarks(found: Found, base: Device, ranks: int, load: float) -> list[str]:
+    """Comments for the file: with what it was measured, and the products that the shares were taken from.
+
+    `load` is how many processes wanted a core before any rank of ours did.
+    """
+    peak, threads = peaks(found, base), f"{plural(found.threads, 'thread')} a rank"
     return [
-        f"Measured by kumi bench: {ranks} x {base.name}, {found.threads} threads a rank, torch {found.torch}.",
+        f"Measured by kumi bench: {ranks} x {base.name}, {threads}, torch {found.torch}; load before {load:.1f}.",
         f"These figures are of {ranks} ranks that work at the same time: with another number of ranks a CPU has others."
         if base.kind == "cpu"
         else f"The link was measured among the {ranks} devices of this machine; nothing is said of other machines.",

@@ -8,6 +8,7 @@ from kumi.bench.fit import line
 from kumi.bench.found import Found
 from kumi.bench.machine import sizes_of
 from kumi.config.cluster_file import NodeFile
+from kumi.plan.words import plural
 from kumi.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,14 +43,14 @@ def _summary(found: Found, node: NodeFile) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     peak = ", ".join(f"{dtype} {flops / 1e12:.4g} TFLOP/s" for dtype, flops in device.peak_flops.items())
-    table.add_row(
-        "machine", f"{node.devices_per_node} x {device.name}, {found.threads} threads a rank, torch {found.torch}"
-    )
+    threads = plural(found.threads, "thread")
+    table.add_row("machine", f"{node.devices_per_node} x {device.name}, {threads} a rank, torch {found.torch}")
     table.add_row("peak", peak)
     table.add_row("products", ", ".join(f"{dtype} {share:.1%}" for dtype, share in (device.matmul or {}).items()))
-    if device.attention and device.stream and device.memory_bandwidth and device.launch:
+    if device.attention:
         ways = device.attention
         table.add_row("attention", f"{ways.forward:.1%} of the peak forward, {ways.backward:.1%} backward")
+    if device.stream and device.memory_bandwidth and device.launch:
         table.add_row(
             "memory",
             f"{device.memory_bandwidth / 1e9:.4g} GB/s, of which element-wise work reaches {device.stream:.1%}",

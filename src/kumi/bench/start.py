@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,9 @@ from kumi.spec.cluster import ClusterSpec
 # Ranks on a machine without GPUs unless told: the fewest that communicate.
 CPU_RANKS = 2
 
+# Processes that want a core before we do, from which on figures are not the machine's own.
+BUSY = 0.5
+
 
 def bench(*, out: Path | None, ranks: int | None, quick: bool, as_json: bool) -> int:
     """Measure this machine with `ranks` ranks at once and write it to the new file `out`; the exit code.
@@ -31,12 +35,18 @@ def bench(*, out: Path | None, ranks: int | None, quick: bool, as_json: bool) ->
     """
     if out is not None:
         refuse_existing(out, "--out")
-    machine = this_machine(ranks)
+    machine, load = this_machine(ranks), os.getloadavg()[0]
+    if load > BUSY:
+        print(
+            f"bench: {load:.1f} processes wanted a core of this machine in the last minute; what is measured beside "
+            f"other work is too slow",
+            file=sys.stderr,
+        )
     code, found = _measure(machine, quick=quick)
     if found is None:
         return code
     node = node_of(found, machine.device, machine.devices_per_node)
-    text = node_toml(node, remarks(found, machine.device, machine.devices_per_node))
+    text = node_toml(node, remarks(found, machine.device, machine.devices_per_node, load))
     if out is not None:
         write_new(out, text, "--out")
     _print(found, node, text, out, as_json=as_json)
