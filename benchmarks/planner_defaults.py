@@ -1,7 +1,7 @@
 """What is taken for granted where a published table is silent: one place, a reason each.
 
 Tables are read from the top; the first entry whose words are in a run's text (source, model and notes, in lower case)
-counts. Nothing here was fitted to a run.
+counts, of `TRAITS` the first that says something of a trait. Nothing here was fitted to a run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from kumi.spec.engine import Engine
 
 # Who trained, by words of the text; the reason is the document that says so.
 ENGINE_OF = (
+    # BigScience's runs from 28 February 2022 on had the bfloat16 optimizer (the chronicles' "Rebalancing layers").
+    (r"chronicles-prequel.*\(02-28\)", "megatron-deepspeed-bf16"),
     (r"megatron-deepspeed|bigscience|vtrain", "megatron-deepspeed"),
     (
         r"2104\.04473|jan ?2021|sep ?2020|cases_(april|jan)2021|mt-nlg|turing|2201\.11990|2205\.05198",
@@ -23,12 +25,13 @@ ENGINE_OF = (
     ),
     (r"megatron-bridge|dgxc-benchmarking|nemo", "megatron-bridge"),
     (r"nanotron|ultra-scale|picotron", "nanotron"),
+    (r"torchtitan.*2024(0\d|1[012])|2024-\d\d.*torchtitan", "torchtitan-2024"),
+    (r"torchtitan.*(2024|#808|#82|#773)|docs/performance.md", "torchtitan-2024"),
     (r"torchtitan", "torchtitan"),
     (r"llm-foundry|mosaicml", "llm-foundry"),
     (r"deepspeed|zero-infinity", "deepspeed"),
     (r"fsdp paper|2304\.11277|accelerate|transformers trainer|axolotl", "accelerate-fsdp"),
-    # Hagemann et al., 2023: a trainer in Megatron's manner (3D parallelism, ZeRO-1) with exchangeable kernels.
-    (r"hagemann|2311\.05610", "megatron-lm"),
+    (r"hagemann|2311\.05610", "scaling"),
     (r"megatron", "megatron-lm"),
 )
 # Whoever is not known trains with Megatron's habits where tensors or layers are divided, else with FSDP2's.
@@ -39,9 +42,10 @@ TRAITS = (
     (r"kernel=torch", {"attention": "eager", "kernels": "eager"}),
     (r"kernel=fused", {"attention": "fused-softmax", "kernels": "eager"}),
     (r"flash_attentionv1", {"attention": "flash-1", "kernels": "eager"}),
-    (r"rms kernel", {"attention": "flash", "kernels": "fused"}),
+    (r"rms kernel", {"attention": "flash", "kernels": "fused", "autograd": ("gate",)}),
     (r"kernel=flash_attention2", {"attention": "flash", "kernels": "eager"}),
     (r"torch\.compile=n\b|compile=no\b", {"kernels": "eager"}),
+    (r"vanilla tp", {"overlap_tp": False}),
     (r"(?<!no )asynctp|(?<!no )async tp", {"overlap_tp": True}),
     (r"tp-comm-overlap", {"overlap_tp": True}),
     # MaxText and Paxml: XLA fuses, and gathers FSDP's parameters ahead.
@@ -98,8 +102,10 @@ RECOMPUTE_OF = (
     (r"mt-nlg|2201\.11990", "full"),
 )
 
-# Attention heads of models whose table leaves them out, by hidden size: SC'21 table 1 (arXiv:2104.04473).
-HEADS_OF = {2304: 24, 3072: 32, 4096: 32, 6144: 48, 8192: 64, 10240: 80, 12288: 96, 16384: 128, 20480: 128, 25600: 160}
+# Attention heads of models whose table leaves them out, by hidden size: SC'21 table 1 (arXiv:2104.04473), and
+# BigScience's candidates of 14336 ("all NHEADS=64").
+HEADS_OF = {2304: 24, 3072: 32, 4096: 32, 6144: 48, 8192: 64, 10240: 80, 12288: 96, 14336: 64, 16384: 128, 20480: 128,
+            25600: 160}  # fmt: skip
 
 # Microbatches of SC'21's table 1 by hidden size, and virtual stages, from the paper's scripts (megatron.csv has them).
 SC21_MICRO_BATCH = {2304: 16, 3072: 16, 4096: 16, 6144: 8, 8192: 4, 10240: 2, 12288: 2, 16384: 1, 20480: 1, 25600: 1}
@@ -130,9 +136,9 @@ def engine_of(run: Run) -> Engine:
     engine = ENGINES[name]
     if run.flash is False:
         engine = replace(engine, attention=NO_FLASH)
-    for pattern, traits in TRAITS:
+    for pattern, traits in reversed(TRAITS):
         if re.search(pattern, run.text):
-            return replace(engine, **traits)
+            engine = replace(engine, **traits)
     return engine
 
 
@@ -153,4 +159,5 @@ def zero_of(run: Run, engine: Engine, dp: int) -> tuple[int, int] | None:
         return 3, dp
     if said and said != "ddp":
         return None
-    return (0, dp) if engine.name in ("megatron-lm-2021", "megatron-deepspeed", "nanotron") else (1, dp)
+    undivided = ("megatron-lm-2021", "megatron-deepspeed", "megatron-deepspeed-bf16", "nanotron")
+    return (0, dp) if engine.name in undivided else (1, dp)

@@ -20,7 +20,7 @@ _MEGATRON = Engine(
     grad_itemsize=4,
     half_grads=False,
     kernels="fused",
-    attention="flash",
+    attention="flash-3",
     logit_bytes=8.0,
     dropout=False,
     overlap_grads=True,
@@ -28,7 +28,8 @@ _MEGATRON = Engine(
     overlap_tp=False,
     overlap_pp=True,
     grad_reduce_itemsize=4,
-    dispatch=2.0,
+    message_bytes=160e6,
+    dispatch=4.0,
     source=(
         "Megatron-LM core_r0.8 to r0.12: optimizer/, distributed/param_and_grad_buffer.py, tensor_parallel/"
         "cross_entropy.py; README's scaling runs set --overlap-grad-reduce and --overlap-param-gather; Transformer "
@@ -45,7 +46,8 @@ _MEGATRON_DEEPSPEED = replace(
     overlap_params=False,
     overlap_pp=False,
     grad_reduce_itemsize=2,
-    dispatch=2.0,
+    message_bytes=1e9,
+    dispatch=5.0,
     source=(
         "bigscience-workshop/Megatron-DeepSpeed: megatron/model/{transformer,fused_softmax}.py; deepspeed/runtime/pipe/"
         "engine.py reduces after the last backward; deepspeed/runtime/bf16_optimizer.py keeps float32 gradients"
@@ -66,7 +68,7 @@ _TORCHTITAN = Engine(
     overlap_tp=False,
     overlap_pp=False,
     grad_reduce_itemsize=4,
-    dispatch=2.0,
+    dispatch=3.0,
     source=(
         "pytorch/torchtitan: distributed/ (MixedPrecisionPolicy param bfloat16, reduce float32), components/loss.py "
         "(float32 cross entropy), torch.compile for each block; async TP is a switch, off by default"
@@ -131,7 +133,8 @@ ENGINES: dict[str, Engine] = {
         overlap_tp=False,
         overlap_pp=False,
         grad_reduce_itemsize=4,
-        dispatch=3.0,
+        message_bytes=25e6,
+        dispatch=7.0,
         source=(
             "huggingface/nanotron v0.5: optim/gradient_accumulator.py (float32 accumulation), models/llama.py, and in "
             "parallel/ pipeline_parallel/{engine,p2p}.py (blocking sends), tensor_parallel/nn.py (reduce-scatter mode)"

@@ -16,6 +16,9 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.80), (6
 # rows in pieces of 128 bytes, and copy what is not aligned to 16 bytes element by element.
 ALIGNED = (1.0, 0.97, 0.94, 0.88, 0.62, 0.55, 0.35)
 
+# Bytes of an element that a product reads.
+ITEMSIZE = {"float64": 8.0, "float32": 4.0, "float8": 1.0, "float4": 0.5}
+
 # Length of the inner dimension at which a tile's fixed cost (its prologue and epilogue) equals its products.
 FIXED_DEPTH = 96.0
 
@@ -53,7 +56,7 @@ def matmul_seconds(device: Device, dtype: str, rows: Numbers, inner: Numbers, co
         lost = FIXED_DEPTH / (inner + FIXED_DEPTH)
         products = 2.0 * inner * _padded_area(device.processors, rows, columns) / (1 - lost)
         speed = speed * np.minimum(alignment(inner), alignment(columns))
-    size = 1 if dtype.startswith("float8") else 4 if dtype == "float32" else 2
+    size = ITEMSIZE.get(dtype, 2)
     moved = size * (rows * inner + inner * columns) + max(size, 2) * rows * columns
     return np.asarray(np.maximum(products / speed, stream_seconds(device, moved)))
 

@@ -147,7 +147,7 @@ def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count
     if layer:
         part = recomputed_share(x, count)
         full, selective = part * (x.recompute == FULL), part * (x.recompute == SELECTIVE)
-        again = full * forward + selective * cost.cheap[index]
+        again = full * forward + selective * spared(job, cost)[index]
         kernels_again = full * cost.kernels_forward[index] + selective * cost.kernels_forward[index] / 2
         comm_again = {axis: full * seconds for axis, seconds in comm_forward.items()}
     slack_forward = np.maximum(0.0, launch * cost.kernels_forward[index] - forward - sum(comm_forward.values()))
@@ -163,6 +163,15 @@ def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count
     found.kinds["host"] += count * (slack_forward + slack_backward)
     for axis in comm_forward:
         found.kinds[axis] += count * (comm_forward[axis] + comm_backward[axis] + comm_again[axis])
+
+
+def spared(job: Job, cost: Cost) -> Floats:
+    """Seconds of a layer's forward pass that selective recomputation does again (see `Engine.selective`)."""
+    if job.engine.selective == "attention":
+        return cost.attention
+    if job.engine.selective == "half-products":
+        return cost.cheap + (cost.forward - cost.cheap - cost.core) / 2
+    return cost.cheap
 
 
 def recomputed_share(x: Columns, layers: Floats) -> Floats:

@@ -95,15 +95,23 @@ def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     reduce = gather = np.zeros(len(x))
     for elements, degree, stride in data_groups(x, own.dense, own.expert):
         size = job.engine.grad_reduce_itemsize * elements
-        once = collective_seconds(job.cluster, "all_reduce", size, degree, stride)
-        cut = collective_seconds(job.cluster, "reduce_scatter", size, degree, stride)
+        once = in_messages(job, "all_reduce", size, degree, stride)
+        cut = in_messages(job, "reduce_scatter", size, degree, stride)
         reduce = reduce + np.select([x.zero == 0, x.zero == 1], [once, cut], 0.0)
-        whole = collective_seconds(job.cluster, "all_gather", job.weight_itemsize * elements, degree, stride)
+        whole = in_messages(job, "all_gather", job.weight_itemsize * elements, degree, stride)
         gather = gather + np.where((x.zero == 1) | (x.zero == 2), whole, 0.0)
         share = size / np.where(x.zero > 0, degree, 1)
         copies = x.tp * x.cp * x.dp_shard
-        reduce = reduce + collective_seconds(job.cluster, "all_reduce", share, x.dp_replicate, copies)
+        reduce = reduce + in_messages(job, "all_reduce", share, x.dp_replicate, copies)
     return reduce, gather
+
+
+def in_messages(job: Job, kind: str, size: Floats, degree: Ints, stride: Ints) -> Floats:
+    """Seconds of collectives over `size` bytes in all, in messages of the engine's size, each with its own latency."""
+    if not job.engine.message_bytes:
+        return collective_seconds(job.cluster, kind, size, degree, stride)
+    count = np.maximum(1.0, np.ceil(size / job.engine.message_bytes))
+    return count * collective_seconds(job.cluster, kind, size / count, degree, stride)
 
 
 def _exposed(seconds: Floats, beside: Floats, pieces: Floats, hides: float) -> Floats:

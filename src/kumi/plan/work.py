@@ -28,8 +28,16 @@ PASSES = {
     "dropout": {"eager": (3, 3, 1, 1), "fused": (1, 1, 0, 0), "compiled": (1, 1, 0, 0)},
     "logits": {"eager": (14, 10, 6, 4), "fused": (5, 4, 2, 2), "compiled": (5, 4, 2, 2)},
     "softmax": {"eager": (12, 8, 4, 3), "fused-softmax": (3, 4, 1, 1)},
-    "cast": {"eager": (3, 3, 1, 1), "fused": (3, 3, 1, 1), "compiled": (3, 3, 1, 1)},
 }
+
+ROUNDED = ("float8", "float4")
+
+# Launch intervals that the host spends on a collective: the library's own bookkeeping, and the rearranging around it.
+COLLECTIVE_LAUNCHES = 4
+
+# Bytes moved for an element on its way into a product in float8 or float4: it is read in two bytes and written rounded,
+# and again transposed for the backward pass.
+ROUNDING_BYTES = 4.0
 
 
 @dataclass
@@ -37,7 +45,8 @@ class Cost:
     """What a rank spends on one microbatch, (rows,) each.
 
     Seconds of computing forward, for the input gradients and for the weight gradients; kernels launched; the parts of
-    the forward that attention and cheap, element-wise work take; communication that nothing hides, by axis.
+    the forward that attention takes (its softmax included), that fused attention takes ("core") and that cheap,
+    element-wise work and unfused attention take; communication that nothing hides, by axis.
     """
 
     forward: Floats
@@ -46,6 +55,7 @@ class Cost:
     kernels_forward: Floats
     kernels_backward: Floats
     attention: Floats
+    core: Floats
     cheap: Floats
     comm_forward: dict[str, Floats]
     comm_backward: dict[str, Floats]
@@ -150,17 +160,22 @@ class _Rows:
         cost.weight += stream_seconds(self.device, 2 * self.engine.grad_itemsize * repeats * inner * weight_columns)
         cost.kernels_forward += 1
         cost.kernels_backward += 2
-        self._casts(cost, op, rows * repeats * inner, repeats * inner * weight_columns)
+        entering, leaving = rows * repeats * inner, rows * repeats * weight_columns
+        self._casts(cost, op, entering, leaving, repeats * inner * weight_columns)
 
     def _rows_of(self, op: Op) -> Floats:
         """Tokens that pass through `op` on a rank. Experts see those of a rank's share of the sequence, `top_k` times,
         and where experts are cut themselves, those of all ranks that hold a part."""
         return self.tokens * op.passes * (self.expert_tp / self.tp if op.experts else 1.0)
 
-    def _casts(self, cost: Cost, op: Op, entering: Floats, weights: Floats) -> None:
-        """Float8 products read quantised copies; float32 weights are cast where they are used."""
-        if self._matmul_dtype(op).startswith("float8"):
-            self._elements(cost, "cast", entering)
+    def _casts(self, cost: Cost, op: Op, entering: Floats, leaving: Floats, weights: Floats) -> None:
+        """Products in float8 and float4 read rounded copies, of the gradient that comes back, too; float32 weights are
+        cast where they are used."""
+        if self._matmul_dtype(op) in ROUNDED:
+            cost.forward += stream_seconds(self.device, ROUNDING_BYTES * entering)
+            cost.backward += stream_seconds(self.device, ROUNDING_BYTES * leaving)
+            cost.kernels_forward += 1
+            cost.kernels_backward += 1
         if not self.engine.half_weights and self.job.precision.compute != self.job.precision.param:
             cost.forward += stream_seconds(self.device, 6.0 * weights)
             cost.kernels_forward += 1
@@ -168,7 +183,7 @@ class _Rows:
     def _attention(self, cost: Cost, op: Op) -> None:
         seq_len = self.job.batch.seq_len
         each = self.tokens * (op.source.size + op.target.size) / self.tp
-        if self.engine.attention in ("flash", "flash-1"):
+        if self.engine.attention in FLASH:
             self._flash(cost, op, 2.0 * each * op.reach(seq_len))
         else:
             self._scores(cost, op, 2.0 * each * seq_len, self.tokens * seq_len * op.heads / self.tp)
@@ -179,12 +194,15 @@ class _Rows:
 
     def _flash(self, cost: Cost, op: Op, flops: Floats) -> None:
         """Fused attention does 2.5 times the forward's products in its backward, scores computed again."""
-        speed = peak_flops(self.device, self.job.precision.compute)
-        forward, backward = (speed * share * FLASH[self.engine.attention] for share in self.device.attention)
+        speed = peak_flops(self.device, self.job.precision.compute) * FLASH[self.engine.attention]
+        if "float8" in self.device.dtypes and self.engine.attention != "flash-3":
+            speed *= BEFORE_HOPPER
+        forward, backward = (speed * share for share in self.device.attention)
         # A head narrower than 128 leaves part of each processor's products idle.
         narrow = min(1.0, max(0.6, (op.source.size / max(1, op.heads) / 128) ** 0.25))
         seconds = flops / (forward * narrow)
         cost.attention += seconds
+        cost.core += seconds
         cost.forward += seconds
         cost.backward += 2.5 * flops / (backward * narrow)
         cost.kernels_forward += 1
@@ -205,9 +223,11 @@ class _Rows:
         cost.forward += one
         cost.backward += 2 * one
         kind = "fused-softmax" if self.engine.attention == "fused-softmax" else "eager"
+        before = cost.forward.copy()
         self._passes(cost, PASSES["softmax"][kind], scores)
         if self.engine.dropout:
             self._elements(cost, "dropout", scores)
+        cost.attention += cost.forward - before
         cost.kernels_forward += 2
         cost.kernels_backward += 4
 
@@ -264,6 +284,9 @@ class _Rows:
         again = np.where(self.parallel, half, 0.0)
         cost.comm_forward["tp"] += forward * one
         cost.comm_backward["tp"] += backward * one + (backward * again if backward > 1 else 0)
+        calls = np.where(self.tp > 1, np.where(self.parallel, 2.0, 1.0), 0.0) * COLLECTIVE_LAUNCHES
+        cost.kernels_forward += forward * calls
+        cost.kernels_backward += backward * calls
 
     def _tensor_parallel(self, cost: Cost) -> None:
         """Two all-reduces forward and two backward (Shoeybi et al., 2019); with SP their halves, and the inputs of the
@@ -284,8 +307,10 @@ class _Rows:
         self._passes(cost, (2, 2, 3, 3), size / self.size)
 
 
-# Speed of fused attention relative to its second version.
-FLASH = {"flash": 1.0, "flash-1": 0.6}
+# Speed of fused attention relative to its second version; kernels made for processors before Hopper reach this share of
+# what kernels made for it do (FlashAttention-3, arXiv:2407.08608, figure 5: 370 against 600 TFLOP/s forward).
+FLASH = {"flash": 1.0, "flash-1": 0.6, "flash-3": 1.0}
+BEFORE_HOPPER = 0.65
 # Share of the peak that batched products of scores reach.
 SCORES = 0.45
 # Share of tensor-parallel traffic that pipelined products hide, where the trainer overlaps them.

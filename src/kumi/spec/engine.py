@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KERNELS = ("eager", "fused", "compiled")
-ATTENTION = ("flash", "flash-1", "fused-softmax", "eager")
+ATTENTION = ("flash", "flash-3", "flash-1", "fused-softmax", "eager")
 SELECTIVE = ("products", "half-products", "attention")
 
 
@@ -16,13 +16,14 @@ class Engine:
     `half_weights`: weights in the compute dtype are kept for good beside float32 masters, which then belong to the
     optimizer; else float32 weights are cast where they are used. `grad_itemsize`: bytes of an accumulated gradient
     element; `half_grads`: a gradient in the compute dtype is alive besides. `kernels`: element-wise work runs op by op
-    ("eager"), in hand-written fused kernels, or compiled. `attention`: "flash" (Dao, 2023, arXiv:2307.08691),
-    "flash-1" (Dao et al., 2022, arXiv:2205.14135), or scores held in memory with or without a fused softmax.
+    ("eager"), in hand-written fused kernels, or compiled. `attention`: "flash" (Dao, 2023, arXiv:2307.08691), "flash-3"
+    (Shah et al., 2024, arXiv:2407.08608, and others made for their device), "flash-1" (Dao et al., 2022,
+    arXiv:2205.14135), or scores held in memory with or without a fused softmax.
     `logit_bytes`: bytes held for every logit of a microbatch; 0 where logits are formed chunk by chunk. `dropout`:
     masks are kept. `overlap_grads`, `overlap_params`, `overlap_tp`, `overlap_pp`: communication that runs beside
     compute; `grad_reduce_itemsize`: bytes an element that gradients travel in; `dispatch`: how many times as long as
-    the device's bare launch interval the host takes for a kernel. `source` says where the facts were
-    read.
+    the device's bare launch interval the host takes for a kernel; `message_bytes`: size of the messages that gradients
+    and weights travel in once a step, 0 for one message. `source` says where the facts were read.
 
     What it keeps besides: `autograd`, kinds of element-wise work that are differentiated op by op, so that a "norm"
     keeps float32 copies and a "gate" every factor, where kernels of one's own keep their inputs only; `selective`, what
@@ -50,6 +51,7 @@ class Engine:
     overlap_pp: bool = True
     grad_reduce_itemsize: int = 4
     dispatch: float = 1.0
+    message_bytes: float = 0.0
     autograd: tuple[str, ...] = ()
     selective: str = "products"
     cut_logit_bytes: float = 0.0
