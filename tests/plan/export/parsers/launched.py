@@ -1,0 +1,58 @@
+"""What a shell file would start: it is run by bash with stand-ins for the launchers, which print their arguments."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+STAND_IN = f"""#!{sys.executable}
+import json, os, sys
+print(json.dumps({{"launcher": os.path.basename(sys.argv[0]), "arguments": sys.argv[1:],
+                   "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")}}))
+"""
+
+
+def launched(script: Path) -> dict:
+    """The launcher's name, its arguments and what it finds in the environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in LAUNCHERS:
+            path = Path(folder, name)
+            path.write_text(STAND_IN)
+            path.chmod(0o755)
+        env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
+        env |= {"PATH": f"{folder}:{os.environ['PATH']}", "NODE_RANK": "0", "MASTER_ADDR": "localhost",
+                "HOSTFILE": "hosts"}  # fmt: skip
+        found = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise SystemExit(f"{script}: bash ended with {found.returncode}: {found.stderr}")
+    return json.loads(found.stdout)
+
+
+def main(read, needs) -> None:
+    """Prints what `read(folder)` finds in each folder named on the command line; exit 77 where a package is missing."""
+    import importlib
+    import warnings
+
+    warnings.simplefilter("ignore")
+    try:
+        for name in needs:
+            importlib.import_module(name)
+    except ImportError as error:
+        print(f"{needs[-1]} cannot be imported here: {error}")
+        raise SystemExit(77) from None
+    print(json.dumps([read(Path(folder)) for folder in sys.argv[1:]], default=str))
+
+
+def command(file: Path) -> list:
+    """The words of the launch line in the comment at the head of `file`."""
+    return next(line for line in file.read_text().splitlines() if line.startswith("# $ ")).split()[2:]
+
+
+def processes(arguments: list) -> int:
+    """How many ranks a torchrun line starts."""
+    found = dict(pairwise(arguments))
+    return int(found.get("--nnodes", 1)) * int(found["--nproc-per-node"])
