@@ -36,9 +36,9 @@ def timing(kind: str, dtype: str, what: str, amount: float, rate: float) -> Timi
     return Timing(kind, dtype, what, amount, amount / rate)
 
 
-def transfers(link: Link = LINK) -> list[Transfer]:
-    """Collectives that take exactly as long as the planner says for `link`."""
-    cluster = ClusterSpec("", CPU, link.span, links=(link,))
+def transfers(link: Link = LINK, device: Device = CPU) -> list[Transfer]:
+    """Collectives that take exactly as long as the planner says for `link` between devices like `device`."""
+    cluster = ClusterSpec("", device, link.span, links=(link,))
     return [
         Transfer(kind, degree, size, float(collective_seconds(cluster, kind, size, degree, 1)))
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")

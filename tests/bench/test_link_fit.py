@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from measured import LINK, transfers
+from measured import CPU, GPU, LINK, transfers
 
 from kumi.bench.fit import fit_link, line
 from kumi.spec.cluster import Link
@@ -34,8 +34,9 @@ def test_neither_figure_is_negative():
 
 
 @pytest.mark.parametrize("link", [LINK, Link("fast", 4, 4e11, 5e-6, 1.0), Link("slow", 4, 1e7, 2e-2, 1.0)])
-def test_a_link_is_found_again_through_the_planner_s_formulas(link):
-    found, error = fit_link(link.name, 4, transfers(link))
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "cuda"])
+def test_a_link_is_found_again_through_the_planner_s_formulas(link, device):
+    found, error = fit_link(link.name, 4, device.kind, transfers(link, device))
     assert found.bandwidth == pytest.approx(link.bandwidth, rel=1e-4)
     assert found.latency == pytest.approx(link.latency, rel=1e-3)
     assert error < 1e-4

@@ -40,13 +40,13 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     return Line(float(latency), 1 / float(slope) if slope > 0 else np.inf, error)
 
 
-def fit_link(name: str, span: int, transfers: Sequence[Transfer]) -> tuple[Link, float]:
-    """The link over `span` ranks with which the planner's formulas come closest to `transfers`, and the mean relative
-    error that is left."""
+def fit_link(name: str, span: int, kind: str, transfers: Sequence[Transfer]) -> tuple[Link, float]:
+    """The link over `span` ranks, on devices of `kind`, with which the planner's formulas come closest to `transfers`,
+    and the mean relative error that is left."""
 
     def residuals(parameters: Floats) -> Floats:
         link = Link(name, span, bandwidth=float(parameters[1]), latency=float(parameters[0]), efficiency=1.0)
-        found: Floats = np.log(_predicted(link, transfers) / seconds)
+        found: Floats = np.log(_predicted(link, kind, transfers) / seconds)
         return found
 
     seconds = np.array([one.seconds for one in transfers])
@@ -57,9 +57,9 @@ def fit_link(name: str, span: int, transfers: Sequence[Transfer]) -> tuple[Link,
     return Link(name, span, float(bandwidth), float(latency), 1.0), error
 
 
-def _predicted(link: Link, transfers: Sequence[Transfer]) -> Floats:
+def _predicted(link: Link, kind: str, transfers: Sequence[Transfer]) -> Floats:
     """What the planner says that each of `transfers` takes over `link`, neighbours one rank apart."""
-    cluster = ClusterSpec("", Device("", "cpu", 0), link.span, links=(link,))
+    cluster = ClusterSpec("", Device("", kind, 0), link.span, links=(link,))
     found = [
         collective_seconds(cluster, one.kind, np.array([float(one.size)]), np.array([float(one.degree)]), np.ones(1))
         for one in transfers

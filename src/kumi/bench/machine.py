@@ -110,7 +110,7 @@ def _sources(base: Device, dtype: str, ranks: int) -> dict[str, str]:
 def _link(found: Found, kind: str, ranks: int) -> dict[str, Any]:
     """One link over all ranks: nothing that was measured tells ranks of one machine apart."""
     backend = {"cpu": "gloo", "cuda": "NCCL"}[kind]
-    link, error = fit_link(backend, ranks, found.transfers)
+    link, error = fit_link(backend, ranks, kind, found.transfers)
     said = (
         f"kumi bench: least squares over {len(found.transfers)} timed collectives, {100 * error:.0f} % off on average"
     )

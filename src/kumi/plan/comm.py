@@ -7,8 +7,9 @@ import numpy as np
 from kumi.plan.columns import Floats, Numbers
 from kumi.spec.cluster import ClusterSpec
 
-# Bytes a rank contributes at which a transfer reaches half of the bandwidth it has for endless ones.
-HALF_SPEED = 2.0e6
+# Bytes a rank contributes at which a transfer reaches half of the bandwidth it has for endless ones: what fills the
+# pipeline of a GPU's copies. Processes on CPUs have none to fill.
+HALF_SPEED = {"cuda": 2.0e6, "cpu": 0.0}
 
 
 def members(stride: Floats, degree: Floats, span: float) -> Floats:
@@ -53,10 +54,11 @@ def collective_seconds(cluster: ClusterSpec, kind: str, size: Numbers, degree: N
         bandwidth, latency = ring(cluster, stride, degree)
         passes = 2.0 if kind == "all_reduce" else 1.0
         moved = passes * size * (degree - 1) / degree
-        seconds = passes * (degree - 1) * latency + (moved + passes * HALF_SPEED) / bandwidth
+        half = HALF_SPEED[cluster.device.kind]
+        seconds = passes * (degree - 1) * latency + (moved + passes * half) / bandwidth
         if kind == "all_reduce":
             tree = 2 * np.ceil(np.log2(np.maximum(degree, 2))) * _longest(cluster, stride, degree)
-            seconds = np.minimum(seconds, tree + (2 * size + 2 * HALF_SPEED) / bandwidth)
+            seconds = np.minimum(seconds, tree + (2 * size + 2 * half) / bandwidth)
     return np.where((degree > 1) & (size > 0), seconds, 0.0)
 
 
