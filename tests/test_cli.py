@@ -23,8 +23,8 @@ def test_verbs_and_flags_are_frozen():
     verbs = next(action for action in _parser()._actions if action.choices).choices
     assert {name: flags(verb) for name, verb in verbs.items()} == {
         "describe": ["--help", "--json", "--resolved", "--schema", "-h"],
-        "plan": ["--calibrate", "--days", "--export", "--help", "--html", "--json", "--out", "--save", "--svg",
-                 "--tokens", "--top", "--trace", "--trainable", "-h"],
+        "plan": ["--calibrate", "--days", "--engine", "--export", "--help", "--html", "--json", "--out", "--save",
+                 "--svg", "--tokens", "--top", "--trace", "--trainable", "-h"],
         "data": ["--help", "--json", "-h"],
         "train": ["--allow-change", "--help", "-h"],
         "convert": ["--help", "--to", "--verify", "-h"],

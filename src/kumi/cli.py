@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code (see kumi.errors)."""
     if argv is None:
         _keep_output()
-    arguments = _parser().parse_args(argv)
+    arguments = _parsed(argv)
     try:
         return int(arguments.verb(arguments))
     except KumiError as error:
@@ -41,6 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"{type(error).__name__}: {what}; make it usable, or name another place, and run again", file=sys.stderr)
         return ConfigError.exit_code
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments. Overrides may stand anywhere: argparse by itself takes those that directly follow the run file."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    strays = [word for word in rest if not re.match(r"[a-z_]+\.[^=]*=", word)] if "overrides" in arguments else rest
+    if strays:
+        parser.error(f"unrecognized arguments: {' '.join(strays)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 class _Kept(io.FileIO):
@@ -138,6 +151,7 @@ def _plan_parser(verbs: Any) -> None:
         "--trace", metavar="FILE", help="write the pipeline's timeline for Perfetto or chrome://tracing"
     )
     parser.add_argument("--save", metavar="FILE.toml", help="write the run file with the chosen layout pinned")
+    parser.add_argument("--engine", metavar="TRAINER", help="as this trainer carries it out; default: kumi itself")
     parser.add_argument("--export", metavar="TRAINER", help="write another trainer's configuration, into --out")
     parser.add_argument("--out", metavar="FOLDER", help="where --export writes; default: the trainer's name")
     parser.add_argument("--tokens", type=_amount, metavar="N", help="with --days: how many machines N tokens need")

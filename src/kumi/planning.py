@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from kumi.config import PlanConfig
     from kumi.plan.report import Report
     from kumi.plan.sizing import Size
+    from kumi.spec.engine import Engine
     from kumi.spec.job import Job
+    from kumi.spec.layout import Layout
 
 
 def run(arguments: Namespace) -> int:
@@ -36,8 +39,9 @@ def run(arguments: Namespace) -> int:
     from kumi.plan.planning import plan
 
     _refuse_existing(arguments)
+    wanted, accept = replace(wanted, engine=engine(arguments)), exportable(arguments, wanted)
     with progress("searching layouts") as told:
-        report = plan(wanted, pinned, top=arguments.top, trainable=arguments.trainable, progress=told)
+        report = plan(wanted, pinned, top=arguments.top, trainable=arguments.trainable, accept=accept, progress=told)
     written = [*_files(arguments, report), *_saved(arguments, config, report), *_exported(arguments, config, report)]
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2))
@@ -48,6 +52,25 @@ def run(arguments: Namespace) -> int:
     for file in written:
         print(f"wrote {file}")
     return OK
+
+
+def engine(arguments: Namespace) -> Engine:
+    """The trainer whose traits the estimate has: the one named, or the one exported to, or kumi itself."""
+    from kumi.plan.engines import ENGINES
+
+    name = arguments.engine or (arguments.export if arguments.export in ENGINES else "kumi")
+    if name not in ENGINES:
+        raise ConfigError(f"plan: --engine {name} is unknown; use {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def exportable(arguments: Namespace, wanted: Job) -> Callable[[Layout], bool] | None:
+    """Whether the trainer that is exported to can carry a layout out; None where nothing is exported."""
+    if not arguments.export:
+        return None
+    from kumi.plan.export import unsupported
+
+    return lambda layout: not unsupported(wanted, layout, arguments.export)
 
 
 def _refuse_existing(arguments: Namespace) -> None:

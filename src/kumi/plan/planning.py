@@ -25,21 +25,20 @@ def plan(
     *,
     top: int = 8,
     trainable: bool = False,
+    accept: Callable[[Layout], bool] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """The fastest layout of `job` that agrees with `pinned`, with all that explains it; `trainable`: of those that this
-    version of kumi trains itself.
+    version of kumi trains itself; `accept`: of those that it takes.
 
     Raises LayoutError with the reasons where what is pinned is illegal, and FitError with the smallest change that
     would help where nothing fits.
     """
     only, fixed = pinned_layout(job, pinned), TRAINED if trainable else {}
     every = {**pinned, **fixed}
-    found = search(job, every, top=top + 1, progress=progress) if only is None else alone(job, only)
+    found = search(job, every, top=top + 1, accept=accept, progress=progress) if only is None else alone(job, only)
     if not found.plans:
-        raise (
-            FitError(does_not_fit(job, pinned, found, fixed)) if found.count else LayoutError(why_illegal(job, pinned))
-        )
+        raise _no_plan(job, pinned, found, fixed)
     best, *others = found.plans
     return Report(
         job=job,
@@ -52,6 +51,18 @@ def plan(
         front=found.pareto,
         lacking=_lacking(job, found, best),
     )
+
+
+def _no_plan(job: Job, pinned: Pins, found: Found, fixed: Pins) -> FitError | LayoutError:
+    """Why there is none: nothing legal, nothing that fits, or nothing that is accepted."""
+    if not found.count:
+        return LayoutError(why_illegal(job, pinned))
+    if found.fitting:
+        return LayoutError(
+            f"{job.engine.name} can carry out none of the layouts that fit; see what `kumi plan` chooses without "
+            f"--export, and pin what {job.engine.name} has"
+        )
+    return FitError(does_not_fit(job, pinned, found, fixed))
 
 
 def pinned_layout(job: Job, pinned: Pins) -> Layout | None:

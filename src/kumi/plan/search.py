@@ -50,8 +50,18 @@ class Found:
     smallest: Layout | None
 
 
-def search(job: Job, pinned: Pins, *, top: int = 10, progress: Callable[[float], None] | None = None) -> Found:
-    """The `top` fastest layouts of `job` that agree with `pinned`. `progress` is told which part is done, 0 to 1."""
+def search(
+    job: Job,
+    pinned: Pins,
+    *,
+    top: int = 10,
+    accept: Callable[[Layout], bool] | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Found:
+    """The `top` fastest layouts of `job` that agree with `pinned`, of those that `accept` takes.
+
+    `progress` is told which part is done, 0 to 1.
+    """
     every = bases(job, pinned)
     chunks = [every.take(slice(start, start + CHUNK)) for start in range(0, len(every), CHUNK)]
     best, tally = _Best(), _Tally()
@@ -62,7 +72,7 @@ def search(job: Job, pinned: Pins, *, top: int = 10, progress: Callable[[float],
             tally.merge(counted)
             if progress:
                 progress(done / len(chunks))
-    plans = _refined(job, best.fastest(max(LOOKED_AT, 2 * top)), pinned, top)
+    plans = _refined(job, best.fastest(max(LOOKED_AT, 2 * top), accept), pinned, accept, top)
     pareto = tuple(estimate(job, layout) for layout in best.front())
     return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
@@ -139,7 +149,8 @@ class _Best:
     def add(self, x: Columns, seconds: Floats, peak: Floats) -> None:
         """Takes in rows that take `seconds` and `peak` bytes. Ties go to the row that came first."""
         order = np.argsort(seconds, kind="stable")
-        firsts, _ = distinct(*(getattr(x, name)[order] for name in ARRANGEMENT), (x.cp[order] > 1).astype(np.int64))
+        apart = [(getattr(x, name)[order] > 1).astype(np.int64) for name in ("cp", "dp_replicate", "dp_shard")]
+        firsts, _ = distinct(*(getattr(x, name)[order] for name in KEPT), *apart)
         for index in order[np.sort(firsts)]:
             self._keep(float(seconds[index]), x.row(int(index)))
         falling = np.minimum.accumulate(peak[order])
@@ -163,9 +174,19 @@ class _Best:
             if row[1] < least:
                 self.on_front, least = [*self.on_front, row], row[1]
 
-    def fastest(self, count: int) -> list[Layout]:
-        """The `count` fastest, each of another arrangement."""
-        return [layout for _, layout in sorted(self.rows.values(), key=lambda row: row[0])[:count]]
+    def fastest(self, count: int, accept: Callable[[Layout], bool] | None) -> list[Layout]:
+        """The `count` fastest that `accept` takes, each of another arrangement."""
+        found: dict[tuple[object, ...], Layout] = {}
+        for _, layout in sorted(self.rows.values(), key=lambda row: row[0]):
+            if len(found) == count:
+                break
+            name = arrangement(layout, ARRANGEMENT)
+            # Not everyone can recompute in some layers only; in all of them it fits as well.
+            whole = replace(layout, recompute_layers=None)
+            taken = [one for one in (layout, whole) if accept is None or accept(one)]
+            if name not in found and taken:
+                found[name] = taken[0]
+        return list(found.values())
 
     def front(self, most: int = 8) -> list[Layout]:
         """At most `most` of the front, evenly spread."""
@@ -173,16 +194,20 @@ class _Best:
         return [self.on_front[index][2] for index in pick]
 
 
-# Layouts that agree in these, and in whether they have context parallelism, are variants of one another.
+# Layouts that agree in these, and in which other axes they have, are variants of one another. The best of
+# every schedule and recomputation is kept besides, since not everyone takes each.
 ARRANGEMENT = ("pp", "tp", "ep", "zero", "offload")
+KEPT = (*ARRANGEMENT, "schedule", "recompute", "expert_tp")
 
 
-def arrangement(layout: Layout) -> tuple[object, ...]:
+def arrangement(layout: Layout, names: Sequence[str] = KEPT) -> tuple[object, ...]:
     """What a layout is called by: its variants differ in numbers only."""
-    return (*(getattr(layout, name) for name in ARRANGEMENT), layout.cp > 1)
+    return (*(getattr(layout, name) for name in names), layout.cp > 1, layout.dp_replicate > 1, layout.dp_shard > 1)
 
 
-def _refined(job: Job, layouts: Sequence[Layout], pinned: Pins, top: int) -> tuple[Estimate, ...]:
+def _refined(
+    job: Job, layouts: Sequence[Layout], pinned: Pins, accept: Callable[[Layout], bool] | None, top: int
+) -> tuple[Estimate, ...]:
     """Full estimates of `layouts`, with their pipelines simulated; of the fastest few also of what is next to them.
 
     Of those that are equally fast as far as the model can tell, the simplest comes first.
@@ -190,9 +215,10 @@ def _refined(job: Job, layouts: Sequence[Layout], pinned: Pins, top: int) -> tup
     fitting = [one for one in (estimate(job, layout) for layout in layouts) if one.fits]
     fitting.sort(key=lambda one: one.step_seconds)
     for place, plain in enumerate(fitting[:REFINED]):
-        legal = (one for one in _neighbours(job, plain, pinned) if not _problems(job, one))
-        nearby = [one for one in (estimate(job, layout) for layout in legal) if one.fits]
-        fitting[place] = min([plain, *nearby], key=lambda one: one.step_seconds)
+        nearby = _neighbours(job, plain, pinned)
+        legal = [one for one in nearby if (accept is None or accept(one)) and not _problems(job, one)]
+        made = [one for one in (estimate(job, layout) for layout in legal) if one.fits]
+        fitting[place] = min([plain, *made], key=lambda one: one.step_seconds)
     if not fitting:
         return ()
     least = min(one.step_seconds for one in fitting)
