@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from kumi.plan.columns import columns
 from kumi.plan.comm import collective_seconds, link_name
-from kumi.plan.shards import local_elements
 from kumi.plan.stages import bounds
+from kumi.plan.states import elements
 from kumi.plan.types import Collective
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -83,15 +83,14 @@ def _data(own: _Own) -> Iterator[Collective]:
     """Gradients and parameters over the data axes, unit by unit; plain data parallelism reduces all at once."""
     job, layout, times = own.job, own.layout, own.microbatches
     reduced, whole = float(job.engine.grad_reduce_itemsize), float(job.weight_itemsize)
-    x = columns([layout])
     different = {id(ops): ops for _, ops in own.units}
-    sizes = {key: [float(part[0]) for part in local_elements(ops, x)] for key, ops in different.items()}
+    sizes = {key: _sizes(job, layout, ops) for key, ops in different.items()}
     units = [(name, sizes[id(ops)]) for name, ops in own.units]
     shards = layout.dp_shard * layout.cp
     experts = max(1, shards * layout.tp // (layout.ep * layout.expert_tp))
     if layout.zero == 0:
         for part, degree, what in ((0, shards, "gradients"), (1, experts, "experts")):
-            size = reduced * sum(elements[part] for _, elements in units)
+            size = reduced * sum(unit[part] for _, unit in units)
             yield Collective("all_reduce", "dp", layout.dp_replicate * degree, size, 1, "backward", what)
         yield Collective("all_reduce", "world", layout.world_size // (layout.dp * layout.cp), 4, 1, "update", "norm")
         return
@@ -100,13 +99,21 @@ def _data(own: _Own) -> Iterator[Collective]:
         again = name == "layer" and number != last_layer
         gathers = times * (1 + again) if layout.zero == 3 else 1
         reduces = 1 if layout.zero == 1 else times
-        for elements, degree, what in ((dense, shards, name), (expert, experts, "experts")):
+        for size, degree, what in ((dense, shards, name), (expert, experts, "experts")):
             when = "forward+backward" if layout.zero == 3 else "forward"
-            yield Collective("all_gather", "dp_shard", degree, whole * elements, gathers, when, what)
-            yield Collective("reduce_scatter", "dp_shard", degree, reduced * elements, reduces, "backward", what)
-            share = reduced * elements / degree
+            yield Collective("all_gather", "dp_shard", degree, whole * size, gathers, when, what)
+            yield Collective("reduce_scatter", "dp_shard", degree, reduced * size, reduces, "backward", what)
+            share = reduced * size / degree
             yield Collective("all_reduce", "dp_replicate", layout.dp_replicate, share, 1, "backward", what)
-    yield Collective("all_reduce", "world", layout.world_size, 4, 1, "update", "norm")
+    yield Collective("all_reduce", "world", layout.world_size // layout.dp_replicate, 4, 1, "update", "norm")
+
+
+def _sizes(job: Job, layout: Layout, ops: Sequence[Op]) -> tuple[float, float]:
+    """Elements of the dense parameters of `ops` and of those of routed experts as they travel: cut by tp and ep, and
+    padded so that all ranks that divide them have equally many."""
+    x = columns([layout])
+    dense, routed = ([op for op in ops if bool(op.experts) == routed] for routed in (False, True))
+    return float(elements(job, dense, x).padded[0]), float(elements(job, routed, x).padded[0])
 
 
 def _tensor(own: _Own) -> Iterator[Collective]:
