@@ -86,6 +86,7 @@ def case_of(run: Run, *, measured: bool = True) -> Case | str:
     if isinstance(precision, str):
         return precision
     layout, sequences = _batch(run, layout)
+    layout = replace(layout, stage_layers=stage_layers_of(run, model, layout))
     batch = BatchSpec(run.seq_len, sequences * run.seq_len)
     job = Job(model, cluster, batch, precision, Optim(), engine_of(run))
     whole, _ = flops_per_token(model, batch.seq_len)
@@ -110,6 +111,9 @@ def layout_of(run: Run) -> Layout | str:
     if zero is None:
         return f"layout: sharding {run.sharding!r} is not known"
     stage, shard = zero[0], min(zero[1], dp)
+    if engine.name.startswith("torchtitan") and pp > 1 and stage == 3:
+        # With a pipeline, it frees no weights between microbatches and divides gradients after the last.
+        stage = 1
     if dp % shard:
         return f"layout: {shard} sharing ranks do not divide dp={dp}"
     stages = _stages(run, pp)
@@ -127,6 +131,40 @@ def layout_of(run: Run) -> Layout | str:
         schedule=_schedule(run, pp, stages),
         stages=stages,
     )
+
+
+def stage_layers_of(run: Run, model: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    """Layers of every stage where a trainer divides them otherwise than evenly; else empty."""
+    engine, count, pp = engine_of(run).name, model.num_hidden_layers, layout.pp
+    if pp == 1 or layout.stages > 1:
+        return ()
+    if engine == "nanotron":
+        return _by_cost(model, pp)
+    if engine == "megatron-deepspeed-bf16":
+        # The embedding and the head each take the place of a layer.
+        return tuple(size - (stage in (0, pp - 1)) for stage, size in enumerate(_filled(count + 2, pp)))
+    return tuple(_filled(count, pp)) if engine == "megatron-deepspeed" and count % pp else ()
+
+
+def _filled(count: int, pp: int) -> list[int]:
+    """`count` pieces, as many to each stage as go up evenly, rounded up, until none are left."""
+    each = -(-count // pp)
+    found = [min(each, max(0, count - each * stage)) for stage in range(pp)]
+    return found if min(found) > 1 else [count // pp + (stage < count % pp) for stage in range(pp)]
+
+
+def _by_cost(model: ModelSpec, pp: int) -> tuple[int, ...]:
+    """nanotron's division: a stage takes blocks until the costs so far pass its share of all; the embedding is free,
+    the head costs its matrix (nanotron v0.5, models/base.py, models/llama.py)."""
+    costs = [sum(param.numel for op in ledger.layer_ops(model, index) for param in op.params if len(param.dims) > 1)
+             for index in range(model.num_hidden_layers)]  # fmt: skip
+    total, passed, stage, found = sum(costs) + model.vocab_size * model.hidden_size, 0, 0, [0] * pp
+    for cost in costs:
+        found[stage] += 1
+        passed += cost
+        if passed > total * (stage + 1) / pp and stage < pp - 1:
+            stage += 1
+    return tuple(found)
 
 
 def _stages(run: Run, pp: int) -> int:
@@ -157,7 +195,7 @@ def stated_recompute(run: Run) -> str | None:
 
 def _sequence_parallel(run: Run, engine: str, tp: int) -> bool:
     """The column; else off in Megatron before 2022 and its fork with DeepSpeed, which do not have it."""
-    default = engine not in ("megatron-lm-2021", "megatron-deepspeed")
+    default = engine != "megatron-lm-2021" and not engine.startswith("megatron-deepspeed")
     return tp > 1 and (default if run.sp is None else run.sp)
 
 
@@ -165,6 +203,9 @@ def _batch(run: Run, layout: Layout) -> tuple[Layout, int]:
     """(layout, sequences in a step): where the global batch is blank, the local batch of the notes, else a microbatch
     for every data-parallel rank, four for each stage of a pipeline. A microbatch is no larger than a rank's share."""
     local = re.search(r"local batch (\d+)", run.text)
+    if local and layout.pp > 1 and not run.micro_batch:
+        # torchtitan cuts a rank's batch into as many microbatches as there are stages' ranks.
+        layout = replace(layout, microbatch=max(1, int(local.group(1)) // layout.pp))
     units = 4 * layout.pp if layout.pp > 1 else 1
     sequences = run.global_batch or layout.dp * (int(local.group(1)) if local else layout.microbatch * units)
     return replace(layout, microbatch=max(1, min(layout.microbatch, sequences // layout.dp))), sequences

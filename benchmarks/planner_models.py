@@ -159,6 +159,9 @@ def model_of(run: Run) -> ModelSpec | str:
         return "model: the row has no layers and hidden size, and its name is not known"
     given = {key: value for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
              if (value := getattr(run, key)) is not None}  # fmt: skip
+    if given.get("heads") and given.get("hidden", shape.hidden) % given["heads"] and shape.head_dim is None:
+        # A slip of the table, which cannot have run; what the document says elsewhere counts.
+        given |= dict.fromkeys(("heads", "kv_heads"), HEADS_OF.get(given.get("hidden", shape.hidden), given["heads"]))
     shape = replace(shape, **given)
     if (shape.hidden % shape.heads and shape.head_dim is None) or shape.heads % shape.kv_heads:
         return f"model: {shape.heads} heads ({shape.kv_heads} of keys) do not divide hidden size {shape.hidden}"

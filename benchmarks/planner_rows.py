@@ -14,6 +14,8 @@ from pathlib import Path
 
 NEEDED = ("id", "source", "model_name", "gpu", "gpus", "tp", "pp", "seq_len")
 GIB = 2**30
+# nvidia-smi prints MiB: "80GB" of an A100 are 80 thousand of its 81,920, for 80 GiB are more than programs get.
+SMI_GB = 1000 * 2**20
 # How the memory of a run was read, by words of its notes; the first that is found counts.
 READINGS = (("not stated", ""), ("nvidia-smi", "nvidia-smi"), ("reserved", "reserved"), ("allocated", "allocated"))
 
@@ -89,6 +91,7 @@ def run_of(cells: dict[str, str]) -> Run:
     """A run from the cells of a row in the columns of runs.csv."""
     get = {name: (value or "").strip() for name, value in cells.items()}.get
     text = f"{get('source', '')} {get('model_name', '')} {get('notes', '')}".lower()
+    reading = next((reading for words, reading in READINGS if words in text), "")
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpus", "gpus_per_node", "tp", "pp",
              "vpp", "dp", "cp", "ep", "micro_batch", "global_batch")  # fmt: skip
     return Run(
@@ -109,8 +112,8 @@ def run_of(cells: dict[str, str]) -> Run:
         seconds=scaled(get("step_time_s", ""), 1.0),
         flops_per_gpu=scaled(get("tflops_per_gpu", ""), 1e12),
         tokens_per_s_per_gpu=scaled(get("tokens_per_s_per_gpu", ""), 1.0),
-        memory=scaled(get("peak_mem_gb", ""), GIB),
-        reading=next((reading for words, reading in READINGS if words in text), ""),
+        memory=scaled(get("peak_mem_gb", ""), SMI_GB if reading == "nvidia-smi" else GIB),
+        reading=reading,
     )
 
 

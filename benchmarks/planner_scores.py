@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from planner_jobs import Case
 from planner_metrics import mean_abs_error, one_constant, signed_error, spearman, top1_regret
 
-from kumi.plan.estimate import estimate_many
+from kumi.plan.estimate import estimate, estimate_many
 from kumi.plan.memory import as_read, usable
 from kumi.spec.job import Job
 from kumi.spec.layout import RECOMPUTE, Layout
@@ -53,7 +53,12 @@ class Scored:
 def planner(job: Job, layouts: Sequence[Layout]) -> tuple[Floats, Floats]:
     """Seconds of a step and bytes of the fullest rank that kumi's planner estimates."""
     found = estimate_many(job, layouts)
-    return found.seconds, found.memory
+    seconds, memory = found.seconds.copy(), found.memory.copy()
+    for index, layout in enumerate(layouts):
+        if layout.stage_layers:
+            one = estimate(job, layout)
+            seconds[index], memory[index] = one.step_seconds, one.peak_memory
+    return seconds, memory
 
 
 def predict(cases: Sequence[Case], estimator: Estimator = planner) -> Scored:

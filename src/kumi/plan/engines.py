@@ -30,6 +30,7 @@ _MEGATRON = Engine(
     grad_reduce_itemsize=4,
     message_bytes=160e6,
     dispatch=4.0,
+    selective="attention",
     source=(
         "Megatron-LM core_r0.8 to r0.12: optimizer/, distributed/param_and_grad_buffer.py, tensor_parallel/"
         "cross_entropy.py; README's scaling runs set --overlap-grad-reduce and --overlap-param-gather; Transformer "
@@ -37,10 +38,16 @@ _MEGATRON = Engine(
     ),
 )
 
-# DeepSpeed's pipeline engine and its BF16/FP16 optimizers reduce gradients after the last microbatch.
+# DeepSpeed's pipeline engine reduces gradients after the last microbatch, in buckets of 5e8 elements, and keeps what a
+# stage has sent on until its backward. Its float16 optimizer with ZeRO-1 adds gradients up in float16, and copies a
+# rank's part of them to float32 for the update.
 _MEGATRON_DEEPSPEED = replace(
     _MEGATRON,
     name="megatron-deepspeed",
+    grad_itemsize=2,
+    bucket_bytes=1e9,
+    update_itemsize=4,
+    stage_output=True,
     attention="fused-softmax",
     overlap_grads=False,
     overlap_params=False,
@@ -50,11 +57,13 @@ _MEGATRON_DEEPSPEED = replace(
     dispatch=5.0,
     source=(
         "bigscience-workshop/Megatron-DeepSpeed: megatron/model/{transformer,fused_softmax}.py; deepspeed/runtime/pipe/"
-        "engine.py reduces after the last backward; deepspeed/runtime/bf16_optimizer.py keeps float32 gradients"
+        "engine.py reduces after the last backward; deepspeed/runtime/zero/stage_1_and_2.py"
     ),
 )
 
-# FSDP2 shards float32 weights and gathers them in bfloat16; logits are kept in bfloat16 and float32 with a gradient.
+# FSDP2 shards float32 weights and gathers them in bfloat16; norm and head are a unit of their own. The compiled loss
+# has bfloat16 logits and their gradient, and with tp their float32 probabilities. Recomputation by operation spares
+# every second matrix product.
 _TORCHTITAN = Engine(
     name="torchtitan",
     half_weights=False,
@@ -62,13 +71,17 @@ _TORCHTITAN = Engine(
     half_grads=False,
     kernels="compiled",
     attention="flash",
-    logit_bytes=10.0,
+    logit_bytes=4.0,
+    cut_logit_bytes=8.0,
     overlap_grads=True,
     overlap_params=True,
     overlap_tp=False,
     overlap_pp=False,
     grad_reduce_itemsize=4,
     dispatch=3.0,
+    autograd=("norm", "gate"),
+    selective="half-products",
+    head_stays=False,
     source=(
         "pytorch/torchtitan: distributed/ (MixedPrecisionPolicy param bfloat16, reduce float32), components/loss.py "
         "(float32 cross entropy), torch.compile for each block; async TP is a switch, off by default"
@@ -81,6 +94,9 @@ _ACCELERATE = replace(
     name="accelerate-fsdp",
     kernels="eager",
     logit_bytes=14.0,
+    cut_logit_bytes=0.0,
+    selective="products",
+    head_stays=True,
     source=(
         "huggingface/accelerate FullyShardedDataParallelPlugin with bf16 mixed precision (parameters, reductions and "
         "buffers in bfloat16) and transformers' eager blocks, whose loss upcasts the logits"
@@ -96,6 +112,7 @@ ENGINES: dict[str, Engine] = {
         _MEGATRON,
         name="megatron-bridge",
         overlap_tp=True,
+        grad_itemsize=2,
         grad_reduce_itemsize=2,
         dispatch=1.0,
         source=(
@@ -119,6 +136,40 @@ ENGINES: dict[str, Engine] = {
         ),
     ),
     "megatron-deepspeed": _MEGATRON_DEEPSPEED,
+    # The bfloat16 optimizer adds gradients up in float32 beside those of a microbatch, neither divided.
+    "megatron-deepspeed-bf16": replace(
+        _MEGATRON_DEEPSPEED,
+        name="megatron-deepspeed-bf16",
+        grad_itemsize=4,
+        half_grads=True,
+        bucket_bytes=2e9,
+        update_itemsize=0,
+        source=(
+            "deepspeed/runtime/bf16_optimizer.py, engine.py (buffered_allreduce_fallback); BigScience's chronicles of "
+            "28 February 2022: 4 bytes a parameter more than with float16, not divided"
+        ),
+    ),
+    # The head gathers the logits of the whole vocabulary: in bfloat16 and as float32 log-probabilities with two
+    # gradients. Norms and MLPs are differentiated op by op, gradients added up in bfloat16.
+    "scaling": replace(
+        _MEGATRON,
+        name="scaling",
+        grad_itemsize=2,
+        kernels="eager",
+        autograd=("norm", "gate"),
+        logit_bytes=14.0,
+        whole_logits=True,
+        stage_output=True,
+        gathered_inputs=True,
+        overlap_grads=False,
+        overlap_params=False,
+        overlap_pp=False,
+        grad_reduce_itemsize=2,
+        source=(
+            "Hagemann et al., 2023, arXiv:2311.05610; Aleph-Alpha/scaling: transformer/model/{layers/lm_head,losses/"
+            "cross_entropy}.py, core/nn/{mlp,attention/attention}.py, core/optimizer/optimizer.py"
+        ),
+    ),
     # A gradient in bfloat16 lives beside the accumulated float32 one; TP is overlapped by a switch that is on.
     "nanotron": Engine(
         name="nanotron",
@@ -126,8 +177,10 @@ ENGINES: dict[str, Engine] = {
         grad_itemsize=4,
         half_grads=True,
         kernels="eager",
+        autograd=("norm", "gate"),
+        selective="attention",
         attention="flash",
-        logit_bytes=12.0,
+        logit_bytes=14.0,
         overlap_grads=True,
         overlap_params=False,
         overlap_tp=False,
@@ -141,17 +194,30 @@ ENGINES: dict[str, Engine] = {
         ),
     ),
     "torchtitan": _TORCHTITAN,
+    # Before February 2025 the loss was not compiled: float32 log-probabilities and two gradients; with tp, of
+    # loss_parallel, also the exponentials and their product.
+    "torchtitan-2024": replace(
+        _TORCHTITAN,
+        name="torchtitan-2024",
+        logit_bytes=12.0,
+        cut_logit_bytes=20.0,
+        source="pytorch/torchtitan v0.1: train.py (loss_fn not compiled); torch/distributed/tensor/parallel/loss.py",
+    ),
     # "PURE" mixed precision: parameters, gradients and reductions in bfloat16 over float32 shards.
     "llm-foundry": replace(
         _TORCHTITAN,
         name="llm-foundry",
         kernels="fused",
+        autograd=(),
+        selective="products",
+        head_stays=True,
         attention="flash-1",
-        logit_bytes=10.0,
+        logit_bytes=4.0,
+        cut_logit_bytes=0.0,
         grad_reduce_itemsize=2,
         source=(
             "mosaicml/llm-foundry scripts/train/benchmarking: FSDP FULL_SHARD, mixed_precision PURE, triton flash "
-            "attention, low_precision_layernorm; composer's trainer"
+            "attention, low_precision_layernorm, loss_fn fused_crossentropy; composer's trainer"
         ),
     ),
     # Reductions start as buckets fill (overlap_comm), but ZeRO-3 hides only part of its gathers by prefetching.

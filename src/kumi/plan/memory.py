@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kumi.plan.activations import Kept, Ledger, kinds_of, ledger
 from kumi.plan.columns import WORDS, Columns, Floats, Ints, columns
 from kumi.plan.stages import Share, share
-from kumi.plan.states import Held, divided, gathered, held, state_bytes
+from kumi.plan.states import Held, divided, gathered, held, state_bytes, update_bytes
 from kumi.plan.types import MemoryEstimate
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device
@@ -77,6 +77,7 @@ def stage_memory(job: Job, x: Columns, share: Share, known: Content | None = Non
     sizes = state_bytes(job, x, own)
     sizes |= _fullest({
         "gathered": (passing.loss, passing.layer, passing.end),
+        "optimizer": (sizes["optimizer"], sizes["optimizer"], sizes["optimizer"] + update_bytes(job, x, own)),
         "activations": (stay, stay + in_hand, np.zeros(len(x))),
         "head": (_logits(job, x, share) + head_gradient, head_gradient, head_gradient),
     })  # fmt: skip
@@ -119,7 +120,7 @@ def _weight_copies(job: Job, x: Columns, own: Held, part: Share) -> Floats:
     if job.engine.half_weights or job.precision.compute == job.precision.param:
         return np.zeros(len(x))
     again = _recomputed(x, part)
-    copies = (1 - again) * own.total.products + np.where(again > 0, own.largest_products, 0.0)
+    copies = (1 - again) * own.total.products + np.where(again > 0, own.layer.products, 0.0)
     return np.asarray(ITEMSIZE[job.precision.compute] * np.where(divided(x) > 1, 0.0, copies))
 
 
@@ -191,8 +192,10 @@ def _libraries(job: Job, x: Columns) -> Floats:
     device = job.cluster.device
     if device.kind != "cuda":
         return np.full(len(x), float(device.reserved))
-    groups = np.sum([degree > 1 for degree in (x.pp, x.dp, x.cp, x.tp)], axis=0)
-    return np.asarray(device.reserved + GROUP * groups + ALL_TO_ALL_GROUP * (x.ep > 1))
+    axes = np.sum([degree > 1 for degree in (x.pp, x.dp, x.cp, x.tp)], axis=0)
+    # Besides, all ranks together, those that divide a model (for the norm of its gradient), and a tied head's.
+    others = 1 * (axes > 1) + ((x.tp > 1) & (x.pp > 1)) + ((x.pp > 1) & job.model.tie_word_embeddings)
+    return np.asarray(device.reserved + GROUP * (axes + others) + ALL_TO_ALL_GROUP * (x.ep > 1))
 
 
 def _rounding(job: Job) -> float:

@@ -35,6 +35,9 @@ class Elements:
     def __add__(self, other: Elements) -> Elements:
         return Elements(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
+    def largest(self, other: Elements) -> Elements:
+        return Elements(*(np.maximum(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)))
+
     def times(self, count: Floats) -> Elements:
         return Elements(*(getattr(self, field.name) * count for field in fields(self)))
 
@@ -45,14 +48,22 @@ class Elements:
 @dataclass(frozen=True)
 class Held:
     """What a rank holds: `total` of all its parameters; `root`, the head with the final norm (and with the token table,
-    where they share it), which is gathered first and freed last; and whole and padded elements of the largest other
-    unit, and the elements of the layer with the largest matrices."""
+    where they share it), which is gathered first and freed last; the largest `layer`, by each figure for itself; and
+    the embedding, if it is a unit of its own."""
 
     total: Elements
     root: Elements
-    largest_whole: Floats
-    largest_padded: Floats
-    largest_products: Floats
+    layer: Elements
+    embedding: Elements
+
+    @property
+    def largest_whole(self) -> Floats:
+        """Elements of the largest unit besides the root."""
+        return np.maximum(self.layer.whole, self.embedding.whole)
+
+    @property
+    def largest_padded(self) -> Floats:
+        return np.maximum(self.layer.padded, self.embedding.padded)
 
 
 def divided(x: Columns) -> Ints:
@@ -69,13 +80,12 @@ def held(job: Job, x: Columns, share: Share) -> Held:
     # A head that shares the token table is one tensor with it; on another stage it is a copy.
     tied = model.tie_word_embeddings
     root = head.times(share.head) + table.times(tied * np.maximum(share.head, share.embedding))
-    others = list(zip([*layers, table], [*share.layers, (not tied) * share.embedding], strict=True))
-    total = root
-    for one, count in others:
+    embedding = table.times((not tied) * share.embedding)
+    total, layer = root + embedding, embedding.times(np.zeros(len(x)))
+    for one, count in zip(layers, share.layers, strict=True):
         total = total + one.times(count)
-    largest = [np.max([getattr(one, name) * (count > 0) for one, count in others], axis=0)
-               for name in ("whole", "padded", "products")]  # fmt: skip
-    return Held(total, root, *largest)
+        layer = layer.largest(one.times(np.minimum(count, 1.0)))
+    return Held(total, root, layer, embedding)
 
 
 def elements(job: Job, ops: Iterable[Op], x: Columns) -> Elements:
@@ -127,8 +137,13 @@ def state_bytes(job: Job, x: Columns, own: Held) -> dict[str, Floats]:
     return {
         "params": compute * np.where(x.zero == 3, total.part, total.whole),
         "grads": grads,
-        "optimizer": total.states + (masters + engine.update_itemsize) * part,
+        "optimizer": total.states + masters * part,
     }
+
+
+def update_bytes(job: Job, x: Columns, own: Held) -> Floats:
+    """Bytes that the update copies of a rank's part in passing."""
+    return np.asarray(job.engine.update_itemsize * np.where(x.zero > 0, own.total.part, own.total.whole))
 
 
 @dataclass(frozen=True)
@@ -140,7 +155,7 @@ class Gathered:
     microbatch at hand, on their way to be divided.
 
     Of these, `loss` are there when the loss is computed, `layer` in the backward of a layer, the buffers in which its
-    gradients are summed included, and `end` when the root's gradients are summed, after all layers.
+    gradients are summed included, and `end` in that of the embedding, when the root's gradients are summed, too.
     """
 
     params: Floats
@@ -161,23 +176,26 @@ def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
     Engines with weights in the compute dtype gather nothing before ZeRO-3.
     """
     compute, reduce = ITEMSIZE[job.precision.compute], ITEMSIZE[job.precision.reduce]
-    root, largest = own.root, own.largest_padded
-    params = compute * np.where(x.zero == 3, root.padded + largest, own.total.padded)
+    root, layer, shards = own.root, own.layer, x.zero == 3
+    every = compute * own.total.padded
     kept = reduce * np.where((x.zero == 1) & (microbatches > 1), own.total.whole, 0.0)
-    grads = compute * (root.whole + own.largest_whole)
     # Summed from one buffer into another, in the dtype of the reduction.
     summed = reduce * (1 + 1 / np.maximum(1, divided(x)))
-    coming = compute * np.where(x.zero == 3, largest, 0.0)
-    rest = np.where(x.zero == 3, compute * root.padded, params)
-    # A head that is a unit of its own is gone when the layers' turn comes.
-    gone = 0.0 if job.engine.head_stays else compute * (root.whole + np.where(x.zero == 3, root.padded, 0.0))
-    active = (divided(x) > 1) & ((x.zero == 3) | (not job.engine.half_weights))
+    in_loss = np.where(shards, compute * (root.padded + layer.padded), every)
+    in_layer = in_loss + compute * (np.where(shards, layer.padded, 0.0) + root.whole + layer.whole)
+    if not job.engine.head_stays:
+        in_layer = in_layer - compute * (np.where(shards, root.padded, 0.0) + root.whole)
+    last = np.maximum(root.padded, own.embedding.padded)
+    at_end = (
+        np.where(shards, compute * root.padded, every) + compute * (root.whole + own.embedding.whole) + summed * last
+    )
+    active = (divided(x) > 1) & (shards | (not job.engine.half_weights))
     return Gathered(*(np.where(active, size, 0.0) for size in (
-        params,
-        compute * np.maximum(largest, root.padded),
+        np.where(shards, compute * (root.padded + own.largest_padded), every),
+        compute * np.maximum(own.largest_padded, root.padded),
         kept,
-        grads,
-        params + kept,
-        params + kept + coming + grads + summed * largest - gone,
-        rest + kept + compute * root.whole + summed * root.padded,
+        compute * (root.whole + own.largest_whole),
+        in_loss + kept,
+        in_layer + kept + summed * layer.padded,
+        at_end + kept,
     )))  # fmt: skip
