@@ -18,6 +18,8 @@ from kumi.plan.stages import bounds
 from kumi.spec.ledger import num_params
 
 PARSERS = Path(__file__).parent / "parsers"
+# Where the trainers' packages are looked for.
+PYTHON = sys.executable
 MISSING = 77
 STEPS = 200
 
@@ -33,7 +35,7 @@ def parsed(script, trainers, folder, wanted=lambda files: True):
             for file, text in files.items():
                 (folder / trainer / name / file).write_text(text)
     command = [
-        sys.executable,
+        PYTHON,
         str(PARSERS / f"{script}.py"),
         *(str(folder / trainer / name) for trainer, name in names),
     ]

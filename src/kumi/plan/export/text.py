@@ -12,8 +12,8 @@ WIDTH = 100
 
 
 def comment(lines: Iterable[str]) -> str:
-    """`lines` as comment lines of a shell script, YAML or Python file, folded to `WIDTH`; commands ("$ ...") are not."""
-    return "".join(f"# {part}\n" for line in lines for part in ([line] if line.startswith("$ ") else _fold(line)))
+    """`lines` as comments of a shell, YAML or Python file, folded to `WIDTH` but for commands ("$ ...")."""
+    return "".join(f"# {part}\n" for line in lines for part in ([line] if line.startswith("$") else _fold(line)))
 
 
 def _fold(line: str) -> list[str]:
