@@ -130,9 +130,16 @@ def _tensor(own: _Own) -> Iterator[Collective]:
             yield Collective(kind, "tp", layout.tp, own.hidden, 2 * times, "backward", "activations")
             yield Collective(kind, "tp", layout.tp, own.hidden, 2 * recomputed, "recompute", "activations")
         yield Collective("all_gather", "tp", layout.tp, own.hidden, 2 * times, "backward", "inputs of weight gradients")
-    ends = own.microbatches * (own.first + own.last)
-    kind = "reduce_scatter" if own.sequence_parallel else "all_reduce"
-    yield Collective(kind, "tp", layout.tp, own.hidden, ends, "forward+backward", "embedding and head")
+    first, last = own.microbatches * own.first, own.microbatches * own.last
+    if not own.sequence_parallel:
+        yield Collective("all_reduce", "tp", layout.tp, own.hidden, first, "forward", "embedding")
+        yield Collective("all_reduce", "tp", layout.tp, own.hidden, last, "backward", "head")
+        return
+    yield Collective("reduce_scatter", "tp", layout.tp, own.hidden, first, "forward", "embedding")
+    yield Collective("all_gather", "tp", layout.tp, own.hidden, first, "backward", "embedding")
+    yield Collective("all_gather", "tp", layout.tp, own.hidden, last, "forward", "head")
+    yield Collective("reduce_scatter", "tp", layout.tp, own.hidden, last, "backward", "head")
+    yield Collective("all_gather", "tp", layout.tp, own.hidden, last, "backward", "inputs of weight gradients")
 
 
 def _recomputed_layers(own: _Own) -> int:

@@ -261,7 +261,7 @@ class _Rows:
         cost.kernels_backward += 4
         if self.engine.dropout:
             self._elements(cost, "dropout", elements)
-        self._gather(cost, elements * self.size, forward=1, backward=1)
+        self._gather(cost, elements * self.size, (1, 0), (1, 1))
 
     def _head(self, cost: Cost, op: Op) -> None:
         columns = np.ceil(op.target.size / self.tp)
@@ -274,25 +274,26 @@ class _Rows:
         cost.kernels_forward += 1
         cost.kernels_backward += 2
         self._elements(cost, "logits", self.tokens * columns)
-        self._gather(cost, self.tokens * op.source.size * self.size, forward=1, backward=1)
+        self._gather(cost, self.tokens * op.source.size * self.size, (0, 1), (1, 2))
 
-    def _gather(self, cost: Cost, size: Floats, forward: float, backward: float) -> None:
-        """Tensor-parallel traffic: an all-gather and reduce-scatter are an all-reduce cut in two under SP."""
-        whole = collective_seconds(self.job.cluster, "all_reduce", size, self.tp, np.ones_like(self.tp))
-        half = collective_seconds(self.job.cluster, "all_gather", size, self.tp, np.ones_like(self.tp))
-        one = np.where(self.parallel, 2 * half, whole)
-        again = np.where(self.parallel, half, 0.0)
-        cost.comm_forward["tp"] += forward * one
-        cost.comm_backward["tp"] += backward * one + (backward * again if backward > 1 else 0)
-        calls = np.where(self.tp > 1, np.where(self.parallel, 2.0, 1.0), 0.0) * COLLECTIVE_LAUNCHES
-        cost.kernels_forward += forward * calls
-        cost.kernels_backward += backward * calls
+    def _gather(self, cost: Cost, size: Floats, whole: tuple[int, int], halves: tuple[int, int]) -> None:
+        """Tensor-parallel traffic going forward and backward: so many all-reduces, which SP cuts in two, an all-gather
+        and a reduce-scatter: of these `halves`."""
+        one, half = (
+            collective_seconds(self.job.cluster, kind, size, self.tp, np.ones_like(self.tp))
+            for kind in ("all_reduce", "all_gather")
+        )
+        calls = np.where(self.tp > 1, COLLECTIVE_LAUNCHES, 0.0)
+        cost.comm_forward["tp"] += np.where(self.parallel, halves[0] * half, whole[0] * one)
+        cost.comm_backward["tp"] += np.where(self.parallel, halves[1] * half, whole[1] * one)
+        cost.kernels_forward += calls * np.where(self.parallel, halves[0], whole[0])
+        cost.kernels_backward += calls * np.where(self.parallel, halves[1], whole[1])
 
     def _tensor_parallel(self, cost: Cost) -> None:
         """Two all-reduces forward and two backward (Shoeybi et al., 2019); with SP their halves, and the inputs of the
         column-parallel products gathered again for their weight gradients (Korthikanti et al., 2022, section 4.2)."""
         hidden = self.job.model.hidden_size
-        self._gather(cost, self.tokens * hidden * self.size, forward=2, backward=2)
+        self._gather(cost, self.tokens * hidden * self.size, (2, 2), (4, 6))
         if self.engine.overlap_tp:
             for side, comm in (("forward", cost.comm_forward), ("backward", cost.comm_backward)):
                 hidden_part = np.minimum(TP_HIDDEN * comm["tp"], 0.5 * getattr(cost, side))
