@@ -62,6 +62,7 @@ def measure_rank(wanted: Wanted, out: Path) -> int:
 
 def _measure(wanted: Wanted, mesh: Mesh, flag: StopFlag) -> Found:
     torch.manual_seed(mesh.rank)
+    interpreter = memory_now(mesh.device)
     if wanted.device_type == "cpu":
         enable_fast_float32()
     work = list(kernels(mesh.device, wanted.dtypes, quick=wanted.quick))
@@ -83,7 +84,7 @@ def _measure(wanted: Wanted, mesh: Mesh, flag: StopFlag) -> Found:
     return Found(
         kernels=tuple(timings),
         transfers=tuple(transfers),
-        reserved=_reserved(mesh.device),
+        reserved=_context(mesh.device) if wanted.device_type == "cuda" else interpreter,
         processors=_processors(mesh.device),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
@@ -102,10 +103,8 @@ def _agree(mesh: Mesh, flag: StopFlag) -> None:
         raise Stopped(signum)
 
 
-def _reserved(device: torch.device) -> int:
-    """Bytes of the device that are taken before a tensor is there: the context and libraries, the interpreter."""
-    if device.type == "cpu":
-        return memory_now(device)
+def _context(device: torch.device) -> int:
+    """Bytes of a GPU that are taken outside the allocator: by the context and, once they are used, the libraries."""
     free, whole = torch.cuda.mem_get_info(device)
     return whole - free - torch.cuda.memory_reserved(device)
 
