@@ -94,7 +94,9 @@ def stages_of(job: Job, layout: Layout, x: Columns) -> tuple[StageEstimate, ...]
     ends = np.arange(len(where))
     part = Share(counts, (ends == 0) * 1.0, (ends == len(where) - 1) * 1.0, np.ones(len(where)))
     same = np.zeros(len(where), np.int64)
-    work = stage(job, x.take(same), part, costs, index[same])
+    layers = counts.sum(axis=0)
+    of_rank = np.array([layers[list(held[rank_of[number]])].sum() for number in range(len(where))])
+    work = stage(job, x.take(same), part, costs, index[same], of_rank)
     return tuple(
         StageEstimate(rank_of[number], *span, *(float(getattr(work, name)[number]) for name in SIDES))
         for number, span in enumerate(where)

@@ -16,7 +16,8 @@ from kumi.plan.update import HIDES, data_groups, hidden_share, parameters, unit_
 from kumi.plan.work import Cost, Table, table
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE
-from kumi.spec.ledger import layer_ops
+from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
+from kumi.spec.op import Op
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 ACTIVATIONS = OFFLOAD.index("activations")
@@ -92,16 +93,17 @@ def microbatches_of(job: Job, x: Columns) -> Ints:
     return found
 
 
-def stage(job: Job, x: Columns, part: Share, costs: Table, index: Ints) -> Stage:
-    """What a rank that holds `part` does in one microbatch."""
-    parts = [(one, part.layers[kind], True) for kind, one in enumerate(costs.layers)]
-    parts += [(costs.embedding, part.embedding, False), (costs.head, part.head, False)]
+def stage(job: Job, x: Columns, part: Share, costs: Table, index: Ints, layers: Floats | None = None) -> Stage:
+    """What a rank that holds `part` does in one microbatch; of `layers` in all, where `part` is one of its stages."""
     empty = [np.zeros(len(x)) for _ in range(3)]
     found = Stage(empty[0], empty[1], empty[2], {kind: np.zeros(len(x)) for kind in PER_MICROBATCH})
-    for number, (cost, count, layer) in enumerate(parts):
-        _add_work(job, x, found, cost, index, count, layer)
-        if layer:
-            _add_gathers(job, x, found, number, count, cost, index)
+    again = recomputed_share(x, part.layers.sum(axis=0) if layers is None else layers)
+    for kind, cost in enumerate(costs.layers):
+        _add_work(job, x, found, cost, index, part.layers[kind], again)
+        _add_gathers(job, x, found, kind, part.layers[kind], cost, index, again)
+    for cost, ops, count in ((costs.head, head_ops, part.head), (costs.embedding, embedding_ops, part.embedding)):
+        _add_work(job, x, found, cost, index, count, np.zeros(len(x)))
+        _add_end_gathers(job, x, found, ops(job.model), count, hides=ops is head_ops and not job.engine.head_stays)
     _add_offload(job, x, found, part)
     return found
 
@@ -136,20 +138,16 @@ def moved_bytes(job: Job, x: Columns, part: Share) -> tuple[Floats, Floats]:
     return forward, forward + np.where(states, gradients, 0.0)
 
 
-def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count: Floats, layer: bool) -> None:
-    """Adds `count` times `cost` to `found`, recomputation and the host's own pace included."""
+def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count: Floats, part: Floats) -> None:
+    """Adds `count` times `cost` to `found`, recomputation in a share `part` and the host's own pace included."""
     launch = job.cluster.device.launch * job.engine.dispatch
     forward, backward, weight = (getattr(cost, name)[index] for name in ("forward", "backward", "weight"))
     comm_forward = {axis: seconds[index] for axis, seconds in cost.comm_forward.items()}
     comm_backward = {axis: seconds[index] for axis, seconds in cost.comm_backward.items()}
-    again, comm_again = np.zeros(len(x)), dict.fromkeys(comm_forward, np.zeros(len(x)))
-    kernels_again = np.zeros(len(x))
-    if layer:
-        part = recomputed_share(x, count)
-        full, selective = part * (x.recompute == FULL), part * (x.recompute == SELECTIVE)
-        again = full * forward + selective * spared(job, cost)[index]
-        kernels_again = full * cost.kernels_forward[index] + selective * cost.kernels_forward[index] / 2
-        comm_again = {axis: full * seconds for axis, seconds in comm_forward.items()}
+    full, selective = part * (x.recompute == FULL), part * (x.recompute == SELECTIVE)
+    again = full * forward + selective * spared(job, cost)[index]
+    kernels_again = full * cost.kernels_forward[index] + selective * cost.kernels_forward[index] / 2
+    comm_again = {axis: full * seconds for axis, seconds in comm_forward.items()}
     slack_forward = np.maximum(0.0, launch * cost.kernels_forward[index] - forward - sum(comm_forward.values()))
     host_backward = launch * (cost.kernels_backward[index] + kernels_again)
     busy_backward = backward + weight + again + sum(comm_backward.values()) + sum(comm_again.values())
@@ -175,12 +173,14 @@ def spared(job: Job, cost: Cost) -> Floats:
 
 
 def recomputed_share(x: Columns, layers: Floats) -> Floats:
-    """Share of a rank's `layers` that recompute."""
+    """Share of a rank's `layers` that recompute, the same of every kind and in every stage."""
     some = np.minimum(1.0, x.recompute_layers / np.maximum(layers, 1.0))
     return np.where(x.recompute_layers < 0, 1.0, some)
 
 
-def _add_gathers(job: Job, x: Columns, found: Stage, kind: int, count: Floats, cost: Cost, index: Ints) -> None:
+def _add_gathers(
+    job: Job, x: Columns, found: Stage, kind: int, count: Floats, cost: Cost, index: Ints, part: Floats
+) -> None:
     """ZeRO-3 gathers each layer before its forward and again before its backward, and reduces its gradients after it,
     in every microbatch; each hides behind the layer before it as far as that lasts. ZeRO-2 only reduces."""
     if not (x.zero >= 2).any():
@@ -191,11 +191,24 @@ def _add_gathers(job: Job, x: Columns, found: Stage, kind: int, count: Floats, c
     )
     forward, backward = cost.forward[index], (cost.backward + cost.weight)[index]
     exposed_forward = np.maximum(0.0, gather - hides_gather * forward)
-    again = recomputed_share(x, count) * (x.recompute == FULL) * forward
+    again = part * (x.recompute == FULL) * forward
     exposed_backward = np.maximum(0.0, gather + scatter - min(hides_gather, hides_scatter) * (backward + again))
     found.forward += count * exposed_forward
     found.backward += count * exposed_backward
     found.kinds["dp"] += count * (exposed_forward + exposed_backward)
+
+
+def _add_end_gathers(job: Job, x: Columns, found: Stage, ops: Sequence[Op], count: Floats, *, hides: bool) -> None:
+    """The same of the embedding or the head, once each way: they are needed first, when there is nothing to hide their
+    gathering behind, and reduced last, but for a head that `hides` its reduction behind the layers' backward."""
+    if not (x.zero >= 2).any():
+        return
+    gather, scatter = unit_seconds(job, x, ops)
+    behind = hidden_share(job, job.engine.overlap_grads) * found.backward if hides else 0.0
+    scatter = np.maximum(0.0, scatter - behind)
+    found.forward += count * gather
+    found.backward += count * scatter
+    found.kinds["dp"] += count * (gather + scatter)
 
 
 def send_seconds(job: Job, x: Columns) -> Floats:

@@ -34,11 +34,13 @@ SAME_UPDATE = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", 
 
 @dataclass(frozen=True)
 class Held:
-    """Elements of parameters on a pp rank before ZeRO divides them, dense and of experts, and its layers, (rows,)."""
+    """Elements of parameters on a pp rank before ZeRO divides them, dense and of experts, its layers, and how many
+    units it has that are gathered and reduced as one, (rows,)."""
 
     dense: Floats
     expert: Floats
     layers: Floats
+    units: Floats
 
 
 def data_groups(x: Columns, dense: Floats, expert: Floats) -> list[tuple[Floats, Ints, Ints]]:
@@ -70,7 +72,9 @@ def parameters(job: Job, x: Columns, part: Share) -> Held:
     for ops, count in pieces:
         own_dense, own_expert = local_elements(ops, x)
         dense, expert = dense + count * own_dense, expert + count * own_expert
-    return Held(dense, expert, part.layers.sum(axis=0))
+    layers = part.layers.sum(axis=0)
+    ends = np.maximum(part.embedding, part.head) if job.model.tie_word_embeddings else part.embedding + part.head
+    return Held(dense, expert, layers, layers + ends)
 
 
 def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backward: Floats) -> dict[str, Floats]:
@@ -91,26 +95,28 @@ def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backw
 
 
 def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
-    """Seconds in which gradients are reduced once a step, and updated weights gathered."""
+    """Seconds in which gradients are reduced once a step, and updated weights gathered: copies of everything all at
+    once over all ranks that have one, what is divided unit by unit."""
     reduce = gather = np.zeros(len(x))
-    for elements, degree, stride in data_groups(x, own.dense, own.expert):
+    for (elements, degree, stride), count in zip(
+        data_groups(x, own.dense, own.expert), (own.units, own.layers), strict=True
+    ):
+        units = np.where(x.zero == 0, 1.0, np.maximum(1.0, count))
         size = job.engine.grad_reduce_itemsize * elements
-        once = in_messages(job, "all_reduce", size, degree, stride)
-        cut = in_messages(job, "reduce_scatter", size, degree, stride)
-        reduce = reduce + np.select([x.zero == 0, x.zero == 1], [once, cut], 0.0)
-        whole = in_messages(job, "all_gather", job.weight_itemsize * elements, degree, stride)
+        once = in_messages(job, "all_reduce", size, degree * x.dp_replicate, stride, units)
+        cut = in_messages(job, "reduce_scatter", size, degree, stride, units)
+        copies = in_messages(job, "all_reduce", size / degree, x.dp_replicate, x.tp * x.cp * x.dp_shard, units)
+        reduce = reduce + np.select([x.zero == 0, x.zero == 1], [once, cut + copies], copies)
+        whole = in_messages(job, "all_gather", job.weight_itemsize * elements, degree, stride, units)
         gather = gather + np.where((x.zero == 1) | (x.zero == 2), whole, 0.0)
-        share = size / np.where(x.zero > 0, degree, 1)
-        copies = x.tp * x.cp * x.dp_shard
-        reduce = reduce + in_messages(job, "all_reduce", share, x.dp_replicate, copies)
     return reduce, gather
 
 
-def in_messages(job: Job, kind: str, size: Floats, degree: Ints, stride: Ints) -> Floats:
-    """Seconds of collectives over `size` bytes in all, in messages of the engine's size, each with its own latency."""
-    if not job.engine.message_bytes:
-        return collective_seconds(job.cluster, kind, size, degree, stride)
-    count = np.maximum(1.0, np.ceil(size / job.engine.message_bytes))
+def in_messages(job: Job, kind: str, size: Floats, degree: Ints, stride: Ints, units: Floats) -> Floats:
+    """Seconds of collectives over `size` bytes in all, in messages of the engine's size, or else in as many as there
+    are `units`, each with its own latency."""
+    each = job.engine.message_bytes
+    count = np.maximum(1.0, np.ceil(size / each)) if each else units
     return count * collective_seconds(job.cluster, kind, size / count, degree, stride)
 
 
