@@ -104,6 +104,7 @@ EXAMPLES = {
              ("torchtitan",)),
     "context": (job(LLAMA3_8B, 16, 16, 65_536), Layout(dp_shard=4, cp=4, zero=3, recompute="full"),
                 (*MEGATRON, "accelerate-fsdp", "torchtitan")),
+    "copies": (job(LLAMA3_8B, 16, 16, 65_536), Layout(dp_replicate=2, cp=8, zero=2), (*MEGATRON, "torchtitan")),
     "tp-fsdp": (job(LLAMA3_8B, 16, 64), Layout(dp_shard=8, tp=2, zero=3, sequence_parallel=False),
                 (*MEGATRON, "deepspeed", "accelerate-fsdp", "torchtitan")),
     "moe": (job(QWEN3_MOE, 16, 64), Layout(dp_shard=16, ep=8, zero=3), (*MEGATRON, "deepspeed", "torchtitan")),

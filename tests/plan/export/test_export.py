@@ -12,6 +12,7 @@ import yaml
 from export_jobs import EVERYONE, EXAMPLES, LLAMA2_7B, MIXED_WINDOWS, job
 
 from kumi.errors import ConfigError, LayoutError
+from kumi.plan.engines import ENGINES
 from kumi.plan.export import TRAINERS, export, megatron_lm, unsupported
 from kumi.plan.export.alike import alike, runs
 from kumi.plan.export.text import arguments, comment, to_yaml
@@ -123,11 +124,29 @@ def test_recomputed_layers_of_a_rank_are_counted_per_stage():
                for reason in unsupported(work, replace(some, recompute_layers=7), "megatron-lm"))  # fmt: skip
 
 
-def test_attention_that_keeps_its_scores_is_what_megatron_recomputes():
+def test_a_plan_for_megatron_recomputes_what_megatron_does():
     work, layout, _ = EXAMPLES["3d"]
-    eager = replace(work, engine=replace(work.engine, attention="fused-softmax"))
-    options = bash_options(export(eager, layout, "megatron-lm")["megatron_lm.sh"])
-    assert options["recompute-modules"] == ["core_attn"]
+    text = export(replace(work, engine=ENGINES["megatron-lm"]), layout, "megatron-lm")["megatron_lm.sh"]
+    assert bash_options(text)["recompute-modules"] == ["core_attn"]
+    assert "gated products" not in text
+
+
+def test_gradients_travel_as_the_planned_engine_has_them():
+    work, layout, _ = EXAMPLES["3d"]
+    for engine, half in (("megatron-lm", False), ("megatron-bridge", True)):
+        planned = replace(work, engine=ENGINES[engine])
+        options = bash_options(export(planned, layout, "megatron-lm")["megatron_lm.sh"])
+        recipe = export(planned, layout, "megatron-bridge")["megatron_bridge_recipe.py"]
+        assert ("grad-reduce-in-bf16" in options) == ("tp-comm-overlap" in options) == half
+        assert f"grad_reduce_in_fp32={not half}," in recipe
+        assert ("tp_comm_overlap=True," in recipe) == half
+    work, layout, _ = EXAMPLES["zero2"]
+    for engine, word in (("kumi", "fp32"), ("deepspeed", "bf16")):
+        planned = replace(work, engine=ENGINES[engine])
+        found = json.loads(export(planned, layout, "deepspeed")["ds_config.json"])
+        assert found["communication_data_type"] == word
+        note = "# Gradients:" in export(planned, layout, "accelerate-fsdp")["accelerate_fsdp.yaml"]
+        assert note == (engine == "kumi")
 
 
 def test_megatron_bridge_has_the_same_model_and_layout():

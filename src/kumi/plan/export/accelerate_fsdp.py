@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import kumi.plan.export.hugging_face as hugging_face
-from kumi.plan.export.common import machines, offload, only, optimizer, precision, title
+from kumi.plan.export.common import machines, offload, only, optimizer, precision, reduces_in_half, title
 from kumi.plan.export.text import comment, to_yaml
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -44,6 +44,9 @@ def _degrees(layout: Layout) -> Iterator[str]:
     if layout.zero == 0 and layout.tp * layout.cp > 1:
         yield (f"zero=0 with tp={layout.tp}, cp={layout.cp}: {NAME} combines tp and cp with FSDP2 only; "
                f"set zero = 3 and dp_shard > 1")  # fmt: skip
+    elif layout.tp * layout.cp > 1 and layout.dp_replicate > 1 and layout.dp_shard == 1:
+        yield (f"dp_replicate={layout.dp_replicate} with tp={layout.tp}, cp={layout.cp}: {NAME} has copies "
+               f"only where dp_shard > 1; set dp_shard = {layout.dp_replicate} and dp_replicate = 1")  # fmt: skip
     elif layout.zero and layout.dp_shard * layout.cp == 1 and layout.world_size > 1:
         yield "dp_shard=1: FSDP2 has no ranks to divide over; set dp_shard > 1, or zero = 0"
 
@@ -82,7 +85,7 @@ def _without_recompute(layout: Layout) -> Layout:
 
 def notes(job: Job, layout: Layout) -> list[str]:
     """What accelerate does differently from the plan, though it carries it out."""
-    if layout.zero and job.precision.reduce == "float32" and job.precision.compute != "float32":
+    if layout.zero and job.precision.compute != "float32" and not reduces_in_half(job):
         return [f"Gradients: under mixed_precision {MIXED[job.precision.compute]} FSDP2 reduces them in it, which the "
                 f"plan does in float32; it halves their traffic."]  # fmt: skip
     return []

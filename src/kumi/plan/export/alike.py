@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE
 
@@ -29,6 +30,7 @@ class Alike:
         return next((window for window in self.windows if window is not None), None)
 
 
+@lru_cache(maxsize=64)
 def alike(model: ModelSpec) -> Alike | None:
     """What the layers of `model` have in common; None where they differ in more than `Alike` can say."""
     kinds, of_layer = model.layer_kinds()

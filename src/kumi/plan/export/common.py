@@ -76,6 +76,13 @@ def only(name: str, value: object, allowed: Iterable[object], trainer: str, why:
         yield f"{name}={value}: {trainer} {why}; use {listed}"
 
 
+def reduces_in_half(job: Job) -> bool:
+    """Whether the plan has gradients travel in two bytes an element, as its engine or its precision says."""
+    return job.precision.compute != "float32" and (
+        job.precision.reduce != "float32" or job.engine.grad_reduce_itemsize == 2
+    )
+
+
 def precision(job: Job, trainer: str, computes: Iterable[str]) -> Iterator[str]:
     """What of the job's number formats `trainer`, which computes in `computes` over float32 masters, does not do."""
     choices = tuple(computes)

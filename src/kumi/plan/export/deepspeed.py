@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import kumi.plan.export.hugging_face as hugging_face
-from kumi.plan.export.common import machines, offload, optimizer, precision, title
+from kumi.plan.export.common import machines, offload, optimizer, precision, reduces_in_half, title
 from kumi.plan.export.text import comment, to_json
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
 NAME = "DeepSpeed"
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 FILE, LAUNCH = "ds_config.json", "deepspeed.sh"
 # Families whose experts AutoEP finds by itself; it divides them over the data-parallel ranks.
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -89,7 +90,7 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
 
 def configuration(job: Job, layout: Layout) -> dict[str, Any]:
     """ds_config.json as data."""
-    half = job.precision.compute == "bfloat16"
+    half, wide = job.precision.compute == "bfloat16", job.engine.grad_itemsize == 4
     return {
         "train_batch_size": job.batch.sequences,
         "train_micro_batch_size_per_gpu": layout.microbatch,
@@ -98,8 +99,8 @@ def configuration(job: Job, layout: Layout) -> dict[str, Any]:
         "steps_per_print": 1,
         "bf16": {"enabled": half},
         "fp16": {"enabled": job.precision.compute == "float16"},
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if half and layout.zero else {}),
-        "communication_data_type": {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[job.precision.reduce],
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if half and layout.zero and wide else {}),
+        "communication_data_type": DTYPES[job.precision.compute if reduces_in_half(job) else "float32"],
         **_optimizer(job),
         "zero_optimization": _zero(layout),
         **({"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp > 1 else {}),

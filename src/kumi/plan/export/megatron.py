@@ -104,7 +104,7 @@ def has_experts(model: ModelSpec) -> bool:
 
 def notes(job: Job, layout: Layout) -> list[str]:
     """What Megatron-Core does differently from the plan, though it carries it out."""
-    if layout.recompute != "selective" or not _flash(job):
+    if layout.recompute != "selective" or job.engine.selective == "attention":
         return []
     return ["Recomputation: Megatron makes norms (and the experts' gated products) again; gated products of dense "
             "layers and rotations, which the plan makes again too, are kept, which takes more memory."]  # fmt: skip
@@ -112,10 +112,11 @@ def notes(job: Job, layout: Layout) -> list[str]:
 
 def fields(job: Job, layout: Layout) -> dict[str, Any]:
     """`layout` as fields of TransformerConfig; virtual stages as Megatron-Core counts them."""
-    moe = has_experts(job.model)
+    moe, cut = has_experts(job.model), layout.tp > 1 and layout.sequence_parallel
     return {
         "tensor_model_parallel_size": layout.tp,
-        "sequence_parallel": layout.tp > 1 and layout.sequence_parallel,
+        "sequence_parallel": cut,
+        **({"tp_comm_overlap": True} if cut and job.engine.overlap_tp else {}),
         "pipeline_model_parallel_size": layout.pp,
         **_stages(job.model, layout),
         "context_parallel_size": layout.cp,
@@ -144,16 +145,13 @@ def stage_text(stages: tuple[tuple[int, int], ...]) -> str:
     return "|".join(["E" + parts[0], *parts[1:]]) + "L"
 
 
-def _flash(job: Job) -> bool:
-    return job.engine.attention.startswith("flash")
-
-
 def _recompute_fields(job: Job, layout: Layout, *, moe: bool) -> dict[str, Any]:
     if layout.recompute == "none" or layout.recompute_layers == 0:
         return {}
     if layout.recompute == "selective":
-        # Flash attention keeps no scores: what is large and cheap then are norms and gated products.
-        modules = ["layernorm", *(["moe_act"] if moe else [])] if _flash(job) else ["core_attn"]
+        modules = ["core_attn"]
+        if job.engine.selective != "attention":
+            modules = ["layernorm", *(["moe_act"] if moe else [])]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     layers = layout.recompute_layers
     return {

@@ -10,7 +10,7 @@ from typing import Any
 
 import kumi.plan.export.megatron as megatron
 import kumi.plan.export.megatron_model as megatron_model
-from kumi.plan.export.common import MADE_UP, floor, title, torchrun
+from kumi.plan.export.common import MADE_UP, floor, reduces_in_half, title, torchrun
 from kumi.plan.export.text import Code, comment, python_call
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -118,14 +118,16 @@ def _checkpoint_format(layout: Layout) -> str:
 
 def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
     fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": megatron.FSDP.get(layout.zero)}
+    gathers = layout.zero > 0 and layout.dp_shard * layout.cp > 1
+    overlap = layout.dp * layout.cp > 1 and job.engine.overlap_grads
     copies = {"num_distributed_optimizer_instances": layout.dp_replicate}
     return {
         "use_distributed_optimizer": layout.zero > 0,
         **(fsdp if layout.zero > 1 else {}),
         **(copies if layout.zero and layout.dp_replicate > 1 else {}),
-        "grad_reduce_in_fp32": job.precision.reduce == "float32",
-        "overlap_grad_reduce": layout.dp * layout.cp > 1,
-        "overlap_param_gather": layout.zero > 0 and layout.dp_shard * layout.cp > 1,
+        "grad_reduce_in_fp32": not reduces_in_half(job),
+        "overlap_grad_reduce": overlap,
+        "overlap_param_gather": overlap and gathers and job.engine.overlap_params,
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import kumi.plan.export.megatron as megatron
 import kumi.plan.export.megatron_model as megatron_model
 from kumi.plan.export.alike import runs
-from kumi.plan.export.common import MADE_UP, floor, only, title, torchrun
+from kumi.plan.export.common import MADE_UP, floor, only, reduces_in_half, title, torchrun
 from kumi.plan.export.text import arguments, bash_array, comment
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -71,7 +71,7 @@ def options(job: Job, layout: Layout, steps: int) -> dict[str, dict[str, Any]]:
     recompute = {name: parallel.pop(name) for name in list(parallel) if name.startswith("recompute")}
     return {
         "model": {**_model(job), **_vocabulary(job)},
-        "parallel arrangement": {**_named(parallel), **_data_parallel(layout)},
+        "parallel arrangement": {**_named(parallel), **_data_parallel(job, layout)},
         "recomputation and offload": {**_named(recompute), **_offload(layout)},
         "batch": {
             "seq-length": job.batch.seq_len,
@@ -81,7 +81,7 @@ def options(job: Job, layout: Layout, steps: int) -> dict[str, dict[str, Any]]:
         },
         "precision": {
             **mixed,
-            "grad-reduce-in-bf16": job.precision.reduce == "bfloat16",
+            "grad-reduce-in-bf16": job.precision.compute == "bfloat16" and reduces_in_half(job),
             "no-gradient-accumulation-fusion": layout.zero > 1 or job.precision.compute == "float32",
         },
         "optimizer": _optimizer(job, steps),
@@ -146,9 +146,10 @@ def _vocabulary(job: Job) -> dict[str, Any]:
     }
 
 
-def _data_parallel(layout: Layout) -> dict[str, Any]:
+def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
     """ZeRO-1 is the distributed optimizer, ZeRO-2 and 3 Megatron-FSDP; dp_replicate copies of either."""
-    fsdp = layout.zero > 1
+    fsdp, gathers = layout.zero > 1, layout.zero > 0 and layout.dp_shard * layout.cp > 1
+    overlap = layout.dp * layout.cp > 1 and job.engine.overlap_grads
     return {
         "use-distributed-optimizer": layout.zero > 0,
         "use-megatron-fsdp": fsdp,
@@ -156,8 +157,8 @@ def _data_parallel(layout: Layout) -> dict[str, Any]:
         "init-model-with-meta-device": layout.zero == 3,
         "num-distributed-optimizer-instances": layout.dp_replicate if layout.zero and layout.dp_replicate > 1 else None,
         "ckpt-format": "fsdp_dtensor" if fsdp else "torch_dist",
-        "overlap-grad-reduce": layout.dp * layout.cp > 1,
-        "overlap-param-gather": layout.zero > 0 and layout.dp_shard * layout.cp > 1,
+        "overlap-grad-reduce": overlap,
+        "overlap-param-gather": overlap and gathers and job.engine.overlap_params,
     }
 
 
