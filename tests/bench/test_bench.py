@@ -88,7 +88,7 @@ def _measured(quick):
     shrink(lambda thing, name, value: thing.__setitem__(name, value) if isinstance(thing, dict) else setattr(
         thing, name, value))  # fmt: skip
     mesh = mesh_of(Layout(dp_replicate=torch.distributed.get_world_size()))
-    found = rank._measure(rank.Wanted("cpu", ("float32",), quick), mesh, StopFlag())
+    found = rank._measure(rank.Wanted("cpu", ("float32", "float16"), "float16", quick), mesh, StopFlag())
     torch.set_float32_matmul_precision("highest")  # the rank lives on, for other tests
     return found
 
@@ -100,6 +100,9 @@ def test_ranks_measure_every_collective_in_every_group(ranks, world, quick):
     sizes = {2**12, 2**14, 2**16} if not quick else {2**12, 2**16}
     wanted = {(kind, degree, size) for kind in collectives.KINDS for degree in {2, world} for size in sizes}
     assert {(one.kind, one.degree, one.size) for one in found.transfers} == wanted
+    assert bool(found.of("attention", "float32")) is not quick
+    assert found.of("attention", "float16")
+    assert {one.dtype for one in found.of("product")} == {"float32", "float16"}
     assert all(one.seconds > 0 for one in found.transfers)
 
 
@@ -109,7 +112,7 @@ def _stopped():
     mesh, flag = mesh_of(Layout(dp_replicate=2)), StopFlag()
     flag.requested = 15 if mesh.rank == 1 else None
     try:
-        rank._measure(rank.Wanted("cpu", ("float32",), True), mesh, flag)
+        rank._measure(rank.Wanted("cpu", ("float32",), "float32", True), mesh, flag)
     except rank.Stopped as stopped:
         return stopped.signum
     return None

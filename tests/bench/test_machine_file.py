@@ -37,6 +37,17 @@ def test_a_cpu_file_loads_with_what_was_measured(tmp_path):
     assert cluster.assumed == ()
 
 
+@pytest.mark.parametrize(("base", "processors"), [(CPU, 0), (GPU, 80)])
+def test_no_share_is_above_one(base, processors, tmp_path):
+    """Other work may hit one measurement and spare another."""
+    measured = found(processors=processors, speed=1e15, memory=3e12)
+    slow = ("product", "copy", "update")
+    kernels = tuple(one if one.kind in slow else replace(one, seconds=one.seconds / 100) for one in measured.kernels)
+    device = written(tmp_path, replace(measured, kernels=kernels), base, 1).device
+    assert device.stream == 1
+    assert max(*device.attention, *dict(device.matmul).values()) == 1
+
+
 def test_a_gpu_keeps_its_data_sheet_and_shares_are_of_that(tmp_path):
     cluster = written(tmp_path, found(processors=132, speed=4e14, memory=2e12), GPU, 1)
     device = cluster.device

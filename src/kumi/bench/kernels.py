@@ -97,8 +97,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def kernels(device: torch.device, dtypes: tuple[str, ...], *, quick: bool) -> Iterator[Kernel]:
-    """All kernels for `device` in each of `dtypes`; `quick` leaves out the shapes that only show how products vary."""
+def kernels(device: torch.device, dtypes: tuple[str, ...], main: str, *, quick: bool) -> Iterator[Kernel]:
+    """All kernels for `device` in each of `dtypes`, of which training takes `main`. `quick` leaves out the shapes that
+    only show how products vary, and all but products and layers in other dtypes."""
     sizes = SIZES[device.type]
     yield _launch(device)
     yield _copy(device, sizes.copy)
@@ -107,6 +108,8 @@ def kernels(device: torch.device, dtypes: tuple[str, ...], *, quick: bool) -> It
         yield from _products(device, dtype, sizes, quick=quick)
         for linear in sizes.linears:
             yield _linear(device, dtype, linear)
+        if quick and dtype != main:
+            continue
         yield from _element_wise(device, dtype, sizes)
         if device.type == "cpu" or dtype != "float32":  # there is no fused attention for float32 on CUDA
             for shape in sizes.attention:

@@ -32,9 +32,10 @@ def node_of(found: Found, base: Device, ranks: int) -> NodeFile:
 
 
 def peaks(found: Found, base: Device) -> dict[str, float]:
-    """FLOP/s by dtype: the data sheet's where it is known of a GPU, the best product's otherwise."""
-    dtypes = dict.fromkeys(one.dtype for one in found.of("product"))
-    best = {dtype: max(one.rate for one in found.of("product", dtype)) for dtype in dtypes}
+    """FLOP/s by dtype: the data sheet's where it is known of a GPU, the best product's or layer's otherwise."""
+    best: dict[str, float] = {}
+    for one in (*found.of("product"), *found.of("linear")):
+        best[one.dtype] = max(one.rate, best.get(one.dtype, 0.0))
     return best | (dict(base.peak) if base.kind == "cuda" else {})
 
 
@@ -42,7 +43,7 @@ def matmul_share(found: Found, dtype: str, peak: float) -> float:
     """The share of `peak` that products reach: on a GPU in large squares, from which the planner derives the others by
     their tiles; on a CPU in linear layers as they train, each counted alike."""
     if not found.processors:
-        return harmonic_mean([one.rate for one in found.of("linear", dtype)]) / peak
+        return min(1.0, harmonic_mean([one.rate for one in found.of("linear", dtype)]) / peak)
     products = found.of("product", dtype)
     most = max(one.amount for one in products)
     return min(1.0, rate([one for one in products if one.amount == most]) / peak)

@@ -29,10 +29,11 @@ BUDGET, QUICK_BUDGET = 0.3, 0.1
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to measure: on "cpu" or "cuda", in these dtypes, all shapes and sizes or few."""
+    """What to measure: on "cpu" or "cuda", in `dtypes`, of which training takes `main`, all shapes and sizes or few."""
 
     device_type: str
     dtypes: tuple[str, ...]
+    main: str
     quick: bool
 
 
@@ -65,7 +66,7 @@ def _measure(wanted: Wanted, mesh: Mesh, flag: StopFlag) -> Found:
     interpreter = memory_now(mesh.device)
     if wanted.device_type == "cpu":
         enable_fast_float32()
-    work = list(kernels(mesh.device, wanted.dtypes, quick=wanted.quick))
+    work = list(kernels(mesh.device, wanted.dtypes, wanted.main, quick=wanted.quick))
     sent = list(messages(mesh.place.world_size, wanted.device_type, quick=wanted.quick))
     budget, mine = QUICK_BUDGET if wanted.quick else BUDGET, groups(mesh.place.world_size, mesh.rank)
     timings, transfers = [], []

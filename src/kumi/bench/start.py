@@ -12,7 +12,7 @@ from typing import Any
 
 from kumi.bench.file import node_toml, refuse_existing, write_new
 from kumi.bench.found import Found, read_found
-from kumi.bench.machine import node_of, remarks
+from kumi.bench.machine import main_dtype, node_of, remarks
 from kumi.config.cluster import cluster_spec
 from kumi.config.cluster_file import NodeFile
 from kumi.config.schema import ClusterSection
@@ -77,7 +77,9 @@ def _measure(machine: ClusterSpec, *, quick: bool) -> tuple[int, Found | None]:
     from kumi.bench.rank import Wanted, measure_rank
     from kumi.launch import local
 
-    wanted = Wanted(machine.device.kind, tuple(dtype for dtype in machine.device.dtypes if dtype in MEASURED), quick)
+    device = machine.device
+    dtypes = tuple(dtype for dtype in device.dtypes if dtype in MEASURED)
+    wanted = Wanted(device.kind, dtypes, main_dtype(device), quick)
     with tempfile.TemporaryDirectory(prefix="kumi-bench-") as folder:
         result = Path(folder) / "found.json"
         arguments = (wanted, result)
