@@ -1,0 +1,161 @@
+"""What a step sends, listed message by message, takes the seconds that the step is charged for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from small import INSTANT, job, model
+
+from kumi.plan.estimate import estimate
+from kumi.plan.traffic import collectives, traffic
+from kumi.spec.cluster import ClusterSpec
+from kumi.spec.engine import KUMI
+from kumi.spec.layout import Layout
+from kumi.spec.schedule import actions
+
+DENSE = model(8, vocab=32000)
+EXPERTS = model(8, experts=8, vocab=32000)
+# Sends when nothing is computed.
+IN_TURN = replace(KUMI, overlap_grads=False, overlap_params=False)
+
+
+def sent(wanted, layout, axis, rank=0):
+    """Seconds of all messages of an axis' time kind on pipeline rank `rank`, and those the step is charged."""
+    found = estimate(wanted, layout)
+    listed = traffic(wanted, layout, dict(found.time), rank)
+    kinds = {"tp": ("tp",), "cp": ("cp",), "ep": ("ep",), "pp": ("pp",)}.get(axis)
+    own = [one for one in listed if (one.axis in kinds if kinds else one.axis.startswith(("dp", "world")))]
+    return sum(one.seconds for one in own), dict(found.time)[axis], sum(one.exposed for one in own)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=4, dp_shard=2, zero=1),
+        Layout(tp=4, dp_shard=2, zero=1, sequence_parallel=False),
+        Layout(tp=4, dp_shard=2, zero=3, recompute="full"),
+        Layout(tp=2, dp_shard=4, zero=1, recompute="full", recompute_layers=3),
+        Layout(tp=2, dp_replicate=4, recompute="selective"),
+        Layout(tp=8, microbatch=2),
+    ],
+)
+def test_tensor_parallel_messages_take_what_the_step_is_charged(layout):
+    seconds, charged, exposed = sent(job(of=DENSE), layout, "tp")
+    assert seconds == pytest.approx(charged, rel=1e-9)
+    assert exposed == pytest.approx(charged, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(ep=4, dp_shard=8, zero=1),
+        Layout(ep=8, dp_shard=4, tp=2, zero=1),
+        Layout(ep=4, dp_shard=8, zero=1, recompute="full"),
+        Layout(ep=2, dp_shard=4, tp=2, zero=3, expert_tp=2),
+    ],
+)
+def test_tokens_on_their_way_to_experts_take_what_the_step_is_charged(layout):
+    seconds, charged, _ = sent(job(of=EXPERTS), layout, "ep")
+    assert charged > 0
+    assert seconds == pytest.approx(charged, rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=4, dp_shard=2, zero=1), Layout(cp=8, zero=3), Layout(cp=2, tp=4)])
+def test_what_attention_does_not_hide_of_the_ring_is_charged(layout):
+    nothing_hides = job(of=DENSE, seq_len=8192, device=INSTANT)
+    seconds, charged, _ = sent(nothing_hides, layout, "cp")
+    assert seconds == pytest.approx(charged, rel=1e-6)
+    seconds, charged, exposed = sent(job(of=DENSE, seq_len=8192), layout, "cp")
+    assert exposed == pytest.approx(charged)
+    assert charged < seconds
+
+
+@pytest.mark.parametrize("of", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("layout", "within"),
+    [
+        (Layout(dp_replicate=8), 1e-3),
+        (Layout(dp_shard=8, zero=1), 1e-3),
+        (Layout(dp_shard=8, zero=2), 1e-3),
+        (Layout(dp_replicate=2, dp_shard=4, zero=1), 1e-3),
+        (Layout(dp_replicate=2, dp_shard=4, zero=2, microbatch=2), 1e-3),
+        (Layout(cp=4, dp_shard=2, zero=1), 1e-3),
+        (Layout(cp=4, dp_replicate=2), 1e-3),
+        (Layout(dp_shard=2, tp=2, zero=1, cp=2), 1e-3),
+        # The step counts the last layer's second gathering, which a run is spared.
+        (Layout(dp_shard=8, zero=3), 0.05),
+        (Layout(dp_replicate=2, dp_shard=4, zero=3, recompute="full"), 0.05),
+        (Layout(cp=8, zero=3), 0.05),
+    ],
+)
+def test_data_parallel_messages_take_what_a_step_without_any_cover_is_charged(of, layout, within):
+    seconds, charged, _ = sent(job(of=of, engine=IN_TURN), layout, "dp")
+    assert charged > 0
+    # The norm's message is listed and not charged: it has four bytes.
+    assert seconds == pytest.approx(charged, rel=within, abs=2e-4)
+    _, covered, exposed = sent(job(of=of), layout, "dp")
+    assert exposed == pytest.approx(covered)
+    assert covered <= charged * 1.001
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=4, dp_replicate=2),
+        Layout(pp=2, stages=2, schedule="interleaved", dp_replicate=4),
+        Layout(pp=4, stages=2, schedule="zb-v", tp=2),
+        Layout(pp=8, schedule="gpipe"),
+    ],
+)
+def test_a_pipeline_rank_sends_what_its_actions_make(layout):
+    """Every forward but of the last stage goes on, every input gradient but of the first stage goes back."""
+    wanted = job(of=DENSE)
+    microbatches, last = wanted.batch.microbatches(layout), layout.pp * layout.stages - 1
+    lists = actions(layout.schedule, layout.pp, layout.stages, microbatches)
+    for rank, done in enumerate(lists):
+        made = Counter("forward" if one.kind == "F" else "backward" for one in done
+                       if (one.kind == "F" and one.stage != last) or (one.kind in "BI" and one.stage != 0))  # fmt: skip
+        listed = {one.when: one for one in collectives(wanted, layout, rank) if one.axis == "pp"}
+        assert {when: one.count for when, one in listed.items()} == dict(made)
+        size = 2 * layout.microbatch * wanted.batch.seq_len * wanted.model.hidden_size / layout.tp
+        assert all(one.bytes == size for one in listed.values())
+
+
+def test_what_is_exposed_is_dealt_out_by_how_long_messages_take():
+    wanted, layout = job(of=DENSE), Layout(pp=2, tp=2, dp_shard=2, zero=1)
+    found = estimate(wanted, layout)
+    for axis in ("tp", "pp", "dp"):
+        own = [one for one in found.collectives if one.axis.startswith(axis) or (axis == "dp" and one.axis == "world")]
+        assert sum(one.exposed for one in own) <= dict(found.time)[axis] * (1 + 1e-9)
+        assert len({round(one.exposed / one.seconds, 9) for one in own}) == 1
+
+
+def test_messages_of_one_kind_are_listed_once():
+    listed = collectives(job(of=DENSE), Layout(dp_shard=8, zero=3))
+    assert len({replace(one, count=0) for one in listed}) == len(listed)
+    assert all(one.degree > 1 and one.bytes > 0 and one.count > 0 for one in listed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "links"),
+    [
+        (Layout(tp=4, dp_shard=2, zero=1), {"tp": "inside", "dp_shard": "network", "world": "network"}),
+        (Layout(dp_replicate=2, dp_shard=4, zero=3), {"dp_shard": "inside", "dp_replicate": "network",
+                                                      "world": "inside"}),
+        (Layout(pp=2, dp_replicate=4), {"pp": "network", "dp": "inside", "world": "inside"}),
+    ],
+)  # fmt: skip
+def test_messages_are_charged_to_the_link_that_their_group_crosses(layout, links):
+    found = estimate(job(of=DENSE), layout).collectives
+    assert {one.axis: one.link for one in found} == {axis: links[axis] for axis in {one.axis for one in found}}
+
+
+def test_where_no_link_is_known_messages_take_no_time():
+    wanted = job(of=DENSE)
+    bare = replace(wanted, cluster=ClusterSpec("test", wanted.cluster.device, 4, 2))
+    found = estimate(bare, Layout(dp_shard=8, zero=3))
+    assert found.collectives
+    assert all(one.seconds == one.exposed == 0 and one.link == "" for one in found.collectives)
+    assert dict(found.time)["dp"] == 0
