@@ -45,7 +45,7 @@ def test_no_share_is_above_one(base, processors, tmp_path):
     kernels = tuple(one if one.kind in slow else replace(one, seconds=one.seconds / 100) for one in measured.kernels)
     device = written(tmp_path, replace(measured, kernels=kernels), base, 1).device
     assert device.stream == 1
-    assert max(*device.attention, *dict(device.matmul).values()) == 1
+    assert max(*device.attention, *dict(device.matmul).values()) <= 1
 
 
 def test_a_gpu_keeps_its_data_sheet_and_shares_are_of_that(tmp_path):
