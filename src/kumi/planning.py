@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kumi.config import PlanConfig
-    from kumi.plan.report import Report
     from kumi.plan.sizing import Size
+    from kumi.report.report import Report
     from kumi.spec.engine import Engine
     from kumi.spec.job import Job
     from kumi.spec.layout import Layout
@@ -36,7 +36,7 @@ def run(arguments: Namespace) -> int:
     wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
     if arguments.tokens is not None:
         return _size(arguments, wanted, pinned)
-    from kumi.plan.planning import plan
+    from kumi.report.planning import plan
 
     _refuse_existing(arguments)
     wanted, accept = replace(wanted, engine=engine(arguments)), exportable(arguments, wanted)
@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2))
         return OK
-    from kumi.plan.terminal import render
+    from kumi.report.terminal import render
 
     console().print(render(report))
     for file in written:
@@ -87,18 +87,18 @@ def _folder(arguments: Namespace) -> str:
 def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
     """The page, the pictures and the trace, which are made anew each time."""
     if arguments.html:
-        from kumi.plan.page import page
+        from kumi.report.page import page
 
         yield _write(Path(arguments.html), page(report))
     if arguments.svg:
-        from kumi.plan.pictures import pictures
+        from kumi.report.pictures import pictures
 
         for name, picture in pictures(report).items():
             yield _write(Path(arguments.svg) / f"{name}.svg", picture)
     if arguments.trace:
         if report.timeline is None:
             raise ConfigError("plan: --trace shows a pipeline, and the best layout has pp=1; pin layout.pp to see one")
-        from kumi.plan.trace import trace
+        from kumi.report.trace import trace
 
         yield _write(Path(arguments.trace), json.dumps(trace(report.timeline)))
 
@@ -167,7 +167,7 @@ def _table(found: Sequence[Size]) -> Any:
     """One row for each number of nodes that was tried."""
     from rich.table import Table
 
-    from kumi.plan.words import layout_words
+    from kumi.report.words import layout_words
 
     priced, powered = found[-1].cost is not None, found[-1].energy is not None
     names = ["nodes", "devices", "days", "device-hours", *["cost"] * priced, *["MWh"] * powered]

@@ -42,7 +42,7 @@ def test_thin_products_are_bound_by_memory():
 
 
 def test_an_unknown_peak_is_an_error_that_says_what_is_known():
-    with pytest.raises(ConfigError, match="float8 is not known .known: bfloat16.; measure it with `kumi bench`"):
+    with pytest.raises(ConfigError, match=r"float8 is not known .known: bfloat16.; measure it with `kumi bench`"):
         peak_flops(DEVICE, "float8")
 
 

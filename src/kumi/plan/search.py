@@ -175,18 +175,16 @@ class _Best:
                 self.on_front, least = [*self.on_front, row], row[1]
 
     def fastest(self, count: int, accept: Callable[[Layout], bool] | None) -> list[Layout]:
-        """The `count` fastest that `accept` takes, each of another arrangement."""
-        found: dict[tuple[object, ...], Layout] = {}
-        for _, layout in sorted(self.rows.values(), key=lambda row: row[0]):
-            if len(found) == count:
-                break
-            name = arrangement(layout, ARRANGEMENT)
-            # Not everyone can recompute in some layers only; in all of them it fits as well.
-            whole = replace(layout, recompute_layers=None)
-            taken = [one for one in (layout, whole) if accept is None or accept(one)]
-            if name not in found and taken:
-                found[name] = taken[0]
-        return list(found.values())
+        """The `count` fastest that `accept` takes, each of another arrangement; of what is equally fast the simplest."""
+        found: dict[tuple[object, ...], list[tuple[float, Layout]]] = {}
+        for seconds, layout in sorted(self.rows.values(), key=lambda row: row[0]):
+            alike = found.setdefault(arrangement(layout, ARRANGEMENT), [])
+            if not alike or seconds <= (1 + HAIR) * alike[0][0]:
+                # Not everyone can recompute in some layers only; in all of them it fits as well.
+                whole = replace(layout, recompute_layers=None)
+                alike += [(seconds, one) for one in (layout, whole) if accept is None or accept(one)][:1]
+        groups = [alike for alike in found.values() if alike][:count]
+        return [min(alike, key=lambda row: (effort(row[1]), row[0]))[1] for alike in groups]
 
     def front(self, most: int = 8) -> list[Layout]:
         """At most `most` of the front, evenly spread."""

@@ -1,0 +1,231 @@
+"""The report as one HTML page that needs nothing else: no network, no script, legible on paper and in the dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from kumi.plan.types import Estimate
+from kumi.report import words
+from kumi.report.advice import advice, verdict
+from kumi.report.binding import binding, levers
+from kumi.report.figures import gap, needs, stage_groups, time_kinds, traffic
+from kumi.report.pictures import pictures
+from kumi.report.report import Report
+from kumi.report.rules import misleading
+from kumi.report.summary import headline
+from kumi.units import format_bytes
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --soft: #6b6b6b; --rule: #d4d4d4; --tint: #f4f4f2 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8e8e6; --paper: #17181a; --soft: #a0a0a0; --rule: #45474a; --tint: #222427 }
+}
+body { margin: 0 auto; padding: 1.5rem; max-width: 60rem; color: var(--ink); background: var(--paper);
+       font: 16px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", Arial, sans-serif }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .5rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
+p.lead { margin: .15rem 0 } .soft { color: var(--soft) }
+figure { margin: 1rem 0; overflow-x: auto }
+figure svg { width: 100%; min-width: 36rem; height: auto; color: var(--ink) }
+svg .paper { fill: none } svg .edge { stroke: var(--paper) }
+figcaption, caption { color: var(--soft); font-size: .9rem; text-align: left }
+.wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: .9rem; margin: .5rem 0 }
+th, td { padding: .25rem .6rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule) }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } td.n, tbody th.k { white-space: nowrap }
+pre { background: var(--tint); padding: .75rem 1rem; overflow-x: auto; font-size: .9rem; border-radius: 4px }
+li { margin: .25rem 0 }
+@media print {
+  :root { --ink: #000; --paper: #fff; --soft: #444; --rule: #bbb; --tint: #f2f2f2 }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact }
+  body { max-width: none; padding: 0; font-size: 11pt } .wide, figure { overflow: visible }
+  figure svg { min-width: 0 } table { font-size: 8pt }
+  th, td { padding-right: .4rem } figure, tr, pre, li { break-inside: avoid }
+  h2 { break-after: avoid }
+}
+"""
+
+
+def page(report: Report) -> str:
+    """The whole document."""
+    found = headline(report)
+    body = "\n".join([*_head(found), *_sections(report)])
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(found[1])}: kumi plan</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _head(found: Sequence[str]) -> Iterator[str]:
+    yield f'<p class="soft">{escape(found[0])}</p>'
+    yield f"<h1>{escape(found[1])}</h1>"
+    yield from (f'<p class="lead">{escape(line)}</p>' for line in found[2:])
+
+
+def _sections(report: Report) -> Iterator[str]:
+    drawn = pictures(report)
+    yield _section("Why this layout", _list([*binding(report), *advice(report)]))
+    yield _section("To pin this layout", f"<pre>{escape(words.layout_toml(report.best.layout))}</pre>")
+    yield _section(
+        "Memory", _figure(drawn["memory"], "What each pipeline rank holds at its peak."), _memory(report.best)
+    )
+    yield _section(
+        "Time of a step",
+        _figure(drawn["time"], "What the rank that decides the step's length spends it on."),
+        _time(report.best),
+    )
+    if "timeline" in drawn:
+        said = "What each pipeline rank does when. Gaps are the bubble. Numbers are microbatches."
+        start = [_figure(drawn["timeline-start"], "The beginning, larger.")] if "timeline-start" in drawn else []
+        yield _section("Pipeline", _figure(drawn["timeline"], said), *start, _stages(report.best))
+    if "traffic" in drawn:
+        said = "How long a rank's messages keep each link busy, and how much of its bandwidth they reach meanwhile."
+        yield _section("Traffic", _figure(drawn["traffic"], said), _traffic(report))
+    yield _section("What more would buy, at most", _levers(report))
+    if "choices" in drawn:
+        said = "The chosen layout among those that come close; others are in the tables."
+        yield _section("Runners-up", _figure(drawn["choices"], said), _others(report))
+    if report.expected:
+        said = "Seconds a step and memory of the fullest rank."
+        yield _section("Layouts one might have expected", _figure(drawn["expected"], said), _expected(report))
+    if misleading(report):
+        yield _section("Where rules of thumb mislead here", _rules(report))
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section>\n<h2>{escape(title)}</h2>\n" + "\n".join(parts) + "\n</section>"
+
+
+def _figure(picture: str, caption: str) -> str:
+    return f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _list(sentences: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+
+
+def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table. A column whose name ends in a dot holds words, the others figures; the first heads its row."""
+    classes = ["" if name.endswith(".") else ' class="n"' for name in columns]
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(name.removesuffix("."))}</th>'
+        for name, kind in zip(columns, classes, strict=True)
+    )
+    body = "".join(
+        "<tr>"
+        + f'<th scope="row"{_key(row[0])}>{escape(row[0])}</th>'
+        + "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row[1:], classes[1:], strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="wide"><table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _key(name: str) -> str:
+    """Short names of rows stay on one line."""
+    return ' class="k"' if len(name) < 20 else ""
+
+
+def _memory(best: Estimate) -> str:
+    groups = stage_groups(best)
+    kinds = [kind for kind in words.MEMORY if any(getattr(group.memory, kind) for group in groups)]
+    rows = [
+        [group.name, *(_gib(getattr(group.memory, kind)) for kind in kinds), _gib(group.memory.total)]
+        for group in groups
+    ]
+    caption = f"Memory by pipeline rank in GiB; {_gib(best.usable)} are usable."
+    return table(caption, ["rank.", *(words.MEMORY[kind] for kind in kinds), "in all"], rows)
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:,.2f}"
+
+
+def _time(best: Estimate) -> str:
+    rows = [
+        [words.time_name(kind), words.seconds(value), words.percent(value / best.step_seconds)]
+        for kind, value in time_kinds(best)
+    ]
+    return table(
+        "Seconds of a step by kind.",
+        ["kind.", "time", "share"],
+        [*rows, ["in all", words.seconds(best.step_seconds), "100%"]],
+    )
+
+
+def _stages(best: Estimate) -> str:
+    rows = [
+        [
+            str(index), str(stage.rank), f"{stage.first}-{stage.last - 1}" if stage.last > stage.first else "none",
+            words.seconds(stage.forward), words.seconds(stage.backward_input), words.seconds(stage.backward_weight),
+        ]
+        for index, stage in enumerate(best.stages)
+    ]  # fmt: skip
+    columns = ["stage.", "rank", "layers", "forward", "gradient of inputs", "gradient of weights"]
+    return table("Stages, and what a microbatch takes in each.", columns, rows)
+
+
+def _traffic(report: Report) -> str:
+    rows = [
+        [
+            row.name, ", ".join(row.kinds), f"{row.count:,}", words.volume(row.sent),
+            words.seconds(row.busy), words.seconds(row.exposed), words.rate(row.sent / row.busy) if row.busy else "-",
+            words.rate(row.bandwidth) if row.bandwidth else "unknown",
+        ]
+        for row in traffic(report.job, report.best)
+    ]  # fmt: skip
+    columns = ["axis and link.", "messages.", "how many", "bytes", "busy", "exposed", "pace", "link has"]
+    return table("What a rank sends in a step.", columns, rows)
+
+
+def _levers(report: Report) -> str:
+    step = report.best.step_seconds
+    rows = [
+        [lever.what, words.seconds(lever.seconds), words.percent(lever.seconds / step), lever.why]
+        for lever in levers(report)
+    ]
+    return table("Seconds of a step that each would save, at most.", ["with.", "saves", "share", "of."], rows)
+
+
+def _others(report: Report) -> str:
+    rows = []
+    for other in report.others:
+        found = gap(report.best, other)
+        need = f"within the model's error ({needs(found)})" if found.noise else needs(found)
+        rows.append([words.layout_words(other.layout), words.seconds(other.step_seconds),
+                     format_bytes(other.peak_memory), need])  # fmt: skip
+    best = report.best
+    chosen = [
+        words.layout_words(best.layout),
+        words.seconds(best.step_seconds),
+        format_bytes(best.peak_memory),
+        "chosen",
+    ]
+    caption = "Runners-up, fastest first, and what each would have to gain."
+    return table(caption, ["layout.", "step", "memory", "to draw level."], [chosen, *rows])
+
+
+def _expected(report: Report) -> str:
+    rows = []
+    for item in report.expected:
+        step, memory, tokens = "-", "-", "-"
+        if item.estimate is not None:
+            step, memory = words.seconds(item.estimate.step_seconds), format_bytes(item.estimate.peak_memory)
+            tokens = f"{item.estimate.tokens_per_second_per_device:,.0f}"
+        layout = item.layout if item.estimate is None else item.estimate.layout
+        rows.append([item.title, words.layout_words(layout), step, tokens, memory, verdict(item, report.best)])
+    columns = ["name.", "layout.", "step", "tokens/s a device", "memory", "verdict."]
+    return table("What became of the layouts one might have tried first.", columns, rows)
+
+
+def _rules(report: Report) -> str:
+    rows = [
+        [words.capital(rule.name), *rule.texts, words.capital(f"{rule.why}{f' ({rule.where})' if rule.where else ''}.")]
+        for rule in misleading(report)
+    ]
+    caption = "Rules of thumb that are more than 20% off for this job."
+    return table(caption, ["rule.", "says", "here", "because."], rows)

@@ -1,0 +1,191 @@
+"""The pictures of a report, as SVG documents by name: bars here, the timeline in `lanes`, the choices in `scatter`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kumi.report import palette, svg, words
+from kumi.report.figures import Traffic, fullest, memory_kinds, pick, stage_groups, time_kinds, traffic, weighty
+from kumi.report.lanes import timelines
+from kumi.report.report import Expected, Report
+from kumi.report.scatter import choices
+from kumi.units import format_bytes
+
+GIB = 2.0**30
+# Height of a row with a bar in it, and of the bar.
+ROW, BAR = 28.0, 18.0
+# Pipeline ranks that are drawn at most; the table has all of them.
+RANKS = 16
+
+
+def pictures(report: Report) -> dict[str, str]:
+    """All pictures that the report has something to show in: memory, time, timeline, traffic, expected, choices."""
+    drawn = {"memory": memory(report), "time": time(report)}
+    if report.timeline is not None:
+        drawn |= timelines(report.timeline)
+    if report.best.collectives:
+        drawn["traffic"] = links(report)
+    if report.expected:
+        drawn["expected"] = expected(report)
+    if report.others or report.front or report.lacking:
+        drawn["choices"] = choices(report)
+    return drawn
+
+
+def memory(report: Report) -> str:
+    """Memory of every pipeline rank by kind, against the card."""
+    best, card = report.best, report.job.cluster.device.memory
+    groups = stage_groups(best)
+    wanted = next(index for index, group in enumerate(groups) if group.first <= fullest(best) <= group.last)
+    shown = [groups[index] for index in pick(len(groups), RANKS, wanted)]
+    kinds = [kind for kind in words.MEMORY if any(getattr(group.memory, kind) for group in shown)]
+    left = 14 + max(svg.width_of(group.name) for group in shown)
+    marks, top = svg.legend(
+        [(words.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
+    )
+    most = max(card, best.peak_memory) / GIB * 1.02
+    scale = (svg.RIGHT - left - 76) / most
+    top += 40
+    bottom = top + ROW * len(shown)
+    marks += axis(left, top, bottom, scale, most, "GiB")
+    for row, group in enumerate(shown):
+        y = top + ROW * row + (ROW - BAR) / 2
+        marks.append(svg.text(left - 8, y + BAR - 4, group.name, anchor="end"))
+        marks += _stack(left, y, scale, memory_kinds(group.memory))
+        marks.append(svg.text(svg.RIGHT, y + BAR - 4, format_bytes(group.memory.total), anchor="end", bold=True))
+    for size, name, dash in ((best.usable, "usable", "5 3"), (card, "card", "")):
+        x, said = left + scale * size / GIB, f"{name} {format_bytes(size)}"
+        # The names of the two lines stand on either side of them, or above each other where there is no room.
+        outwards = x > 2 * svg.width_of(said) or name == "card"
+        above = 0 if outwards else 18
+        marks.append(svg.line(x, top - 4 - above, x, bottom, width=1.5, dash=dash))
+        anchor = "end" if outwards and name == "usable" else "start"
+        marks.append(svg.text(x + 3 * (above > 0), top - 8 - above, said, anchor=anchor))
+    said = (
+        f"Stacked bars, one for each pipeline rank or run of equal ranks. The fullest is rank {fullest(best)} with "
+        f"{format_bytes(best.peak_memory)} of {format_bytes(best.usable)} usable."
+    )
+    return svg.picture("memory", "Memory by kind against the card", said, bottom + 40, marks)
+
+
+def _stack(left: float, y: float, scale: float, kinds: Sequence[tuple[str, int]]) -> list[str]:
+    marks, x = [], left
+    for kind, size in kinds:
+        width, fill = scale * size / GIB, palette.MEMORY_COLOURS[kind]
+        hint = f"{words.MEMORY[kind]}: {format_bytes(size)}"
+        hatched = kind in palette.HATCHED
+        marks.append(svg.rect(x, y, width, BAR, fill, hatched=hatched, hint=hint, apart=True))
+        label = f"{size / GIB:.3g}"
+        if not hatched and svg.width_of(label, 11) + 4 < width:
+            marks.append(svg.text(x + width / 2, y + BAR - 5, label, anchor="middle", size=11, fill=svg.on(fill)))
+        x += width
+    return marks
+
+
+def axis(left: float, top: float, bottom: float, scale: float, most: float, unit: str) -> list[str]:
+    """Grid lines from `top` to `bottom` with their values below, and the unit after the last."""
+    marks = []
+    values = svg.ticks(most)
+    for value in values:
+        x = left + scale * value
+        last = f" {unit}" if value == values[-1] else ""
+        marks.append(svg.line(x, top, x, bottom, opacity=0.15))
+        marks.append(svg.text(x, bottom + 17, f"{value:g}{last}", anchor="middle"))
+    return marks
+
+
+def time(report: Report) -> str:
+    """Where the seconds of a step go, longest first."""
+    best = report.best
+    rows = time_kinds(best)
+    left = 14 + max(svg.width_of(words.time_name(kind)) for kind, _ in rows)
+    most = rows[0][1]
+    scale = (svg.RIGHT - left - 130) / most
+    marks = []
+    for index, (kind, value) in enumerate(rows):
+        y = 12 + ROW * index
+        fill, share = palette.time_colour(kind), words.percent(value / best.step_seconds)
+        marks.append(svg.text(left - 8, y + BAR - 4, words.time_name(kind), anchor="end"))
+        marks.append(svg.rect(left, y, scale * value, BAR, fill, hatched=kind in words.TRAFFIC))
+        marks.append(svg.text(left + scale * value + 6, y + BAR - 4, f"{words.seconds(value)}, {share}"))
+    said = f"Bars of seconds by kind; they add up to {words.seconds(best.step_seconds)}. The longest is {rows[0][0]}."
+    return svg.picture("time", "Time of a step by kind", said, 12 + ROW * len(rows) + 8, marks)
+
+
+def links(report: Report) -> str:
+    """How long each axis keeps its link busy, hidden or exposed, and how much of the link's bandwidth it then gets."""
+    step = report.best.step_seconds
+    rows = weighty(traffic(report.job, report.best), step)
+    busy, pace = (14.0, 3.8), (456.0, 2.4)
+    marks, top = svg.legend([("exposed", palette.RED, False), ("hidden behind compute", palette.SKY, True)])
+    marks.append(svg.text(busy[0], top + 18, "time busy, share of a step"))
+    marks.append(svg.text(pace[0], top + 18, "pace while busy, share of bandwidth"))
+    top, height = top + 28, 58.0
+    bottom = top + height * len(rows)
+    for start, scale in (busy, pace):
+        for value in (0, 25, 50, 75, 100):
+            x = start + scale * value
+            marks.append(svg.line(x, top, x, bottom, opacity=0.15))
+            marks.append(svg.text(x, bottom + 15, f"{value}%", anchor="start" if value == 0 else "middle", size=12))
+    for index, row in enumerate(rows):
+        marks += _link_row(row, top + height * index, step, busy, pace)
+    return svg.picture("traffic", "Traffic of a rank by axis and link", _links_said(rows, step), bottom + 24, marks)
+
+
+def _link_row(
+    row: Traffic, y: float, step: float, busy: tuple[float, float], pace: tuple[float, float]
+) -> Iterator[str]:
+    """The name, two bars, and a line of figures under each."""
+    (left, scale), (right, pace_scale) = busy, pace
+    exposed = min(100.0, 100 * row.exposed / step)
+    hidden = min(100.0, 100 * row.busy / step) - exposed
+    yield svg.text(left, y + 15, row.name, bold=True)
+    yield svg.rect(left, y + 21, scale * exposed, 13, palette.RED)
+    yield svg.rect(left + scale * exposed, y + 21, scale * hidden, 13, palette.SKY, hatched=True)
+    said = f"{words.seconds(row.exposed)} exposed" if row.exposed else "none exposed"
+    yield svg.text(left, y + 48, f"{words.volume(row.sent)}, busy {words.seconds(row.busy)}, {said}", size=12)
+    if row.bandwidth and row.busy:
+        reached = row.sent / row.busy
+        yield svg.rect(right, y + 21, pace_scale * min(100.0, 100 * reached / row.bandwidth), 13, palette.GREEN)
+        yield svg.text(right, y + 48, f"{words.rate(reached)} of {words.rate(row.bandwidth)}", size=12)
+    else:
+        yield svg.text(right, y + 48, "bandwidth unknown", size=12)
+
+
+def _links_said(rows: Sequence[Traffic], step: float) -> str:
+    return "; ".join(
+        f"{row.name}: {words.volume(row.sent)} in {words.seconds(row.busy)} of {words.seconds(step)}, "
+        f"{words.seconds(row.exposed)} exposed"
+        for row in rows
+    )
+
+
+def expected(report: Report) -> str:
+    """The step times of the layouts one might have expected beside the chosen one, and which cannot run."""
+    best = report.best
+    rows = [Expected("Chosen", best.layout, estimate=best), *report.expected]
+    left = 14 + max(svg.width_of(row.title) for row in rows)
+    most = max(row.estimate.step_seconds for row in rows if row.estimate is not None)
+    scale = (svg.RIGHT - left - 190) / most
+    marks, top = svg.legend(
+        [("chosen", palette.BLUE, False), ("fits", palette.SKY, False), ("does not fit", palette.GREY, True)]
+    )
+    for index, row in enumerate(rows):
+        y = top + 6 + ROW * index
+        marks.append(svg.text(left - 8, y + BAR - 4, row.title, anchor="end", bold=index == 0))
+        if row.estimate is None:
+            marks.append(svg.text(left, y + BAR - 4, "refused"))
+            continue
+        seconds, need = row.estimate.step_seconds, format_bytes(row.estimate.peak_memory)
+        fill = palette.BLUE if index == 0 else palette.SKY if row.fits else palette.GREY
+        marks.append(svg.rect(left, y, scale * seconds, BAR, fill, hatched=not row.fits))
+        said = f"{words.seconds(seconds)}, {need}{'' if row.fits else ': does not fit'}"
+        marks.append(svg.text(left + scale * seconds + 6, y + BAR - 4, said))
+    said = "; ".join(f"{row.title}: {_outcome(row)}" for row in rows)
+    return svg.picture("expected", "Layouts one might have expected", said, top + 12 + ROW * len(rows), marks)
+
+
+def _outcome(item: Expected) -> str:
+    if item.estimate is None:
+        return "refused"
+    return words.seconds(item.estimate.step_seconds) if item.fits else "does not fit"

@@ -1,0 +1,91 @@
+"""The plan of a job: the search, what one might have expected beside it, and what to do where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kumi.errors import FitError, LayoutError
+from kumi.plan.choose import TRAINED
+from kumi.plan.estimate import estimate, timeline_of
+from kumi.plan.refusal import does_not_fit, from_pins, why_illegal
+from kumi.plan.search import Found, search
+from kumi.plan.space import Pins
+from kumi.plan.types import Estimate
+from kumi.report.expected import expected
+from kumi.report.report import Report
+from kumi.spec.checks import problems
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+
+
+def plan(
+    job: Job,
+    pinned: Pins,
+    *,
+    top: int = 8,
+    trainable: bool = False,
+    accept: Callable[[Layout], bool] | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Report:
+    """The fastest layout of `job` that agrees with `pinned`, with all that explains it; `trainable`: of those that this
+    version of kumi trains itself; `accept`: of those that it takes.
+
+    Raises LayoutError with the reasons where what is pinned is illegal, and FitError with the smallest change that
+    would help where nothing fits.
+    """
+    only, fixed = pinned_layout(job, pinned), TRAINED if trainable else {}
+    every = {**pinned, **fixed}
+    found = search(job, every, top=top + 1, accept=accept, progress=progress) if only is None else alone(job, only)
+    if not found.plans:
+        raise _no_plan(job, pinned, found, fixed)
+    best, *others = found.plans
+    return Report(
+        job=job,
+        best=best,
+        others=tuple(others),
+        expected=expected(job),
+        searched=found.count,
+        fitting=found.fitting,
+        timeline=timeline_of(job, best),
+        front=found.pareto,
+        lacking=_lacking(job, found, best),
+    )
+
+
+def _no_plan(job: Job, pinned: Pins, found: Found, fixed: Pins) -> FitError | LayoutError:
+    """Why there is none: nothing legal, nothing that fits, or nothing that is accepted."""
+    if not found.count:
+        return LayoutError(why_illegal(job, pinned))
+    if found.fitting:
+        return LayoutError(
+            f"{job.engine.name} can carry out none of the layouts that fit; see what `kumi plan` chooses without "
+            f"--export, and pin what {job.engine.name} has"
+        )
+    return FitError(does_not_fit(job, pinned, found, fixed))
+
+
+def pinned_layout(job: Job, pinned: Pins) -> Layout | None:
+    """The layout that `pinned` leaves no choice about; None where there is one. Raises LayoutError where it is
+    illegal. Fields that no run file needs to name are at their defaults."""
+    if "stage_layers" not in pinned:
+        return None
+    layout = from_pins(job, pinned)
+    wrong = problems(job.model, layout, job.cluster, job.batch)
+    if wrong:
+        raise LayoutError("; ".join(wrong))
+    return layout
+
+
+def alone(job: Job, layout: Layout) -> Found:
+    """What a search of one layout finds."""
+    one = estimate(job, layout)
+    return Found((one,) if one.fits else (), (), 1, int(one.fits), 1, layout)
+
+
+def _lacking(job: Job, found: Found, best: Estimate) -> tuple[Estimate, ...]:
+    """Layouts of the best plans, with less recomputed, that would be faster than `best` and do not fit."""
+    lighter = {replace(one.layout, recompute="none", recompute_layers=None) for one in found.plans}
+    made = [estimate(job, layout) for layout in lighter]
+    faster = [one for one in made if not one.fits and one.step_seconds < best.step_seconds]
+    return tuple(sorted(faster, key=lambda one: one.step_seconds))[:3]

@@ -1,0 +1,214 @@
+"""The report in a terminal, from 80 columns up, and in a pipe: what matters is in words and letters, not in colours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kumi.report import words
+from kumi.report.advice import advice, verdict
+from kumi.report.binding import binding, levers
+from kumi.report.figures import (
+    StageGroup,
+    fullest,
+    gap,
+    memory_kinds,
+    needs,
+    pick,
+    stage_groups,
+    time_kinds,
+    traffic,
+    weighty,
+)
+from kumi.report.palette import MEMORY_COLOURS
+from kumi.report.report import Report
+from kumi.report.rules import Rule, misleading
+from kumi.report.summary import headline
+from kumi.units import format_bytes
+
+# More pipeline ranks or runners-up than this are for --json and the page.
+STAGES, OTHERS = 8, 6
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar that is `share` of the width it is given, in `#` where the terminal knows no blocks."""
+
+    share: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        eighths = round(8 * options.max_width * min(1.0, self.share))
+        if options.ascii_only:
+            yield Text("#" * (eighths // 8))
+        else:
+            yield Text("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].rstrip())
+
+
+@dataclass(frozen=True)
+class StageBar:
+    """The memory of a stage against `capacity`: a letter for every kind, as many as its share of the width."""
+
+    kinds: tuple[tuple[str, int], ...]
+    capacity: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line, done = Text(), 0
+        scale = max(self.capacity, sum(size for _, size in self.kinds))
+        before = 0
+        for kind, size in self.kinds:
+            before += size
+            upto = round(before / scale * options.max_width)
+            line.append(words.LETTERS[kind] * (upto - done), style=MEMORY_COLOURS[kind])
+            done = upto
+        yield line.append("." * (options.max_width - done))
+
+
+def render(report: Report) -> RenderableType:
+    """All sections of the report, for a rich console."""
+    return Group(*_sections(report))
+
+
+def _sections(report: Report) -> Iterator[RenderableType]:
+    yield _headline(report)
+    yield _section("Why", _bullets([*binding(report), *advice(report)]))
+    several = report.best.layout.pp > 1
+    yield _section(f"Memory{f' of pp rank {fullest(report.best)}, the fullest' * several}", _memory(report))
+    if several:
+        yield _section("Memory of the pipeline's ranks, against what is usable", _stages(report))
+    yield _section("Time of a step", _time(report))
+    if report.best.collectives:
+        yield _section("Traffic of a rank in a step", _traffic(report))
+    yield _section("What more would buy, at most", _levers(report))
+    if report.others:
+        yield _section("Runners-up", _others(report))
+    if report.expected:
+        yield _section("Layouts one might have expected", _expected(report))
+    found = misleading(report)
+    if found:
+        yield _section("Where rules of thumb mislead here", _bullets([rule_words(rule) for rule in found]))
+    yield Group(Text("\nTo pin this layout", style="bold"), Text(words.layout_toml(report.best.layout)))
+
+
+def _section(title: str, content: RenderableType) -> RenderableType:
+    return Group(Text(), Text(title, style="bold"), Padding(content, (0, 0, 0, 2)))
+
+
+def _bullets(sentences: list[str]) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        grid.add_row("-", sentence)
+    return grid
+
+
+def _headline(report: Report) -> RenderableType:
+    return Group(*(Text(line, style="bold" if index == 1 else "") for index, line in enumerate(headline(report))))
+
+
+def _figures(*columns: str) -> Table:
+    """A table whose named columns are figures, right-aligned, but for those that end in a dot."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True, pad_edge=False)
+    for name in columns:
+        if name.endswith("."):
+            table.add_column(name[:-1], ratio=1, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _memory(report: Report) -> RenderableType:
+    best = report.best
+    memory = best.memory[fullest(best)]
+    table = Table(box=None, padding=(0, 2, 0, 0), expand=True, pad_edge=False, show_header=False)
+    for kind in ("letter", "name", "bytes", "share"):
+        table.add_column(kind, justify="left" if kind in ("letter", "name") else "right", no_wrap=True)
+    table.add_column("bar", ratio=1)
+    rows = [(words.LETTERS[kind], words.MEMORY[kind], size) for kind, size in memory_kinds(memory)]
+    for letter, name, size in [*rows, ("", "in all", memory.total)]:
+        share = size / best.usable
+        table.add_row(letter, name, format_bytes(size), words.percent(share), Bar(share))
+    return table
+
+
+def _stages(report: Report) -> RenderableType:
+    best = report.best
+    groups = stage_groups(best)
+    wanted = next(index for index, group in enumerate(groups) if group.first <= fullest(best) <= group.last)
+    shown = [groups[index] for index in pick(len(groups), STAGES, wanted)]
+    table = Table(box=None, padding=(0, 2, 0, 0), expand=True, pad_edge=False, show_header=False)
+    table.add_column("rank", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("bar", ratio=1)
+    for group in shown:
+        table.add_row(group.name, format_bytes(group.memory.total), _stage_bar(group, best.usable))
+    if len(shown) < len(groups):
+        table.add_row("", "", f"{len(shown)} of {len(groups)} ranks; all are in --json")
+    return table
+
+
+def _stage_bar(group: StageGroup, usable: int) -> StageBar:
+    return StageBar(tuple(memory_kinds(group.memory)), usable)
+
+
+def _time(report: Report) -> RenderableType:
+    best = report.best
+    table = Table(box=None, padding=(0, 2, 0, 0), expand=True, pad_edge=False, show_header=False)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("bar", ratio=1)
+    for kind, value in time_kinds(best):
+        share = value / best.step_seconds
+        table.add_row(words.time_name(kind), words.seconds(value), words.percent(share), Bar(share))
+    return table
+
+
+def _traffic(report: Report) -> RenderableType:
+    table = _figures("axis and link.", "messages", "bytes", "takes", "exposed", "while busy", "link has")
+    for row in weighty(traffic(report.job, report.best), report.best.step_seconds):
+        pace = words.rate(row.sent / row.busy) if row.busy else "-"
+        has = words.rate(row.bandwidth) if row.bandwidth else "unknown"
+        table.add_row(
+            row.name, f"{row.count:,}", words.volume(row.sent), words.seconds(row.busy),
+            words.seconds(row.exposed), pace, has,
+        )  # fmt: skip
+    return table
+
+
+def _levers(report: Report) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    for lever in levers(report):
+        share = words.percent(lever.seconds / report.best.step_seconds)
+        table.add_row(lever.what, Text(words.seconds(lever.seconds), justify="right"), share, f"of {lever.why}")
+    return table
+
+
+def _others(report: Report) -> RenderableType:
+    table = _figures("layout.", "step", "memory", "to draw level.")
+    for other in report.others[:OTHERS]:
+        found = gap(report.best, other)
+        need = "within noise" if found.noise else needs(found)
+        table.add_row(words.layout_words(other.layout), words.seconds(other.step_seconds),
+                      format_bytes(other.peak_memory), need)  # fmt: skip
+    return table
+
+
+def _expected(report: Report) -> RenderableType:
+    table = _figures("layout.", "step", "memory", "verdict.")
+    for item in report.expected:
+        step, memory = "-", "-"
+        if item.estimate is not None:
+            step, memory = words.seconds(item.estimate.step_seconds), format_bytes(item.estimate.peak_memory)
+        table.add_row(item.title, step, memory, verdict(item, report.best))
+    return table
+
+
+def rule_words(rule: Rule) -> str:
+    """A misleading rule as a sentence."""
+    where = f" under {rule.where}" if rule.where else ""
+    held = f"{rule.texts[0]} by the rule, {rule.texts[1]} here{where}"
+    return f"{words.capital(rule.name)}: {held}. {words.capital(rule.why)}."

@@ -1,0 +1,161 @@
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from examples import CHOSEN, best, copies, estimate, job, memory, one_device, report, sharded, timeline
+
+from kumi.plan.types import MemoryEstimate
+from kumi.report import lanes, palette, scatter, svg
+from kumi.report.pictures import pictures
+from kumi.report.report import Report
+from kumi.spec.layout import Layout
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def full():
+    return replace(report(), timeline=timeline())
+
+
+def v_shaped():
+    return replace(report(), timeline=timeline(8, "dualpipe", 2))
+
+
+def parsed(made):
+    return {name: ElementTree.fromstring(drawn) for name, drawn in pictures(made).items()}
+
+
+def extent(text):
+    """Left and right end of a text element, by how wide letters are on average."""
+    width = svg.width_of(text.text, float(text.get("font-size")))
+    x = float(text.get("x"))
+    return {"start": (x, x + width), "middle": (x - width / 2, x + width / 2), "end": (x - width, x)}[
+        text.get("text-anchor")
+    ]
+
+
+def test_each_part_of_a_report_has_its_picture():
+    assert list(pictures(full())) == [
+        "memory", "time", "timeline", "timeline-start", "traffic", "expected", "choices",
+    ]  # fmt: skip
+    alone = estimate(Layout(), {"forward": 1.0, "backward": 2.0}, (memory(params=10),))
+    assert list(pictures(Report(one_device(), alone))) == ["memory", "time"]
+
+
+def test_pictures_are_well_formed_and_say_what_they_show():
+    for name, root in parsed(full()).items():
+        ids = {element.get("id"): element for element in root.iter() if element.get("id")}
+        assert [ids[part].tag for part in root.get("aria-labelledby").split()] == [f"{SVG}title", f"{SVG}desc"]
+        assert all(len(ids[part].text) > 10 for part in root.get("aria-labelledby").split())
+        assert root.get("role") == "img"
+        assert all(key.startswith(name) for key in ids)
+
+
+@pytest.mark.parametrize(
+    "made", [full(), v_shaped(), Report(job(), copies()), Report(job(), sharded(), others=(copies(),))]
+)
+def test_nothing_is_written_or_drawn_outside_of_the_picture(made):
+    for root in parsed(made).values():
+        _, _, width, height = map(float, root.get("viewBox").split())
+        for text in root.iter(f"{SVG}text"):
+            left, right = extent(text)
+            assert left >= 0, text.text
+            assert right <= width + 1, text.text
+            assert 8 <= float(text.get("y")) <= height, text.text
+            assert float(text.get("font-size")) >= 10
+        for rect in root.iter(f"{SVG}rect"):
+            if "%" not in rect.get("width"):
+                assert float(rect.get("x")) + float(rect.get("width")) <= width + 0.5
+                assert float(rect.get("y")) + float(rect.get("height")) <= height
+
+
+@pytest.mark.parametrize("name", ["memory", "time", "timeline", "traffic", "expected"])
+@pytest.mark.parametrize("made", [v_shaped(), replace(full(), best=copies(), job=job())])
+def test_no_two_texts_lie_over_each_other(made, name):
+    drawn = parsed(made)
+    texts = list(drawn[name].iter(f"{SVG}text")) if name in drawn else []
+    for index, first in enumerate(texts):
+        for second in texts[index + 1 :]:
+            if abs(float(first.get("y")) - float(second.get("y"))) < 9:
+                (left, right), (start, end) = extent(first), extent(second)
+                assert right <= start + 2 or end <= left + 2, (first.text, second.text)
+
+
+def test_bars_of_memory_are_as_long_as_their_bytes():
+    root = parsed(report())["memory"]
+    bars = [
+        (rect, rect.find(f"{SVG}title").text)
+        for rect in root.iter(f"{SVG}rect")
+        if rect.find(f"{SVG}title") is not None
+    ]
+    widths = {said: float(rect.get("width")) for rect, said in reversed(bars)}
+    assert widths["activations: 24 GiB"] == pytest.approx(6 * widths["parameters: 4 GiB"], rel=1e-3)
+    assert widths["optimizer states: 12 GiB"] == pytest.approx(3 * widths["parameters: 4 GiB"], rel=1e-3)
+
+
+def test_every_kind_of_memory_can_be_told_from_every_other_without_its_colour_alone():
+    looks = {(palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in MemoryEstimate.__dataclass_fields__}
+    assert len(looks) == len(MemoryEstimate.__dataclass_fields__)
+
+
+def test_the_timeline_has_a_box_for_every_action():
+    found = timeline(8)
+    root = ElementTree.fromstring(lanes.timeline(found, "timeline", found.seconds))
+    hints = [title.text for rect in root.iter(f"{SVG}rect") for title in rect.iter(f"{SVG}title")]
+    assert len(hints) == 4 * 2 * 8
+    assert "forward, stage 3, microbatch 7" in hints
+
+
+def test_a_long_timeline_is_cut_and_that_is_said():
+    found = timeline(700)
+    drawn = lanes.timelines(found)
+    assert len(re.findall(r"<title>(?:forward|backward)", drawn["timeline"])) <= 1.1 * lanes.SPANS
+    assert "of which the first" in drawn["timeline"]
+    assert "of which the first" in drawn["timeline-start"]
+
+
+def test_layouts_that_coincide_share_a_number():
+    same = replace(report(), expected=(), front=(), lacking=())
+    twins = tuple(replace(best(), layout=replace(CHOSEN, microbatch=size)) for size in (2, 4, 8))
+    texts = [text.text for text in parsed(replace(same, others=twins))["choices"].iter(f"{SVG}text")]
+    assert "1-4" in texts
+    assert scatter._ranges([0, 1, 2, 4, 7, 8]) == "1-3, 5, 8-9"
+
+
+def test_long_names_of_layouts_take_several_lines():
+    long = replace(CHOSEN, stage_layers=(20,) * 4, recompute_layers=7, offload="states")
+    root = parsed(replace(report(), others=(replace(best(), layout=long),)))["choices"]
+    for text in root.iter(f"{SVG}text"):
+        assert extent(text)[1] <= svg.WIDTH
+    assert any(text.text.endswith("states") or text.text.endswith("offloaded") for text in root.iter(f"{SVG}text"))
+
+
+def test_numbers_of_layouts_do_not_hide_each_other():
+    texts = [text for text in parsed(full())["choices"].iter(f"{SVG}text") if text.get("font-size") == "11.5"]
+    places = [(float(text.get("x")), float(text.get("y"))) for text in texts]
+    assert len(places) >= 4
+    for index, (x, y) in enumerate(places):
+        assert all(abs(x - other[0]) > 6 or abs(y - other[1]) > 6 for other in places[index + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted"), [(80, [0, 20, 40, 60, 80]), (7.3, [0, 2, 4, 6]), (0.05, [0, 0.01, 0.02, 0.03, 0.04, 0.05])]
+)
+def test_ticks_are_round(most, wanted):
+    assert svg.ticks(most) == pytest.approx(wanted)
+
+
+def test_ink_on_a_colour_is_what_reads_better():
+    assert svg.on(palette.YELLOW) == "#000000"
+    assert svg.on(palette.BLUE) == "#ffffff"
+
+
+def test_names_are_escaped():
+    made = report()
+    device = replace(made.job.cluster.device, name="<b>&")
+    links = tuple(replace(link, name="a<b") for link in made.job.cluster.links)
+    cluster = replace(made.job.cluster, device=device, links=links)
+    collectives = tuple(replace(item, link="a<b") for item in made.best.collectives)
+    odd = replace(made, job=replace(made.job, cluster=cluster), best=replace(made.best, collectives=collectives))
+    assert "tp over a<b" in [text.text for text in parsed(odd)["traffic"].iter(f"{SVG}text")]

@@ -1,0 +1,37 @@
+import json
+
+import pytest
+from examples import timeline
+
+from kumi.report.trace import trace
+
+
+def events(found, phase="X"):
+    return [event for event in found["traceEvents"] if event["ph"] == phase]
+
+
+def test_every_action_is_an_event_of_its_rank_in_microseconds():
+    made = timeline(8)
+    found = json.loads(json.dumps(trace(made), allow_nan=False))
+    assert len(events(found)) == sum(map(len, made.spans)) == 4 * 2 * 8
+    for rank, spans in enumerate(made.spans):
+        own = [event for event in events(found) if event["pid"] == rank]
+        assert [event["ts"] for event in own] == pytest.approx([1e6 * span.start for span in spans])
+        assert [event["name"] for event in own] == [f"{span.action.kind}{span.action.microbatch}" for span in spans]
+        assert {event["args"]["stage"] for event in own} == {rank}
+    assert max(event["ts"] + event["dur"] for event in events(found)) == pytest.approx(1e6 * made.seconds)
+
+
+def test_ranks_have_names_and_order():
+    named = events(trace(timeline()), "M")
+    assert [event["args"]["name"] for event in named if event["name"] == "process_name"] == [
+        f"pp rank {rank}" for rank in range(4)
+    ]
+    assert {event["name"] for event in named} == {"process_name", "process_sort_index", "thread_name"}
+
+
+def test_a_rank_with_several_stages_says_which():
+    found = trace(timeline(8, "zb-v", 2))
+    named = [event["args"]["name"] for event in events(found, "M") if event["name"] == "thread_name"]
+    assert named == ["stages 0, 7", "stages 1, 6", "stages 2, 5", "stages 3, 4"]
+    assert {event["cat"] for event in events(found)} == {"forward", "backward (inputs)", "backward (weights)"}
