@@ -25,17 +25,20 @@ GPU = Device(
 # Computes in no time, so that nothing hides what is sent, and its host needs none to start a kernel.
 INSTANT = replace(GPU, peak=(("bfloat16", 1e24),), memory_bandwidth=0.0, launch=0.0)
 LINKS = (Link("inside", 4, 300e9, 3e-6), Link("network", 1 << 30, 25e9, 10e-6))
+NO_HOST = Host()
 # Enough for states to leave the device, for the drives, too.
 HOST = Host(1 << 38, 25e9, 2e9, 1 << 40)
 
 
-def model(layers: int = 4, experts: int = 0, vocab: int = 4000, tied: bool = False, dense: int = 0) -> ModelSpec:
+def model(
+    layers: int = 4, experts: int = 0, vocab: int = 4000, tied: bool = False, dense: int = 0, hidden: int = 256
+) -> ModelSpec:
     """A decoder of `layers` layers, all but the first `dense` with experts where there are any."""
-    attention = Attention(4, 2, 64, Rope(10000.0))
-    plain = LayerSpec(attention, MLP(704))
-    sparse = LayerSpec(attention, MoE(experts, 2, 128)) if experts else plain
+    attention = Attention(4, 2, hidden // 4, Rope(10000.0))
+    plain = LayerSpec(attention, MLP(11 * hidden // 4))
+    sparse = LayerSpec(attention, MoE(experts, 2, hidden // 2)) if experts else plain
     return ModelSpec(
-        "llama", vocab, 256, (plain,) * dense + (sparse,) * (layers - dense), 1e-5, 8192, tie_word_embeddings=tied
+        "llama", vocab, hidden, (plain,) * dense + (sparse,) * (layers - dense), 1e-5, 8192, tie_word_embeddings=tied
     )
 
 
@@ -49,7 +52,7 @@ def job(
     engine: Engine = KUMI,
     device: Device = GPU,
     memory: float | None = None,
-    host: Host = Host(),
+    host: Host = NO_HOST,
     links: tuple[Link, ...] = LINKS,
 ) -> Job:
     """`sequences` sequences a step on `nodes` nodes of four devices, with `memory` bytes each."""

@@ -175,7 +175,7 @@ class _Best:
                 self.on_front, least = [*self.on_front, row], row[1]
 
     def fastest(self, count: int, accept: Callable[[Layout], bool] | None) -> list[Layout]:
-        """The `count` fastest that `accept` takes, each of another arrangement; of what is equally fast the simplest."""
+        """The `count` fastest that `accept` takes, one an arrangement: of what is equally fast the simplest."""
         found: dict[tuple[object, ...], list[tuple[float, Layout]]] = {}
         for seconds, layout in sorted(self.rows.values(), key=lambda row: row[0]):
             alike = found.setdefault(arrangement(layout, ARRANGEMENT), [])
