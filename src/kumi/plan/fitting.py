@@ -49,6 +49,17 @@ class Bases:
         found: Floats = memory.host_memory(self.job, rows, self.part, self.known).reshape(self.layers.shape).max(axis=0)
         return found
 
+    def held(self, offload: int) -> Mask:
+        """Whether a rank's share of its host, and of the drives, can take what is offloaded, (rows,)."""
+        if not offload:
+            return np.ones(len(self.x), np.bool_)
+        host, each = self.job.cluster.host, self.job.cluster.devices_per_node
+        fits = self.host_bytes(offload) <= host.memory / each
+        word = WORDS["offload"][offload]
+        if word.endswith("-nvme"):
+            fits &= self.host_bytes(WORDS["offload"].index(word.removesuffix("-nvme"))) <= host.nvme / each
+        return fits
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -91,11 +102,8 @@ def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
     ends = {mode: (rows.bytes(mode, 1, NONE), rows.bytes(mode, -1, NONE)) if mode else (plain, plain) for mode in modes}
     saved = {"none": np.zeros_like(plain)}
     for offload in _allowed("offload", offloads(rows.job), pinned):
-        held = np.ones(len(rows.x), np.bool_)
+        held = rows.held(offload)
         word = WORDS["offload"][offload]
-        if offload and not word.endswith("-nvme"):
-            host = rows.job.cluster.host.memory / rows.job.cluster.devices_per_node
-            held = rows.host_bytes(offload) <= host
         # The device does not see whether what left it went on to a drive.
         saving = saved.get(word.removesuffix("-nvme"))
         if saving is None:
