@@ -95,16 +95,18 @@ def _data(own: _Own) -> Iterator[Collective]:
         yield Collective("all_reduce", "world", layout.world_size // (layout.dp * layout.cp), 4, 1, "update", "norm")
         return
     last_layer = max((number for number, unit in enumerate(units) if unit[0] == "layer"), default=-1)
-    for number, (name, (dense, expert)) in enumerate(units):
-        again = name == "layer" and number != last_layer
-        gathers = times * (1 + again) if layout.zero == 3 else 1
-        reduces = 1 if layout.zero == 1 else times
+    every, gathered = Counter(units), Counter[tuple[str, tuple[float, float]]]()
+    for number, unit in enumerate(units):
+        again = unit[0] == "layer" and number != last_layer
+        gathered[unit] += times * (1 + again) if layout.zero == 3 else 1
+    when = "forward+backward" if layout.zero == 3 else "forward"
+    for (name, (dense, expert)), count in every.items():
+        gathers, reduces = gathered[name, (dense, expert)], count if layout.zero == 1 else count * times
         for size, degree, what in ((dense, shards, name), (expert, experts, "experts")):
-            when = "forward+backward" if layout.zero == 3 else "forward"
             yield Collective("all_gather", "dp_shard", degree, whole * size, gathers, when, what)
             yield Collective("reduce_scatter", "dp_shard", degree, reduced * size, reduces, "backward", what)
             share = reduced * size / degree
-            yield Collective("all_reduce", "dp_replicate", layout.dp_replicate, share, 1, "backward", what)
+            yield Collective("all_reduce", "dp_replicate", layout.dp_replicate, share, count, "backward", what)
     yield Collective("all_reduce", "world", layout.world_size // layout.dp_replicate, 4, 1, "update", "norm")
 
 
