@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kumi.config import PlanConfig
+    from kumi.plan.remedies import Grow
     from kumi.plan.sizing import Size
     from kumi.report.report import Report
     from kumi.spec.engine import Engine
@@ -29,19 +30,23 @@ if TYPE_CHECKING:
 def run(arguments: Namespace) -> int:
     """Plan what `arguments` name, and write what they ask for. Returns the exit code."""
     from kumi.config import job, load_plan
+    from kumi.config.cluster import of_nodes
 
     if (arguments.tokens is None) != (arguments.days is None):
         raise ConfigError("plan: --tokens and --days say together how many machines are needed; give both, or neither")
     config = load_plan(arguments.run, arguments.overrides)
     wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
     if arguments.tokens is not None:
-        return _size(arguments, wanted, pinned)
+        return _size(arguments, wanted, pinned, of_nodes(config.cluster))
     from kumi.report.planning import plan
 
     _refuse_existing(arguments)
     wanted, accept = replace(wanted, engine=engine(arguments)), exportable(arguments, wanted)
     with progress("searching layouts") as told:
-        report = plan(wanted, pinned, top=arguments.top, trainable=arguments.trainable, accept=accept, progress=told)
+        report = plan(
+            wanted, pinned, top=arguments.top, trainable=arguments.trainable, accept=accept,
+            grow=of_nodes(config.cluster), progress=told,
+        )  # fmt: skip
     written = [*_files(arguments, report), *_saved(arguments, config, report), *_exported(arguments, config, report)]
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2))
@@ -141,12 +146,12 @@ def progress(what: str) -> Iterator[Callable[[float], None] | None]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def _size(arguments: Namespace, wanted: Job, pinned: dict[str, Any]) -> int:
+def _size(arguments: Namespace, wanted: Job, pinned: dict[str, Any], grow: Grow) -> int:
     """How many nodes train `--tokens` tokens in `--days` days."""
     from kumi.plan.sizing import sizes
 
     with progress("trying numbers of nodes"):
-        found = sizes(wanted, pinned, arguments.tokens, arguments.days)
+        found = sizes(wanted, pinned, arguments.tokens, arguments.days, grow)
     if arguments.json:
         print(json.dumps([_plain(one) for one in found], indent=2))
         return OK

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kumi.config.cluster import cluster_spec
+from kumi.config.cluster import cluster_spec, of_nodes
 from kumi.config.model import model_folder, read_hf_config
 from kumi.config.schema import OptimSection, PlanConfig, RunConfig
 from kumi.errors import ConfigError
@@ -81,7 +81,8 @@ def resolve(config: RunConfig) -> Run:
     source = None if config.model.source is None else model_folder(config.model.source, "model.source")
     hf_config = read_hf_config(config.model, source)
     wanted = job(config, hf_config)
-    return Run(config, hf_config, source, wanted, choose_layout(wanted, config.layout.model_dump(exclude_none=True)))
+    pinned = config.layout.model_dump(exclude_none=True)
+    return Run(config, hf_config, source, wanted, choose_layout(wanted, pinned, of_nodes(config.cluster)))
 
 
 def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.refusal import does_not_fit, why_illegal
+from kumi.plan.remedies import Grow
 from kumi.plan.search import search
 from kumi.plan.space import Pins
 from kumi.plan.types import Estimate
@@ -22,8 +23,8 @@ TRAINED: Pins = {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "expert_tp": 1, "sequence_p
 SOME_FLOPS = 1e14
 
 
-def choose_layout(job: Job, pinned: Pins) -> Estimate:
-    """The estimate of the layout that `job` is trained with.
+def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
+    """The estimate of the layout that `job` is trained with; `grow` makes the machines larger, for advice.
 
     Raises LayoutError with the reasons when what is pinned allows no legal layout or none that can be trained, and
     FitError when none fits.
@@ -35,7 +36,9 @@ def choose_layout(job: Job, pinned: Pins) -> Estimate:
     found = search(job, {**pinned, **TRAINED}, top=1)
     if found.plans:
         return found.plans[0]
-    raise FitError(does_not_fit(job, pinned, found, TRAINED)) if found.count else LayoutError(why_illegal(job, pinned))
+    if not found.count:
+        raise LayoutError(why_illegal(job, pinned))
+    raise FitError(does_not_fit(job, pinned, found, TRAINED, grow))
 
 
 def timed(device: Device, dtype: str) -> Device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kumi.plan.search import smallest
@@ -12,15 +12,18 @@ from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
 from kumi.units import format_bytes
 
+# The machines with another number of nodes.
+Grow = Callable[[int], ClusterSpec]
+
 # How many times the machines are doubled before giving up on more of them.
 DOUBLINGS = 10
 
 
-def remedies(job: Job, pinned: Pins, least: Estimate, fixed: Pins) -> list[str]:
-    """What would help, each alone: unpinning, more nodes, shorter sequences, a larger card, a described host. What is
-    `fixed` stays so whatever is pinned."""
+def remedies(job: Job, pinned: Pins, least: Estimate, fixed: Pins, grow: Grow | None) -> list[str]:
+    """What would help, each alone: unpinning, more nodes where `grow` makes the machines larger, shorter sequences, a
+    larger card, a described host. What is `fixed` stays so whatever is pinned."""
     every = {**pinned, **fixed}
-    found = [*_unpinned(job, pinned, fixed), *_more_nodes(job, every), *_shorter(job, every), *_host(job, every)]
+    found = [*_unpinned(job, pinned, fixed), *_more_nodes(job, every, grow), *_shorter(job, every), *_host(job, every)]
     short = least.peak_memory / least.usable
     card = format_bytes(short * job.cluster.device.memory)
     return [*found, f"use devices of {card} or more instead of {format_bytes(job.cluster.device.memory)}"]
@@ -42,23 +45,16 @@ def _unpinned(job: Job, pinned: Pins, fixed: Pins) -> Iterator[str]:
             return
 
 
-def _more_nodes(job: Job, pinned: Pins) -> Iterator[str]:
-    for _ in range(DOUBLINGS):
+def _more_nodes(job: Job, pinned: Pins, grow: Grow | None) -> Iterator[str]:
+    for _ in range(DOUBLINGS if grow else 0):
+        assert grow is not None
         nodes = 2 * job.cluster.nodes
-        job = replace(job, cluster=grown(job.cluster, nodes))
+        job = replace(job, cluster=replace(grow(nodes), device=job.cluster.device))
         if job.cluster.devices > job.batch.sequences * 64:
             return
         if fits(job, pinned):
             yield f"set cluster.nodes={nodes} ({job.cluster.devices} devices)"
             return
-
-
-def grown(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
-    """The cluster with `nodes` nodes: its outermost link reaches all of them."""
-    links = list(cluster.links)
-    if links:
-        links[-1] = replace(links[-1], span=max(links[-1].span, nodes * cluster.devices_per_node))
-    return replace(cluster, nodes=nodes, links=tuple(links))
 
 
 def _shorter(job: Job, pinned: Pins) -> Iterator[str]:

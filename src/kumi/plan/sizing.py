@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.remedies import grown
+from kumi.plan.remedies import Grow
 from kumi.plan.search import search
-from kumi.plan.space import Pins
+from kumi.plan.space import Pins, bases
 from kumi.plan.types import Estimate
 from kumi.spec.job import Job
 
@@ -33,9 +33,10 @@ class Size:
     energy: float | None
 
 
-def size(job: Job, pinned: Pins, nodes: int, tokens: float) -> Size | None:
-    """What `tokens` tokens take on `nodes` nodes; None where no layout is legal there, or none fits."""
-    job = replace(job, cluster=grown(job.cluster, nodes))
+def size(job: Job, pinned: Pins, nodes: int, tokens: float, grow: Grow) -> Size | None:
+    """What `tokens` tokens take on `nodes` nodes, which `grow` makes a cluster; None where no layout is legal there, or
+    none fits."""
+    job = replace(job, cluster=grow(nodes))
     found = search(job, pinned, top=1)
     if not found.plans:
         return None
@@ -46,33 +47,43 @@ def size(job: Job, pinned: Pins, nodes: int, tokens: float) -> Size | None:
     return Size(nodes, job.cluster.devices, best, days, hours, cost, energy)
 
 
-def sizes(job: Job, pinned: Pins, tokens: float, days: float) -> list[Size]:
+def sizes(job: Job, pinned: Pins, tokens: float, days: float, grow: Grow) -> list[Size]:
     """Growing numbers of nodes up to the smallest that trains `tokens` tokens in `days` days, which is the last.
 
-    Nodes are doubled until that is reached, then the gap is halved. Raises FitError where no number fits the model, and
-    LayoutError where none is fast enough before the batch has no sequence for a device.
+    Nodes are doubled until that is reached, then the gap is halved, over the numbers that have a legal layout. Raises
+    FitError where no number fits the model, and LayoutError where none is fast enough before the batch has no sequence
+    for a device.
     """
     tried: dict[int, Size] = {}
     for nodes in _doubling(job):
-        found = size(job, pinned, nodes, tokens)
+        found = size(job, pinned, nodes, tokens, grow)
         if found is not None:
             tried[nodes] = found
             if found.days <= days:
                 break
     else:
         raise _too_slow(job, tried, days)
-    low, high = nodes // 2, nodes
-    while high - low > max(1, high // 16):
+    between = _between(job, pinned, nodes, grow)
+    low, high = 0, len(between) - 1
+    while low < high:
         middle = (low + high) // 2
-        found = size(job, pinned, middle, tokens)
+        found = size(job, pinned, between[middle], tokens, grow)
         if found is not None:
-            tried[middle] = found
-        low, high = (low, middle) if found is not None and found.days <= days else (middle, high)
-    return [tried[nodes] for nodes in sorted(tried) if nodes <= high]
+            tried[between[middle]] = found
+        low, high = (low, middle) if found is not None and found.days <= days else (middle + 1, high)
+    return [tried[nodes] for nodes in sorted(tried) if nodes <= between[high]]
+
+
+def _between(job: Job, pinned: Pins, nodes: int, grow: Grow) -> list[int]:
+    """At most 16 numbers of nodes above half of `nodes`, which is the last, that have a legal layout."""
+    sites = job.cluster.sites
+    apart = sites * max(1, nodes // (32 * sites))
+    numbers = range(nodes // 2 + apart, nodes, apart)
+    return [*(one for one in numbers if len(bases(replace(job, cluster=grow(one)), pinned))), nodes]
 
 
 def _doubling(job: Job) -> Iterator[int]:
-    nodes = 1
+    nodes = job.cluster.sites
     while nodes * job.cluster.devices_per_node <= MOST_DEVICES:
         yield nodes
         nodes *= 2

@@ -9,6 +9,7 @@ from kumi.errors import FitError, LayoutError
 from kumi.plan.choose import TRAINED
 from kumi.plan.estimate import estimate, timeline_of
 from kumi.plan.refusal import does_not_fit, from_pins, why_illegal
+from kumi.plan.remedies import Grow
 from kumi.plan.search import Found, search
 from kumi.plan.space import Pins
 from kumi.plan.types import Estimate
@@ -26,10 +27,11 @@ def plan(
     top: int = 8,
     trainable: bool = False,
     accept: Callable[[Layout], bool] | None = None,
+    grow: Grow | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """The fastest layout of `job` that agrees with `pinned`, with all that explains it; `trainable`: of those that this
-    version of kumi trains itself; `accept`: of those that it takes.
+    version of kumi trains itself; `accept`: of those that it takes. `grow` makes the machines larger, for advice.
 
     Raises LayoutError with the reasons where what is pinned is illegal, and FitError with the smallest change that
     would help where nothing fits.
@@ -38,7 +40,7 @@ def plan(
     every = {**pinned, **fixed}
     found = search(job, every, top=top + 1, accept=accept, progress=progress) if only is None else alone(job, only)
     if not found.plans:
-        raise _no_plan(job, pinned, found, fixed)
+        raise _no_plan(job, pinned, found, fixed, grow)
     best, *others = found.plans
     return Report(
         job=job,
@@ -53,7 +55,7 @@ def plan(
     )
 
 
-def _no_plan(job: Job, pinned: Pins, found: Found, fixed: Pins) -> FitError | LayoutError:
+def _no_plan(job: Job, pinned: Pins, found: Found, fixed: Pins, grow: Grow | None) -> FitError | LayoutError:
     """Why there is none: nothing legal, nothing that fits, or nothing that is accepted."""
     if not found.count:
         return LayoutError(why_illegal(job, pinned))
@@ -62,7 +64,7 @@ def _no_plan(job: Job, pinned: Pins, found: Found, fixed: Pins) -> FitError | La
             f"{job.engine.name} can carry out none of the layouts that fit; see what `kumi plan` chooses without "
             f"--export, and pin what {job.engine.name} has"
         )
-    return FitError(does_not_fit(job, pinned, found, fixed))
+    return FitError(does_not_fit(job, pinned, found, fixed, grow))
 
 
 def pinned_layout(job: Job, pinned: Pins) -> Layout | None:
