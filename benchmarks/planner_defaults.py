@@ -42,14 +42,16 @@ TRAITS = (
     (r"kernel=torch", {"attention": "eager", "kernels": "eager"}),
     (r"kernel=fused", {"attention": "fused-softmax", "kernels": "eager"}),
     (r"flash_attentionv1", {"attention": "flash-1", "kernels": "eager"}),
-    (r"rms kernel", {"attention": "flash", "kernels": "fused", "autograd": ("gate",)}),
+    (r"rms kernel", {"attention": "flash", "kernels": "fused", "autograd": ("gate", "attention")}),
     (r"kernel=flash_attention2", {"attention": "flash", "kernels": "eager"}),
     (r"torch\.compile=n\b|compile=no\b", {"kernels": "eager"}),
     (r"vanilla tp", {"overlap_tp": False}),
     (r"(?<!no )asynctp|(?<!no )async tp", {"overlap_tp": True}),
     (r"tp-comm-overlap", {"overlap_tp": True}),
-    # MaxText and Paxml: XLA fuses, and gathers FSDP's parameters ahead.
-    (r"maxtext|paxml", {"kernels": "compiled", "overlap_tp": False, "dispatch": 1.0}),
+    # MaxText and Paxml: XLA fuses, and gathers FSDP's parameters ahead. Paxml's GPT models have USE_FLASH_ATTENTION off
+    # (paxml/contrib/gpu/scripts_gpu/configs.py).
+    (r"paxml", {"kernels": "compiled", "overlap_tp": False, "dispatch": 1.0, "attention": "fused-softmax"}),
+    (r"maxtext", {"kernels": "compiled", "overlap_tp": False, "dispatch": 1.0}),
 )
 
 # Attention of runs that deny flash attention, where nothing else is said of their kernels.
@@ -100,6 +102,8 @@ RECOMPUTE_OF = (
     (r"activation (re)?(checkpointing|computation)", "full"),
     # MT-NLG 530B checkpointed every layer (arXiv:2201.11990, section 3.2).
     (r"mt-nlg|2201\.11990", "full"),
+    # NVIDIA's recipes for Megatron keep all but a few cheap activations (Megatron-Bridge, scripts/performance/configs).
+    (r"megatron-bridge|dgxc(?!.*(maxtext|paxml))", "none"),
 )
 
 # Attention heads of models whose table leaves them out, by hidden size: SC'21 table 1 (arXiv:2104.04473), and
@@ -110,6 +114,9 @@ HEADS_OF = {2304: 24, 3072: 32, 4096: 32, 6144: 48, 8192: 64, 10240: 80, 12288: 
 # Microbatches of SC'21's table 1 by hidden size, and virtual stages, from the paper's scripts (megatron.csv has them).
 SC21_MICRO_BATCH = {2304: 16, 3072: 16, 4096: 16, 6144: 8, 8192: 4, 10240: 2, 12288: 2, 16384: 1, 20480: 1, 25600: 1}
 SC21_STAGES = {10240: 3, 12288: 2, 16384: 2, 20480: 3}
+
+# Sequences in a step of sources that leave the batch out: the playbook's grid has 1,048,576 tokens.
+GLOBAL_BATCH_OF = ((r"ultra-scale", 256),)
 
 # Vocabulary of GPT models whose table leaves it out: GPT-2's 50,257, padded to a multiple of 1,024.
 GPT_VOCAB = 51200

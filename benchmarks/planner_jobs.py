@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from planner_defaults import (
     COUNTS_RECOMPUTE,
+    GLOBAL_BATCH_OF,
     NETWORK_OF,
     NODE_OF,
     RECOMPUTE_OF,
@@ -27,7 +28,7 @@ from kumi.spec import ledger
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
-from kumi.spec.layout import Layout
+from kumi.spec.layout import RECOMPUTE, Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS, Precision
@@ -56,15 +57,15 @@ class Case:
     seconds: float | None
     flops: float
     model_flops: float
-    recompute_stated: bool = True
+    choices: tuple[tuple[int, str], ...] = ()
 
     @property
     def tokens(self) -> int:
         return self.job.batch.tokens_per_step
 
-    def recomputing(self, how: str) -> Case:
-        """The same run with another kind of recomputation, where its table says nothing of it."""
-        layout = replace(self.layout, recompute=how)
+    def choosing(self, microbatch: int, recompute: str) -> Case:
+        """The same run with a microbatch and a kind of recomputation that its table does not give."""
+        layout = replace(self.layout, microbatch=microbatch, recompute=recompute)
         return replace(self, layout=layout, flops=self.model_flops + repeated_flops(self.job, layout))
 
 
@@ -96,7 +97,7 @@ def case_of(run: Run, *, measured: bool = True) -> Case | str:
     seconds = measured_seconds(run, batch, layout, counted)
     if measured and seconds is None and run.memory is None:
         return "measured: no step time, tokens/s, TFLOP/s or memory"
-    return Case(run, job, layout, seconds, flops, model_flops, stated_recompute(run) is not None)
+    return Case(run, job, layout, seconds, flops, model_flops, choices_of(run, job, layout))
 
 
 def layout_of(run: Run) -> Layout | str:
@@ -125,7 +126,7 @@ def layout_of(run: Run) -> Layout | str:
         tp=tp,
         ep=run.ep or 1,
         zero=stage,
-        microbatch=_microbatch(run, pp),
+        microbatch=stated_microbatch(run) or 1,
         recompute=stated_recompute(run) or "none",
         sequence_parallel=_sequence_parallel(run, engine.name, tp),
         schedule=_schedule(run, pp, stages),
@@ -181,10 +182,25 @@ def _schedule(run: Run, pp: int, stages: int) -> str:
     return "gpipe" if "gpipe" in run.text else "1f1b"
 
 
-def _microbatch(run: Run, pp: int) -> int:
-    """The column; SC'21's scripts; else one sequence, what most recipes of the field take."""
+def stated_microbatch(run: Run) -> int | None:
+    """The column; SC'21's scripts; the largest that fits, where the notes say so. None where there is nothing."""
     paper = SC21_MICRO_BATCH.get(run.hidden or 0) if "2104.04473" in run.text else None
-    return run.micro_batch or paper or 1
+    largest = re.search(r"max micro batch that fits = (\d+)", run.text)
+    return run.micro_batch or paper or (int(largest.group(1)) if largest else None)
+
+
+def choices_of(run: Run, job: Job, layout: Layout) -> tuple[tuple[int, str], ...]:
+    """(microbatch, recomputation) that a run may have had where it does not say, the likeliest first; empty where it
+    says both. Without a pipeline, microbatches are as large as fits; and no more is computed again than must be."""
+    stated = stated_recompute(run)
+    again = (stated,) if stated is not None else RECOMPUTE
+    sizes: tuple[int, ...] = (layout.microbatch,)
+    if stated_microbatch(run) is None and layout.pp == 1 and run.global_batch:
+        share = job.batch.sequences // layout.dp
+        sizes = tuple(size for size in (16, 8, 4, 2, 1) if share % size == 0)
+    if len(sizes) * len(again) == 1:
+        return ()
+    return (*((size, again[0]) for size in sizes), *((sizes[-1], how) for how in again[1:]))
 
 
 def stated_recompute(run: Run) -> str | None:
@@ -207,7 +223,8 @@ def _batch(run: Run, layout: Layout) -> tuple[Layout, int]:
         # torchtitan cuts a rank's batch into as many microbatches as there are stages' ranks.
         layout = replace(layout, microbatch=max(1, int(local.group(1)) // layout.pp))
     units = 4 * layout.pp if layout.pp > 1 else 1
-    sequences = run.global_batch or layout.dp * (int(local.group(1)) if local else layout.microbatch * units)
+    stated = run.global_batch or (first(GLOBAL_BATCH_OF, run.text) if run.dp else None)
+    sequences = stated or layout.dp * (int(local.group(1)) if local else layout.microbatch * units)
     return replace(layout, microbatch=max(1, min(layout.microbatch, sequences // layout.dp))), sequences
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from planner_defaults import GPT_VOCAB, HEADS_OF
 from planner_rows import Run
 
-from kumi.spec.ledger import num_params
+from kumi.spec import ledger
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
 
 ROPE = Rope(10_000.0)
@@ -35,6 +35,7 @@ class Shape:
     latent: tuple[int | None, int, int, int, int] | None = None
     window: int | None = None
     alibi: bool = False
+    embedding_norm: bool = False
 
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more) -> Shape:
@@ -129,7 +130,7 @@ KNOWN = {
     "opt30b": _gpt(48, 7168, 56, 50272),
     "opt13b": _gpt(40, 5120, 40, 50272),
     "opt67b": _gpt(32, 4096, 32, 50272),
-    "bloom176b": _gpt(70, 14336, 112, 250880, alibi=True),
+    "bloom176b": _gpt(70, 14336, 112, 250880, alibi=True, embedding_norm=True),
     "falcon180b": _gpt(80, 14848, 232, 65024, kv_heads=8),
     "falcon40b": _gpt(60, 8192, 128, 65024, kv_heads=8),
 }
@@ -191,7 +192,10 @@ def _from_row(run: Run) -> Shape | None:
     layers = run.layers or max(1, round((run.params - vocab * run.hidden) / (2 * run.hidden * (2 * run.hidden + ffn))))
     alibi = re.search(r"mpt|bloom", run.model.lower()) is not None
     style = "gpt" if gpt else "llama"
-    return Shape(style, layers, run.hidden, heads, run.kv_heads or heads, ffn, vocab, gpt, alibi=alibi)
+    bloom = "bloom" in run.model.lower()
+    return Shape(
+        style, layers, run.hidden, heads, run.kv_heads or heads, ffn, vocab, gpt, alibi=alibi, embedding_norm=bloom
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -203,7 +207,16 @@ def _nearest(shape: Shape, positions: int, params: float | None, named: bool) ->
     styles = [shape.style] if named else ["llama", "gpt"]
     found = [build(replace(shape, tied=tied, style=style), positions)
              for style in styles for tied in (shape.tied, not shape.tied)]  # fmt: skip
-    return min(found, key=lambda spec: abs(num_params(spec) - params))
+    return min(found, key=lambda spec: abs(parameters(spec) - params))
+
+
+@lru_cache(maxsize=4096)
+def parameters(model: ModelSpec) -> int:
+    """How many parameters a model has; equal layers are counted once and multiplied."""
+    of_layer = model.layer_kinds()[1]
+    parts = [(ledger.layer_ops(model, of_layer.index(kind)), of_layer.count(kind)) for kind in set(of_layer)]
+    parts += [(ledger.embedding_ops(model), 1), (ledger.head_ops(model), 1)]
+    return sum(count * param.numel for ops, count in parts for op in ops for param in op.params)
 
 
 @lru_cache(maxsize=4096)
@@ -230,4 +243,5 @@ def build(shape: Shape, positions: int) -> ModelSpec:
         max_position_embeddings=positions, tie_word_embeddings=shape.tied,
         norm="rmsnorm" if shape.style == "llama" else "layernorm",
         learned_positions=positions if gpt and not shape.alibi else 0,
+        embedding_norm=shape.embedding_norm,
     )  # fmt: skip

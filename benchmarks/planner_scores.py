@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from planner_jobs import Case
-from planner_metrics import mean_abs_error, one_constant, signed_error, spearman, top1_regret
+from planner_metrics import grouped, mean_abs_error, one_constant, signed_error, spearman, top1_regret
+from planner_models import parameters
 
-from kumi.plan.estimate import estimate, estimate_many
+from kumi.plan.columns import columns
+from kumi.plan.estimate import estimate_many, memory_of
 from kumi.plan.memory import as_read, usable
+from kumi.plan.step import step
 from kumi.spec.job import Job
-from kumi.spec.layout import RECOMPUTE, Layout
-from kumi.spec.ledger import num_params
+from kumi.spec.layout import Layout
 
 Floats = NDArray[np.float64]
 # Rows of the nanotron grid below this many tokens/s/GPU differ up to fivefold when they are repeated.
@@ -28,7 +30,7 @@ STATED = ("nvidia-smi", "reserved", "allocated")
 HARD = ("oom", "out of memory")
 
 # How far over a device's memory an estimate may be of a run that is known to have fitted.
-TOLERANCE = 1.1
+TOLERANCE = 1.15
 IMPOSSIBLE = "layout: as printed, no GPU could hold the weights; the table leaves the layout out"
 
 Estimator = Callable[[Job, Sequence[Layout]], tuple[Floats, Floats]]
@@ -52,12 +54,17 @@ class Scored:
 
 def planner(job: Job, layouts: Sequence[Layout]) -> tuple[Floats, Floats]:
     """Seconds of a step and bytes of the fullest rank that kumi's planner estimates."""
-    found = estimate_many(job, layouts)
-    seconds, memory = found.seconds.copy(), found.memory.copy()
-    for index, layout in enumerate(layouts):
-        if layout.stage_layers:
-            one = estimate(job, layout)
-            seconds[index], memory[index] = one.step_seconds, one.peak_memory
+    seconds, memory = np.empty(len(layouts)), np.empty(len(layouts))
+    for members in grouped([layout.stage_layers for layout in layouts], 1):
+        some = [layouts[i] for i in members]
+        if not some[0].stage_layers:
+            found = estimate_many(job, some)
+            seconds[members], memory[members] = found.seconds, found.memory
+            continue
+        x, ranks = columns(some), np.repeat(np.arange(some[0].pp)[:, None], len(some), axis=1)
+        seconds[members] = step(job, x, ranks, np.ones(ranks.shape), some[0].stage_layers).seconds
+        held = memory_of(job, x, ranks, some[0].stage_layers)
+        memory[members] = np.sum(list(held.values()), axis=0).max(axis=0)
     return seconds, memory
 
 
@@ -80,26 +87,28 @@ def by_job(cases: Sequence[Case]) -> list[list[int]]:
 
 
 def complete(cases: Sequence[Case], estimator: Estimator = planner) -> tuple[list[Case], list[tuple[str, str]]]:
-    """`cases`, those that say nothing of recomputation with the least that lets them fit; and (source, reason) of those
-    that are refused, as what is said of them cannot have run."""
+    """`cases`, those that leave microbatch or recomputation open with the first of their choices that fits; and
+    (source, reason) of those that are refused, as what is said of them cannot have run."""
     found = list(cases)
     for members in by_job(cases):
-        open_ = [i for i in members if not cases[i].recompute_stated]
-        tries = [replace(cases[i].layout, recompute=how) for how in RECOMPUTE for i in open_]
-        if tries:
-            needs = estimator(cases[open_[0]].job, tries)[1].reshape(len(RECOMPUTE), len(open_))
-            holds = needs <= TOLERANCE * cases[open_[0]].job.cluster.device.memory
-            for i, some in zip(open_, holds.T):
-                found[i] = cases[i].recomputing(RECOMPUTE[int(np.argmax(some))] if some.any() else RECOMPUTE[-1])
-    refused = [(case.run.source, IMPOSSIBLE) for case in found if impossible(case)]
-    return [case for case in found if not impossible(case)], refused
+        tries = [(i, case) for i in members for case in (cases[i].choosing(*one) for one in cases[i].choices)]
+        if not tries:
+            continue
+        job = cases[members[0]].job
+        needs = estimator(job, [case.layout for _, case in tries])[1]
+        for (i, case), size in reversed(list(zip(tries, needs))):
+            if size <= TOLERANCE * job.cluster.device.memory or found[i] is cases[i]:
+                found[i] = case
+    wrong = [impossible(case) for case in found]
+    refused = [(case.run.source, IMPOSSIBLE) for case, bad in zip(found, wrong) if bad]
+    return [case for case, bad in zip(found, wrong) if not bad], refused
 
 
 def impossible(case: Case) -> bool:
     """Whether the weights that a rank would have to hold whole, in two bytes each, exceed its memory."""
     layout = case.layout
     parts = layout.pp * layout.tp * layout.ep * (layout.dp_shard * layout.cp if layout.zero == 3 else 1)
-    return case.seconds is not None and 2 * num_params(case.job.model) / parts > case.job.cluster.device.memory
+    return case.seconds is not None and 2 * parameters(case.job.model) / parts > case.job.cluster.device.memory
 
 
 def sources_of(scored: Scored) -> dict[str, Scored]:
@@ -153,9 +162,14 @@ def simplest(scored: Scored, measured: Floats, name: str) -> float:
 
 
 def predicted_memory(scored: Scored) -> Floats:
-    """Predicted bytes as each run's were read: all of the device's, or only what PyTorch's allocator holds."""
-    pairs = zip(scored.cases, scored.memory, strict=True)
-    return np.array([as_read(case.job, case.layout, float(size), case.run.reading) for case, size in pairs])
+    """Predicted bytes as each run's were read: all of the device's, or only what PyTorch's allocator holds, which is
+    what runs that do not say are taken to mean."""
+    stated = [case.run.reading in STATED for case in scored.cases]
+    found = [
+        as_read(case.job, case.layout, case.run.reading) if known else size - case.job.cluster.device.reserved
+        for case, size, known in zip(scored.cases, scored.memory, stated)
+    ]
+    return np.array(found)
 
 
 def memory_scores(scored: Scored) -> dict[str, float | int | None]:
@@ -166,8 +180,9 @@ def memory_scores(scored: Scored) -> dict[str, float | int | None]:
         found[f"{prefix}memory_rows"] = len(some)
         if len(some):
             measured = np.array([case.run.memory for case in some.cases])
-            found[f"{prefix}memory_mean_abs_error"] = mean_abs_error(predicted_memory(some), measured)
-            found[f"{prefix}memory_signed_error"] = signed_error(predicted_memory(some), measured)
+            predicted = predicted_memory(some)
+            found[f"{prefix}memory_mean_abs_error"] = mean_abs_error(predicted, measured)
+            found[f"{prefix}memory_signed_error"] = signed_error(predicted, measured)
     return found
 
 

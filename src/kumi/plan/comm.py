@@ -36,12 +36,15 @@ def ring(cluster: ClusterSpec, stride: Floats, degree: Floats) -> tuple[Floats, 
     return bandwidth, latency
 
 
-def collective_seconds(cluster: ClusterSpec, kind: str, size: Numbers, degree: Numbers, stride: Numbers) -> Floats:
+def collective_seconds(
+    cluster: ClusterSpec, kind: str, size: Numbers, degree: Numbers, stride: Numbers, messages: Numbers | float = 1.0
+) -> Floats:
     """Seconds of one collective of `kind` over `size` bytes (the whole tensor) in groups of `degree` ranks.
 
     `stride` is the distance of neighbours in ranks. all_gather and reduce_scatter run as rings (Patarasuk and Yuan,
     2009), all_reduce as the better of a ring and a double binary tree; all_to_all sends from every rank to every other,
-    `size` being what one rank sends in all; send goes to the next rank.
+    `size` being what one rank sends in all; send goes to the next rank. Where `size` is cut into several `messages`, one
+    after another, each has its own latency.
     """
     size, degree, stride = (np.asarray(value, np.float64) for value in np.broadcast_arrays(size, degree, stride))
     if not cluster.links:
@@ -55,10 +58,10 @@ def collective_seconds(cluster: ClusterSpec, kind: str, size: Numbers, degree: N
         passes = 2.0 if kind == "all_reduce" else 1.0
         moved = passes * size * (degree - 1) / degree
         half = HALF_SPEED[cluster.device.kind]
-        seconds = passes * (degree - 1) * latency + (moved + passes * half) / bandwidth
+        seconds = messages * passes * (degree - 1) * latency + (moved + passes * half) / bandwidth
         if kind == "all_reduce":
             tree = 2 * np.ceil(np.log2(np.maximum(degree, 2))) * _longest(cluster, stride, degree)
-            seconds = np.minimum(seconds, tree + (2 * size + 2 * half) / bandwidth)
+            seconds = np.minimum(seconds, messages * tree + (2 * size + 2 * half) / bandwidth)
     return np.where((degree > 1) & (size > 0), seconds, 0.0)
 
 

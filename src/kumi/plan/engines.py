@@ -27,6 +27,7 @@ _MEGATRON = Engine(
     overlap_params=True,
     overlap_tp=False,
     overlap_pp=True,
+    scatter_sends=True,
     grad_reduce_itemsize=4,
     message_bytes=160e6,
     dispatch=4.0,
@@ -164,6 +165,7 @@ ENGINES: dict[str, Engine] = {
         overlap_grads=False,
         overlap_params=False,
         overlap_pp=False,
+        scatter_sends=False,
         grad_reduce_itemsize=2,
         source=(
             "Hagemann et al., 2023, arXiv:2311.05610; Aleph-Alpha/scaling: transformer/model/{layers/lm_head,losses/"

@@ -215,7 +215,7 @@ def send_seconds(job: Job, x: Columns) -> Floats:
     """Seconds to send one microbatch's activations to the next stage."""
     size = {"float64": 8, "float32": 4}.get(job.precision.compute, 2)
     tokens = x.microbatch * job.batch.seq_len / x.cp
-    cut = np.where(x.sequence_parallel.astype(bool), x.tp, 1)
+    cut = np.where(x.sequence_parallel.astype(bool) | job.engine.scatter_sends, x.tp, 1)
     return collective_seconds(
         job.cluster,
         "send",

@@ -117,7 +117,7 @@ def in_messages(job: Job, kind: str, size: Floats, degree: Ints, stride: Ints, u
     are `units`, each with its own latency."""
     each = job.engine.message_bytes
     count = np.maximum(1.0, np.ceil(size / each)) if each else units
-    return count * collective_seconds(job.cluster, kind, size / count, degree, stride)
+    return collective_seconds(job.cluster, kind, size, degree, stride, count)
 
 
 def _exposed(seconds: Floats, beside: Floats, pieces: Floats, hides: float) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
 from kumi.plan.distinct import distinct
-from kumi.plan.kernels import matmul_seconds, peak_flops, stream_seconds
+from kumi.plan.kernels import alignment, matmul_seconds, peak_flops, stream_seconds
 from kumi.spec.job import Job
 from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops
 
@@ -19,15 +19,15 @@ KEYS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel")
 
 # Passes over an op's elements going forward and backward, in elements read or written, and kernels launched, for
 # kernels that run op by op ("eager"), fused by hand and compiled. Eager norms and rotations compute in float32.
-PASSES = {
+PASSES: dict[str, dict[str, tuple[float, float, int, int]]] = {
     "norm": {"eager": (15, 24, 6, 12), "fused": (2, 4, 1, 2), "compiled": (2, 4, 1, 2)},
     "rope": {"eager": (10, 10, 8, 8), "fused": (2, 2, 1, 1), "compiled": (2, 2, 1, 1)},
     "gate": {"eager": (5, 9, 2, 4), "fused": (3, 5, 1, 1), "compiled": (3, 5, 1, 1)},
     "activation": {"eager": (4, 6, 2, 2), "fused": (2, 3, 1, 1), "compiled": (2, 3, 1, 1)},
     "add": {"eager": (3, 2, 1, 1), "fused": (3, 1, 1, 1), "compiled": (1, 1, 0, 0)},
-    "dropout": {"eager": (3, 3, 1, 1), "fused": (1, 1, 0, 0), "compiled": (1, 1, 0, 0)},
+    "dropout": {"eager": (2.5, 2.5, 1, 1), "fused": (1, 1, 0, 0), "compiled": (1, 1, 0, 0)},
     "logits": {"eager": (14, 10, 6, 4), "fused": (5, 4, 2, 2), "compiled": (5, 4, 2, 2)},
-    "softmax": {"eager": (12, 8, 4, 3), "fused-softmax": (3, 4, 1, 1)},
+    "softmax": {"eager": (12, 8, 4, 3), "fused-softmax": (2, 3, 1, 1)},
 }
 
 ROUNDED = ("float8", "float4")
@@ -160,6 +160,10 @@ class _Rows:
         cost.weight += stream_seconds(self.device, 2 * self.engine.grad_itemsize * repeats * inner * weight_columns)
         cost.kernels_forward += 1
         cost.kernels_backward += 2
+        if len(op.params) > 1:
+            # The gradient of a bias is summed over the rows.
+            cost.weight += stream_seconds(self.device, self.size * rows * repeats * weight_columns)
+            cost.kernels_backward += 1
         entering, leaving = rows * repeats * inner, rows * repeats * weight_columns
         self._casts(cost, op, entering, leaving, repeats * inner * weight_columns)
 
@@ -217,7 +221,9 @@ class _Rows:
                   (length / self.cp, np.asarray(length), np.asarray(width)))  # fmt: skip
         # Products of one head are dealt out together with those of the others: a head alone is the least it can take.
         alone = np.asarray(sum(matmul_seconds(self.device, dtype, *shape) for shape in shapes))
-        one = np.maximum(alone, flops / (peak_flops(self.device, dtype) * SCORES))
+        aligned = float(alignment(np.asarray(width))) if width % 8 == 0 else ODD_HEADS
+        speed = peak_flops(self.device, dtype) * SCORES * aligned
+        one = np.maximum(alone, flops / speed)
         cost.attention += one
         cost.cheap += one
         cost.forward += one
@@ -226,7 +232,7 @@ class _Rows:
         before = cost.forward.copy()
         self._passes(cost, PASSES["softmax"][kind], scores)
         if self.engine.dropout:
-            self._elements(cost, "dropout", scores)
+            self._passes(cost, PASSES["dropout"]["eager"], scores)
         cost.attention += cost.forward - before
         cost.kernels_forward += 2
         cost.kernels_backward += 4
@@ -242,7 +248,7 @@ class _Rows:
     def _elements(self, cost: Cost, kind: str, elements: Floats) -> None:
         self._passes(cost, PASSES[kind][self.engine.kernels], elements)
 
-    def _passes(self, cost: Cost, passes: tuple[int, int, int, int], elements: Floats) -> None:
+    def _passes(self, cost: Cost, passes: tuple[float, float, int, int], elements: Floats) -> None:
         forward, backward, kernels_forward, kernels_backward = passes
         seconds = stream_seconds(self.device, forward * self.size * elements)
         cost.forward += seconds
@@ -312,7 +318,10 @@ class _Rows:
 # what kernels made for it do (FlashAttention-3, arXiv:2407.08608, figure 5: 370 against 600 TFLOP/s forward).
 FLASH = {"flash": 1.0, "flash-1": 0.6, "flash-3": 1.0}
 BEFORE_HOPPER = 0.65
-# Share of the peak that batched products of scores reach.
+# Share of the peak that batched products of scores reach; and how much of that is left where a head's width is no
+# multiple of 8, so that tensor cores cannot read it (BigScience's chronicles: 134 TFLOP/s with 64 heads of 216, 100 with
+# 128 heads of 108).
+ODD_HEADS = 0.12
 SCORES = 0.45
 # Share of tensor-parallel traffic that pipelined products hide, where the trainer overlaps them.
 TP_HIDDEN = 0.75

@@ -21,7 +21,8 @@ class Engine:
     arXiv:2205.14135), or scores held in memory with or without a fused softmax.
     `logit_bytes`: bytes held for every logit of a microbatch; 0 where logits are formed chunk by chunk. `dropout`:
     masks are kept. `overlap_grads`, `overlap_params`, `overlap_tp`, `overlap_pp`: communication that runs beside
-    compute; `grad_reduce_itemsize`: bytes an element that gradients travel in; `dispatch`: how many times as long as
+    compute; `scatter_sends`: ranks that share a tensor send a part of it each to the next stage, and gather it there;
+    `grad_reduce_itemsize`: bytes an element that gradients travel in; `dispatch`: how many times as long as
     the device's bare launch interval the host takes for a kernel; `message_bytes`: size of the messages that gradients
     and weights travel in once a step, 0 for one message. `source` says where the facts were read.
 
@@ -49,6 +50,7 @@ class Engine:
     overlap_params: bool = True
     overlap_tp: bool = False
     overlap_pp: bool = True
+    scatter_sends: bool = False
     grad_reduce_itemsize: int = 4
     dispatch: float = 1.0
     message_bytes: float = 0.0
