@@ -25,6 +25,9 @@ from kumi.spec.sharding import AXIS, cut, style
 # Operations whose results `recompute = "selective"` keeps: they took a matrix product, or communication.
 PRODUCTS = ("linear", "attention", "router", "dispatch", "combine")
 
+# Attention that writes the scores to memory.
+HOLDS_SCORES = ("fused-softmax", "eager")
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -136,7 +139,7 @@ class _Rank:
         A fused softmax keeps its result; otherwise it keeps that in float32, and what it is rounded to. Dropout keeps
         its mask and its result.
         """
-        if op.kind != "attention" or self.engine.attention in ("flash", "flash-1"):
+        if op.kind != "attention" or self.engine.attention not in HOLDS_SCORES:
             return np.zeros_like(self.tp)
         each = self.compute if self.engine.attention == "fused-softmax" else ITEMSIZE["float32"] + self.compute
         each += (1 + self.compute) * self.engine.dropout
@@ -152,7 +155,13 @@ class _Rank:
         """Bytes a token of the gradients of what `op` takes and returns, and of the residual stream."""
         inputs = {"gate": 2, "attention": 1 + op.kv_size / op.source.size}.get(op.kind, 1)
         found: Floats = self.compute * (inputs * self._rows(op, op.source) + self._rows(op, op.target))
-        return found + 2 * self.scores(op)
+        return found + self._score_gradients(op)
+
+    def _score_gradients(self, op: Op) -> Floats:
+        """Of the scores and of their softmax, in float32 where that is not fused."""
+        held = self.scores(op) > 0
+        each = self.compute if self.engine.attention == "fused-softmax" else ITEMSIZE["float32"]
+        return np.where(held, 2.0 * each * self.job.batch.seq_len * cut(Dim("heads", op.heads), self.tp), 0.0)
 
     def _rows(self, op: Op, dim: Dim) -> Floats:
         """Elements a token of what `op` takes or returns in `dim`, all its passes together."""

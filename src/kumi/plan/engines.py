@@ -151,13 +151,14 @@ ENGINES: dict[str, Engine] = {
         ),
     ),
     # The head gathers the logits of the whole vocabulary: in bfloat16 and as float32 log-probabilities with two
-    # gradients. Norms and MLPs are differentiated op by op, gradients added up in bfloat16.
+    # gradients. Norms and MLPs are differentiated op by op, attention's result is kept again in the order that the
+    # projection wants, gradients are added up in bfloat16.
     "scaling": replace(
         _MEGATRON,
         name="scaling",
         grad_itemsize=2,
         kernels="eager",
-        autograd=("norm", "gate"),
+        autograd=("norm", "gate", "attention"),
         logit_bytes=14.0,
         whole_logits=True,
         stage_output=True,

@@ -1,0 +1,156 @@
+"""What ranks hold of every parameter adds up to the model, and optimizer states are the bytes of real ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+import pytest
+import torch
+
+from kumi.errors import ConfigError
+from kumi.plan.stages import bounds
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import Dim, Param, layer_ops, num_params, params
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
+from kumi.spec.optim import Optim, state_bytes
+from kumi.spec.precision import PRECISIONS
+from kumi.spec.sharding import checkpoint_bytes, cut, held_params, local_numel, local_shape, stage_bounds, style
+from kumi.spec.sharding import state_bytes as rank_bytes
+
+ATTENTION = Attention(8, 2, 16, Rope(10000.0), qk_norm=True)
+DENSE = ModelSpec("llama", 256, 128, (LayerSpec(ATTENTION, MLP(320)),) * 4, 1e-5, 256)
+TIED = ModelSpec("llama", 256, 128, (LayerSpec(ATTENTION, MLP(320)),) * 5, 1e-5, 256, tie_word_embeddings=True)
+SPARSE = ModelSpec("moe", 256, 128, (LayerSpec(ATTENTION, MoE(8, 2, 64, 96)),) * 2, 1e-5, 256)
+
+
+def test_styles_of_a_layer():
+    found = {op.name.rpartition(".")[2]: style(op) for op in layer_ops(DENSE, 0)}
+    columns = {name for name, one in found.items() if one == "column"}
+    assert columns == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert {name for name, one in found.items() if one == "row"} == {"o_proj", "down_proj"}
+    router = next(op for op in layer_ops(SPARSE, 0) if op.kind == "router")
+    assert style(router) == "replicated"
+
+
+@pytest.mark.parametrize(("degree", "size"), [(1, 32), (2, 16), (4, 16), (8, 16)])
+def test_key_heads_are_cut_as_wholes_and_held_by_several_where_ranks_outnumber_them(degree, size):
+    assert cut(Dim("kv_heads", 32, 16), degree) == size
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_padded():
+    assert local_shape(Param("w", (Dim("vocab", 250), Dim("embed", 6))), Layout(tp=4), 3) == (63, 6)
+
+
+LAYOUTS = [
+    Layout(tp=2, dp_replicate=2),
+    Layout(tp=2, dp_shard=2, cp=2, zero=3),
+    Layout(dp_shard=8, cp=1, zero=1),
+    Layout(dp_replicate=2, cp=4, zero=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_of_dense_parameters_add_up(layout):
+    shards = layout.tp * (layout.dp_shard * layout.cp if layout.zero else 1)
+    for param in params(DENSE):
+        held = sum(local_numel(param, layout, rank) for rank in range(layout.world_size))
+        whole = not any(dim.name in ("vocab", "heads", "kv_heads", "ffn") for dim in param.dims)
+        assert held == param.numel * layout.world_size // (shards // layout.tp if whole else shards)
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies"),
+    [
+        (Layout(dp_shard=8, ep=4, zero=3), 1),
+        (Layout(dp_shard=4, tp=2, ep=4, zero=3), 1),
+        (Layout(dp_shard=4, tp=2, ep=2, expert_tp=2, zero=1), 1),
+        (Layout(dp_replicate=2, dp_shard=4, ep=2, zero=3), 2),
+        (Layout(dp_shard=2, cp=2, tp=2, ep=8, zero=3), 1),
+    ],
+)
+def test_parts_of_experts_add_up(layout, copies):
+    """Experts are divided over dp_shard x cp x tp: by ep, expert_tp, and what is left by ZeRO."""
+    for param in params(SPARSE):
+        if param.dims[0].name == "experts":
+            shapes = [local_shape(param, layout, rank) for rank in range(layout.world_size)]
+            assert sum(map(prod, shapes)) == copies * param.numel
+            assert {shape[0] for shape in shapes} == {8 // layout.ep}
+
+
+@pytest.mark.parametrize("model", [DENSE, TIED])
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, stages=2, schedule="zb-v"),
+                                    Layout(pp=2, stages=2, schedule="interleaved"),
+                                    Layout(pp=2, stage_layers=(1, 3))])  # fmt: skip
+def test_every_parameter_is_on_one_stage_and_a_tied_head_on_two(model, layout):
+    if layout.stage_layers and model is TIED:
+        layout = Layout(pp=2, stage_layers=(1, 4))
+    ranks = range(layout.pp)
+    counts = Counter(param for rank in ranks for param in held_params(model, layout, rank))
+    assert set(counts) == set(params(model))
+    several = {param.name for param, count in counts.items() if count > 1}
+    # A V brings embedding and head back to one rank, which are then two tensors there.
+    assert several == ({"model.embed_tokens.weight"} if model is TIED else set())
+
+
+@pytest.mark.parametrize("layers", [4, 5, 6, 7, 13])
+@pytest.mark.parametrize(("pp", "stages", "schedule"), [(1, 1, "1f1b"), (4, 1, "1f1b"), (2, 2, "interleaved")])
+def test_stages_are_those_of_the_planner(layers, pp, stages, schedule):
+    model = ModelSpec("llama", 256, 128, (DENSE.layers[0],) * layers, 1e-5, 256)
+    layout = Layout(pp=pp, stages=stages, schedule=schedule)
+    assert stage_bounds(layout, layers) == bounds(layout, model)
+
+
+def test_states_of_all_ranks_add_up_to_the_model():
+    layout, optim = Layout(pp=2, dp_shard=2, cp=2, tp=1, zero=3), Optim()
+    ranks = [rank_bytes(DENSE, layout, rank, PRECISIONS["bf16"], optim) for rank in range(layout.world_size)]
+    assert sum(rank.params for rank in ranks) == 4 * num_params(DENSE)
+    counters = 4 * sum(len(held_params(DENSE, layout, rank)) for rank in range(layout.world_size))
+    assert sum(rank.optimizer for rank in ranks) == 8 * num_params(DENSE) + counters
+
+
+def test_a_checkpoint_has_parameters_and_moments_once():
+    assert checkpoint_bytes(DENSE, PRECISIONS["bf16"], Optim()) == 12 * num_params(DENSE) + 4 * len(params(DENSE))
+
+
+def _torch_bytes(optimizer, shape, dtype):
+    """Bytes of the state tensors of a PyTorch optimizer after a step on one parameter."""
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    made = optimizer([parameter])
+    made.step()
+    return sum(value.nbytes for value in made.state[parameter].values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40,)])
+@pytest.mark.parametrize(
+    ("kind", "made", "options"),
+    [
+        ("adamw", torch.optim.AdamW, {}),
+        ("adafactor", torch.optim.Adafactor, {}),
+        ("sgd", lambda found: torch.optim.SGD(found, lr=0.1, momentum=0.9), {}),
+        ("sgd", lambda found: torch.optim.SGD(found, lr=0.1), {"betas": (0.0, 0.0)}),
+    ],
+)
+def test_optimizer_states_are_those_of_pytorch(kind, made, options, shape):
+    said = state_bytes(Optim(kind=kind, **options), shape, 4, hidden=True)
+    assert said == _torch_bytes(made, shape, torch.float32)
+
+
+def test_muon_keeps_one_momentum_for_the_matrices_of_layers_only():
+    optim = Optim(kind="muon")
+    momentum = _torch_bytes(torch.optim.Muon, (24, 40), torch.float32)
+    assert state_bytes(optim, (24, 40), 4, hidden=True) == momentum + 4
+    assert state_bytes(optim, (24, 40), 4, hidden=False) == state_bytes(Optim(), (24, 40), 4, hidden=False)
+    assert state_bytes(optim, (40,), 4, hidden=True) == state_bytes(Optim(), (40,), 4, hidden=True)
+
+
+def test_moments_of_eight_bits():
+    optim = Optim(kind="adamw-8bit")
+    assert state_bytes(optim, (64, 64), 4, hidden=True) == 2 * (4096 + 4 * 16) + 4
+    assert state_bytes(optim, (63, 65), 4, hidden=True) == 2 * 4 * 63 * 65 + 4
+
+
+def test_an_unknown_optimizer_is_refused():
+    with pytest.raises(ConfigError, match=r"optim\.kind='adam' is unknown; use adamw, "):
+        state_bytes(Optim(kind="adam"), (2, 2), 4, hidden=True)
