@@ -51,8 +51,8 @@ def does_not_fit(
     if found.smallest is None:
         host = job.cluster.host
         return (
-            f"layout.offload={pinned['offload']} moves more than the hosts hold, {format_bytes(host.memory)} of memory a "
-            f"node and {format_bytes(host.nvme)} on drives; offload less, or use more nodes"
+            f"layout.offload={pinned['offload']} moves more than the hosts hold, {format_bytes(host.memory)} of memory "
+            f"a node and {format_bytes(host.nvme)} on drives; offload less, or use more nodes"
         )
     least = estimate(job, found.smallest)
     need, have = format_bytes(least.peak_memory), format_bytes(memory.usable(job.cluster.device))
