@@ -100,6 +100,7 @@ def test_the_space_is_all_that_is_legal(of):
         {"dp_shard": 2, "zero": 3, "microbatch": 1},
         {"tp": 4, "sequence_parallel": False},
         {"recompute": "selective", "recompute_layers": None},
+        {"recompute_layers": 2},
         {"cp": 8, "zero": 3},
         {"offload": "optimizer"},
         {"dp_replicate": 8, "zero": 0, "recompute": "none", "offload": "none"},
@@ -145,7 +146,7 @@ def test_memory_between_few_and_all_layers_recomputed_is_never_too_low(of, offlo
         if not one.recompute:
             continue
         for capacity in np.quantile(one.first.max(axis=0), [0.0, 0.3, 0.7]):
-            found = fit(rows, one, capacity, {})
+            found = fit(rows, one, capacity)
             index = np.flatnonzero(found.fits & one.held)
             layouts = [replace(rows.x.row(int(row)), recompute=WORDS["recompute"][one.recompute], offload=offload,
                                recompute_layers=int(found.layers[row])) for row in index]  # fmt: skip

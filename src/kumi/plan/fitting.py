@@ -66,7 +66,8 @@ class Variant:
     """One way to recompute and to offload, of every row of `Bases`.
 
     `first` and `last` are bytes on every rank when one of its layers recomputes, and when all do, (ranks, rows): every
-    further layer saves as much. `held` are the rows whose host can take what is offloaded.
+    further layer saves as much. `held` are the rows whose host can take what is offloaded. Where so many `layers` are
+    pinned (-1: all), `first` and `last` are both those of that number.
     """
 
     recompute: int
@@ -74,6 +75,7 @@ class Variant:
     first: Floats
     last: Floats
     held: Mask
+    layers: int | None = None
 
 
 def bases_of(job: Job, x: Columns) -> Bases:
@@ -99,7 +101,13 @@ def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
     What offloading states saves does not depend on what is recomputed, so that the bytes of most combinations are sums.
     """
     modes, plain = _allowed("recompute", WORDS["recompute"], pinned), rows.bytes(NONE, -1, NONE)
-    ends = {mode: (rows.bytes(mode, 1, NONE), rows.bytes(mode, -1, NONE)) if mode else (plain, plain) for mode in modes}
+    layers = pinned_layers(pinned)
+    if layers is not None and layers > 0:
+        modes = [mode for mode in modes if mode]
+    few, many = (1, -1) if layers is None else (layers, layers)
+    ends = {
+        mode: (rows.bytes(mode, few, NONE), rows.bytes(mode, many, NONE)) if mode else (plain, plain) for mode in modes
+    }
     saved = {"none": np.zeros_like(plain)}
     for offload in _allowed("offload", offloads(rows.job), pinned):
         held = rows.held(offload)
@@ -110,9 +118,18 @@ def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
             saving = saved[word.removesuffix("-nvme")] = plain - rows.bytes(NONE, -1, offload)
         for mode in modes:
             if offload == ACTIVATIONS and mode:
-                yield Variant(mode, offload, rows.bytes(mode, 1, offload), rows.bytes(mode, -1, offload), held)
+                between = (rows.bytes(mode, few, offload), rows.bytes(mode, many, offload))
             else:
-                yield Variant(mode, offload, ends[mode][0] - saving, ends[mode][1] - saving, held)
+                between = (ends[mode][0] - saving, ends[mode][1] - saving)
+            yield Variant(mode, offload, *between, held, layers if mode else None)
+
+
+def pinned_layers(pinned: Pins) -> int | None:
+    """How many layers are pinned to recompute, -1 for all; None where that is open."""
+    if "recompute_layers" not in pinned:
+        return None
+    count = pinned["recompute_layers"]
+    return -1 if count is None else int(count)
 
 
 def _allowed(name: str, words: Sequence[str], pinned: Pins) -> list[int]:
@@ -142,31 +159,37 @@ class Fit:
     least: Floats
 
 
-def fit(rows: Bases, one: Variant, capacity: float, pinned: Pins) -> Fit:
+def fit(rows: Bases, one: Variant, capacity: float) -> Fit:
     """The fewest layers that must recompute under variant `one` so that no rank needs more than `capacity` bytes."""
-    fixed = bool(one.recompute) and "recompute_layers" in pinned
+    if one.layers is not None:
+        return _fixed(rows, one, one.layers, capacity)
     falls = (one.first - one.last) / np.maximum(rows.layers - 1, 1)
     over = np.maximum(one.first - capacity, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         more = np.where(over > 0, np.ceil(over / falls), 0.0)
     fewest = 1 + np.where(np.isfinite(more) & (more >= 0), more, np.inf).max(axis=0)
     most = rows.most if one.recompute else np.ones_like(rows.most)
-    if fixed:
-        wanted = rows.most if pinned["recompute_layers"] is None else np.full_like(most, pinned["recompute_layers"])
-        fewest, most = np.where(fewest <= wanted, wanted.astype(np.float64), np.inf), wanted
     least = np.where(one.held, one.last.max(axis=0), np.inf)
     fits = (least <= capacity) & (fewest <= most)
     layers = np.where(fits, fewest, 1).astype(np.int64)
     peak = (one.first - falls * np.minimum(layers - 1, np.maximum(rows.layers - 1, 0))).max(axis=0)
-    variants_each = np.ones_like(most) if fixed else most
-    fitting = np.where(fits, 1 if fixed else most - layers + 1, 0)
-    return Fit(fits, layers, peak, int(variants_each.sum()), int(fitting.sum()), least)
+    fitting = np.where(fits, most - layers + 1, 0)
+    return Fit(fits, layers, peak, int(most.sum()), int(fitting.sum()), least)
+
+
+def _fixed(rows: Bases, one: Variant, layers: int, capacity: float) -> Fit:
+    """The same where `layers` recompute, -1 for all: rows that have fewer are not legal."""
+    legal, peak = layers <= rows.most, one.last.max(axis=0)
+    least = np.where(one.held & legal, peak, np.inf)
+    fits = least <= capacity
+    count = rows.most if layers < 0 else np.full_like(rows.most, layers)
+    return Fit(fits, count, peak, int(legal.sum()), int(fits.sum()), least)
 
 
 def picked(rows: Bases, one: Variant, found: Fit, index: Ints) -> Columns:
     """The rows numbered `index`, as they are under variant `one` with the fewest layers recomputed."""
     layers = found.layers[index]
-    all_of_them = (layers >= rows.most[index]) | (one.recompute == NONE)
+    all_of_them = (layers >= rows.most[index]) & (one.layers in (None, -1)) | (one.recompute == NONE)
     same = np.ones(len(index), np.int64)
     return replace(
         rows.x.take(index),

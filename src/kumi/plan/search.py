@@ -94,7 +94,7 @@ def _candidates(rows: Bases, pinned: Pins, tally: _Tally) -> Iterator[tuple[Colu
     capacity = memory.usable(rows.job.cluster.device)
     done = np.zeros(len(rows.x), np.bool_)
     for variant in variants(rows, pinned):
-        found = fit(rows, variant, capacity, pinned)
+        found = fit(rows, variant, capacity)
         tally.add(rows.x, variant, found)
         index = np.flatnonzero(found.fits & ~done)
         if len(index):
@@ -111,7 +111,7 @@ def smallest(job: Job, pinned: Pins) -> Estimate | None:
         chunk = every.take(slice(start, start + CHUNK))
         rows = bases_of(job, chunk)
         for variant in variants(rows, pinned):
-            tally.add(chunk, variant, fit(rows, variant, memory.usable(job.cluster.device), pinned))
+            tally.add(chunk, variant, fit(rows, variant, memory.usable(job.cluster.device)))
     return None if tally.smallest is None else estimate(job, tally.smallest)
 
 
@@ -130,7 +130,8 @@ class _Tally:
         if found.least[index] < self.least:
             self.least = float(found.least[index])
             words = {name: WORDS[name][getattr(variant, name)] for name in ("recompute", "offload")}
-            self.smallest = replace(x.row(index), recompute_layers=None, **words)
+            layers = None if variant.layers in (None, -1) else variant.layers
+            self.smallest = replace(x.row(index), recompute_layers=layers, **words)
 
     def merge(self, other: _Tally) -> None:
         self.count, self.fitting = self.count + other.count, self.fitting + other.fitting
