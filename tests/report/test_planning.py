@@ -1,0 +1,158 @@
+"""The plan of a job: the best layout with all that explains it, or one sentence with changes that would help."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
+
+from small import GPU, HOST, LINKS, job, model
+
+from kumi.errors import FitError, LayoutError
+from kumi.plan.estimate import estimate
+from kumi.plan.remedies import fits
+from kumi.plan.search import search, smallest
+from kumi.report.planning import plan
+from kumi.spec.cluster import ClusterSpec
+from kumi.spec.layout import Layout
+from kumi.units import parse_bytes
+
+BIG = model(8, hidden=2048)
+
+
+def grow(device, nodes):
+    return ClusterSpec("test", device, 4, nodes, links=LINKS if nodes > 1 else LINKS[:1])
+
+
+def test_a_plan_is_the_search_s_with_what_explains_it():
+    wanted = job(of=BIG)
+    report, found = plan(wanted, {}, top=3), search(wanted, {}, top=4)
+    assert (report.best, *report.others) == found.plans
+    assert len(report.others) == 3
+    assert (report.searched, report.fitting, report.front) == (found.count, found.fitting, found.pareto)
+    assert report.expected
+    assert report.job == wanted
+    assert all(not one.fits and one.step_seconds < report.best.step_seconds for one in report.lacking)
+
+
+def test_a_pipeline_s_timeline_comes_with_it():
+    report = plan(job(of=BIG), {"pp": 4, "dp_replicate": 2})
+    assert report.timeline is not None
+    assert len(report.timeline.spans) == 4
+    assert plan(job(of=BIG), {"pp": 1}).timeline is None
+
+
+def test_where_everything_is_pinned_that_layout_is_taken_however_slow():
+    """Pinned stages are the sign that nothing is left to choose."""
+    layout = Layout(pp=4, dp_shard=2, zero=1, recompute="full", stage_layers=(1, 3, 3, 1))
+    pinned = {"pp": 4, "dp_shard": 2, "zero": 1, "recompute": "full", "stage_layers": (1, 3, 3, 1)}
+    report = plan(job(of=BIG), pinned)
+    assert report.best == estimate(job(of=BIG), layout)
+    assert (report.others, report.searched, report.fitting) == ((), 1, 1)
+
+
+def test_a_pinned_layout_that_does_not_fit_is_refused_with_its_bytes():
+    pinned = {"pp": 4, "dp_replicate": 2, "stage_layers": (2, 2, 2, 2)}
+    with pytest.raises(FitError, match=r"of 1 layouts with layout\.pp=4.*needs .* a device"):
+        plan(job(of=BIG, memory=1 << 30), pinned)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "words"),
+    [
+        ({"tp": 3}, "tp=3"),
+        ({"tp": 4, "dp_shard": 4, "zero": 1}, "needs 16 devices"),
+        ({"zero": 2, "pp": 2}, "zero=2 with pp=2"),
+        ({"pp": 4, "stage_layers": (1, 1, 1, 1), "dp_replicate": 2}, "stage_layers"),
+        ({"pp": 2, "schedule": "interleaved", "stages": 1}, "interleaved"),
+        ({"microbatch": 7}, "microbatch=7"),
+        ({"recompute": "full", "recompute_layers": 99}, "recompute_layers=99"),
+        ({"recompute": "none", "recompute_layers": 2}, "recompute_layers=2"),
+        ({"offload": "optimizer"}, "offload='optimizer'"),
+    ],
+)
+def test_illegal_pins_are_refused_with_the_reason(pinned, words):
+    with pytest.raises(LayoutError) as refused:
+        plan(job(of=BIG), pinned)
+    assert words in str(refused.value)
+
+
+def refused_with(wanted, pinned, **fields):
+    with pytest.raises(FitError) as refused:
+        plan(wanted, pinned, **fields)
+    return str(refused.value)
+
+
+def tight(share, of=BIG, seq_len=4096):
+    """A job on one node of devices with `share` of the least memory that it needs."""
+    least = smallest(job(1, of=of, seq_len=seq_len), {})
+    assert least is not None
+    return job(1, of=of, seq_len=seq_len, memory=share * least.peak_memory / 0.95)
+
+
+def test_what_is_advised_where_nothing_fits_makes_something_fit():
+    """Every remedy, carried out alone, is enough; half of it is not."""
+    wanted = tight(0.6)
+    said = refused_with(wanted, {}, grow=partial(grow, wanted.cluster.device))
+    assert "the model does not fit" in said
+    nodes = int(re.search(r"set cluster\.nodes=(\d+)", said)[1])
+    more = replace(wanted, cluster=grow(wanted.cluster.device, nodes))
+    assert fits(more, {})
+    assert not fits(replace(wanted, cluster=grow(wanted.cluster.device, nodes // 2)), {})
+    card = parse_bytes(re.search(r"use devices of (.*?) or more", said)[1])
+    larger = replace(wanted, cluster=replace(wanted.cluster, device=replace(wanted.cluster.device, memory=card)))
+    assert plan(larger, {}).best.fits
+    assert "describe the host's memory" in said
+    assert plan(replace(wanted, cluster=replace(wanted.cluster, host=HOST)), {}).best.layout.offload != "none"
+
+
+def test_shorter_sequences_are_advised_where_they_are_enough():
+    wanted = tight(0.85, of=model(4, hidden=1024), seq_len=8192)
+    said = refused_with(wanted, {"offload": "none"})
+    length = int(re.search(r"shorten batch\.seq_len from 8192 to (\d+)", said)[1])
+    assert length < 8192
+    assert fits(replace(wanted, batch=replace(wanted.batch, seq_len=length)), {})
+    assert not fits(replace(wanted, batch=replace(wanted.batch, seq_len=2 * length)), {})
+
+
+def test_the_pin_that_is_in_the_way_is_named():
+    pinned = {"zero": 0, "recompute": "none", "tp": 1, "pp": 1, "cp": 1}
+    wanted = tight(1.02)
+    said = refused_with(wanted, pinned)
+    names = re.findall(r"do not pin layout\.(\w+)=", said)
+    for name in names:
+        assert fits(wanted, {key: value for key, value in pinned.items() if key != name})
+    one = {"recompute": "none", "zero": 3}
+    name = re.search(r"do not pin layout\.(\w+)=", refused_with(wanted, one))
+    assert name is not None
+    assert fits(wanted, {key: value for key, value in one.items() if key != name[1]})
+
+
+def test_hosts_that_are_too_small_for_what_is_pinned_to_them_are_named():
+    wanted = job(of=BIG, host=replace(HOST, memory=1 << 20))
+    said = refused_with(wanted, {"offload": "states"})
+    assert "layout.offload=states moves more than the hosts hold, 1 MiB of memory a node" in said
+
+
+def test_only_what_is_accepted_is_planned():
+    report = plan(job(of=BIG), {}, accept=lambda layout: layout.tp == 2)
+    assert report.best.layout.tp == 2
+    with pytest.raises(LayoutError, match="kumi can carry out none of the layouts that fit"):
+        plan(job(of=BIG), {}, accept=lambda layout: False)
+
+
+def test_what_this_version_trains_is_planned_where_that_is_asked_for():
+    layout = plan(job(of=BIG), {}, trainable=True).best.layout
+    assert (layout.pp, layout.tp, layout.cp, layout.ep, layout.offload) == (1, 1, 1, 1, "none")
+
+
+def test_one_device_and_one_node_are_planned_for():
+    for devices, nodes in ((1, 1), (4, 1)):
+        cluster = ClusterSpec("test", GPU, devices, nodes, links=LINKS[:1] if devices > 1 else ())
+        assert plan(replace(job(of=BIG), cluster=cluster), {}).best.layout.world_size == devices
