@@ -182,14 +182,17 @@ def _add_gathers(
     job: Job, x: Columns, found: Stage, kind: int, count: Floats, cost: Cost, index: Ints, part: Floats
 ) -> None:
     """ZeRO-3 gathers each layer before its forward and again before its backward, and reduces its gradients after it,
-    in every microbatch; each hides behind the layer before it as far as that lasts. ZeRO-2 only reduces."""
+    in every microbatch; each hides behind the layer before it as far as that lasts, were it the host that takes that
+    long. ZeRO-2 only reduces."""
     if not (x.zero >= 2).any():
         return
     gather, scatter = unit_seconds(job, x, layer_ops(job.model, job.model.layer_kinds()[1].index(kind)))
     hides_gather, hides_scatter = (
         hidden_share(job, on) for on in (job.engine.overlap_params, job.engine.overlap_grads)
     )
-    forward, backward = cost.forward[index], (cost.backward + cost.weight)[index]
+    launch = job.cluster.device.launch * job.engine.dispatch
+    forward = np.maximum(cost.forward, launch * cost.kernels_forward)[index]
+    backward = np.maximum(cost.backward + cost.weight, launch * cost.kernels_backward)[index]
     exposed_forward = np.maximum(0.0, gather - hides_gather * forward)
     again = part * (x.recompute == FULL) * forward
     exposed_backward = np.maximum(0.0, gather + scatter - min(hides_gather, hides_scatter) * (backward + again))
