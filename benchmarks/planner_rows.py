@@ -151,6 +151,7 @@ def _torchtitan(cells: dict[str, str]) -> dict[str, str]:
     pipeline = cells["pp"] not in ("", "1")
     notes = [cells["notes"], compiled, "AsyncTP" if cells["async_tp"] == "yes" else "", cells["pp_schedule"]]
     notes += [f"local batch {cells['local_batch']}" if pipeline else "", "reserved memory"]
+    notes += [f"torchtitan of {cells['date']}"]
     degrees = [int(cells[name] or 1) for name in ("dp_replicate", "fsdp")]
     return same | {
         "id": f"torchtitan-{cells['row_id']}", "model_name": cells["model"], "params_B": cells["params_b"],
