@@ -35,7 +35,7 @@ def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     batch = synthetic(case.microbatch, case.seq_len, case.config()["vocab_size"], case.documents)
     counts = StepCounts(batch, int(np.count_nonzero(batch.labels >= 0)), None, 0.0)
     state = TrainState()
-    return (lambda: train_step(parts, state, counts, None).loss), parts.run.memory.total
+    return (lambda: train_step(parts, state, counts, None).loss), parts.run.memory.total - parts.run.memory.reserved
 
 
 def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tensor], None]:

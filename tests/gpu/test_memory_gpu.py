@@ -35,4 +35,4 @@ def test_the_estimate_is_near_the_measured_peak(precision, recompute, device):
     for _ in range(2):
         train_step(parts, state, StepCounts(data, data.labels.size, None, 0.0), None)
     measured = torch.cuda.max_memory_allocated() - before
-    assert measured == pytest.approx(parts.run.memory.total, rel=0.2)
+    assert measured == pytest.approx(parts.run.memory.total - parts.run.memory.reserved, rel=0.2)

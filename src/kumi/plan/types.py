@@ -16,7 +16,7 @@ class MemoryEstimate:
     in passing: whole units, their transfer buffers, whole gradients. `weights` are copies of parameters in the compute
     dtype; `activations` what all microbatches in flight keep, and what recomputation makes again; `head` the logits
     and the loss; `buffers` of communication and dispatch; `reserved` what the context, the communication library and
-    the allocator's rounding take. The kinds do not all peak at once, so that their sum is an upper bound.
+    the allocator's rounding take. All are those of the fullest moment, so that their sum is the peak.
     """
 
     params: int
