@@ -26,7 +26,7 @@ ENGINE_OF = (
     (r"megatron-bridge|dgxc-benchmarking|nemo", "megatron-bridge"),
     (r"nanotron|ultra-scale|picotron", "nanotron"),
     (r"torchtitan.*2024(0\d|1[012])|2024-\d\d.*torchtitan", "torchtitan-2024"),
-    (r"torchtitan.*(2024|#808|#82|#773)|docs/performance.md", "torchtitan-2024"),
+    (r"_202412_torchtitan|torchtitan of (2024|2025-0[1-3])", "torchtitan-2024"),
     (r"torchtitan", "torchtitan"),
     (r"llm-foundry|mosaicml", "llm-foundry"),
     (r"deepspeed|zero-infinity", "deepspeed"),
@@ -48,6 +48,8 @@ TRAITS = (
     (r"vanilla tp", {"overlap_tp": False}),
     (r"(?<!no )asynctp|(?<!no )async tp", {"overlap_tp": True}),
     (r"tp-comm-overlap", {"overlap_tp": True}),
+    # An eighth of the logits at a time in float32, of all in bfloat16 with their gradient.
+    (r"chunked cross entropy", {"logit_bytes": 5.0}),
     # MaxText and Paxml: XLA fuses, and gathers FSDP's parameters ahead. Paxml's GPT models have USE_FLASH_ATTENTION off
     # (paxml/contrib/gpu/scripts_gpu/configs.py).
     (r"paxml", {"kernels": "compiled", "overlap_tp": False, "dispatch": 1.0, "attention": "fused-softmax"}),
