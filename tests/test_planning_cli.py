@@ -1,0 +1,197 @@
+"""`kumi plan` from the command line to the files it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from kumi.cli import main
+from kumi.config import load
+from kumi.errors import FitError
+
+ROOT = Path(__file__).parents[1]
+
+# A small model on eight GPUs: planned in a moment.
+SMALL = """
+[model]
+init = "random"
+config = { model_type = "llama", architectures = ["LlamaForCausalLM"], vocab_size = 32000, hidden_size = 1024,
+           intermediate_size = 2816, num_hidden_layers = 8, num_attention_heads = 8, num_key_value_heads = 4,
+           max_position_embeddings = 8192, rms_norm_eps = 1e-5, rope_theta = 10000.0, tie_word_embeddings = false }
+
+[cluster]
+source = "h100-sxm"
+price_per_hour = 2.5
+
+[batch]
+seq_len = 2048
+tokens_per_step = 131_072
+"""
+PIPELINE = ["layout.pp=4", "layout.tp=2", "layout.schedule=1f1b", "layout.microbatch=4"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(SMALL.replace("\n           ", " "))
+    return file
+
+
+def plan(run, *words):
+    return main(["plan", str(run), *words])
+
+
+def test_json_has_every_figure(run, capsys):
+    assert plan(run, "--json", "--top", "3") == 0
+    said = json.loads(capsys.readouterr().out)
+    best = said["best"]
+    assert best["fits"]
+    assert sum(best["time"].values()) == pytest.approx(best["step_seconds"])
+    assert best["tokens_per_second"] == pytest.approx(131_072 / best["step_seconds"])
+    assert len(said["others"]) == 3
+    assert said["searched"] >= said["fitting"] > 0
+    assert {"model", "cluster", "expected"} <= set(said)
+
+
+def test_the_report_names_the_layout_and_what_decides(run, capsys):
+    assert plan(run) == 0
+    said = capsys.readouterr().out
+    for heading in ("tokens/s", "memory", "time of a step", "runners-up", "layouts one might have expected"):
+        assert heading in said.lower(), heading
+    assert "expected" in said
+
+
+def test_pages_pictures_and_traces_are_written_anew_each_time(run, tmp_path, capsys):
+    page, folder, trace = tmp_path / "new" / "plan.html", tmp_path / "pictures", tmp_path / "trace.json"
+    words = [*PIPELINE, "--html", str(page), "--svg", str(folder), "--trace", str(trace)]
+    for _ in range(2):
+        assert plan(run, *words) == 0
+        assert f"wrote {page}" in capsys.readouterr().out
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    drawn = sorted(folder.glob("*.svg"))
+    assert {"memory", "timeline"} <= {file.stem for file in drawn}
+    for file in drawn:
+        assert ElementTree.fromstring(file.read_text()).tag.endswith("svg")
+    events = json.loads(trace.read_text())
+    assert len(events["traceEvents"] if isinstance(events, dict) else events) >= 4 * 2 * 16
+
+
+def test_a_trace_needs_a_pipeline(run, tmp_path, capsys):
+    assert plan(run, "layout.pp=1", "--trace", str(tmp_path / "trace.json")) == 2
+    assert "pin layout.pp to see one" in capsys.readouterr().err
+
+
+def test_a_saved_plan_is_a_run_file_with_everything_pinned(run, tmp_path, capsys):
+    saved = tmp_path / "saved.toml"
+    assert plan(run, "layout.pp=2", "layout.schedule=1f1b", "--json", "--save", str(saved)) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert plan(saved, "--json") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["best"] == best
+    assert again["searched"] <= 2
+    before = saved.read_text()
+    assert plan(run, "--save", str(saved)) == 2
+    assert "saved.toml exists; name another place, or remove it" in capsys.readouterr().err
+    assert saved.read_text() == before
+
+
+def test_an_export_is_written_once(run, tmp_path, capsys):
+    folder = tmp_path / "exported"
+    assert plan(run, "layout.pp=1", "--export", "torchtitan", "--out", str(folder)) == 0
+    assert str(folder) in capsys.readouterr().out
+    assert any(folder.iterdir())
+    assert plan(run, "--export", "torchtitan", "--out", str(folder)) == 2
+    assert "exported exists" in capsys.readouterr().err
+    assert plan(run, "--export", "no-such-trainer", "--out", str(tmp_path / "other")) == 2
+    assert "no-such-trainer" in capsys.readouterr().err
+
+
+PINS = ["layout.pp=1", "layout.cp=1", "layout.microbatch=1"]
+
+
+def test_sizes_as_a_table(run, capsys):
+    assert plan(run, *PINS, "--tokens", "1T", "--days", "2") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("1T tokens in 2 days: ")
+    nodes = int(said[0].split(": ")[1].split()[0])
+    assert {"nodes", "days", "cost", "MWh", "layout"} <= set(said[1].split())
+    rows = [int(line.split()[0]) for line in said[2:] if line.strip() and line.split()[0].isdigit()]
+    assert rows == sorted(rows)
+    assert rows[-1] == nodes > 1
+
+
+def test_sizes_as_json(run, capsys):
+    assert plan(run, *PINS, "--tokens", "1e12", "--days", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[-1]["days"] <= 2 < found[0]["days"]
+    for one in found:
+        assert one["device_hours"] == pytest.approx(24 * one["days"] * one["devices"])
+        assert one["cost"] == pytest.approx(2.5 * one["device_hours"])
+        assert one["best"]["devices"] == one["devices"] == 8 * one["nodes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokens", "1T"], "give both, or neither"),
+        (["layout.tp=3"], "tp=3"),
+        (["layout.zero=2", "layout.pp=2"], "zero=2 with pp=2"),
+        (["layout.tpp=2"], "layout.tpp"),
+        (["cluster.source=no-such-machine"], "no-such-machine"),
+        (["layout.dp_shard=3", "layout.zero=1"], "dp_shard"),
+        (["--engine", "no-such-trainer"], "no-such-trainer"),
+        (["batch.tokens_per_step=131_073"], "tokens_per_step"),
+    ],
+)
+def test_what_cannot_be_planned_is_exit_code_2_and_one_sentence(run, words, said, capsys):
+    assert plan(run, *words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_what_does_not_fit_is_exit_code_4_with_a_way_out(run, capsys):
+    assert FitError.exit_code == 4
+    large = ["hidden_size=16384", "intermediate_size=57344", "num_hidden_layers=64"]
+    assert plan(run, *(f"model.config.{word}" for word in large), "layout.offload=none") == 4
+    error = capsys.readouterr().err
+    assert "the model does not fit" in error
+    assert "set cluster.nodes=" in error
+
+
+def test_a_missing_run_file_is_exit_code_2(tmp_path, capsys):
+    assert main(["plan", str(tmp_path / "none.toml")]) == 2
+    assert "no such run file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--no-such-flag", "x.toml"])
+    assert stopped.value.code == 2
+
+
+def test_planning_imports_no_torch(run, tmp_path):
+    """Not with all it can write, either: it must answer at once, and where there is no torch."""
+    words = ["plan", str(run), *PIPELINE, "--html", str(tmp_path / "plan.html"), "--save", str(tmp_path / "saved.toml")]
+    script = f"import sys; from kumi.cli import main; assert main({words!r}) == 0; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_the_saved_plan_is_what_kumi_train_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = [
+        'data.sources=[{path="{stdlib}/email/*.py"}]', "data.validation=0.2", "data.workers=1", "eval.every=0",
+        "data.tokenizer.vocab_size=400", "model.config.num_hidden_layers=1", "model.config.hidden_size=32",
+        "model.config.intermediate_size=32", "train.steps=2", "optim.warmup_steps=1", "cluster.devices_per_node=2",
+    ]  # fmt: skip
+    assert (
+        main(["plan", str(ROOT / "examples" / "quickstart.toml"), *small, "--trainable", "--save", "saved.toml"]) == 0
+    )
+    pinned = load("saved.toml").layout
+    assert (pinned.pp, pinned.tp, pinned.microbatch) != (None, None, None)
+    assert main(["train", "saved.toml"]) == 0
+    assert (tmp_path / "runs" / "quickstart").is_dir()
