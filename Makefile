@@ -24,7 +24,7 @@ $(VENV)/demo.stamp: pyproject.toml
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test,export-check]"
 	touch $@
 
 clean:
