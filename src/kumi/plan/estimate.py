@@ -10,7 +10,7 @@ import numpy as np
 from kumi.plan import memory
 from kumi.plan.columns import Columns, Floats, Ints, columns
 from kumi.plan.kernels import peak_flops
-from kumi.plan.stages import Share, bounds, share
+from kumi.plan.stages import Share, before_largest, bounds, even_first, share
 from kumi.plan.step import SIDES, Step, microbatches_of, send_seconds, stage, step, waits
 from kumi.plan.timeline import Timeline, makespan, simulate
 from kumi.plan.traffic import traffic
@@ -19,6 +19,7 @@ from kumi.plan.work import table
 from kumi.spec import ledger
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import actions, placement
 
 # Mean absolute error of step times on the published runs (docs/accuracy.md): a smaller gap says nothing.
@@ -116,20 +117,27 @@ def timeline_of(job: Job, found: Estimate) -> Timeline | None:
 
 
 def estimate_many(job: Job, layouts: Sequence[Layout] | Columns) -> Many:
-    """The same for many layouts at once: from the first, the second and the last stage, pipelines by closed form."""
+    """The same for many layouts at once: from the first, an inner and the last stage, pipelines by closed form."""
     x = layouts if isinstance(layouts, Columns) else columns(layouts)
-    ranks, counts = positions(x)
+    ranks, counts = positions(job.model, x)
     found = step(job, x, ranks, counts)
     peak = np.sum(list(memory_of(job, x, ranks).values()), axis=0).max(axis=0)
     return Many(found.seconds, found.kinds, peak, memory.host_memory(job, x, share_of(job, x, ranks[0])))
 
 
-def positions(x: Columns) -> tuple[Ints, Floats]:
-    """The pp ranks that are looked at, and how many like each there are, (3, rows): the first, the second for all inner
-    ones, and the last. In a pipeline of one or two, some stand for none."""
+def positions(model: ModelSpec, x: Columns) -> tuple[Ints, Floats]:
+    """The pp ranks that are looked at, and how many like each there are, (3, rows): the first, one for all inner ones,
+    and the last. In a pipeline of one or two, some stand for none.
+
+    Of the inner ones it is the second, or, where a model begins with smaller layers than the rest, as mixtures of
+    experts do, the first that has only the larger.
+    """
     first, last = np.zeros_like(x.pp), x.pp - 1
+    inner, smaller = np.minimum(1, last), before_largest(model)
+    for _ in range(smaller):
+        inner = inner + (even_first(model.num_hidden_layers, x.pp * x.stages, inner) < smaller)
     counts = np.stack([np.ones(len(x)), np.maximum(0.0, x.pp - 2.0), x.pp > 1])
-    return np.stack([first, np.minimum(1, last), last]), counts
+    return np.stack([first, np.minimum(inner, last), last]), counts
 
 
 def memory_of(job: Job, x: Columns, ranks: Ints, stage_layers: Sequence[int] = ()) -> dict[str, Floats]:

@@ -79,8 +79,8 @@ class Variant:
 
 
 def bases_of(job: Job, x: Columns) -> Bases:
-    """`x` with what its first, second and last pp ranks hold."""
-    ranks = positions(x)[0]
+    """`x` with what the pp ranks hold that are looked at."""
+    ranks = positions(job.model, x)[0]
     every = x.take(np.tile(np.arange(len(x)), len(ranks)))
     part = share_of(job, every, ranks.ravel())
     layers = part.layers.sum(axis=0).reshape(ranks.shape)

@@ -84,7 +84,7 @@ def _look(job: Job, pinned: Pins, chunk: Columns) -> tuple[_Best, _Tally]:
     if found:
         rows, peak = joined([rows for rows, _ in found]), np.concatenate([peak for _, peak in found])
         tally.timed += len(rows)
-        best.add(rows, step(job, rows, *positions(rows)).seconds, peak)
+        best.add(rows, step(job, rows, *positions(job.model, rows)).seconds, peak)
     return best, tally
 
 

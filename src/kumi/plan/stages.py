@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.timeline import V_CODES, in_flight
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import layer_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.sharding import stage_bounds
 
@@ -72,6 +74,14 @@ def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
     each, left = layers // stages, layers % stages
     more = np.where(left == stages - 1, np.minimum(stage, left), np.clip(stage - 1, 0, left))
     return each * stage + more
+
+
+@lru_cache(maxsize=64)
+def before_largest(model: ModelSpec) -> int:
+    """How many layers come before the first of the kind with the most parameters."""
+    kinds, of_layer = model.layer_kinds()
+    firsts = [of_layer.index(kind) for kind in range(len(kinds))]
+    return max(firsts, key=lambda first: sum(param.numel for op in layer_ops(model, first) for param in op.params))
 
 
 def bounds(layout: Layout, model: ModelSpec) -> tuple[tuple[int, int], ...]:
