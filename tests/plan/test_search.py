@@ -52,10 +52,12 @@ def test_the_best_of_all_layouts_that_fit(tried, share):
 
 
 def test_the_simplest_of_equally_fast_layouts_comes_first(tried):
-    found = search(with_memory(1 << 34), PINNED, top=8)
-    near = [one for one in found.plans if one.step_seconds <= (1 + HAIR) * min(p.step_seconds for p in found.plans)]
+    found = search(with_memory(1 << 34), PINNED, top=1)
+    least = min(one.step_seconds for one in tried)
+    near = [one for one in tried if one.step_seconds <= (1 + HAIR) * least]
     assert len(near) > 1
     assert effort(found.plans[0].layout) == min(effort(one.layout) for one in near)
+    found = search(with_memory(1 << 34), PINNED, top=8)
     rest = [one.step_seconds for one in found.plans[1:]]
     assert rest == sorted(rest)
 
@@ -70,10 +72,14 @@ def test_the_leanest_layout_is_the_leanest_of_all(tried):
 
 
 def test_the_front_of_time_and_memory_is_beaten_by_nothing(tried):
+    """Of all that recomputes nothing, as everything fits here: what recomputes is looked at where the rest does not
+    fit."""
     front = search(with_memory(1 << 34), PINNED).pareto
     assert len(front) > 2
     for one in front:
-        leaner = [other for other in tried if other.peak_memory < 0.999 * one.peak_memory]
+        leaner = [
+            other for other in tried if other.peak_memory < 0.999 * one.peak_memory and other.layout.recompute == "none"
+        ]
         assert all(other.step_seconds > 0.98 * one.step_seconds for other in leaner)
 
 

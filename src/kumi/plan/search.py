@@ -176,7 +176,8 @@ class _Best:
                 self.on_front, least = [*self.on_front, row], row[1]
 
     def fastest(self, count: int, accept: Callable[[Layout], bool] | None) -> list[Layout]:
-        """The `count` fastest that `accept` takes, one an arrangement: of what is equally fast the simplest."""
+        """The `count` fastest that `accept` takes, one an arrangement: of what is equally fast the simplest; and beyond
+        these the `REFINED` simplest of those that are as fast as the fastest."""
         found: dict[tuple[object, ...], list[tuple[float, Layout]]] = {}
         for seconds, layout in sorted(self.rows.values(), key=lambda row: row[0]):
             alike = found.setdefault(arrangement(layout, ARRANGEMENT), [])
@@ -184,8 +185,10 @@ class _Best:
                 # Not everyone can recompute in some layers only; in all of them it fits as well.
                 whole = replace(layout, recompute_layers=None)
                 alike += [(seconds, one) for one in (layout, whole) if accept is None or accept(one)][:1]
-        groups = [alike for alike in found.values() if alike][:count]
-        return [min(alike, key=lambda row: (effort(row[1]), row[0]))[1] for alike in groups]
+        groups = [min(alike, key=lambda row: (effort(row[1]), row[0])) for alike in found.values() if alike]
+        near = [row for row in groups[count:] if row[0] <= (1 + HAIR) * groups[0][0]]
+        near.sort(key=lambda row: (effort(row[1]), row[0]))
+        return [layout for _, layout in (*groups[:count], *near[:REFINED])]
 
     def front(self, most: int = 8) -> list[Layout]:
         """At most `most` of the front, evenly spread."""
