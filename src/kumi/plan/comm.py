@@ -7,9 +7,11 @@ import numpy as np
 from kumi.plan.columns import Floats, Numbers
 from kumi.spec.cluster import ClusterSpec
 
-# Bytes a rank contributes at which a transfer reaches half of the bandwidth it has for endless ones: what fills the
-# pipeline of a GPU's copies. Processes on CPUs have none to fill.
-HALF_SPEED = {"cuda": 2.0e6, "cpu": 0.0}
+# Seconds that a pass of a collective takes besides its bytes and its latency: what ranks that computed the same for not
+# quite the same time wait for each other, and what fills the copies' pipeline. Fitted to tensor-parallel runs on A100
+# (SC'21, Hagemann, vTrain), where it is as much with NVLink of half the speed; one for GPUs of all kinds. Processes on
+# CPUs have their own share of it in what is measured as latency.
+WAIT = {"cuda": 1.0e-4, "cpu": 0.0}
 
 
 def members(stride: Floats, degree: Floats, span: float) -> Floats:
@@ -43,8 +45,8 @@ def collective_seconds(
 
     `stride` is the distance of neighbours in ranks. all_gather and reduce_scatter run as rings (Patarasuk and Yuan,
     2009), all_reduce as the better of a ring and a double binary tree; all_to_all sends from every rank to every other,
-    `size` being what one rank sends in all; send goes to the next rank. Where `size` is cut into several `messages`, one
-    after another, each has its own latency.
+    `size` being what one rank sends in all; send goes to the next rank. Where `size` is cut into several `messages`,
+    one after another, each has its own latency.
     """
     size, degree, stride = (np.asarray(value, np.float64) for value in np.broadcast_arrays(size, degree, stride))
     if not cluster.links:
@@ -57,11 +59,11 @@ def collective_seconds(
         bandwidth, latency = ring(cluster, stride, degree)
         passes = 2.0 if kind == "all_reduce" else 1.0
         moved = passes * size * (degree - 1) / degree
-        half = HALF_SPEED[cluster.device.kind]
-        seconds = messages * passes * (degree - 1) * latency + (moved + passes * half) / bandwidth
+        wait = WAIT[cluster.device.kind]
+        seconds = messages * passes * (degree - 1) * latency + moved / bandwidth + passes * wait
         if kind == "all_reduce":
             tree = 2 * np.ceil(np.log2(np.maximum(degree, 2))) * _longest(cluster, stride, degree)
-            seconds = np.minimum(seconds, messages * tree + (2 * size + 2 * half) / bandwidth)
+            seconds = np.minimum(seconds, messages * tree + 2 * size / bandwidth + 2 * wait)
     return np.where((degree > 1) & (size > 0), seconds, 0.0)
 
 
