@@ -20,7 +20,7 @@ ALIGNED = (1.0, 0.97, 0.94, 0.88, 0.62, 0.55, 0.35)
 ITEMSIZE = {"float64": 8.0, "float32": 4.0, "float8": 1.0, "float4": 0.5}
 
 # Length of the inner dimension at which a tile's fixed cost (its prologue and epilogue) equals its products.
-FIXED_DEPTH = 96.0
+FIXED_DEPTH = 40.0
 
 
 def peak_flops(device: Device, dtype: str) -> float:
