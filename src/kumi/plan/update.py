@@ -14,7 +14,7 @@ from kumi.plan.kernels import stream_seconds
 from kumi.plan.shards import local_elements
 from kumi.plan.stages import Share
 from kumi.spec.job import Job
-from kumi.spec.layout import OFFLOAD
+from kumi.spec.layout import OFFLOAD, SCHEDULES
 from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
 from kumi.spec.op import Op
 from kumi.spec.optim import state_bytes
@@ -22,6 +22,8 @@ from kumi.spec.optim import state_bytes
 # Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
 # and the memory.
 HIDES = 0.85
+
+INTERLEAVED = SCHEDULES.index("interleaved")
 
 # Bytes/s of host memory that one device's share of a node's processors moves in an optimizer update.
 HOST_BANDWIDTH = 20e9
@@ -81,16 +83,18 @@ def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backw
     """Seconds at the end (and the beginning) of a step by kind: gradients reduced, weights updated and gathered.
 
     `part` is what pp rank `rank` of every row holds. `forward` and `backward` are those of a microbatch, beside which
-    the first weights and the last gradients travel.
+    the first weights and the last gradients travel. With virtual stages, each of them begins and ends with as many
+    microbatches as the pipeline has ranks, while the gradients of those after it travel already.
     """
+    beside = np.where(x.schedule == INTERLEAVED, np.minimum(x.pp, job.batch.sequences // (x.dp * x.microbatch)), 1)
     first, index = distinct(rank, *(getattr(x, name) for name in SAME_UPDATE))
     rows = x.take(first)
     own = parameters(job, rows, part.take(first))
     reduce, gather = exchange_seconds(job, rows, own)
     seconds, moved = optimizer_seconds(job, rows, own)
     pieces = np.maximum(1.0, own.layers)[index]
-    exposed = _exposed(reduce[index], backward, pieces, hidden_share(job, job.engine.overlap_grads))
-    exposed = exposed + _exposed(gather[index], forward, pieces, hidden_share(job, job.engine.overlap_params))
+    exposed = _exposed(reduce[index], beside * backward, pieces, hidden_share(job, job.engine.overlap_grads))
+    exposed = exposed + _exposed(gather[index], beside * forward, pieces, hidden_share(job, job.engine.overlap_params))
     return {"dp": exposed, "optimizer": seconds[index], "offload": moved[index]}
 
 
