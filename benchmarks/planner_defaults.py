@@ -104,6 +104,8 @@ RECOMPUTE_OF = (
     (r"activation (re)?(checkpointing|computation)", "full"),
     # MT-NLG 530B checkpointed every layer (arXiv:2201.11990, section 3.2).
     (r"mt-nlg|2201\.11990", "full"),
+    # nanotron recomputes only where it is told to.
+    (r"nanotron|ultra-scale", "none"),
     # NVIDIA's recipes for Megatron keep all but a few cheap activations (Megatron-Bridge, scripts/performance/configs).
     (r"megatron-bridge|dgxc(?!.*(maxtext|paxml))", "none"),
 )
