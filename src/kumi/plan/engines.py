@@ -110,8 +110,8 @@ _ACCELERATE = replace(
 ENGINES: dict[str, Engine] = {
     "kumi": KUMI,
     "megatron-lm": _MEGATRON,
-    # NVIDIA's benchmark recipes reduce gradients in bfloat16, pipeline TP products with their traffic, and take the loss
-    # of Transformer Engine, which overwrites the logits with their gradient.
+    # NVIDIA's benchmark recipes reduce gradients in bfloat16, pipeline TP products with their traffic, and take the
+    # loss of Transformer Engine, which overwrites the logits with their gradient.
     "megatron-bridge": replace(
         _MEGATRON,
         name="megatron-bridge",
