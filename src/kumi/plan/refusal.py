@@ -13,30 +13,38 @@ from kumi.plan.search import Found
 from kumi.plan.space import Pins
 from kumi.spec.checks import problems
 from kumi.spec.job import Job
-from kumi.spec.layout import Layout
+from kumi.spec.layout import SCHEDULES, Layout
+from kumi.spec.schedule import V_SHAPED
 from kumi.units import format_bytes
 
 
 def why_illegal(job: Job, pinned: Pins) -> str:
     """What is wrong with the only layouts that `pinned` allows."""
-    return "; ".join(problems(job.model, from_pins(job, pinned), job.cluster, job.batch)) or (
+    wrong = problems(job.model, from_pins(job, pinned), job.cluster, job.batch)
+    if not wrong and pinned.get("pp") == 1 and pinned.get("schedule", SCHEDULES[0]) != SCHEDULES[0]:
+        wrong = [
+            f"layout.schedule={pinned['schedule']} orders a pipeline, and layout.pp=1 has none; "
+            f"leave one of them out, or pin layout.pp = 2 or more"
+        ]
+    return "; ".join(wrong) or (
         f"no legal layout of {job.cluster.devices} devices agrees with {written(pinned)}; pin less"
     )
 
 
 def from_pins(job: Job, pinned: Pins) -> Layout:
-    """The layout that `pinned` names, with data parallelism over the devices that are left."""
+    """The layout that `pinned` names, with data parallelism over the devices that are left, and with what the pins
+    leave no choice about: states that are divided over `dp_shard`, as many stages as a schedule needs."""
     fields: dict[str, Any] = {name: tuple(value) if name == "stage_layers" else value for name, value in pinned.items()}
+    if "stages" not in pinned and fields.get("schedule") in (*V_SHAPED, "interleaved"):
+        fields["stages"] = 2
     layout = Layout(**fields)
     rest = max(1, job.cluster.devices // layout.world_size)
-    if "dp_shard" in pinned and "dp_replicate" in pinned:
-        return layout
-    if "dp_replicate" in pinned or (layout.zero == 0 and "zero" in pinned):
-        grown = "dp_shard" if "dp_replicate" in pinned else "dp_replicate"
-        return replace(layout, **{grown: rest * getattr(layout, grown)})
-    if "dp_shard" in pinned:
-        return replace(layout, dp_replicate=rest)
-    return replace(layout, dp_shard=rest, zero=layout.zero or (1 if rest > 1 else 0))
+    copies = "dp_shard" in pinned or ("dp_replicate" not in pinned and pinned.get("zero") == 0)
+    grown = "dp_replicate" if copies else "dp_shard"
+    if grown not in pinned:
+        layout = replace(layout, **{grown: rest})
+    divided = layout.dp_shard > 1 and "zero" not in pinned
+    return replace(layout, zero=1) if divided else layout
 
 
 def written(pinned: Pins) -> str:
