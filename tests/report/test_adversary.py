@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 
-from small import job
+from small import job, model
 
 from kumi.errors import LayoutError
 from kumi.report.planning import plan
@@ -23,7 +23,8 @@ def refused(wanted, pinned, **fields):
 
 def test_pins_that_are_refused_are_not_blamed_for_what_was_left_open():
     """Stages and ZeRO are open, so that it is not for their defaults that nothing is legal."""
-    assert "needs at least 2 x pp = 16 microbatches" in refused(job(), {"schedule": "dualpipe", "pp": 8})
+    said = refused(job(of=model(16), sequences=8), {"schedule": "dualpipe", "pp": 8})
+    assert "needs at least 2 x pp = 16 microbatches" in said
     for pinned in ({"pp": 2, "dp_shard": 3}, {"dp_replicate": 3}):
         said = refused(job(), pinned)
         assert "degrees must multiply to 8" in said

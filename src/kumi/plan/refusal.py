@@ -40,9 +40,10 @@ def from_pins(job: Job, pinned: Pins) -> Layout:
     layout = Layout(**fields)
     rest = max(1, job.cluster.devices // layout.world_size)
     copies = "dp_shard" in pinned or ("dp_replicate" not in pinned and pinned.get("zero") == 0)
-    grown = "dp_replicate" if copies else "dp_shard"
-    if grown not in pinned:
-        layout = replace(layout, **{grown: rest})
+    if copies and "dp_replicate" not in pinned:
+        layout = replace(layout, dp_replicate=rest)
+    elif not copies:
+        layout = replace(layout, dp_shard=rest)
     divided = layout.dp_shard > 1 and "zero" not in pinned
     return replace(layout, zero=1) if divided else layout
 
