@@ -1,0 +1,281 @@
+"""Figures that were measured on machines, and layouts that guides recommend, against the planner's estimates.
+
+docs/worked-examples.md has them beside each other. Where an estimate misses, its test says by how much, so that it
+fails once that changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from published_jobs import planned
+
+from kumi.plan.engines import ENGINES
+from kumi.plan.estimate import estimate
+from kumi.plan.search import search
+from kumi.spec.checks import problems
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import ops
+
+# Recommended layouts on p5 instances
+
+
+def guided(model, nodes, seq_len, guide, within):
+    """The planner's best layout, and the fastest that fits with the guide's degrees: at most `within` slower."""
+    wanted = planned(model, "aws-p5", nodes, seq_len, 4 * 2**20 // seq_len)
+    lean = {"cp": 1, "dp_replicate": 1, "offload": "none"}
+    best = search(wanted, lean, top=1).plans[0]
+    theirs = search(wanted, lean | guide, top=1).plans
+    assert theirs, f"{guide} does not fit"
+    assert theirs[0].step_seconds <= within * best.step_seconds
+    return best.layout, theirs[0].layout
+
+
+def test_a_7b_on_p5_is_data_parallel():
+    for nodes in (1, 4):
+        best, theirs = guided("llama-2-7b", nodes, 4096, {"tp": 1, "pp": 1}, 1.0 + 1e-9)
+        assert (best.tp, best.pp) == (theirs.tp, theirs.pp) == (1, 1)
+        assert best.zero >= 1
+
+
+def test_a_13b_on_p5_is_data_parallel_and_fully_sharded():
+    best, _ = guided("llama-2-13b", 1, 4096, {"tp": 1, "pp": 1}, 1.05)
+    assert (best.tp, best.pp, best.zero) == (1, 1, 3)
+
+
+def test_a_70b_on_32_devices_fits_as_tp_8_x_fsdp_4_and_is_faster_with_less_tensor_parallelism():
+    best, theirs = guided("llama-3-70b", 4, 8192, {"tp": 8, "pp": 1, "zero": 3}, 1.35)
+    assert (theirs.tp, theirs.dp_shard) == (8, 4)
+    assert best.tp < 8
+
+
+def test_a_405b_on_256_devices_fits_as_tp_8_x_pp_4_only_where_data_ranks_divide_the_weights():
+    """The guide's TP 8, PP 4, DP 8 with the optimizer divided alone needs more than 80 GB."""
+    wanted = planned("llama-3.1-405b", "aws-p5", 32, 8192, 512)
+    megatron = Layout(tp=8, pp=4, dp_shard=8, zero=1, recompute="full", schedule="1f1b")
+    assert not problems(wanted.model, megatron, wanted.cluster, wanted.batch)
+    assert not estimate(wanted, megatron).fits
+    assert estimate(wanted, replace(megatron, zero=3)).fits
+
+
+def test_a_405b_on_1024_devices_fits_as_tp_8_x_pp_16_x_dp_8():
+    wanted = planned("llama-3.1-405b", "aws-p5", 128, 8192, 512)
+    theirs = search(wanted, {"tp": 8, "pp": 16, "cp": 1, "dp_replicate": 1, "zero": 1, "offload": "none"}, top=1).plans[
+        0
+    ]
+    assert theirs.layout.dp_shard == 8
+    sharded = estimate(wanted, Layout(tp=2, dp_shard=512, zero=3, recompute="full"))
+    assert sharded.fits
+    assert 0.7 < theirs.step_seconds / sharded.step_seconds < 1.4
+
+
+# Llama 3 405B as it was trained (arXiv:2407.21783, table 4): layout, and the published share of the peak.
+META = [
+    (8192, 8192, Layout(tp=8, pp=16, dp_shard=64, zero=1), 0.43),
+    (16384, 8192, Layout(tp=8, pp=16, dp_shard=128, zero=1), 0.41),
+    (16384, 131072, Layout(tp=8, cp=16, pp=16, dp_shard=8, zero=1), 0.38),
+]
+
+
+def meta(devices, seq_len, layout, recompute):
+    """The estimate of a row of the table: 16 M tokens a step, eight stages a rank (the paper does not say how many)."""
+    wanted = planned("llama-3.1-405b", "h100-sxm", devices // 8, seq_len, 2**24 // seq_len, network="roce-3200",
+                     engine=ENGINES["torchtitan"])  # fmt: skip
+    return estimate(wanted, replace(layout, schedule="interleaved", stages=8, recompute=recompute))
+
+
+@pytest.mark.parametrize(("devices", "seq_len", "layout", "published"), META[:2])
+def test_llama_3_405b_as_it_was_trained(devices, seq_len, layout, published):
+    """Without recomputation, as the paper says; that it fits at all owes to what the paper does besides, freeing
+    tensors early and keeping fewer microbatches in flight. With the planner's own schedules it does not."""
+    found = meta(devices, seq_len, layout, "none")
+    assert found.mfu == pytest.approx(published, rel=0.1)
+    assert not found.fits
+    lean = meta(devices, seq_len, layout, "selective")
+    assert lean.fits
+    assert lean.mfu == pytest.approx(published, rel=0.2)
+
+
+def test_llama_3_405b_with_long_sequences():
+    """The paper does not say how it counts attention, which at 131,072 tokens is more than half of the work: 38 % lies
+    between the estimate with attention in full and with half of it."""
+    devices, seq_len, layout, published = META[2]
+    found = meta(devices, seq_len, layout, "none")
+    wanted = planned("llama-3.1-405b", "h100-sxm", 1, seq_len, 1)
+    attention = sum(op.forward_flops(1, seq_len) for op in ops(wanted.model) if op.kind == "attention")
+    every = sum(op.forward_flops(1, seq_len) for op in ops(wanted.model))
+    assert attention > 0.5 * every
+    assert found.mfu * (1 - attention / every / 2) < published < found.mfu
+
+
+# Llama 2 on ABCI: nodes of eight A100-40GB with four cards of InfiniBand HDR
+
+
+# Megatron-LM of 2023 as the authors ran it: norm, rotation and gated activation op by op, attention by FlashAttention-2
+# (which selective recomputation leaves alone), nothing sent beside compute. Read in rioyokotalab/Megatron-Llama2:
+# scripts/abci/*/llama-2-*-dp*-tp*-pp*.sh and megatron/model/transformer.py.
+SWALLOW = replace(
+    ENGINES["megatron-lm"], name="Megatron-LM of 2023", kernels="eager", attention="flash", autograd=("norm", "gate"),
+    overlap_grads=False, overlap_params=False, overlap_pp=False,
+)  # fmt: skip
+# The authors' fork of llama-recipes: FSDP1 around transformers' blocks, activations checkpointed (kotoba-tech/
+# kotoba-recipes, scripts/abci/*b/*.sh).
+RECIPES = replace(ENGINES["accelerate-fsdp"], name="llama-recipes")
+# Sends when nothing is computed: the least that FSDP can reach.
+IN_TURN = replace(RECIPES, overlap_grads=False, overlap_params=False)
+ABCI = {
+    "llama-2-7b": (64, Layout(tp=2, pp=2, dp_shard=16, zero=1), 134, 4, 134),
+    "llama-2-13b": (64, Layout(tp=2, pp=4, dp_shard=8, zero=1), 143, 4, 135),
+    "llama-2-70b": (256, Layout(tp=8, pp=8, dp_shard=4, zero=1), 158, 1, 87),
+}
+
+
+def printed_flops(model, tokens, seq_len, *, megatron):
+    """FLOPs of a step as the authors' programs count them.
+
+    The script that made their paper's figures of the Megatron runs (okoge-kaz/swallow-project-parper-graph, flops-7b.py
+    and so on) counts query, key and value as if there were no groups, and attention once instead of in every layer, but
+    twice. Their FSDP runs' log counts two matrices of the feed-forward part instead of three, and recomputation.
+    """
+    hidden, layers, vocab = model.hidden_size, model.num_hidden_layers, model.vocab_size
+    layer = model.layers[0]
+    ffn = layer.mlp.intermediate_size
+    if megatron:
+        groups = layer.attention.num_attention_heads // layer.attention.num_key_value_heads
+        matrices = (8 + 6 * ffn / hidden) * layers * hidden**2
+        return 3 * tokens * (matrices + 2 * 4 * seq_len * hidden / groups + 2 * hidden * vocab)
+    matrices = (8 + 4 * ffn / hidden) * layers * hidden**2
+    return 4 * tokens * matrices * (1 + seq_len / (6 * hidden) + vocab / (16 * layers * hidden))
+
+
+def abci(name, engine, layout):
+    """TFLOP/s a device as the authors' program would print it for the estimated step."""
+    devices = ABCI[name][0]
+    wanted = planned(name, "abci-a", devices // 8, 4096, 1024, engine=engine)
+    found = estimate(wanted, layout)
+    assert found.fits
+    flops = printed_flops(wanted.model, wanted.batch.tokens_per_step, 4096, megatron=engine is SWALLOW)
+    return flops / found.step_seconds / devices / 1e12
+
+
+def three_d(name):
+    return abci(name, SWALLOW, ABCI[name][1])
+
+
+def sharded(name, engine=RECIPES):
+    devices, microbatch = ABCI[name][0], ABCI[name][3]
+    return abci(name, engine, Layout(dp_shard=devices, zero=3, microbatch=microbatch, recompute="full"))
+
+
+@pytest.mark.parametrize("name", ABCI)
+def test_llama_2_on_abci_with_3d_parallelism(name):
+    """Each within 12 %: 134, 143 and 158 TFLOP/s a device."""
+    assert three_d(name) == pytest.approx(ABCI[name][2], rel=0.12)
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-13b"])
+def test_llama_2_on_abci_with_fsdp(name):
+    """Each within 12 %: 134 and 135 TFLOP/s a device."""
+    assert sharded(name) == pytest.approx(ABCI[name][4], rel=0.12)
+
+
+def test_the_70b_with_fsdp_on_abci_is_not_explained():
+    """Published: 87 TFLOP/s a device. Even if nothing hid what it sends the estimate is a third above; the authors'
+    script for it also moved the weights to the host, on another number of devices."""
+    slowest = sharded("llama-2-70b", IN_TURN)
+    assert 1.2 * 87 < slowest < 1.6 * 87
+    assert sharded("llama-2-70b") > slowest
+
+
+def test_the_order_of_the_six_figures_on_abci():
+    """3D parallelism gains with size and FSDP loses, where FSDP sends in turn: that it hides much of it, as in other
+    published runs, does not agree with the fall from 135 to 87."""
+    figures = {("3d", name): three_d(name) for name in ABCI} | {("fsdp", name): sharded(name, IN_TURN) for name in ABCI}
+    published = {("3d", name): row[2] for name, row in ABCI.items()} | {
+        ("fsdp", name): row[4] for name, row in ABCI.items()
+    }
+    for one, first in published.items():
+        for other, second in published.items():
+            if first > 1.02 * second:
+                assert figures[one] > figures[other], (one, other)
+
+
+# Several sites joined by an optical link of 100 Gb/s, or by one like the internet
+
+
+# The link that makes two sites take 4.7 times as long: the source describes it as TCP.
+LIKE_THE_INTERNET = """
+name = "TCP between sites"
+per = "site"
+bandwidth = "0.79 Gb/s"
+latency = "10 ms"
+efficiency = 1.0
+sources = { "bandwidth, latency, efficiency" = "assumed: such that two sites take 4.7 times the time of one" }
+"""
+SIDE_BY_SIDE = """
+name = "100 Gb/s between two machines"
+per = "node"
+bandwidth = "100 Gb/s"
+latency = "10 us"
+efficiency = 0.9
+sources = { "bandwidth, latency, efficiency" = "assumed: RDMA, as over the optical link, without the distance" }
+"""
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory):
+    """`sites(count, link)`: seconds of a step of Llama-2-7B on two H100 at each of `count` sites, which have a pipeline
+    stage each, over those that the same machines take side by side."""
+    folder = tmp_path_factory.mktemp("links")
+    files = {name: folder / f"{name}.toml" for name in ("tcp", "near")}
+    files["tcp"].write_text(LIKE_THE_INTERNET)
+    files["near"].write_text(SIDE_BY_SIDE)
+
+    def seconds(count, **section):
+        wanted = planned("llama-2-7b", "h100-sxm", count, 4096, 192, engine=ENGINES["megatron-bridge"],
+                         devices_per_node=2, **section)  # fmt: skip
+        found = estimate(wanted, Layout(tp=2, pp=count, recompute="selective"))
+        assert found.fits
+        return found.step_seconds
+
+    def ratio(count, link):
+        link = str(files.get(link, link))
+        return seconds(count, sites=count, site_link=link) / seconds(count, network=str(files["near"]))
+
+    return ratio
+
+
+def test_sites_joined_by_an_optical_link_are_as_good_as_one(sites):
+    """Published: 1.005 (1.006 in the announcement) for two sites 40 km apart, 1.1 for three."""
+    assert sites(2, "optical-100g") == pytest.approx(1.005, abs=0.005)
+    assert 1.0 < sites(3, "optical-100g") < 1.1
+
+
+def test_sites_joined_by_something_like_the_internet_are_not(sites):
+    """Published: 4.7 times for two sites and 9.2 for three. One description of the link gives both within 15 %."""
+    assert sites(2, "tcp") == pytest.approx(4.7, rel=0.05)
+    assert sites(3, "tcp") == pytest.approx(9.2, rel=0.15)
+    # kumi's own preset of the internet is ten times as fast.
+    assert 1.2 < sites(2, "internet") < 2.5
+
+
+# Headline figures of picotron: kernels of its own, attention fused
+
+SMOLLM = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 24,
+    "vocab_size": 49152, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_picotron_s_figures_lie_between_op_by_op_and_compiled_kernels():
+    """50 % MFU of SmolLM-1.7B on 8 H100, 38 % of Llama-2-7B on 64; layouts and batches are not printed."""
+    jobs = [planned(SMOLLM, "h100-sxm", 1, 2048, 512, engine=ENGINES[name]) for name in ("nanotron", "torchtitan")]
+    slow, fast = (search(wanted, {"dp_replicate": 8}, top=1).plans[0].mfu for wanted in jobs)
+    assert slow < 0.50 < 1.05 * fast
+    wanted = planned("llama-2-7b", "h100-sxm", 8, 4096, 1024, engine=ENGINES["nanotron"])
+    cut = estimate(wanted, Layout(tp=4, dp_shard=16, zero=1)).mfu
+    whole = estimate(wanted, Layout(dp_shard=64, zero=2, microbatch=2)).mfu
+    assert cut < 0.38 < whole
