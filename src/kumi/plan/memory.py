@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kumi.plan.activations import Kept, Ledger, kinds_of, ledger
 from kumi.plan.columns import WORDS, Columns, Floats, Ints, columns
 from kumi.plan.stages import Share, share
-from kumi.plan.states import Held, divided, gathered, held, state_bytes, update_bytes
+from kumi.plan.states import Gathered, Held, divided, gathered, held, state_bytes, update_bytes
 from kumi.plan.types import MemoryEstimate
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device
@@ -58,37 +58,45 @@ def usable(device: Device) -> int:
 
 @dataclass(frozen=True)
 class Content:
-    """What a rank has whatever is recomputed and offloaded: its parameters, and what the parts of the model keep."""
+    """What a rank has whatever is recomputed and offloaded: its parameters, what the parts of the model keep, bytes of
+    its states and of the update at the end of a step, what passes through it, buffers, and what libraries hold."""
 
     own: Held
     kept: Ledger
+    states: dict[str, Floats]
+    update: Floats
+    passing: Gathered
+    buffers: Floats
+    libraries: Floats
 
 
 def content(job: Job, x: Columns, share: Share) -> Content:
     """What a rank of every row that holds `share` has."""
-    return Content(held(job, x, share), ledger(job, x))
+    own = held(job, x, share)
+    passing = gathered(job, x, own, microbatches_of(job, x))
+    states, update = state_bytes(job, x, own), update_bytes(job, x, own)
+    return Content(own, ledger(job, x), states, update, passing, _buffers(job, x), _libraries(job, x))
 
 
 def stage_memory(job: Job, x: Columns, share: Share, known: Content | None = None) -> dict[str, Floats]:
     """Bytes of every kind of `MemoryEstimate` on a rank that holds `share`, (rows,) each. `known` is its content where
     that is at hand."""
     known = known or content(job, x, share)
-    own, kept = known.own, known.kept
-    passing, head_gradient = gathered(job, x, own, microbatches_of(job, x)), _head_gradient(job, x, share)
+    own, kept, passing, optimizer = known.own, known.kept, known.passing, known.states["optimizer"]
+    head_gradient = _head_gradient(job, x, share)
     stay, in_hand = _stay(job, x, share, kept), _in_hand(job, x, share, kept)
-    sizes = state_bytes(job, x, own)
-    sizes |= _fullest({
+    sizes = known.states | _fullest({
         "gathered": (passing.loss, passing.layer, passing.end),
-        "optimizer": (sizes["optimizer"], sizes["optimizer"], sizes["optimizer"] + update_bytes(job, x, own)),
+        "optimizer": (optimizer, optimizer, optimizer + known.update),
         "activations": (stay, stay + in_hand, np.zeros(len(x))),
         "head": (_logits(job, x, share) + head_gradient, head_gradient, head_gradient),
     })  # fmt: skip
     sizes["weights"] = _weight_copies(job, x, own, share)
-    sizes["buffers"] = _buffers(job, x)
+    sizes["buffers"] = known.buffers
     if x.offload.any():
         sizes |= _offloaded(job, x, own, sizes, np.maximum(0.0, stay - _two_layers(job, x, kept)))
     passing_by = np.sum([size for kind, size in sizes.items() if kind not in STATES], axis=0)
-    sizes["reserved"] = _libraries(job, x) + _rounding(job) * passing_by
+    sizes["reserved"] = known.libraries + _rounding(job) * passing_by
     return sizes
 
 
@@ -252,8 +260,8 @@ def host_memory(job: Job, x: Columns, share: Share, known: Content | None = None
     if not x.offload.any():
         return np.zeros(len(x))
     known = known or content(job, x, share)
-    own, kept = known.own, known.kept
-    sizes, (words, drives) = state_bytes(job, x, own), _offload_words(x)
+    own, kept, sizes = known.own, known.kept, known.states
+    words, drives = _offload_words(x)
     states = np.where(words == "optimizer", sizes["optimizer"], sizes["params"] + sizes["grads"] + sizes["optimizer"])
     part = 2 * own.largest_whole / np.maximum(1.0, own.total.whole)
     states = np.where(drives, np.minimum(1.0, part), 1.0) * states

@@ -12,7 +12,7 @@ from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
 from kumi.plan.memory import host_memory
 from kumi.plan.stages import Share, share
-from kumi.plan.update import HIDES, data_groups, hidden_share, parameters, unit_seconds, update
+from kumi.plan.update import HIDES, data_groups, hidden_share, parameters, slowing, unit_seconds, update
 from kumi.plan.work import Cost, Table, table
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE
@@ -21,6 +21,7 @@ from kumi.spec.op import Op
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 ACTIVATIONS = OFFLOAD.index("activations")
+STATES = tuple(OFFLOAD.index(word) for word in ("states", "states-nvme"))
 
 SIDES = ("forward", "backward", "weight")
 PER_MICROBATCH = ("forward", "backward", "recompute", "tp", "cp", "ep", "dp", "offload", "host")
@@ -127,15 +128,20 @@ def moved_bytes(job: Job, x: Columns, part: Share) -> tuple[Floats, Floats]:
     Activations go and come back. Offloaded states bring their weights in both, the rank's part of them under ZeRO-3,
     and their gradients leave.
     """
-    activations = np.where(x.offload == ACTIVATIONS, host_memory(job, x, part) / part.in_flight, 0.0)
-    states = np.isin(np.array(OFFLOAD)[x.offload], ("states", "states-nvme"))
-    weights = gradients = np.zeros(len(x))
-    own = parameters(job, x, part)
-    for elements, degree, _ in data_groups(x, own.dense, own.expert):
-        weights = weights + job.weight_itemsize * elements / np.where(x.zero == 3, degree, 1)
-        gradients = gradients + job.engine.grad_itemsize * elements / np.where(x.zero >= 2, degree, 1)
-    forward = activations + np.where(states, weights, 0.0)
-    return forward, forward + np.where(states, gradients, 0.0)
+    forward, backward = np.zeros(len(x)), np.zeros(len(x))
+    kept = np.flatnonzero(x.offload == ACTIVATIONS)
+    if len(kept):
+        held = part.take(kept)
+        forward[kept] = backward[kept] = host_memory(job, x.take(kept), held) / held.in_flight
+    states = np.flatnonzero(np.isin(x.offload, STATES))
+    if len(states):
+        rows = x.take(states)
+        own = parameters(job, rows, part.take(states))
+        for elements, degree, _ in data_groups(rows, own.dense, own.expert):
+            weights = job.weight_itemsize * elements / np.where(rows.zero == 3, degree, 1)
+            forward[states] += weights
+            backward[states] += weights + job.engine.grad_itemsize * elements / np.where(rows.zero >= 2, degree, 1)
+    return forward, backward
 
 
 def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count: Floats, part: Floats) -> None:
@@ -193,9 +199,10 @@ def _add_gathers(
     launch = job.cluster.device.launch * job.engine.dispatch
     forward = np.maximum(cost.forward, launch * cost.kernels_forward)[index]
     backward = np.maximum(cost.backward + cost.weight, launch * cost.kernels_backward)[index]
-    exposed_forward = np.maximum(0.0, gather - hides_gather * forward)
+    exposed_forward = slowing(gather, np.maximum(0.0, gather - hides_gather * forward))
     again = part * (x.recompute == FULL) * forward
-    exposed_backward = np.maximum(0.0, gather + scatter - min(hides_gather, hides_scatter) * (backward + again))
+    both, behind = gather + scatter, min(hides_gather, hides_scatter) * (backward + again)
+    exposed_backward = slowing(both, np.maximum(0.0, both - behind))
     found.forward += count * exposed_forward
     found.backward += count * exposed_backward
     found.kinds["dp"] += count * (exposed_forward + exposed_backward)
@@ -208,7 +215,7 @@ def _add_end_gathers(job: Job, x: Columns, found: Stage, ops: Sequence[Op], coun
         return
     gather, scatter = unit_seconds(job, x, ops)
     behind = hidden_share(job, job.engine.overlap_grads) * found.backward if hides else 0.0
-    scatter = np.maximum(0.0, scatter - behind)
+    scatter = slowing(scatter, np.maximum(0.0, scatter - behind))
     found.forward += count * gather
     found.backward += count * scatter
     found.kinds["dp"] += count * (gather + scatter)
