@@ -23,6 +23,11 @@ from kumi.spec.optim import state_bytes
 # and the memory.
 HIDES = 0.85
 
+# Seconds that computing takes longer for every second of communication that it hides: NCCL's kernels hold about an
+# eighth of an H100's processors and a share of its memory's bandwidth. Fitted to NVIDIA's runs on H100 (DGX Cloud
+# benchmarks).
+SLOWS = 0.2
+
 INTERLEAVED = SCHEDULES.index("interleaved")
 
 # Bytes/s of host memory that one device's share of a node's processors moves in an optimizer update.
@@ -126,7 +131,12 @@ def in_messages(job: Job, kind: str, size: Floats, degree: Ints, stride: Ints, u
 
 def _exposed(seconds: Floats, beside: Floats, pieces: Floats, hides: float) -> Floats:
     """What of `seconds`, sent in `pieces`, a share `hides` of `beside` does not hide: never the last piece."""
-    return np.maximum(seconds / pieces, seconds - hides * beside) if hides else seconds
+    return slowing(seconds, np.maximum(seconds / pieces, seconds - hides * beside)) if hides else seconds
+
+
+def slowing(seconds: Floats, exposed: Floats) -> Floats:
+    """What communication of `seconds`, all but `exposed` of it hidden, makes the computation beside it longer."""
+    return exposed + SLOWS * (seconds - exposed)
 
 
 def hidden_share(job: Job, overlaps: bool) -> float:
