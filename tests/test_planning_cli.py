@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kumi.cli import main
+from kumi.cli import _parser, main
 from kumi.config import load
 from kumi.errors import FitError
 
@@ -84,8 +84,11 @@ def test_pages_pictures_and_traces_are_written_anew_each_time(run, tmp_path, cap
 
 
 def test_a_trace_needs_a_pipeline(run, tmp_path, capsys):
+    """What was found is told all the same."""
     assert plan(run, "layout.pp=1", "--trace", str(tmp_path / "trace.json")) == 2
-    assert "pin layout.pp to see one" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "pin layout.pp to see one" in said.err
+    assert "tokens/s" in said.out
 
 
 def test_a_saved_plan_is_a_run_file_with_everything_pinned(run, tmp_path, capsys):
@@ -114,6 +117,26 @@ def test_an_export_is_written_once(run, tmp_path, capsys):
 
 
 PINS = ["layout.pp=1", "layout.cp=1", "layout.microbatch=1"]
+
+
+@pytest.mark.parametrize("words", [["--days", "0"], ["--days", "1e3"], ["--tokens", "0"], ["--top", "0"]])
+def test_amounts_of_nothing_are_wrong_usage(run, words):
+    with pytest.raises(SystemExit) as stopped:
+        plan(run, "--tokens", "1T", "--days", "2", *words)
+    assert stopped.value.code == 2
+
+
+def test_half_a_day_is_one():
+    assert _parser().parse_args(["plan", "run.toml", "--tokens", "1T", "--days", "0.5"]).days == 0.5
+
+
+def test_sizes_are_those_of_the_trainer_that_is_named(run, capsys):
+    pins = [*PINS, "layout.zero=2", "layout.recompute=full"]
+    found = []
+    for words in ([], ["--engine", "deepspeed"]):
+        assert plan(run, *pins, "--tokens", "1T", "--days", "30", *words, "--json") == 0
+        found.append(json.loads(capsys.readouterr().out)[-1]["days"])
+    assert found[0] != found[1]
 
 
 def test_sizes_as_a_table(run, capsys):
@@ -148,6 +171,15 @@ def test_sizes_as_json(run, capsys):
         (["layout.dp_shard=3", "layout.zero=1"], "dp_shard"),
         (["--engine", "no-such-trainer"], "no-such-trainer"),
         (["batch.tokens_per_step=131_073"], "tokens_per_step"),
+        (["--trainable", "layout.tp=2"], "tp=2"),
+        (["--out", "somewhere"], "name a trainer with --export"),
+        (["--tokens", "1T", "--days", "2", "--html", "plan.html"], "--html is for one plan"),
+        (["--tokens", "1T", "--days", "2", "--trainable", "layout.tp=2"], "tp=2"),
+        (["--export", "nanotron", "layout.cp=2", "--out", "somewhere"], "nanotron's Llama has no such axis"),
+        (["--engine", "deepspeed", "layout.pp=2"], "PipelineModule"),
+        (["--html", "."], "is a folder; name a file"),
+        (["--svg", __file__], "is a file; name a folder"),
+        (["--save", f"{__file__}/saved.toml"], "is no folder that can be written"),
     ],
 )
 def test_what_cannot_be_planned_is_exit_code_2_and_one_sentence(run, words, said, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -151,24 +152,38 @@ def _plan_parser(verbs: Any) -> None:
         "--trace", metavar="FILE", help="write the pipeline's timeline for Perfetto or chrome://tracing"
     )
     parser.add_argument("--save", metavar="FILE.toml", help="write the run file with the chosen layout pinned")
-    parser.add_argument("--engine", metavar="TRAINER", help="as this trainer carries it out; default: kumi itself")
+    parser.add_argument(
+        "--engine", metavar="TRAINER", help="as this trainer carries it out, where it can; default: kumi itself"
+    )
     parser.add_argument("--export", metavar="TRAINER", help="write another trainer's configuration, into --out")
     parser.add_argument("--out", metavar="FOLDER", help="where --export writes; default: the trainer's name")
-    parser.add_argument("--tokens", type=_amount, metavar="N", help="with --days: how many machines N tokens need")
-    parser.add_argument("--days", type=_amount, metavar="D", help="with --tokens: in how many days")
+    parser.add_argument("--tokens", type=_tokens, metavar="N", help="with --days: how many machines N tokens need")
+    parser.add_argument("--days", type=_days, metavar="D", help="with --tokens: in how many days")
     parser.add_argument(
         "--calibrate", action="append", metavar="RUN_FOLDER", help="refit the cluster to a finished run, into --out"
     )
     parser.set_defaults(verb=_plan)
 
 
-def _amount(text: str) -> float:
+def _tokens(text: str) -> float:
     from kumi.units import parse_count
 
     try:
-        return float(parse_count(text))
+        return _more_than_none(float(parse_count(text)), text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _days(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of days; write it as 30 or 0.5")
+    return _more_than_none(float(text), text)
+
+
+def _more_than_none(value: float, text: str) -> float:
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is nothing to plan for; give more than 0")
+    return value
 
 
 def _data_parser(verbs: Any) -> None:
@@ -219,7 +234,7 @@ def _bench_parser(verbs: Any) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1; give 1 or more")
     return int(text)
 
 

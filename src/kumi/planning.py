@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +23,11 @@ if TYPE_CHECKING:
     from kumi.config import PlanConfig
     from kumi.plan.remedies import Grow
     from kumi.plan.sizing import Size
+    from kumi.plan.space import Pins
+    from kumi.plan.supported import Unsupported
     from kumi.report.report import Report
     from kumi.spec.engine import Engine
     from kumi.spec.job import Job
-    from kumi.spec.layout import Layout
 
 
 def run(arguments: Namespace) -> int:
@@ -32,31 +35,35 @@ def run(arguments: Namespace) -> int:
     from kumi.config import job, load_plan
     from kumi.config.cluster import of_nodes
 
-    if (arguments.tokens is None) != (arguments.days is None):
-        raise ConfigError("plan: --tokens and --days say together how many machines are needed; give both, or neither")
+    _refuse_flags(arguments)
+    _refuse_places(arguments)
     config = load_plan(arguments.run, arguments.overrides)
-    wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
+    wanted, pinned = replace(job(config), engine=engine(arguments)), config.layout.model_dump(exclude_none=True)
     if arguments.tokens is not None:
         return _size(arguments, wanted, pinned, of_nodes(config.cluster))
     from kumi.report.planning import plan
 
-    _refuse_existing(arguments)
-    wanted, accept = replace(wanted, engine=engine(arguments)), exportable(arguments, wanted)
     with progress("searching layouts") as told:
         report = plan(
-            wanted, pinned, top=arguments.top, trainable=arguments.trainable, accept=accept,
+            wanted, pinned, top=arguments.top, trainable=arguments.trainable, unsupported=unsupported(arguments),
             grow=of_nodes(config.cluster), progress=told,
         )  # fmt: skip
-    written = [*_files(arguments, report), *_saved(arguments, config, report), *_exported(arguments, config, report)]
+    _show(arguments, report)
+    files, saved = _files(arguments, report), _saved(arguments, config, report)
+    for file in chain(files, saved, _exported(arguments, config, report), _trace(arguments, report)):
+        if not arguments.json:
+            print(f"wrote {file}")
+    return OK
+
+
+def _show(arguments: Namespace, report: Report) -> None:
+    """Prints the report, before anything is written: no file that cannot be written takes it away."""
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2))
-        return OK
+        return
     from kumi.report.terminal import render
 
     console().print(render(report))
-    for file in written:
-        print(f"wrote {file}")
-    return OK
 
 
 def engine(arguments: Namespace) -> Engine:
@@ -69,20 +76,52 @@ def engine(arguments: Namespace) -> Engine:
     return ENGINES[name]
 
 
-def exportable(arguments: Namespace, wanted: Job) -> Callable[[Layout], bool] | None:
-    """Whether the trainer that is exported to can carry a layout out; None where nothing is exported."""
-    if not arguments.export:
+def unsupported(arguments: Namespace) -> Unsupported | None:
+    """What keeps the trainer that is exported to, or as which is planned, from carrying a layout out; None where there
+    is no such trainer, or where nothing is known of what it can do."""
+    from kumi.plan import export
+
+    trainer = arguments.export or arguments.engine
+    if trainer is None or (not arguments.export and trainer not in export.TRAINERS):
         return None
-    from kumi.plan.export import unsupported
-
-    return lambda layout: not unsupported(wanted, layout, arguments.export)
+    return lambda job, layout: export.unsupported(job, layout, trainer)
 
 
-def _refuse_existing(arguments: Namespace) -> None:
-    """A run file or an export that exists is never overwritten, and that is said before anything is searched."""
+# What --tokens and --days answer is a table of sizes, not one plan.
+OF_ONE_PLAN = ("export", "html", "svg", "trace", "save")
+
+
+def _refuse_flags(arguments: Namespace) -> None:
+    """Flags that would have no effect beside the others."""
+    if (arguments.tokens is None) != (arguments.days is None):
+        raise ConfigError("plan: --tokens and --days say together how many machines are needed; give both, or neither")
+    if arguments.out and not arguments.export:
+        raise ConfigError(f"plan: --out {arguments.out} is where --export writes; name a trainer with --export, too")
+    for name in OF_ONE_PLAN if arguments.tokens is not None else ():
+        if getattr(arguments, name):
+            raise ConfigError(
+                f"plan: --{name} is for one plan, and --tokens and --days compare several; "
+                f"ask for the plan alone, with the cluster.nodes that they find"
+            )
+
+
+def _refuse_places(arguments: Namespace) -> None:
+    """Places that cannot be written, said before anything is searched. A run file or an export that exists is never
+    overwritten."""
     for name in (arguments.save, _folder(arguments) if arguments.export else None):
         if name is not None and Path(name).exists():
             raise RefusedError(f"{name} exists; name another place, or remove it")
+    for flag in ("html", "trace", "save", "svg"):
+        name = getattr(arguments, flag)
+        if name and flag == "svg" and Path(name).is_file():
+            raise RefusedError(f"plan: --svg {name} is a file; name a folder for the pictures")
+        if name and flag != "svg" and Path(name).is_dir():
+            raise RefusedError(f"plan: --{flag} {name} is a folder; name a file, such as {Path(name) / f'plan.{flag}'}")
+    for flag in ("html", "trace", "save", "svg", "out"):
+        name = getattr(arguments, flag)
+        above = next((one for one in Path(name).absolute().parents if one.exists()), None) if name else None
+        if above is not None and not (above.is_dir() and os.access(above, os.W_OK)):
+            raise RefusedError(f"plan: --{flag} {name}: {above} is no folder that can be written; name another place")
 
 
 def _folder(arguments: Namespace) -> str:
@@ -90,7 +129,7 @@ def _folder(arguments: Namespace) -> str:
 
 
 def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
-    """The page, the pictures and the trace, which are made anew each time."""
+    """The page and the pictures, which are made anew each time."""
     if arguments.html:
         from kumi.report.page import page
 
@@ -100,6 +139,10 @@ def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
 
         for name, picture in pictures(report).items():
             yield _write(Path(arguments.svg) / f"{name}.svg", picture)
+
+
+def _trace(arguments: Namespace, report: Report) -> Iterator[Path]:
+    """The pipeline's timeline. Comes last, as it is only now known whether there is one."""
     if arguments.trace:
         if report.timeline is None:
             raise ConfigError("plan: --trace shows a pipeline, and the best layout has pp=1; pin layout.pp to see one")
@@ -146,12 +189,14 @@ def progress(what: str) -> Iterator[Callable[[float], None] | None]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def _size(arguments: Namespace, wanted: Job, pinned: dict[str, Any], grow: Grow) -> int:
+def _size(arguments: Namespace, wanted: Job, pinned: Pins, grow: Grow) -> int:
     """How many nodes train `--tokens` tokens in `--days` days."""
+    from kumi.plan.choose import trained
     from kumi.plan.sizing import sizes
 
+    pinned = trained(wanted, pinned) if arguments.trainable else pinned
     with progress("trying numbers of nodes"):
-        found = sizes(wanted, pinned, arguments.tokens, arguments.days, grow)
+        found = sizes(wanted, pinned, arguments.tokens, arguments.days, grow, unsupported(arguments))
     if arguments.json:
         print(json.dumps([_plain(one) for one in found], indent=2))
         return OK

@@ -140,16 +140,34 @@ def test_hosts_that_are_too_small_for_what_is_pinned_to_them_are_named():
     assert "layout.offload=states moves more than the hosts hold, 1 MiB of memory a node" in said
 
 
-def test_only_what_is_accepted_is_planned():
-    report = plan(job(of=BIG), {}, accept=lambda layout: layout.tp == 2)
-    assert report.best.layout.tp == 2
-    with pytest.raises(LayoutError, match="kumi can carry out none of the layouts that fit"):
-        plan(job(of=BIG), {}, accept=lambda layout: False)
+def test_only_what_is_supported_is_planned():
+    def one_way(_, layout):
+        return [] if layout.tp == 2 else [f"tp={layout.tp}: set tp = 2"]
+
+    assert plan(job(of=BIG), {}, unsupported=one_way).best.layout.tp == 2
+    with pytest.raises(LayoutError, match=r"cannot carry this out in any layout: tp=4: set tp = 2"):
+        plan(job(of=BIG), {"tp": 4}, unsupported=one_way)
+    with pytest.raises(LayoutError, match=r"none of the layouts that fit, for example not the fastest: microbatch"):
+        plan(job(of=BIG), {}, unsupported=lambda _, layout: [f"microbatch={layout.microbatch} of {layout.tp}"])
 
 
 def test_what_this_version_trains_is_planned_where_that_is_asked_for():
     layout = plan(job(of=BIG), {}, trainable=True).best.layout
     assert (layout.pp, layout.tp, layout.cp, layout.ep, layout.offload) == (1, 1, 1, 1, "none")
+
+
+@pytest.mark.parametrize(
+    ("fields", "pinned", "words"),
+    [
+        ({}, {"tp": 2}, "tp=2"),
+        ({}, {"pp": 2, "stage_layers": (4, 4)}, "stage_layers=(4, 4)"),
+        ({"kind": "fp8"}, {}, "precision.kind='fp8'"),
+    ],
+)
+def test_what_this_version_does_not_train_is_refused_where_that_is_asked_for(fields, pinned, words):
+    with pytest.raises(LayoutError) as refused:
+        plan(job(of=BIG, **fields), pinned, trainable=True)
+    assert words in str(refused.value)
 
 
 def test_one_device_and_one_node_are_planned_for():

@@ -10,7 +10,7 @@ from kumi.plan.remedies import Grow
 from kumi.plan.search import search
 from kumi.plan.space import Pins
 from kumi.plan.types import Estimate
-from kumi.spec.checks import untrained
+from kumi.spec.checks import untrainable, untrained
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -39,6 +39,15 @@ def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
     if not found.count:
         raise LayoutError(why_illegal(job, pinned))
     raise FitError(does_not_fit(job, pinned, found, TRAINED, grow))
+
+
+def trained(job: Job, pinned: Pins) -> Pins:
+    """`pinned`, and what this version's trainer leaves no choice about. Raises LayoutError where it cannot train `job`,
+    or not as it is pinned."""
+    reasons = untrainable(job, Layout(**pinned))
+    if reasons:
+        raise LayoutError("; ".join(reasons))
+    return {**pinned, **TRAINED}
 
 
 def timed(device: Device, dtype: str) -> Device:

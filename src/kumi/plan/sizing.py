@@ -9,6 +9,7 @@ from kumi.errors import FitError, LayoutError
 from kumi.plan.remedies import Grow
 from kumi.plan.search import search
 from kumi.plan.space import Pins, bases
+from kumi.plan.supported import Unsupported, accepted
 from kumi.plan.types import Estimate
 from kumi.spec.job import Job
 
@@ -33,11 +34,13 @@ class Size:
     energy: float | None
 
 
-def size(job: Job, pinned: Pins, nodes: int, tokens: float, grow: Grow) -> Size | None:
+def size(
+    job: Job, pinned: Pins, nodes: int, tokens: float, grow: Grow, unsupported: Unsupported | None = None
+) -> Size | None:
     """What `tokens` tokens take on `nodes` nodes, which `grow` makes a cluster; None where no layout is legal there, or
-    none fits."""
+    supported, or none fits."""
     job = replace(job, cluster=grow(nodes))
-    found = search(job, pinned, top=1)
+    found = search(job, pinned, top=1, accept=accepted(job, unsupported))
     if not found.plans:
         return None
     best, device = found.plans[0], job.cluster.device
@@ -47,7 +50,9 @@ def size(job: Job, pinned: Pins, nodes: int, tokens: float, grow: Grow) -> Size 
     return Size(nodes, job.cluster.devices, best, days, hours, cost, energy)
 
 
-def sizes(job: Job, pinned: Pins, tokens: float, days: float, grow: Grow) -> list[Size]:
+def sizes(
+    job: Job, pinned: Pins, tokens: float, days: float, grow: Grow, unsupported: Unsupported | None = None
+) -> list[Size]:
     """Growing numbers of nodes up to the smallest that trains `tokens` tokens in `days` days, which is the last.
 
     Nodes are doubled until that is reached, then the gap is halved, over the numbers that have a legal layout. Raises
@@ -56,7 +61,7 @@ def sizes(job: Job, pinned: Pins, tokens: float, days: float, grow: Grow) -> lis
     """
     tried: dict[int, Size] = {}
     for nodes in _doubling(job):
-        found = size(job, pinned, nodes, tokens, grow)
+        found = size(job, pinned, nodes, tokens, grow, unsupported)
         if found is not None:
             tried[nodes] = found
             if found.days <= days:
@@ -67,7 +72,7 @@ def sizes(job: Job, pinned: Pins, tokens: float, days: float, grow: Grow) -> lis
     low, high = 0, len(between) - 1
     while low < high:
         middle = (low + high) // 2
-        found = size(job, pinned, between[middle], tokens, grow)
+        found = size(job, pinned, between[middle], tokens, grow, unsupported)
         if found is not None:
             tried[between[middle]] = found
         low, high = (low, middle) if found is not None and found.days <= days else (middle + 1, high)
@@ -96,7 +101,10 @@ def _too_slow(job: Job, tried: dict[int, Size], days: float) -> FitError | Layou
             f"see what `kumi plan` says without --days"
         )
     best = min(tried.values(), key=lambda one: one.days)
+    said = f"{days:g} days are too few: the fastest is {best.days:.3g} days on {best.devices} devices"
+    if 2 * best.devices > MOST_DEVICES:
+        return LayoutError(f"{said}, and no more than {MOST_DEVICES} are tried; allow more days, or fewer tokens")
     return LayoutError(
-        f"{days:g} days are too few: the fastest is {best.days:.1f} days on {best.devices} devices, beyond which "
-        f"tokens_per_step={job.batch.tokens_per_step} has too few sequences; raise it, or allow more days"
+        f"{said}, beyond which tokens_per_step={job.batch.tokens_per_step} has too few sequences; raise it, or allow "
+        f"more days"
     )

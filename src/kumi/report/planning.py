@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.choose import TRAINED
+from kumi.plan.choose import TRAINED, trained
 from kumi.plan.estimate import estimate, timeline_of
 from kumi.plan.refusal import does_not_fit, from_pins, why_illegal
 from kumi.plan.remedies import Grow
 from kumi.plan.search import Found, search
 from kumi.plan.space import Pins
+from kumi.plan.supported import Unsupported, accepted, none_supported, refuse_unsupported
 from kumi.plan.types import Estimate
 from kumi.report.expected import expected
 from kumi.report.report import Report
@@ -26,21 +27,26 @@ def plan(
     *,
     top: int = 8,
     trainable: bool = False,
-    accept: Callable[[Layout], bool] | None = None,
+    unsupported: Unsupported | None = None,
     grow: Grow | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """The fastest layout of `job` that agrees with `pinned`, with all that explains it; `trainable`: of those that this
-    version of kumi trains itself; `accept`: of those that it takes. `grow` makes the machines larger, for advice.
+    version of kumi trains itself; `unsupported`: of those of which it has nothing to say. `grow` makes the machines
+    larger, for advice.
 
-    Raises LayoutError with the reasons where what is pinned is illegal, and FitError with the smallest change that
-    would help where nothing fits.
+    Raises LayoutError with the reasons where what is pinned is illegal, or not supported, and FitError with the
+    smallest change that would help where nothing fits.
     """
     only, fixed = pinned_layout(job, pinned), TRAINED if trainable else {}
-    every = {**pinned, **fixed}
-    found = search(job, every, top=top + 1, accept=accept, progress=progress) if only is None else alone(job, only)
+    every = trained(job, pinned) if trainable else pinned
+    if unsupported is not None:
+        refuse_unsupported(job, pinned, unsupported)
+    found = search(job, every, top=top + 1, accept=accepted(job, unsupported), progress=progress) if only is None else (
+        alone(job, only)
+    )  # fmt: skip
     if not found.plans:
-        raise _no_plan(job, pinned, found, fixed, grow)
+        raise _no_plan(job, pinned, found, fixed, grow, unsupported)
     best, *others = found.plans
     return Report(
         job=job,
@@ -55,15 +61,14 @@ def plan(
     )
 
 
-def _no_plan(job: Job, pinned: Pins, found: Found, fixed: Pins, grow: Grow | None) -> FitError | LayoutError:
-    """Why there is none: nothing legal, nothing that fits, or nothing that is accepted."""
+def _no_plan(
+    job: Job, pinned: Pins, found: Found, fixed: Pins, grow: Grow | None, unsupported: Unsupported | None
+) -> FitError | LayoutError:
+    """Why there is none: nothing legal, nothing that fits, or nothing that is supported."""
     if not found.count:
         return LayoutError(why_illegal(job, pinned))
-    if found.fitting:
-        return LayoutError(
-            f"{job.engine.name} can carry out none of the layouts that fit; see what `kumi plan` chooses without "
-            f"--export, and pin what {job.engine.name} has"
-        )
+    if unsupported is not None and found.pareto:
+        return LayoutError(none_supported(job, found.pareto[0].layout, unsupported))
     return FitError(does_not_fit(job, pinned, found, fixed, grow))
 
 
@@ -86,8 +91,11 @@ def alone(job: Job, layout: Layout) -> Found:
 
 
 def _lacking(job: Job, found: Found, best: Estimate) -> tuple[Estimate, ...]:
-    """Layouts of the best plans, with less recomputed, that would be faster than `best` and do not fit."""
-    lighter = {replace(one.layout, recompute="none", recompute_layers=None) for one in found.plans}
+    """Layouts of the best plans, with nothing recomputed or offloaded, that would be faster than `best` and do not
+    fit."""
+    lighter = {
+        replace(one.layout, recompute="none", recompute_layers=None, offload="none"): None for one in found.plans
+    }
     made = [estimate(job, layout) for layout in lighter]
     faster = [one for one in made if not one.fits and one.step_seconds < best.step_seconds]
     return tuple(sorted(faster, key=lambda one: one.step_seconds))[:3]
