@@ -15,7 +15,7 @@ from kumi.plan.step import SIDES, Step, microbatches_of, send_seconds, stage, st
 from kumi.plan.timeline import Timeline, makespan, simulate
 from kumi.plan.traffic import traffic
 from kumi.plan.types import Estimate, MemoryEstimate, StageEstimate
-from kumi.plan.work import table
+from kumi.plan.work import Table, table
 from kumi.spec import ledger
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -43,8 +43,10 @@ class Many:
 def estimate(job: Job, layout: Layout) -> Estimate:
     """What `layout` needs and how fast it is. Raises ConfigError where the cluster's description lacks a figure."""
     x, ranks = columns([layout]), np.arange(layout.pp)[:, None]
-    stages = stages_of(job, layout, x)
-    kinds = _simulated(job, layout, x, step(job, x, ranks, np.ones(ranks.shape), layout.stage_layers), stages)
+    known = table(job, x)
+    stages = stages_of(job, layout, x, known)
+    found = step(job, x, ranks, np.ones(ranks.shape), layout.stage_layers, known)
+    kinds = _simulated(job, layout, x, found, stages)
     held = memory_of(job, x, ranks, layout.stage_layers)
     return Estimate(
         layout,
@@ -83,9 +85,9 @@ def _simulated(job: Job, layout: Layout, x: Columns, found: Step, stages: Sequen
     return kinds | {"pp": float(messages[0]), "bubble": float(bubble[0])}
 
 
-def stages_of(job: Job, layout: Layout, x: Columns) -> tuple[StageEstimate, ...]:
+def stages_of(job: Job, layout: Layout, x: Columns, known: tuple[Table, Ints]) -> tuple[StageEstimate, ...]:
     """Every stage, in model order, with its layers and its seconds for a microbatch."""
-    costs, index = table(job, x)
+    costs, index = known
     where, held = bounds(layout, job.model), placement(layout.schedule, layout.pp, layout.stages)
     rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
     kinds, of_layer = job.model.layer_kinds()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -28,6 +29,8 @@ CHUNK = 1 << 16
 
 # How many of the fastest arrangements get a full estimate at least, and of how many the neighbours are looked at.
 LOOKED_AT = 8
+# An arrangement is remembered while it takes no more than this many times as long as the fastest of its chunk.
+WORTH = 5.0
 REFINED = 3
 # Estimates that are nearer than this share of each other may well be the other way round (docs/accuracy.md).
 HAIR = 0.05
@@ -72,7 +75,7 @@ def search(
             tally.merge(counted)
             if progress:
                 progress(done / len(chunks))
-    plans = _refined(job, best.fastest(max(LOOKED_AT, 2 * top), accept), pinned, accept, top)
+    plans = _refined(job, best.fastest(max(LOOKED_AT, top + 3), accept), pinned, accept, top)
     pareto = tuple(estimate(job, layout) for layout in best.front())
     return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
@@ -152,21 +155,25 @@ class _Best:
         order = np.argsort(seconds, kind="stable")
         apart = [(getattr(x, name)[order] > 1).astype(np.int64) for name in ("cp", "dp_replicate", "dp_shard")]
         firsts, _ = distinct(*(getattr(x, name)[order] for name in KEPT), *apart)
-        for index in order[np.sort(firsts)]:
+        worth = seconds[order[np.sort(firsts)]] <= WORTH * seconds[order[0]]
+        for index in order[np.sort(firsts)][worth]:
             self._keep(float(seconds[index]), x.row(int(index)))
         falling = np.minimum.accumulate(peak[order])
         on_front = order[np.flatnonzero(np.diff(falling, prepend=np.inf) < 0)]
         self._spread([(float(seconds[i]), float(peak[i]), x.row(int(i))) for i in on_front])
 
     def merge(self, other: _Best) -> None:
-        for seconds, layout in other.rows.values():
-            self._keep(seconds, layout)
+        for name, (seconds, layout) in other.rows.items():
+            known = self.rows.get(name)
+            if known is None or seconds < known[0]:
+                self.rows[name] = seconds, layout
         self._spread(other.on_front)
 
     def _keep(self, seconds: float, layout: Layout) -> None:
-        known = self.rows.get(arrangement(layout))
+        name = arrangement(layout)
+        known = self.rows.get(name)
         if known is None or seconds < known[0]:
-            self.rows[arrangement(layout)] = seconds, layout
+            self.rows[name] = seconds, layout
 
     def _spread(self, found: list[tuple[float, float, Layout]]) -> None:
         """Adds to the front what is on it, and takes away what no longer is."""
@@ -180,7 +187,7 @@ class _Best:
         these the `REFINED` simplest of those that are as fast as the fastest."""
         found: dict[tuple[object, ...], list[tuple[float, Layout]]] = {}
         for seconds, layout in sorted(self.rows.values(), key=lambda row: row[0]):
-            alike = found.setdefault(arrangement(layout, ARRANGEMENT), [])
+            alike = found.setdefault(arrangement(layout, _SHOWN), [])
             if not alike or seconds <= (1 + HAIR) * alike[0][0]:
                 # Not everyone can recompute in some layers only; in all of them it fits as well.
                 whole = replace(layout, recompute_layers=None)
@@ -190,7 +197,7 @@ class _Best:
         near.sort(key=lambda row: (effort(row[1]), row[0]))
         return [layout for _, layout in (*groups[:count], *near[:REFINED])]
 
-    def front(self, most: int = 8) -> list[Layout]:
+    def front(self, most: int = 6) -> list[Layout]:
         """At most `most` of the front, evenly spread."""
         pick = np.unique(np.linspace(0, len(self.on_front) - 1, min(most, len(self.on_front))).round().astype(int))
         return [self.on_front[index][2] for index in pick]
@@ -200,11 +207,12 @@ class _Best:
 # every schedule and recomputation is kept besides, since not everyone takes each.
 ARRANGEMENT = ("pp", "tp", "ep", "zero", "offload")
 KEPT = (*ARRANGEMENT, "schedule", "recompute", "expert_tp")
+_KEPT, _SHOWN = attrgetter(*KEPT), attrgetter(*ARRANGEMENT)
 
 
-def arrangement(layout: Layout, names: Sequence[str] = KEPT) -> tuple[object, ...]:
+def arrangement(layout: Layout, names: Callable[[Layout], tuple[object, ...]] = _KEPT) -> tuple[object, ...]:
     """What a layout is called by: its variants differ in numbers only."""
-    return (*(getattr(layout, name) for name in names), layout.cp > 1, layout.dp_replicate > 1, layout.dp_shard > 1)
+    return (names(layout), layout.cp > 1, layout.dp_replicate > 1, layout.dp_shard > 1)
 
 
 def _refined(

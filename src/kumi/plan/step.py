@@ -52,12 +52,20 @@ class Step:
     work: Floats
 
 
-def step(job: Job, x: Columns, ranks: Ints, counts: Floats, stage_layers: Sequence[int] = ()) -> Step:
+def step(
+    job: Job,
+    x: Columns,
+    ranks: Ints,
+    counts: Floats,
+    stage_layers: Sequence[int] = (),
+    known: tuple[Table, Ints] | None = None,
+) -> Step:
     """The step of every row of `x`, from pp ranks `ranks`, each standing for `counts` like it, (ranks, rows).
 
-    `stage_layers` are the layers of every stage, for all rows, where they are not divided evenly.
+    `stage_layers` are the layers of every stage, for all rows, where they are not divided evenly; `known` is what
+    `table` says of `x` where that is at hand.
     """
-    costs, index = table(job, x)
+    costs, index = known or table(job, x)
     microbatches, repeated = microbatches_of(job, x), np.tile(np.arange(len(x)), len(ranks))
     every, rank = x.take(repeated), ranks.ravel()
     part = share(job.model, every, rank, microbatches[repeated], stage_layers)
