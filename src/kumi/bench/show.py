@@ -8,7 +8,7 @@ from kumi.bench.fit import line
 from kumi.bench.found import Found
 from kumi.bench.machine import sizes_of
 from kumi.config.cluster_file import NodeFile
-from kumi.plan.words import plural
+from kumi.report.words import plural
 from kumi.units import format_bytes
 
 if TYPE_CHECKING:
