@@ -76,6 +76,8 @@ def search(
             if progress:
                 progress(done / len(chunks))
     plans = _refined(job, best.fastest(max(LOOKED_AT, top + 3), accept), pinned, accept, top)
+    if not plans and tally.smallest is not None and (accept is None or accept(tally.smallest)):
+        plans = _refined(job, [tally.smallest], pinned, accept, top)
     pareto = tuple(estimate(job, layout) for layout in best.front())
     return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
@@ -222,7 +224,7 @@ def _refined(
 
     Of those that are equally fast as far as the model can tell, the simplest comes first.
     """
-    fitting = [one for one in (estimate(job, layout) for layout in layouts) if one.fits]
+    fitting = [one for one in (_fitted(job, layout, pinned) for layout in layouts) if one.fits]
     fitting.sort(key=lambda one: one.step_seconds)
     for place, plain in enumerate(fitting[:REFINED]):
         nearby = _neighbours(job, plain, pinned)
@@ -236,6 +238,26 @@ def _refined(
     best = min(hair, key=lambda one: (effort(one.layout), one.step_seconds))
     rest = sorted((one for one in fitting if one is not best), key=lambda one: one.step_seconds)
     return (best, *rest)[:top]
+
+
+def _fitted(job: Job, layout: Layout, pinned: Pins) -> Estimate:
+    """The estimate of `layout`, or where that does not fit, as sums of parts had said, of the same with as few more
+    layers recomputed as make it fit."""
+    one = estimate(job, layout)
+    if one.fits or layout.recompute_layers is None or "recompute_layers" in pinned:
+        return one
+    low, high = layout.recompute_layers + 1, _most_layers(job, layout)
+    one = estimate(job, replace(layout, recompute_layers=None))
+    while one.fits and low < high:
+        middle = (low + high) // 2
+        fewer = estimate(job, replace(layout, recompute_layers=middle))
+        low, high, one = (low, middle, fewer) if fewer.fits else (middle + 1, high, one)
+    return one
+
+
+def _most_layers(job: Job, layout: Layout) -> int:
+    """Layers of the pp rank that has most of them."""
+    return max(last - first for first, last in bounds(layout, job.model)) * layout.stages
 
 
 def _problems(job: Job, layout: Layout) -> list[str]:
@@ -259,7 +281,7 @@ def _neighbours(job: Job, plain: Estimate, pinned: Pins) -> Iterator[Layout]:
     if layout.tp > 1 and "sequence_parallel" not in pinned:
         yield replace(layout, sequence_parallel=False)
     if layout.recompute != "none" and "recompute_layers" not in pinned:
-        most = max(last - first for first, last in bounds(layout, job.model)) * layout.stages
+        most = _most_layers(job, layout)
         for fewer in range(1, 4):
             if (layout.recompute_layers or most) > fewer:
                 yield replace(layout, recompute_layers=(layout.recompute_layers or most) - fewer)
