@@ -35,7 +35,7 @@ from planner_scores import (
 )  # fmt: skip
 
 # Sources whose runs were looked at when constants of devices and links were set; all others only check them.
-FIT = ("sc21t1", "vtrain-m", "vtrain-s", "bloom", "dgxc", "mbridge", "nano")
+FIT = ("sc21t1", "hag", "vtrain-m", "vtrain-s", "dgxc", "mbridge", "nano")
 
 COUNTS = ("time_rows", "spearman_rows", "top1_regret_groups", "memory_rows", "unstated_memory_rows", "fits_rows",
           "oom_rows", "soft_oom_rows")  # fmt: skip

@@ -132,15 +132,18 @@ def choice(case: Case) -> tuple:
 def time_scores(scored: Scored) -> dict[str, float | int | None]:
     """Errors of step times, the one constant beside them, and how well layouts are ranked.
 
-    Errors and the constant are over rows of a stated or derived time. Ranking is within `choice`.
+    Errors and the constant are over rows of a stated or derived time. Ranking is within `choice`, among layouts: runs
+    of the same one are repeats, whose mean counts.
     """
     scored = scored.where([case.seconds is not None and noticed(case) for case in scored.cases])
     if not len(scored):
         return {"time_rows": 0}
     measured = np.array([case.seconds for case in scored.cases])
-    choices = [choice(case) for case in scored.cases]
-    rho, rho_rows = spearman(scored.seconds, measured, choices)
-    regret, regret_groups = top1_regret(scored.seconds, measured, choices)
+    repeats = grouped([(choice(c), c.layout, c.job.engine, c.job.cluster) for c in scored.cases], 1)
+    ours, theirs = (np.array([values[same].mean() for same in repeats]) for values in (scored.seconds, measured))
+    choices = [choice(scored.cases[same[0]]) for same in repeats]
+    rho, rho_rows = spearman(ours, theirs, choices)
+    regret, regret_groups = top1_regret(ours, theirs, choices)
     return {
         "time_rows": len(scored),
         "time_mean_abs_error": mean_abs_error(scored.seconds, measured),
