@@ -187,9 +187,9 @@ class _Best:
     def fastest(self, count: int, accept: Callable[[Layout], bool] | None) -> list[Layout]:
         """The `count` fastest that `accept` takes, one an arrangement: of what is equally fast the simplest; and beyond
         these the `REFINED` simplest of those that are as fast as the fastest."""
-        found: dict[tuple[object, ...], list[tuple[float, Layout]]] = {}
+        found: dict[object, list[tuple[float, Layout]]] = {}
         for seconds, layout in sorted(self.rows.values(), key=lambda row: row[0]):
-            alike = found.setdefault(arrangement(layout, _SHOWN), [])
+            alike = found.setdefault(_SHOWN(layout), [])
             if not alike or seconds <= (1 + HAIR) * alike[0][0]:
                 # Not everyone can recompute in some layers only; in all of them it fits as well.
                 whole = replace(layout, recompute_layers=None)
@@ -205,16 +205,16 @@ class _Best:
         return [self.on_front[index][2] for index in pick]
 
 
-# Layouts that agree in these, and in which other axes they have, are variants of one another. The best of
-# every schedule and recomputation is kept besides, since not everyone takes each.
+# Layouts that agree in `ARRANGEMENT` are variants of one another, of which one is shown. The best of what differs in
+# `KEPT` and in which axes there are is kept besides, since not everyone takes each.
 ARRANGEMENT = ("pp", "tp", "ep", "zero", "offload")
 KEPT = (*ARRANGEMENT, "schedule", "recompute", "expert_tp")
 _KEPT, _SHOWN = attrgetter(*KEPT), attrgetter(*ARRANGEMENT)
 
 
-def arrangement(layout: Layout, names: Callable[[Layout], tuple[object, ...]] = _KEPT) -> tuple[object, ...]:
-    """What a layout is called by: its variants differ in numbers only."""
-    return (names(layout), layout.cp > 1, layout.dp_replicate > 1, layout.dp_shard > 1)
+def arrangement(layout: Layout) -> tuple[object, ...]:
+    """What is kept apart of layouts that differ in numbers only: not everyone takes each."""
+    return (_KEPT(layout), layout.cp > 1, layout.dp_replicate > 1, layout.dp_shard > 1)
 
 
 def _refined(
