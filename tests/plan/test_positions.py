@@ -17,3 +17,12 @@ def test_a_pipeline_that_begins_with_smaller_layers(stages):
     alone, many = estimate(wanted, layout), estimate_many(wanted, [layout])
     assert many.memory[0] == pytest.approx(alone.peak_memory, rel=1e-6)
     assert many.seconds[0] == pytest.approx(alone.step_seconds, rel=0.05)
+
+
+def test_traffic_is_that_of_the_rank_that_decides_the_step():
+    """The first ranks have no experts, and send no tokens to them."""
+    wanted = job(of=model(16, experts=16, dense=4))
+    found = estimate(wanted, Layout(pp=4, dp_shard=2, ep=2, zero=1))
+    assert dict(found.time)["ep"] > 0
+    exchanged = sum(one.exposed for one in found.collectives if one.axis == "ep")
+    assert exchanged == pytest.approx(dict(found.time)["ep"])

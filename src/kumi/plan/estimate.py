@@ -55,7 +55,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         sum(kinds.values()),
         tuple(kinds.items()),
         stages,
-        traffic(job, layout, kinds),
+        traffic(job, layout, kinds, _busiest(stages)),
         job.batch.tokens_per_step,
         layout.world_size,
         float(ledger.train_flops(job.model, job.batch.tokens_per_step, job.batch.seq_len)),
@@ -63,6 +63,14 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         UNCERTAINTY,
         int(memory.host_memory(job, x, share_of(job, x, ranks[0], layout.stage_layers))[0]),
     )
+
+
+def _busiest(stages: Sequence[StageEstimate]) -> int:
+    """The pp rank that decides the length of a step: the first of those with most work in a microbatch."""
+    work: dict[int, float] = {}
+    for one in stages:
+        work[one.rank] = work.get(one.rank, 0.0) + one.forward + one.backward_input + one.backward_weight
+    return max(sorted(work), key=lambda rank: work[rank])
 
 
 def _memory(held: dict[str, Floats], rank: int) -> MemoryEstimate:
