@@ -30,8 +30,8 @@ def remedies(job: Job, pinned: Pins, least: Estimate, fixed: Pins, grow: Grow | 
 
 
 def fits(job: Job, pinned: Pins) -> bool:
-    """Whether some layout of `job` fits."""
-    found = smallest(job, pinned)
+    """Whether some layout of `job` fits. Where one does, it also does with microbatches of one sequence."""
+    found = smallest(job, {"microbatch": 1, **pinned})
     return found is not None and found.fits
 
 
@@ -39,8 +39,7 @@ def _unpinned(job: Job, pinned: Pins, fixed: Pins) -> Iterator[str]:
     """The one pin without which something fits."""
     for name, value in pinned.items():
         rest = {key: other for key, other in pinned.items() if key != name} | dict(fixed)
-        found = smallest(job, rest)
-        if found is not None and found.fits:
+        if fits(job, rest):
             yield f"do not pin layout.{name}={value}"
             return
 
