@@ -37,6 +37,9 @@ def test_states_count_what_is_gathered_in_passing():
     rule = rules.sixteen_bytes(JOB, plain(Layout(dp_shard=8, zero=3), stages=(kept,)))
     assert rule.found == 29 * 2**30
     assert "keeps 19 GiB, and holds 10 GiB more in passing" in rule.why
+    halves = rules.eight_bytes(JOB, plain(Layout(dp_shard=8, zero=2), stages=(kept,)))
+    assert halves.found == rule.found
+    assert "10 GiB of weights and gradients are whole in passing" in halves.why
 
 
 def test_states_that_are_elsewhere_have_no_such_rule():

@@ -97,10 +97,14 @@ def eight_bytes(job: Job, estimate: Estimate) -> Rule | None:
     kept = _kept(estimate)
     if kept is None:
         return None
+    gathered = estimate.memory[fullest(estimate)].gathered
     return _bytes(
-        "model states take 8 bytes a parameter (2 + 2 + 4, Adam in bf16)", _states(job, estimate, 4), kept,
-        f"weights and moments are kept in {job.precision.param}",
-    )  # fmt: skip
+        "model states take 8 bytes a parameter (2 + 2 + 4, Adam in bf16)",
+        _states(job, estimate, 4),
+        kept + gathered,
+        f"weights and moments are kept in {job.precision.param}"
+        + (f", and {format_bytes(gathered)} of weights and gradients are whole in passing" if gathered else ""),
+    )
 
 
 def sixteen_bytes(job: Job, estimate: Estimate) -> Rule | None:
