@@ -104,6 +104,7 @@ class _Rows:
 
     def __init__(self, job: Job, x: Columns) -> None:
         self.job, self.device, self.engine = job, job.cluster.device, job.engine
+        self.gpu = self.device.kind == "cuda"
         self.tp, self.cp, self.ep = (column.astype(np.float64) for column in (x.tp, x.cp, x.ep))
         self.expert_tp = x.expert_tp.astype(np.float64)
         self.parallel = x.sequence_parallel.astype(bool) & (x.tp > 1)
@@ -153,7 +154,7 @@ class _Rows:
             repeats = op.experts / self.ep
             rows = rows / repeats
         shapes = ((rows, inner, weight_columns), (rows, weight_columns, inner), (weight_columns, rows, inner))
-        slower = GROUPED if op.experts and self.device.kind == "cuda" else 1.0
+        slower = GROUPED if op.experts and self.gpu else 1.0
         one = [matmul_seconds(self.device, dtype, *shape) / slower for shape in shapes]
         cost.forward += repeats * one[0]
         cost.backward += repeats * one[1]
@@ -209,6 +210,7 @@ class _Rows:
         forward, backward = (speed * share for share in self.device.attention)
         # A head narrower than 128 leaves part of each processor's products idle.
         narrow = min(1.0, max(0.6, (op.source.size / max(1, op.heads) / 128) ** 0.25))
+        flops = flops / np.where((self.cp > 1) & self.gpu, RING, 1.0)
         seconds = flops / (forward * narrow)
         cost.attention += seconds
         cost.core += seconds
@@ -341,5 +343,8 @@ BEFORE_HOPPER = 0.65
 # heads of 108). Both fitted to vTrain's and BLOOM's searches on A100.
 ODD_HEADS = 0.08
 SCORES = 0.42
+# Speed of fused attention over a part of the keys at a time on a GPU, whose results are merged, relative to one over
+# all of them. Fitted to NVIDIA's runs with context parallelism on H100 (DGX Cloud benchmarks).
+RING = 0.8
 # Share of tensor-parallel traffic that pipelined products hide, where the trainer overlaps them.
 TP_HIDDEN = 0.6
