@@ -145,7 +145,7 @@ def _plan_parser(verbs: Any) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--trainable", action="store_true", help="only layouts that this version of kumi trains itself")
-    parser.add_argument("--top", type=_positive, default=8, metavar="N", help="runners-up to show; default 8")
+    parser.add_argument("--top", type=_positive, default=6, metavar="N", help="runners-up to show; default 6")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
     parser.add_argument("--svg", metavar="FOLDER", help="write the pictures")
     parser.add_argument(

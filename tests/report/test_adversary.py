@@ -9,10 +9,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 
+from examples import estimate, memory
+from examples import job as report_job
 from small import job, model
 
 from kumi.errors import LayoutError
+from kumi.report import words
+from kumi.report.binding import binding
 from kumi.report.planning import plan
+from kumi.report.report import Report
+from kumi.report.summary import headline
+from kumi.spec.layout import Layout
 
 
 def refused(wanted, pinned, **fields):
@@ -33,3 +40,32 @@ def test_pins_that_are_refused_are_not_blamed_for_what_was_left_open():
 
 def test_a_schedule_without_a_pipeline_is_refused_with_the_reason():
     assert "layout.pp=1 has none" in refused(job(), {"schedule": "zb-v", "pp": 1})
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Layout(cp=16, zero=2), "CP 16 x ZeRO-2 over CP"),
+        (Layout(cp=8, dp_replicate=2, zero=3), "CP 8 x FSDP (ZeRO-3) over CP in 2 copies"),
+        (Layout(cp=8, dp_shard=2, zero=1), "CP 8 x ZeRO-1 over 2 x CP"),
+        (Layout(cp=8), "CP 8"),
+        (Layout(ep=8, expert_tp=2, dp_shard=16, zero=2), "EP 8 x ETP 2 x ZeRO-2 over 16"),
+    ],
+)
+def test_layouts_that_differ_have_different_names(layout, said):
+    """Context-parallel ranks divide the states, and expert tensor parallelism is a degree of its own."""
+    assert words.arrangement(layout) == said
+
+
+def test_most_of_the_memory_is_more_than_half_of_it():
+    for size, part in ((20, "the largest part activations (20 GiB)"), (24, "most of it activations (24 GiB)")):
+        found = estimate(
+            Layout(), {"forward": 1.0, "backward": 2.0}, (memory(activations=size, params=12, optimizer=10),)
+        )
+        assert part in binding(Report(report_job(), found))[1]
+
+
+def test_machines_without_links_are_said_to_send_for_nothing():
+    wanted = job(links=())
+    assert "all traffic is taken to cost nothing" in "\n".join(headline(plan(wanted, {"pp": 1, "cp": 1, "tp": 1})))
+    assert "cost nothing" not in "\n".join(headline(plan(job(), {"pp": 1, "cp": 1, "tp": 1})))

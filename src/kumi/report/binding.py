@@ -18,7 +18,7 @@ MORE = 0.1
 FULL = 0.9
 # A layout must be faster by this part of a step for its lack of memory to matter.
 GAIN = 0.03
-# Arithmetic binds where it takes at least this part of a step.
+# Arithmetic binds where it takes at least this part of a step; a kind of memory this large is most of it.
 HALF = 0.5
 # A kind of time that takes a smaller part of a step is not named.
 MINOR = 0.02
@@ -73,8 +73,9 @@ def _memory(report: Report) -> Iterator[str]:
     lacking = _lacking(report)
     state = "Memory binds too" if share > FULL or lacking else "Memory does not bind"
     need, have = format_bytes(best.peak_memory), format_bytes(best.usable)
+    part = "most of it" if value > HALF * memory.total else "the largest part"
     yield (
-        f"{state}: {words.holder(best.layout)} needs {need} of the {have} usable ({words.percent(share)}), most of it "
+        f"{state}: {words.holder(best.layout)} needs {need} of the {have} usable ({words.percent(share)}), {part} "
         f"{words.MEMORY[kind]} ({format_bytes(value)})."
     )
     if lacking:

@@ -22,10 +22,11 @@ def headline(report: Report) -> list[str]:
     card = format_bytes(job.cluster.device.memory)
     where = f", on pp rank {fullest(best)}, the fullest" if layout.pp > 1 else ""
     fits = "" if best.fits else ": DOES NOT FIT"
-    searched = f"; {report.searched:,} legal layouts looked at, {report.fitting:,} fit" if report.searched else ""
+    looked = f"; {words.plural(report.searched, 'legal layout')} looked at, {report.fitting:,} fit"
+    searched = looked if report.searched else ""
     model = f"{job.model.family} of {format_count(num_params(job.model))} parameters"
     lines = [
-        f"{model} on {words.machines(job.cluster)}, {batch}, {job.precision.kind}, {job.engine.name}",
+        f"{model} on {words.machines(job.cluster)}, {batch}, {job.precision.kind}, run by {job.engine.name}",
         words.arrangement(layout),
         f"{words.details(layout)}, {words.plural(job.batch.microbatches(layout), 'microbatch')} a step{searched}",
         f"{speed}; {step}",
@@ -39,6 +40,8 @@ def headline(report: Report) -> list[str]:
 def _remarks(report: Report) -> Iterator[str]:
     """What was left out when the model was read, and which figures of the machines are assumptions."""
     yield from (f"note: {note}" for note in report.job.model.notes)
+    if report.job.cluster.devices > 1 and not report.job.cluster.links:
+        yield "note: the cluster's description has no links, so that all traffic is taken to cost nothing"
     assumed = report.job.cluster.assumed
     if assumed:
         yield f"assumed, not measured: {'; '.join(assumed)}"

@@ -31,8 +31,8 @@ from kumi.report.rules import Rule, misleading
 from kumi.report.summary import headline
 from kumi.units import format_bytes
 
-# More pipeline ranks or runners-up than this are for --json and the page.
-STAGES, OTHERS = 8, 6
+# More pipeline ranks than this are for --json and the page.
+STAGES = 8
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _levers(report: Report) -> RenderableType:
 
 def _others(report: Report) -> RenderableType:
     table = _figures("layout.", "step", "memory", "to draw level.")
-    for other in report.others[:OTHERS]:
+    for other in report.others:
         found = gap(report.best, other)
         need = "within noise" if found.noise else needs(found)
         table.add_row(words.layout_words(other.layout), words.seconds(other.step_seconds),

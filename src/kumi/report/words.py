@@ -11,7 +11,7 @@ from kumi.spec.layout import Layout
 # What `MemoryEstimate` and `Estimate.time` call a kind, as a reader would. The letter draws a stage in the terminal.
 MEMORY = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states",
           "gathered": "gathered in passing", "weights": "cast weights", "activations": "activations",
-          "head": "logits and loss", "buffers": "buffers", "reserved": "context, rounding"}  # fmt: skip
+          "head": "logits and loss", "buffers": "buffers", "reserved": "context, allocator"}  # fmt: skip
 LETTERS = {"params": "P", "grads": "G", "optimizer": "O", "gathered": "u", "weights": "w", "activations": "A",
            "head": "L", "buffers": "b", "reserved": "c"}  # fmt: skip
 TIME = {"forward": "forward", "backward": "backward", "recompute": "recomputation", "tp": "exposed tp traffic",
@@ -90,7 +90,7 @@ def machines(cluster: ClusterSpec) -> str:
 
 
 def arrangement(layout: Layout) -> str:
-    """The degrees in words: TP 8 x PP 4 (1f1b) x ZeRO-1 over 2."""
+    """The degrees in words: TP 8 x PP 4 (1f1b) x ZeRO-1 over 2; "over 2 x CP" where cp divides the states, too."""
     return " x ".join(_degrees(layout)) or "one device"
 
 
@@ -101,15 +101,24 @@ def _degrees(layout: Layout) -> Iterator[str]:
         yield f"CP {layout.cp}"
     if layout.ep > 1:
         yield f"EP {layout.ep}"
+    if layout.expert_tp > 1:
+        yield f"ETP {layout.expert_tp}"
     if layout.pp > 1:
         stages = f", {layout.stages} stages a rank" if layout.stages > 1 else ""
         yield f"PP {layout.pp} ({layout.schedule}{stages})"
     if layout.zero == 0 and layout.dp > 1:
         yield f"DDP over {layout.dp}"
-    elif layout.dp > 1:
+    elif layout.dp_shard * layout.cp > 1 and layout.zero > 0:
         name = "FSDP (ZeRO-3)" if layout.zero == 3 else f"ZeRO-{layout.zero}"
         copies = f" in {layout.dp_replicate} copies" if layout.dp_replicate > 1 else ""
-        yield f"{name} over {layout.dp_shard}{copies}"
+        yield f"{name} over {_shards(layout)}{copies}"
+
+
+def _shards(layout: Layout) -> str:
+    """What states are divided over: context-parallel ranks have the same, and divide them, too."""
+    if layout.cp == 1:
+        return f"{layout.dp_shard}"
+    return f"{layout.dp_shard} x CP" if layout.dp_shard > 1 else "CP"
 
 
 def details(layout: Layout) -> str:

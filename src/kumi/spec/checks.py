@@ -227,11 +227,15 @@ def _batch(layout: Layout, batch: BatchSpec) -> Iterator[str]:
         near = _multiple(batch.tokens_per_step, batch.seq_len)
         yield f"seq_len={batch.seq_len} does not divide tokens_per_step={batch.tokens_per_step}; use {near}"
     elif batch.sequences % layout.dp:
-        yield (f"dp={layout.dp} does not divide the {batch.sequences} sequences of a step; "
-               f"use {_choices(divisors(batch.sequences))} data-parallel ranks, or change tokens_per_step")  # fmt: skip
+        yield (f"dp={layout.dp} does not divide the {_sequences(batch.sequences)} of a step; "
+               f"use {_choices(divisors(batch.sequences))} for dp, or change tokens_per_step")  # fmt: skip
     elif batch.sequences // layout.dp % layout.microbatch:
-        yield (f"microbatch={layout.microbatch} does not divide the {batch.sequences // layout.dp} sequences "
+        yield (f"microbatch={layout.microbatch} does not divide the {_sequences(batch.sequences // layout.dp)} "
                f"that each rank has in a step; use {_choices(divisors(batch.sequences // layout.dp))}")  # fmt: skip
+
+
+def _sequences(count: int) -> str:
+    return f"{count} sequence{'' if count == 1 else 's'}"
 
 
 def _stages(model: ModelSpec, layout: Layout) -> Iterator[str]:
