@@ -200,9 +200,10 @@ def test_progress_ends_at_one():
     assert told[-1] == 1.0
 
 
-def test_experts_are_searched_for():
-    """Experts that fill the devices must be divided among them: ZeRO-3 is ruled out here."""
-    wanted = job(of=model(8, experts=64, hidden=1024), memory=1 << 33)
-    found = search(wanted, {"zero": 1}, top=8)
+def test_experts_are_divided_where_they_fill_the_devices():
+    of, pinned = model(8, experts=64, hidden=1024), {"zero": 1, "offload": "none"}
+    whole, least = (smallest(job(of=of), pinned | pin) for pin in ({"ep": 1}, {}))
+    assert least.peak_memory < 0.9 * whole.peak_memory
+    found = search(job(of=of, memory=(whole.peak_memory + least.peak_memory) / 2 / memory.USABLE), pinned)
     assert found.plans
     assert all(one.layout.ep > 1 for one in found.plans)
