@@ -74,7 +74,9 @@ def test_every_figure_says_where_it_came_from(name, part):
 
 
 def test_a_cluster_that_is_not_there_is_refused_with_what_is():
-    assert "'h100' is no preset and no TOML file; use 'auto', a100-pcie-80gb, " in refusal(source="h100")
+    assert "'h100' is no preset and no TOML file; did you mean 'h100-sxm'? use 'auto', a100-pcie-80gb, " in refusal(
+        source="h100"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,13 @@ def test_a_domain_of_several_nodes_is_as_large_as_deals_the_nodes_evenly(nodes, 
     assert spans(source="gb200-nvl72", nodes=nodes) == expected
 
 
+def test_links_of_one_name_are_told_apart():
+    """Two sites may be joined by what joins their nodes."""
+    found = cluster(source="h100-sxm", nodes=4, sites=2, site_link="ib-ndr").links
+    assert len({link.name for link in found}) == 3
+    assert found[2].name == f"{found[1].name}, over 32 devices"
+
+
 def bandwidths(**section):
     return [round(link.bandwidth / 1e9, 3) for link in cluster(**section).links]
 
@@ -155,6 +164,7 @@ def test_a_cluster_knows_what_was_assumed_of_it():
         ({"site_link": "internet"}, "cluster.site_link='internet' joins sites, and cluster.sites is 1; set"),
         ({"nodes": 2, "network": "internet"}, "joins sites, not nodes; set cluster.site_link to it, and"),
         ({"nodes": 2, "network": "ib"}, "cluster.network: 'ib' is no preset and no TOML file; use 100gbe, "),
+        ({"nodes": 2, "network": "ib-nrd"}, "'ib-nrd' is no preset and no TOML file; did you mean 'ib-ndr'? use "),
     ],
 )
 def test_machines_that_cannot_be_put_together_are_refused(section, error):
@@ -167,7 +177,9 @@ def test_links_of_a_file_are_refused_where_they_leave_devices_out(written):
     assert "the outermost spans 2 devices, and a node has 4" in refusal(source=written(file + link.format(2)))
     assert "a span of 6 is no whole number of nodes of 4" in refusal(source=written(file + link.format(6)))
     assert "must grow from the innermost" in refusal(source=written(file + link.format(4) * 2))
-    assert "does not say what joins its nodes" in refusal(source=written(file + link.format(4)), nodes=2)
+    said = refusal(source=written(file + link.format(4)), nodes=2)
+    assert "does not say what joins its nodes; set it to 100gbe, " in said
+    assert "internet" not in said, "that joins sites"
     assert spans(source=written(file + link.format(4)), nodes=2, network="ib-hdr") == [4, 8]
 
 

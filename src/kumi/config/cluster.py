@@ -44,12 +44,21 @@ def assemble(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpe
     joined = Joined(node, ranks, section.nodes // section.sites, section.sites)
     inner = joined.inner()
     outer = [*_network(section, joined, inner), *_site_link(section, joined)]
-    links = (*inner, *(joined.outer(file, span, host) for file, span in outer))
+    links = _told_apart([*inner, *(joined.outer(file, span, host) for file, span in outer)])
     device = replace(to_device(node.device), price=section.price_per_hour)
     if section.watts is not None:
         device = replace(device, watts=section.watts)
     assumed = tuple(_assumed(node, [file for file, _ in outer]))
     return ClusterSpec(source, device, ranks, section.nodes, section.sites, links, host, assumed)
+
+
+def _told_apart(links: list[Link]) -> tuple[Link, ...]:
+    """`links` with a name of its own each, as two sites may be joined by what joins their nodes."""
+    found: list[Link] = []
+    for link in links:
+        taken = link.name in {other.name for other in found}
+        found.append(replace(link, name=f"{link.name}, over {link.span} devices") if taken else link)
+    return tuple(found)
 
 
 def to_device(file: DeviceFile) -> Device:
@@ -125,9 +134,14 @@ def _network(section: ClusterSection, joined: Joined, inner: list[Link]) -> Iter
         yield file, joined.site
     elif section.source != "auto":
         raise ConfigError(
-            f"cluster.network: {section.source} does not say what joins its nodes; set it to {listed('networks')}, "
-            f"or a TOML file"
+            f"cluster.network: {section.source} does not say what joins its nodes; set it to "
+            f"{', '.join(_between_nodes())}, or a TOML file"
         )
+
+
+def _between_nodes() -> list[str]:
+    """The networks that come with kumi and join the nodes of a site."""
+    return [name for name in presets("networks") if read_network(name).per != "site"]
 
 
 def _site_link(section: ClusterSection, joined: Joined) -> Iterator[tuple[NetworkFile, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -63,7 +64,11 @@ def toml_table(kind: str, name: str, key: str = "name", besides: str = "") -> di
     """The TOML table that `name`, the value of `key`, names: a preset among the `kind`, or a file."""
     file = Path(name) if name.endswith(".toml") else _folder(kind).joinpath(f"{name}.toml")
     if not file.is_file():
-        raise ConfigError(f"{key}: {name!r} is no preset and no TOML file; use {besides}{listed(kind)}, or a file")
+        close = get_close_matches(name, presets(kind), n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(
+            f"{key}: {name!r} is no preset and no TOML file; {hint}use {besides}{listed(kind)}, or a file"
+        )
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
