@@ -40,7 +40,9 @@ def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch):
         raise OSError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ConfigError, match="'org/model' is no folder, and the hub did not give it: offline"):
+    with pytest.raises(
+        ConfigError, match=r"'org/model' is no folder, and the hub did not give it \(offline\); name a folder"
+    ):
         model_folder("org/model", "model.source")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
     assert model_folder("org/model", "model.source") == tmp_path

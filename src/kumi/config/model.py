@@ -50,13 +50,16 @@ def read_hf_config(section: ModelSection, folder: Path | None = None) -> dict[st
 
 def _from_hub(source: str, key: str, fetch: Callable[[str], str]) -> str:
     """What `fetch` gets from the hub for `source`, the value of `key`."""
+    wanted = "config.json" if key == "model.source" else "tokenizer.json"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        wanted = "config.json" if key == "model.source" else "tokenizer.json"
         raise ConfigError(f"{key}: {source!r} is no folder and no hub id; name a folder that holds {wanted}")
     try:
         return fetch(source)
     except Exception as error:  # the hub client raises many kinds, all of which mean the same here
-        raise ConfigError(f"{key}: {source!r} is no folder, and the hub did not give it: {error}") from None
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"{key}: {source!r} is no folder, and the hub did not give it ({said}); name a folder that holds {wanted}"
+        ) from None
 
 
 def _snapshot(source: str) -> str:
