@@ -13,7 +13,7 @@ from examples import estimate, memory
 from examples import job as report_job
 from small import job, model
 
-from kumi.errors import LayoutError
+from kumi.errors import FitError, LayoutError
 from kumi.report import words
 from kumi.report.binding import binding
 from kumi.report.planning import plan
@@ -69,3 +69,8 @@ def test_machines_without_links_are_said_to_send_for_nothing():
     wanted = job(links=())
     assert "all traffic is taken to cost nothing" in "\n".join(headline(plan(wanted, {"pp": 1, "cp": 1, "tp": 1})))
     assert "cost nothing" not in "\n".join(headline(plan(job(), {"pp": 1, "cp": 1, "tp": 1})))
+
+
+def test_a_device_that_holds_next_to_nothing_is_too_small():
+    with pytest.raises(FitError, match=r"the model does not fit: .* needs .* a device, and GPU has 0 B usable"):
+        plan(job(memory=1), {"pp": 1, "cp": 1, "tp": 1})

@@ -24,7 +24,7 @@ def remedies(job: Job, pinned: Pins, least: Estimate, fixed: Pins, grow: Grow | 
     larger card, a described host. What is `fixed` stays so whatever is pinned."""
     every = {**pinned, **fixed}
     found = [*_unpinned(job, pinned, fixed), *_more_nodes(job, every, grow), *_shorter(job, every), *_host(job, every)]
-    short = least.peak_memory / least.usable
+    short = least.peak_memory / max(1, least.usable)
     card = format_bytes(short * job.cluster.device.memory)
     return [*found, f"use devices of {card} or more instead of {format_bytes(job.cluster.device.memory)}"]
 
