@@ -201,7 +201,8 @@ def test_progress_ends_at_one():
 
 
 def test_experts_are_divided_where_they_fill_the_devices():
-    of, pinned = model(8, experts=64, hidden=1024), {"zero": 1, "pp": 1, "offload": "none"}
+    """Routed experts are cut by ep; tensor parallelism would cut them as well."""
+    of, pinned = model(8, experts=64, hidden=2048), {"zero": 1, "pp": 1, "tp": 1, "offload": "none"}
     whole, least = (smallest(job(of=of), pinned | pin) for pin in ({"ep": 1}, {}))
     assert least.peak_memory < 0.9 * whole.peak_memory
     found = search(job(of=of, memory=(whole.peak_memory + least.peak_memory) / 2 / memory.USABLE), pinned)

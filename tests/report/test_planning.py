@@ -112,6 +112,15 @@ def test_what_is_advised_where_nothing_fits_makes_something_fit():
     assert plan(replace(wanted, cluster=replace(wanted.cluster, host=HOST)), {}).best.layout.offload != "none"
 
 
+@pytest.mark.parametrize("pinned", [{}, {"zero": 1}, {"zero": 3}, {"pp": 2}, {"tp": 2, "cp": 2}, {"dp_replicate": 2}])
+def test_whether_anything_fits_is_decided_as_by_a_search(pinned):
+    """With the smallest microbatches alone, where these need the least."""
+    least = smallest(job(of=BIG, seq_len=4096), pinned)
+    for share, enough in ((1.001, True), (0.999, False)):
+        wanted = job(of=BIG, seq_len=4096, memory=share * least.peak_memory / 0.95)
+        assert fits(wanted, pinned) == enough
+
+
 def test_shorter_sequences_are_advised_where_they_are_enough():
     wanted = tight(0.85, of=model(4, hidden=1024), seq_len=8192)
     said = refused_with(wanted, {"offload": "none"})

@@ -30,8 +30,10 @@ def remedies(job: Job, pinned: Pins, least: Estimate, fixed: Pins, grow: Grow | 
 
 
 def fits(job: Job, pinned: Pins) -> bool:
-    """Whether some layout of `job` fits. Where one does, it also does with microbatches of one sequence."""
-    found = smallest(job, {"microbatch": 1, **pinned})
+    """Whether some layout of `job` fits. Where one does, it also does with microbatches of one sequence, but for
+    ZeRO-1, whose whole gradients wait for further microbatches."""
+    few = {} if pinned.get("zero") == 1 else {"microbatch": 1}
+    found = smallest(job, {**few, **pinned})
     return found is not None and found.fits
 
 
