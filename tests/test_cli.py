@@ -101,6 +101,15 @@ def test_what_the_system_refuses_is_one_sentence(error, code, words, monkeypatch
     assert capsys.readouterr().err.startswith(words)
 
 
+def test_what_keeps_nothing_does_not_promise_to_go_on(monkeypatch, capsys):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kumi.planning.run", interrupt)
+    assert main(["plan", "run.toml"]) == errors.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 @pytest.mark.parametrize("redirection", [">&-", "2>&-", "| true", "> /dev/null"])
 def test_output_that_nobody_can_read_stops_nothing(redirection):
     program = (

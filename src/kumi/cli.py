@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted; what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        goes_on = "; what was finished is kept, and the same command goes on from there"
+        print(f"interrupted{goes_on if arguments.verb in (_data, _train, _convert) else ''}", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
         if os.environ.get("KUMI_DEBUG"):
