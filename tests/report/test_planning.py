@@ -148,6 +148,8 @@ def test_hosts_that_are_too_small_for_what_is_pinned_to_them_are_named():
     wanted = job(of=BIG, host=replace(HOST, memory=1 << 20))
     said = refused_with(wanted, {"offload": "states"})
     assert "layout.offload=states moves more than the hosts hold, 1 MiB of memory a node" in said
+    whole = {"offload": "states", "pp": 4, "dp_replicate": 2, "stage_layers": (2, 2, 2, 2)}
+    assert "moves more than the hosts hold" in refused_with(wanted, whole)
 
 
 def test_only_what_is_supported_is_planned():

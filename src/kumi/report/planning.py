@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.choose import TRAINED, trained
+from kumi.plan.columns import WORDS, columns
 from kumi.plan.estimate import estimate, timeline_of
+from kumi.plan.fitting import bases_of
 from kumi.plan.refusal import does_not_fit, from_pins, why_illegal
 from kumi.plan.remedies import Grow
 from kumi.plan.search import Found, search
@@ -87,7 +89,9 @@ def pinned_layout(job: Job, pinned: Pins) -> Layout | None:
 def alone(job: Job, layout: Layout) -> Found:
     """What a search of one layout finds."""
     one = estimate(job, layout)
-    return Found((one,) if one.fits else (), (), 1, int(one.fits), 1, layout)
+    held = bases_of(job, columns([layout])).held(WORDS["offload"].index(layout.offload))[0]
+    fits = one.fits and bool(held)
+    return Found((one,) if fits else (), (), 1, int(fits), 1, layout if held else None)
 
 
 def _lacking(job: Job, found: Found, best: Estimate) -> tuple[Estimate, ...]:
