@@ -48,6 +48,7 @@ TRAITS = (
     (r"vanilla tp", {"overlap_tp": False}),
     (r"(?<!no )asynctp|(?<!no )async tp", {"overlap_tp": True}),
     (r"tp-comm-overlap", {"overlap_tp": True}),
+    (r"alltoall dispatcher", {"tokens_once": False}),
     # An eighth of the logits at a time in float32, of all in bfloat16 with their gradient.
     (r"chunked cross entropy", {"logit_bytes": 5.0}),
     # MaxText and Paxml: XLA fuses, and gathers FSDP's parameters ahead. Paxml's GPT models have USE_FLASH_ATTENTION off

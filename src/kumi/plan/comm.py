@@ -39,14 +39,22 @@ def ring(cluster: ClusterSpec, stride: Floats, degree: Floats) -> tuple[Floats, 
 
 
 def collective_seconds(
-    cluster: ClusterSpec, kind: str, size: Numbers, degree: Numbers, stride: Numbers, messages: Numbers | float = 1.0
+    cluster: ClusterSpec,
+    kind: str,
+    size: Numbers,
+    degree: Numbers,
+    stride: Numbers,
+    messages: Numbers | float = 1.0,
+    *,
+    copies: int = 1,
 ) -> Floats:
     """Seconds of one collective of `kind` over `size` bytes (the whole tensor) in groups of `degree` ranks.
 
     `stride` is the distance of neighbours in ranks. all_gather and reduce_scatter run as rings (Patarasuk and Yuan,
     2009), all_reduce as the better of a ring and a double binary tree; all_to_all sends from every rank to every other,
     `size` being what one rank sends in all; send goes to the next rank. Where `size` is cut into several `messages`,
-    one after another, each has its own latency.
+    one after another, each has its own latency. Where an all-to-all sends every element to `copies` ranks, those
+    beyond a link share the one that crosses it.
     """
     size, degree, stride = (np.asarray(value, np.float64) for value in np.broadcast_arrays(size, degree, stride))
     if not cluster.links:
@@ -54,7 +62,7 @@ def collective_seconds(
     if kind == "send":
         return np.where(size > 0, _send(cluster, size, stride), 0.0)
     if kind == "all_to_all":
-        seconds = _all_to_all(cluster, size, degree, stride)
+        seconds = _all_to_all(cluster, size, degree, stride, copies)
     else:
         bandwidth, latency = ring(cluster, stride, degree)
         passes = 2.0 if kind == "all_reduce" else 1.0
@@ -76,12 +84,16 @@ def _send(cluster: ClusterSpec, size: Floats, stride: Floats) -> Floats:
     return seconds
 
 
-def _all_to_all(cluster: ClusterSpec, size: Floats, degree: Floats, stride: Floats) -> Floats:
-    """Every rank sends an equal part to every other; what crosses each link goes over it at the same time."""
+def _all_to_all(cluster: ClusterSpec, size: Floats, degree: Floats, stride: Floats, copies: int) -> Floats:
+    """Every rank sends an equal part to every other; what crosses each link goes over it at the same time. Of `copies`
+    that go anywhere, one is sent to each block behind a link that has some: `once` is the share of them that is left.
+    """
     seconds, inside = np.zeros_like(size), np.ones_like(size)
     for link in cluster.links:
         reach = members(stride, degree, link.span)
-        part = size * (reach - inside) / degree
+        blocks = degree / inside
+        once = blocks * (1 - (1 - 1 / blocks) ** copies) / copies
+        part = once * size * (reach - inside) / degree
         own = link.latency * np.log2(np.maximum(reach, 2)) + part / (link.bandwidth * link.efficiency)
         seconds = np.where(reach > inside, np.maximum(seconds, own), seconds)
         inside = np.maximum(inside, reach)

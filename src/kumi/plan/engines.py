@@ -111,18 +111,21 @@ ENGINES: dict[str, Engine] = {
     "kumi": KUMI,
     "megatron-lm": _MEGATRON,
     # NVIDIA's benchmark recipes reduce gradients in bfloat16, pipeline TP products with their traffic, and take the
-    # loss of Transformer Engine, which overwrites the logits with their gradient.
+    # loss of Transformer Engine, which overwrites the logits with their gradient. Tokens go to experts by HybridEP or
+    # DeepEP.
     "megatron-bridge": replace(
         _MEGATRON,
         name="megatron-bridge",
         overlap_tp=True,
+        tokens_once=True,
         logit_bytes=4.0,
         grad_itemsize=2,
         grad_reduce_itemsize=2,
         dispatch=4.0,
         source=(
             "NVIDIA-NeMo/Megatron-Bridge scripts/performance (grad_reduce_in_fp32 off, tp_comm_overlap on, CUDA graphs "
-            "in most recipes); NeMo's megatron_gpt_config.yaml before it (grad_sync_dtype bf16, ub_tp_comm_overlap)"
+            "in most recipes, moe_flex_dispatcher_backend); NeMo's megatron_gpt_config.yaml before it (grad_sync_dtype "
+            "bf16, ub_tp_comm_overlap)"
         ),
     ),
     # SC'21: hand-fused softmax, bias and dropout; float16 with dropout 0.1; all-reduces after the backward.

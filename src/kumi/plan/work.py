@@ -317,7 +317,8 @@ class _Rows:
     def _exchange(self, cost: Cost, op: Op) -> None:
         """Every token goes to its experts and comes back: an all-to-all among the ranks that share the experts."""
         size = self.size * self.tokens * op.passes * self.job.model.hidden_size / np.where(self.parallel, self.tp, 1.0)
-        seconds = collective_seconds(self.job.cluster, "all_to_all", size, self.ep, self.expert_tp)
+        copies = round(op.passes) if self.engine.tokens_once else 1
+        seconds = collective_seconds(self.job.cluster, "all_to_all", size, self.ep, self.expert_tp, copies=copies)
         cost.comm_forward["ep"] += seconds
         cost.comm_backward["ep"] += seconds
         self._passes(cost, EXCHANGE, size / self.size)
@@ -325,11 +326,11 @@ class _Rows:
 
 # What bringing tokens to experts, or back, moves besides the exchange, in elements of them: sorted, padded, weighted,
 # counted; the host waits for the counts, and starts so many kernels. Fitted to Megatron-Bridge's tables.
-EXCHANGE = (4.5, 4.5, 90, 90)
+EXCHANGE = (6.5, 6.5, 75, 75)
 
 # Speed of many small products, one for each expert, relative to one large one on a GPU. Fitted to Megatron-Bridge's
 # tables.
-GROUPED = 0.8
+GROUPED = 0.75
 
 # Bytes held for a logit from which on some of them are a float32 copy.
 FLOAT_LOGITS = 8.0
