@@ -1,4 +1,4 @@
-"""How a trainer carries a layout out: what it keeps, fuses and overlaps. Facts about programs, none of them fitted."""
+"""How a trainer carries a layout out: what it keeps, fuses and overlaps. Facts about programs, but for `dispatch`."""
 
 from __future__ import annotations
 
