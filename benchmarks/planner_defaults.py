@@ -23,7 +23,8 @@ ENGINE_OF = (
         r"2104\.04473|jan ?2021|sep ?2020|cases_(april|jan)2021|mt-nlg|turing|2201\.11990|2205\.05198",
         "megatron-lm-2021",
     ),
-    (r"megatron-bridge|dgxc-benchmarking|nemo", "megatron-bridge"),
+    # Megatron-LM's Llama examples follow NeMo's recipes, as their README says.
+    (r"megatron-bridge|dgxc-benchmarking|nemo|megatron-lm/examples/llama", "megatron-bridge"),
     (r"nanotron|ultra-scale|picotron", "nanotron"),
     (r"torchtitan.*2024(0\d|1[012])|2024-\d\d.*torchtitan", "torchtitan-2024"),
     (r"_202412_torchtitan|torchtitan of (2024|2025-0[1-3])", "torchtitan-2024"),
@@ -110,7 +111,7 @@ RECOMPUTE_OF = (
     # nanotron recomputes only where it is told to.
     (r"nanotron|ultra-scale", "none"),
     # NVIDIA's recipes for Megatron keep all but a few cheap activations (Megatron-Bridge, scripts/performance/configs).
-    (r"megatron-bridge|dgxc(?!.*(maxtext|paxml))", "none"),
+    (r"megatron-bridge|megatron-lm/examples/llama|dgxc(?!.*(maxtext|paxml))", "none"),
 )
 
 # Attention heads of models whose table leaves them out, by hidden size: SC'21 table 1 (arXiv:2104.04473), and
