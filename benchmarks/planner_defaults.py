@@ -46,6 +46,8 @@ TRAITS = (
     (r"rms kernel", {"attention": "flash", "kernels": "fused", "autograd": ("gate", "attention")}),
     (r"kernel=flash_attention2", {"attention": "flash", "kernels": "eager"}),
     (r"torch\.compile=n\b|compile=no\b", {"kernels": "eager"}),
+    (r"async_tp=no\b", {"overlap_tp": False}),
+    (r"async_tp=yes", {"overlap_tp": True}),
     (r"vanilla tp", {"overlap_tp": False}),
     (r"(?<!no )asynctp|(?<!no )async tp", {"overlap_tp": True}),
     (r"tp-comm-overlap", {"overlap_tp": True}),

@@ -149,15 +149,17 @@ def _torchtitan(cells: dict[str, str]) -> dict[str, str]:
                                            "tokens_per_s_per_gpu", "source")}  # fmt: skip
     compiled = {"no": "torch.compile=n", "yes": "torch.compile"}.get(cells["compile"], "")
     pipeline = cells["pp"] not in ("", "1")
-    notes = [cells["notes"], compiled, "AsyncTP" if cells["async_tp"] == "yes" else "", cells["pp_schedule"]]
-    notes += [f"local batch {cells['local_batch']}" if pipeline else "", "reserved memory"]
+    default = re.search(r"default LBS (\d+)", cells["notes"])
+    local = cells["local_batch"] or (default.group(1) if default else "")
+    notes = [cells["notes"], compiled, f"async_tp={cells['async_tp']}", cells["pp_schedule"]]
+    notes += [f"local batch {local}" if pipeline else "", "reserved memory"]
     notes += [f"torchtitan of {cells['date']}"]
     degrees = [int(cells[name] or 1) for name in ("dp_replicate", "fsdp")]
     return same | {
         "id": f"torchtitan-{cells['row_id']}", "model_name": cells["model"], "params_B": cells["params_b"],
         "gpus": cells["num_gpus"], "dp": str(degrees[0] * degrees[1]) if cells["fsdp"] else "",
         "zero_stage_or_fsdp": f"HSDP={degrees[1]}" if degrees[0] > 1 else "FSDP2 (ZeRO-3)",
-        "micro_batch": "" if pipeline else cells["local_batch"], "global_batch": cells["global_batch_seqs"],
+        "micro_batch": "" if pipeline else local, "global_batch": cells["global_batch_seqs"],
         "recompute": cells["ac"].split("-")[0], "flash_attention": "y", "peak_mem_gb": cells["peak_mem_gib"],
         "notes": "; ".join(note for note in notes if note),
     }  # fmt: skip
