@@ -159,6 +159,8 @@ def test_only_what_is_supported_is_planned():
     assert plan(job(of=BIG), {}, unsupported=one_way).best.layout.tp == 2
     with pytest.raises(LayoutError, match=r"cannot carry this out in any layout: tp=4: set tp = 2"):
         plan(job(of=BIG), {"tp": 4}, unsupported=one_way)
+    few = plan(job(of=BIG), {}, unsupported=lambda _, layout: ["dp > 2"] * (layout.dp > 2)).best.layout
+    assert few.dp <= 2, "what is said of all devices' copies is not said of every layout"
     with pytest.raises(LayoutError, match=r"none of the layouts that fit, for example not the fastest: microbatch"):
         plan(job(of=BIG), {}, unsupported=lambda _, layout: [f"microbatch={layout.microbatch} of {layout.tp}"])
 
