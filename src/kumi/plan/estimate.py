@@ -10,8 +10,9 @@ import numpy as np
 from kumi.plan import memory
 from kumi.plan.columns import Columns, Floats, Ints, columns
 from kumi.plan.kernels import peak_flops
+from kumi.plan.memory import microbatches_of
 from kumi.plan.stages import Share, before_largest, bounds, even_first, share
-from kumi.plan.step import SIDES, Step, microbatches_of, send_seconds, stage, step, waits
+from kumi.plan.step import SIDES, Step, send_seconds, stage, step, waits
 from kumi.plan.timeline import Timeline, makespan, simulate
 from kumi.plan.traffic import traffic
 from kumi.plan.types import Estimate, MemoryEstimate, StageEstimate

@@ -134,11 +134,14 @@ def _weight_copies(job: Job, x: Columns, own: Held, part: Share) -> Floats:
     return np.asarray(ITEMSIZE[job.precision.compute] * np.where(divided(x) > 1, 0.0, copies))
 
 
+def recomputed_share(x: Columns, layers: Floats) -> Floats:
+    """Share of a rank's `layers` that recompute where it does, the same of every kind and in every stage."""
+    some = np.minimum(1.0, x.recompute_layers / np.maximum(layers, 1.0))
+    return np.where(x.recompute_layers < 0, 1.0, some)
+
+
 def _recomputed(x: Columns, part: Share) -> Floats:
-    """Share of a rank's layers that recompute. Of several kinds each has the same share."""
-    layers = np.maximum(1.0, part.layers.sum(axis=0))
-    some = np.where(x.recompute_layers < 0, 1.0, np.minimum(1.0, x.recompute_layers / layers))
-    return np.where(x.recompute == NONE, 0.0, some)
+    return np.where(x.recompute == NONE, 0.0, recomputed_share(x, part.layers.sum(axis=0)))
 
 
 def _stay(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:

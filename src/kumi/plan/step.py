@@ -10,7 +10,7 @@ import numpy as np
 from kumi.plan.closed import closed_form
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
-from kumi.plan.memory import host_memory
+from kumi.plan.memory import host_memory, microbatches_of, recomputed_share
 from kumi.plan.stages import Share, share
 from kumi.plan.update import HIDES, data_groups, hidden_share, parameters, slowing, unit_seconds, update
 from kumi.plan.work import Cost, Table, table
@@ -96,12 +96,6 @@ def pick(values: Floats, index: Ints) -> Floats:
     return found
 
 
-def microbatches_of(job: Job, x: Columns) -> Ints:
-    """Forward-backward units of each data-parallel rank in a step."""
-    found: Ints = np.maximum(1, job.batch.sequences // (x.dp * x.microbatch))
-    return found
-
-
 def stage(job: Job, x: Columns, part: Share, costs: Table, index: Ints, layers: Floats | None = None) -> Stage:
     """What a rank that holds `part` does in one microbatch; of `layers` in all, where `part` is one of its stages."""
     empty = [np.zeros(len(x)) for _ in range(3)]
@@ -184,12 +178,6 @@ def spared(job: Job, cost: Cost) -> Floats:
     if job.engine.selective == "half-products":
         return cost.cheap + (cost.forward - cost.cheap - cost.core) / 2
     return cost.cheap
-
-
-def recomputed_share(x: Columns, layers: Floats) -> Floats:
-    """Share of a rank's `layers` that recompute, the same of every kind and in every stage."""
-    some = np.minimum(1.0, x.recompute_layers / np.maximum(layers, 1.0))
-    return np.where(x.recompute_layers < 0, 1.0, some)
 
 
 def _add_gathers(
