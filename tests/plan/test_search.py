@@ -16,6 +16,7 @@ from kumi.plan.fitting import bases_of, fit, offloads, variants
 from kumi.plan.search import HAIR, effort, search, smallest
 from kumi.plan.space import bases
 from kumi.spec.checks import problems
+from kumi.spec.layout import Layout
 
 # One node with sequences so long that activations decide what fits; 185 layouts.
 PINNED = {"cp": 1, "microbatch": 2, "dp_replicate": 1}
@@ -60,6 +61,12 @@ def test_the_simplest_of_equally_fast_layouts_comes_first(tried):
     found = search(with_memory(1 << 34), PINNED, top=8)
     rest = [one.step_seconds for one in found.plans[1:]]
     assert rest == sorted(rest)
+
+
+def test_what_few_can_run_takes_more_effort():
+    plain = Layout(pp=4, recompute="full", zero=1, dp_shard=2)
+    assert effort(plain) < effort(replace(plain, recompute="none", offload="activations"))
+    assert effort(replace(plain, stages=2, schedule="interleaved")) < effort(replace(plain, schedule="zb-h1"))
 
 
 def test_the_leanest_layout_is_the_leanest_of_all(tried):
