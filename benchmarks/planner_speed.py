@@ -42,8 +42,8 @@ def run(name: str) -> dict[str, object]:
     best = found.plans[0]
     return {
         "layouts": found.count, "seconds": seconds, "fitting": found.fitting, "timed": found.timed,
-        "layouts_per_second": found.count / seconds, "best": best.as_dict()["layout"], "step_seconds": best.step_seconds,
-        "mfu": best.mfu,
+        "layouts_per_second": found.count / seconds, "best": best.as_dict()["layout"],
+        "step_seconds": best.step_seconds, "mfu": best.mfu,
     }  # fmt: skip
 
 

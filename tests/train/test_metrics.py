@@ -74,6 +74,7 @@ def test_the_terminal_line_says_what_is_known(tmp_path, capsys):
     made.close()
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(
-        "step 1/3 | loss 2.5000 | lr 1.0e-01 | gnorm 1.00 | 10 tok/s | 1 s/step (estimated 800 ms) | MFU 43.1% | mem 1 B (estimated 2 B)"
+        "step 1/3 | loss 2.5000 | lr 1.0e-01 | gnorm 1.00 | 10 tok/s "
+        "| 1 s/step (estimated 800 ms) | MFU 43.1% | mem 1 B (estimated 2 B)"
     )
     assert "MFU n/a (device peak unknown)" in second
