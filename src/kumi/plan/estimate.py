@@ -23,8 +23,9 @@ from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import actions, placement
 
-# Mean absolute error of step times on the published runs (docs/accuracy.md): a smaller gap says nothing.
-UNCERTAINTY = 0.10
+# Mean absolute error of step times on the published runs, every source counted once (docs/accuracy.md): a smaller gap
+# says nothing.
+UNCERTAINTY = 0.11
 
 # Ranks squared times stages of a rank of the deepest pipelines that are simulated for an estimate: it takes some
 # milliseconds. The closed form is near for the others (tests/plan/test_closed.py).
