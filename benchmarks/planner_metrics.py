@@ -56,14 +56,14 @@ def spearman(predicted: Floats, measured: Floats, keys: Sequence[Hashable]) -> t
     return (float(np.sum(x * y)) / spread if spread else 0.0), len(x)
 
 
-def top1_regret(predicted: Floats, measured: Floats, keys: Sequence[Hashable]) -> tuple[float | None, int]:
-    """How much slower than the best the row is that is predicted to be fastest, mean over groups of two or more rows,
-    and the number of groups. Rows predicted equally fast share the choice."""
+def top1_regrets(predicted: Floats, measured: Floats, keys: Sequence[Hashable]) -> Floats:
+    """How much slower than the best the row is that is predicted to be fastest, of every group of two or more rows.
+    Rows predicted equally fast share the choice."""
     found = []
     for members in grouped(keys, 2):
         chosen = predicted[members] <= predicted[members].min() * (1 + 1e-9)
         found.append(float(np.mean(measured[members][chosen]) / measured[members].min() - 1))
-    return (float(np.mean(found)), len(found)) if found else (None, 0)
+    return np.array(found, np.float64)
 
 
 def one_constant(flops: Floats, measured: Floats, keys: Sequence[Hashable]) -> Floats:

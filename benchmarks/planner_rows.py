@@ -7,6 +7,7 @@ megatron.csv; the latter two are put into the columns of the first.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def run_of(cells: dict[str, str]) -> Run:
         text=text,
         model=get("model_name", ""),
         gpu=get("gpu", ""),
-        params=scaled(get("params_B", ""), 1e9),
+        params=scaled("params_B", get("params_B", ""), 1e9),
         **{name: whole(name, get(name, "")) for name in names},
         intra=get("intra_node_bw", ""),
         inter=get("inter_node_bw", ""),
@@ -109,10 +110,10 @@ def run_of(cells: dict[str, str]) -> Run:
         recompute=get("recompute", "").lower(),
         precision=get("precision", "").lower(),
         flash=truth(get("flash_attention", "")),
-        seconds=scaled(get("step_time_s", ""), 1.0),
-        flops_per_gpu=scaled(get("tflops_per_gpu", ""), 1e12),
-        tokens_per_s_per_gpu=scaled(get("tokens_per_s_per_gpu", ""), 1.0),
-        memory=scaled(get("peak_mem_gb", ""), SMI_GB if reading == "nvidia-smi" else GIB),
+        seconds=scaled("step_time_s", get("step_time_s", ""), 1.0),
+        flops_per_gpu=scaled("tflops_per_gpu", get("tflops_per_gpu", ""), 1e12),
+        tokens_per_s_per_gpu=scaled("tokens_per_s_per_gpu", get("tokens_per_s_per_gpu", ""), 1.0),
+        memory=scaled("peak_mem_gb", get("peak_mem_gb", ""), SMI_GB if reading == "nvidia-smi" else GIB),
         reading=reading,
     )
 
@@ -123,19 +124,25 @@ def source_of(identity: str, source: str) -> str:
     return name or source or "unnamed"
 
 
-def scaled(cell: str, unit: float) -> float | None:
-    """The number in `cell` times `unit`; None for a blank cell."""
-    return float(cell.replace(",", "")) * unit if cell else None
+def scaled(name: str, cell: str, unit: float) -> float | None:
+    """The number in `cell` times `unit`; None for a blank cell. Raises ValueError for what is no number above zero."""
+    if not cell:
+        return None
+    try:
+        value = float(cell.replace(",", ""))
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: {cell!r} is no number above zero; correct the cell")
+    return value * unit
 
 
 def whole(name: str, cell: str) -> int | None:
     """The whole number in `cell`; None for a blank cell. Raises ValueError for one that is not whole."""
-    if not cell:
-        return None
-    value = float(cell.replace(",", ""))
-    if value != int(value):
+    value = scaled(name, cell, 1.0)
+    if value is not None and value != int(value):
         raise ValueError(f"{name}: {cell!r} is no whole number; correct the cell")
-    return int(value)
+    return None if value is None else int(value)
 
 
 def truth(cell: str) -> bool | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from planner_jobs import Case
-from planner_metrics import grouped, mean_abs_error, one_constant, signed_error, spearman, top1_regret
+from planner_metrics import grouped, mean_abs_error, one_constant, signed_error, spearman, top1_regrets
 from planner_models import parameters
 
 from kumi.plan.columns import columns
@@ -22,7 +22,7 @@ from kumi.spec.layout import Layout
 Floats = NDArray[np.float64]
 # Rows of the nanotron grid below this many tokens/s/GPU differ up to fivefold when they are repeated.
 LEAST_TOKENS_PER_S = 200.0
-# Sets whose runs share a rank scale, and where slow rows are noise.
+# Sets whose slow rows are noise.
 NOISY = ("nano",)
 # How the memory of a run was read where its error counts; elsewhere it is reported beside.
 STATED = ("nvidia-smi", "reserved", "allocated")
@@ -143,7 +143,7 @@ def time_scores(scored: Scored) -> dict[str, float | int | None]:
     ours, theirs = (np.array([values[same].mean() for same in repeats]) for values in (scored.seconds, measured))
     choices = [choice(scored.cases[same[0]]) for same in repeats]
     rho, rho_rows = spearman(ours, theirs, choices)
-    regret, regret_groups = top1_regret(ours, theirs, choices)
+    regrets = top1_regrets(ours, theirs, choices)
     return {
         "time_rows": len(scored),
         "time_mean_abs_error": mean_abs_error(scored.seconds, measured),
@@ -151,8 +151,9 @@ def time_scores(scored: Scored) -> dict[str, float | int | None]:
         "one_constant_mean_abs_error": min(simplest(scored, measured, name) for name in ("flops", "model_flops")),
         "spearman": rho,
         "spearman_rows": rho_rows,
-        "top1_regret": regret,
-        "top1_regret_groups": regret_groups,
+        "top1_regret": float(np.mean(regrets)) if len(regrets) else None,
+        "top1_regret_median": float(np.median(regrets)) if len(regrets) else None,
+        "top1_regret_groups": len(regrets),
     }
 
 

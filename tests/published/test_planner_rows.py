@@ -1,0 +1,116 @@
+"""Tables of runs are read as they are: blanks stay blank, what cannot be used is refused with a reason."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from planner_defaults import ENGINE_OF, NODE_OF, engine_of, first
+from planner_jobs import Case, case_of
+from planner_models import parameters
+from planner_rows import read, run_of
+
+from kumi.plan.engines import ENGINES
+
+HERE = Path(__file__).parent
+CLUSTERS = HERE.parents[1] / "src" / "kumi" / "clusters"
+PLAIN = {"id": "new-1", "source": "a blog", "model_name": "something", "layers": "32", "hidden": "4096", "heads": "32",
+         "vocab": "32000", "seq_len": "2048", "gpu": "H100-80GB", "gpus": "8", "tp": "1", "pp": "1", "micro_batch": "2",
+         "global_batch": "32", "precision": "bf16", "step_time_s": "1.5"}  # fmt: skip
+
+
+def case(**cells):
+    return case_of(run_of(PLAIN | cells))
+
+
+def test_a_plain_row_is_a_job_and_a_layout():
+    found = case(tp="2", pp="2", recompute="full")
+    assert isinstance(found, Case)
+    assert (found.layout.tp, found.layout.pp, found.layout.dp, found.layout.recompute) == (2, 2, 2, "full")
+    assert (found.job.batch.sequences, found.job.batch.seq_len, found.seconds) == (32, 2048, 1.5)
+    assert found.job.cluster.device.name == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("cells", "seconds"),
+    [
+        ({"step_time_s": "", "tokens_per_s_per_gpu": "4096"}, 32 * 2048 / 8 / 4096),
+        ({"step_time_s": "2", "tokens_per_s_per_gpu": "4096"}, 2.0),
+    ],
+)
+def test_a_step_s_time_is_stated_or_follows_from_tokens(cells, seconds):
+    assert case(**cells).seconds == pytest.approx(seconds)
+
+
+def test_tflops_count_recomputation_only_where_their_source_does():
+    plain = case(step_time_s="", tflops_per_gpu="400", recompute="full")
+    counted = case(step_time_s="", tflops_per_gpu="400", recompute="full", source="SC'21, arXiv 2104.04473")
+    assert 1.25 < counted.seconds / plain.seconds < 1.34
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"gpu": "TPU v5p"}, "gpu"),
+        ({"gpus": "6", "tp": "4"}, "layout: tp x pp x dp x cp is not the number of GPUs"),
+        ({"layers": "", "hidden": ""}, "model: the row has no layers and hidden size"),
+        ({"heads": "24", "hidden": "4097"}, "model: 24 heads"),
+        ({"precision": "int8"}, "precision: 'int8' is not known"),
+        ({"zero_stage_or_fsdp": "sometimes"}, "layout: sharding 'sometimes' is not known"),
+        ({"step_time_s": ""}, "measured"),
+        ({"seq_len": ""}, "seq_len: not given"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(cells, reason):
+    assert str(case(**cells)).startswith(reason)
+
+
+def test_a_cell_that_is_no_number_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, PLAIN)
+        writer.writeheader()
+        writer.writerows([PLAIN, PLAIN | {"tp": "two"}])
+    with pytest.raises(ValueError, match=r"runs\.csv:3: tp: 'two' is no number above zero"):
+        list(read(path))
+    path.write_text("one,two\n1,2\n")
+    with pytest.raises(ValueError, match="column"):
+        list(read(path))
+
+
+@pytest.mark.parametrize(("name", "rows"), [("runs", 4218), ("failures", 1792), ("torchtitan", 83), ("megatron", 95)])
+def test_every_published_row_is_read_and_is_a_case_or_has_a_reason(name, rows):
+    found = [case_of(run, measured=name != "failures") for run in read(HERE / f"{name}.csv")]
+    assert len(found) == rows
+    reasons = [one for one in found if isinstance(one, str)]
+    assert all(": " in reason for reason in reasons)
+    assert len(reasons) <= {"runs": 31, "failures": 0, "torchtitan": 5, "megatron": 30}[name]
+
+
+def test_models_have_the_parameters_that_their_rows_state():
+    """Of sources that state both; elsewhere "530B" is a rounded name."""
+    seen = set()
+    for run in read(HERE / "runs.csv"):
+        stated, key = run.params, (run.model, run.layers, run.hidden)
+        found = None if key in seen or not stated else case_of(run)
+        seen.add(key)
+        if isinstance(found, Case) and run.source in ("vtrain-s", "vtrain-m", "titan"):
+            assert parameters(found.job.model) == pytest.approx(stated, rel=0.03), key
+
+
+def test_an_unknown_trainer_has_megatron_s_habits_where_the_model_is_divided():
+    assert engine_of(run_of(PLAIN)).name == "torchtitan"
+    assert engine_of(run_of(PLAIN | {"tp": "2"})).name == "megatron-lm"
+    assert engine_of(run_of(PLAIN | {"pp": "2"})).name == "megatron-lm"
+    assert engine_of(run_of(PLAIN | {"source": "Megatron-Bridge v0.2"})).name == "megatron-bridge"
+    assert engine_of(run_of(PLAIN | {"flash_attention": "n"})).attention == "fused-softmax"
+
+
+def test_every_trainer_and_every_node_of_the_tables_exists_and_says_where_it_was_read():
+    assert {name for _, name in ENGINE_OF} <= set(ENGINES)
+    assert all(engine.source and engine.name == name for name, engine in ENGINES.items())
+    for _, name in NODE_OF:
+        assert (CLUSTERS / "nodes" / f"{name}.toml").is_file()
+    assert first(NODE_OF, "nvidia a100-sxm4-40gb") == "a100-sxm-40gb"
+    assert first(NODE_OF, "h100-96gb-hbm2e-500w") == "h100-96gb"
