@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 
 import numpy as np
@@ -16,16 +17,13 @@ from kumi.plan.columns import WORDS, Columns, Floats, joined
 from kumi.plan.distinct import distinct
 from kumi.plan.estimate import estimate, positions
 from kumi.plan.fitting import NONE, Bases, Fit, Variant, bases_of, fit, picked, variants
-from kumi.plan.space import Pins, bases
+from kumi.plan.space import CHUNK, Pins, chunks
 from kumi.plan.stages import balanced, bounds
 from kumi.plan.step import step
 from kumi.plan.types import Estimate
 from kumi.spec.checks import problems
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-
-# Rows that are looked at in one go: few enough for the processor's caches.
-CHUNK = 1 << 16
 
 # How many of the fastest arrangements get a full estimate at least, and of how many the neighbours are looked at.
 LOOKED_AT = 8
@@ -65,16 +63,16 @@ def search(
 
     `progress` is told which part is done, 0 to 1.
     """
-    every = bases(job, pinned)
-    chunks = [every.take(slice(start, start + CHUNK)) for start in range(0, len(every), CHUNK)]
     best, tally = _Best(), _Tally()
+    every, workers = chunks(job, pinned, CHUNK), os.cpu_count() or 1
     # Threads share the work because numpy lets go of the interpreter; results come in the order of the chunks.
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for done, (faster, counted) in enumerate(pool.map(partial(_look, job, pinned), chunks), 1):
-            best.merge(faster)
-            tally.merge(counted)
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        while some := list(islice(every, 2 * workers)):
+            for faster, counted in pool.map(partial(_look, job, pinned), [chunk for _, chunk in some]):
+                best.merge(faster)
+                tally.merge(counted)
             if progress:
-                progress(done / len(chunks))
+                progress(some[-1][0])
     plans = _refined(job, best.fastest(max(LOOKED_AT, top + 3), accept), pinned, accept, top)
     if not plans and tally.smallest is not None and (accept is None or accept(tally.smallest)):
         plans = _refined(job, [tally.smallest], pinned, accept, top)
@@ -111,9 +109,8 @@ def _candidates(rows: Bases, pinned: Pins, tally: _Tally) -> Iterator[tuple[Colu
 
 def smallest(job: Job, pinned: Pins) -> Estimate | None:
     """The layout that needs the least memory, whether it fits or not; None where none is legal."""
-    every, tally = bases(job, pinned), _Tally()
-    for start in range(0, len(every), CHUNK):
-        chunk = every.take(slice(start, start + CHUNK))
+    tally = _Tally()
+    for _, chunk in chunks(job, pinned, CHUNK):
         rows = bases_of(job, chunk)
         for variant in variants(rows, pinned):
             tally.add(chunk, variant, fit(rows, variant, memory.usable(job.cluster.device)))

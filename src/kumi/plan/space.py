@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kumi.plan.columns import WORDS, Columns, Ints
+from kumi.plan.columns import WORDS, Columns, Ints, columns, joined
 from kumi.plan.legal import legal
 from kumi.spec.checks import divisors
 from kumi.spec.job import Job
@@ -17,6 +17,9 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import V_SHAPED
 
 OUTER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+# Rows that are looked at in one go.
+CHUNK = 1 << 16
 
 # What a run file pins of the layout, by the field's name.
 Pins = Mapping[str, Any]
@@ -28,18 +31,35 @@ def bases(job: Job, pinned: Pins) -> Columns:
     What pins keep out is not built, so that a search with everything pinned takes no time. Tensor parallelism comes
     with sequence parallelism, which needs less memory for as many bytes sent, unless it is pinned otherwise.
     """
-    experts = expert_counts(job.model)
-    parts: dict[str, list[Ints]] = {}
-    for degrees in meshes(job.cluster.devices, pinned):
+    found = [chunk for _, chunk in chunks(job, pinned, CHUNK)]
+    return joined(found) if found else columns([])
+
+
+def chunks(job: Job, pinned: Pins, most: int) -> Iterator[tuple[float, Columns]]:
+    """`bases`, at most `most` rows at a time, with the share of the arrangements that are done then.
+
+    Devices and batches with many divisors have more layouts than should be held at once.
+    """
+    experts, parts, rows = expert_counts(job.model), [], 0
+    every = list(meshes(job.cluster.devices, pinned))
+    for number, degrees in enumerate(every, 1):
         mesh = dict(zip(OUTER, degrees, strict=True))
-        for name, column in _grid(mesh, _inner(job, mesh, experts, pinned)).items():
-            parts.setdefault(name, []).append(column)
-    columns = {name: np.concatenate(found) for name, found in parts.items()}
-    rows = len(columns.get("pp", ()))
+        parts.append(_grid(mesh, _inner(job, mesh, experts, pinned)))
+        rows += len(parts[-1]["pp"])
+        if rows >= 4 * most or number == len(every):
+            legal_ones = _legal(job, parts)
+            for start in range(0, len(legal_ones), most):
+                yield number / len(every), legal_ones.take(slice(start, start + most))
+            parts, rows = [], 0
+
+
+def _legal(job: Job, parts: list[dict[str, Ints]]) -> Columns:
+    """The legal rows of `parts`, with nothing recomputed and nothing offloaded."""
+    named = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    rows = len(named["pp"])
     plain = {"recompute": np.zeros(rows, np.int64), "offload": np.zeros(rows, np.int64),
              "recompute_layers": np.full(rows, -1)}  # fmt: skip
-    names = (*OUTER, "ep", "expert_tp", "zero", "microbatch", "sequence_parallel", "schedule", "stages")
-    found = Columns(**{name: columns.get(name, np.zeros(0, np.int64)) for name in names}, **plain)
+    found = Columns(**named, **plain)
     return found.take(legal(job, found))
 
 
