@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kumi.errors import LayoutError
 from kumi.plan.columns import WORDS, Columns, Ints, columns, joined
 from kumi.plan.legal import legal
 from kumi.spec.checks import divisors
@@ -17,6 +18,9 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import V_SHAPED
 
 OUTER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+# More devices than anyone has, and with them millions of ways to be divided.
+MOST_DEVICES = 1 << 20
 
 # Rows that are looked at in one go.
 CHUNK = 1 << 16
@@ -38,8 +42,14 @@ def bases(job: Job, pinned: Pins) -> Columns:
 def chunks(job: Job, pinned: Pins, most: int) -> Iterator[tuple[float, Columns]]:
     """`bases`, at most `most` rows at a time, with the share of the arrangements that are done then.
 
-    Devices and batches with many divisors have more layouts than should be held at once.
+    Devices and batches with many divisors have more layouts than should be held at once. Raises LayoutError where there
+    are more than `MOST_DEVICES`.
     """
+    if job.cluster.devices > MOST_DEVICES:
+        raise LayoutError(
+            f"the cluster has {job.cluster.devices} devices, and layouts are searched for {MOST_DEVICES} at most; "
+            f"use fewer cluster.nodes"
+        )
     experts, parts, rows = expert_counts(job.model), [], 0
     every = list(meshes(job.cluster.devices, pinned))
     for number, degrees in enumerate(every, 1):
