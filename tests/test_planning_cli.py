@@ -91,6 +91,12 @@ def test_a_trace_needs_a_pipeline(run, tmp_path, capsys):
     assert "tokens/s" in said.out
 
 
+def test_a_timeline_of_millions_of_microbatches_is_not_drawn(run, tmp_path, capsys):
+    words = [*PIPELINE, "layout.microbatch=1", "batch.tokens_per_step=2_048_000_000"]
+    assert plan(run, *words, "--trace", str(tmp_path / "trace.json")) == 2
+    assert "1,000,000 are too many" in capsys.readouterr().err
+
+
 def test_a_saved_plan_is_a_run_file_with_everything_pinned(run, tmp_path, capsys):
     saved = tmp_path / "saved.toml"
     assert plan(run, "layout.pp=2", "layout.schedule=1f1b", "--json", "--save", str(saved)) == 0

@@ -144,8 +144,13 @@ def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
 def _trace(arguments: Namespace, report: Report) -> Iterator[Path]:
     """The pipeline's timeline. Comes last, as it is only now known whether there is one."""
     if arguments.trace:
-        if report.timeline is None:
+        if report.timeline is None and report.best.layout.pp == 1:
             raise ConfigError("plan: --trace shows a pipeline, and the best layout has pp=1; pin layout.pp to see one")
+        if report.timeline is None:
+            many = report.job.batch.microbatches(report.best.layout)
+            raise ConfigError(
+                f"plan: --trace shows every microbatch, and {many:,} are too many; lower tokens_per_step to see some"
+            )
         from kumi.report.trace import trace
 
         yield _write(Path(arguments.trace), json.dumps(trace(report.timeline)))

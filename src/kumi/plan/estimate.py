@@ -32,6 +32,10 @@ UNCERTAINTY = 0.11
 SIMULATED = 2048
 
 
+# Forward passes of a step, over all stages, beyond which a pipeline's timeline is not made: it would take seconds.
+DRAWN = 100_000
+
+
 @dataclass(frozen=True)
 class Many:
     """Estimates of layouts, one row each: seconds of a step and by kind, bytes of the fullest rank and of the host."""
@@ -117,9 +121,10 @@ def stages_of(job: Job, layout: Layout, x: Columns, known: tuple[Table, Ints]) -
 
 
 def timeline_of(job: Job, found: Estimate) -> Timeline | None:
-    """The pipeline of `found` in time, for a picture; None where there is no pipeline."""
+    """The pipeline of `found` in time, for a picture; None where there is no pipeline, or one of more microbatches than
+    anyone draws."""
     layout = found.layout
-    if layout.pp == 1:
+    if layout.pp == 1 or layout.pp * layout.stages * job.batch.microbatches(layout) > DRAWN:
         return None
     lists = actions(layout.schedule, layout.pp, layout.stages, job.batch.microbatches(layout))
     send = float(send_seconds(job, columns([layout]))[0])
