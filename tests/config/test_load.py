@@ -136,3 +136,15 @@ def test_every_key_has_a_sentence():
     schema = json_schema()
     missing = [name for section, item in schema["$defs"].items() for name in undescribed(item, section)]
     assert missing == []
+
+
+def test_a_run_file_that_is_for_planning_alone_is_said_to_be_one(tmp_path):
+    file = tmp_path / "plan.toml"
+    file.write_text('[model]\nsource = "x"\n[batch]\nseq_len = 8\ntokens_per_step = 8\n')
+    with pytest.raises(
+        ConfigError, match=r"train: required, and not set; as it is, the file is enough for `kumi plan`"
+    ):
+        load(file)
+    with pytest.raises(ConfigError) as refused:
+        load(file, ["layout.tpp=2"])
+    assert "kumi plan" not in str(refused.value)

@@ -18,7 +18,22 @@ Kind = TypeVar("Kind", bound=PlanConfig)
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run file at `path`, with `section.key=value` overrides applied. Raises ConfigError on anything unexpected."""
-    return _checked(RunConfig, _written(path, overrides))
+    written = _written(path, overrides)
+    try:
+        return _checked(RunConfig, written)
+    except ConfigError as error:
+        if _plannable(written):
+            raise ConfigError(f"{error}; as it is, the file is enough for `kumi plan` only") from None
+        raise
+
+
+def _plannable(written: dict[str, Any]) -> bool:
+    """Whether nothing is wrong but that what only a run needs is left out."""
+    try:
+        _checked(PlanConfig, written)
+    except ConfigError:
+        return False
+    return not {"name", "data", "train"} <= set(written)
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> PlanConfig:
