@@ -64,6 +64,7 @@ def test_the_report_names_the_layout_and_what_decides(run, capsys):
     for heading in ("tokens/s", "memory", "time of a step", "runners-up", "layouts one might have expected"):
         assert heading in said.lower(), heading
     assert "expected" in said
+    assert not [line for line in said.splitlines() if line != line.rstrip()], "blanks that only fill lines"
 
 
 def test_pages_pictures_and_traces_are_written_anew_each_time(run, tmp_path, capsys):

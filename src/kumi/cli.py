@@ -247,7 +247,7 @@ def _resolve(arguments: argparse.Namespace) -> Run:
 
 def _describe(arguments: argparse.Namespace) -> int:
     from kumi import config
-    from kumi.describe import console, describe, render
+    from kumi.describe import describe, render, show
 
     if arguments.schema:
         print(json.dumps(config.json_schema(), indent=2))
@@ -260,7 +260,7 @@ def _describe(arguments: argparse.Namespace) -> int:
     elif arguments.json:
         print(json.dumps(describe(run), indent=2))
     else:
-        console().print(render(describe(run)))
+        show(render(describe(run)))
     return OK
 
 
@@ -285,9 +285,9 @@ def _data(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
-        from kumi.describe import console, render_data
+        from kumi.describe import render_data, show
 
-        console().print(render_data(found))
+        show(render_data(found))
     return OK
 
 

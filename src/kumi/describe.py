@@ -22,6 +22,17 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
+def show(content: RenderableType) -> None:
+    """Prints `content`; into a file or a pipe without the blanks that fill its lines."""
+    where = console()
+    if sys.stdout.isatty():
+        where.print(content)
+        return
+    with where.capture() as kept:
+        where.print(content)
+    print("\n".join(line.rstrip() for line in kept.get().splitlines()))
+
+
 def describe(run: Run) -> dict[str, Any]:
     """The model, layout, batch and memory of `run`, as plain data."""
     model, batch, layout = run.model, run.batch, run.layout

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kumi.describe import console
+from kumi.describe import show
 from kumi.errors import OK, ConfigError, RefusedError
 from kumi.units import format_bytes, format_count
 
@@ -63,7 +63,7 @@ def _show(arguments: Namespace, report: Report) -> None:
         return
     from kumi.report.terminal import render
 
-    console().print(render(report))
+    show(render(report))
 
 
 def engine(arguments: Namespace) -> Engine:
@@ -209,7 +209,7 @@ def _size(arguments: Namespace, wanted: Job, pinned: Pins, grow: Grow) -> int:
     tokens = format_count(arguments.tokens)
     machines = f"{last.nodes} nodes, {last.devices} x {wanted.cluster.device.name}"
     print(f"{tokens} tokens in {arguments.days:g} days: {machines}")
-    console().print(_table(found))
+    show(_table(found))
     return OK
 
 
