@@ -45,7 +45,8 @@ def run(arguments: Namespace) -> int:
 
     with progress("searching layouts") as told:
         report = plan(
-            wanted, pinned, top=arguments.top, trainable=arguments.trainable, unsupported=unsupported(arguments),
+            wanted, pinned, top=arguments.top, front=bool(arguments.html or arguments.svg or arguments.json),
+            trainable=arguments.trainable, unsupported=unsupported(arguments),
             grow=of_nodes(config.cluster), progress=told,
         )  # fmt: skip
     _show(arguments, report)

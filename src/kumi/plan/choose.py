@@ -33,7 +33,7 @@ def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
     if reasons:
         raise LayoutError("; ".join(reasons))
     job = replace(job, cluster=replace(job.cluster, device=timed(job.cluster.device, job.precision.matmul_dtype)))
-    found = search(job, {**pinned, **TRAINED}, top=1)
+    found = search(job, {**pinned, **TRAINED}, top=1, front=False)
     if found.plans:
         return found.plans[0]
     if not found.count:

@@ -56,12 +56,13 @@ def search(
     pinned: Pins,
     *,
     top: int = 10,
+    front: bool = True,
     accept: Callable[[Layout], bool] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Found:
     """The `top` fastest layouts of `job` that agree with `pinned`, of those that `accept` takes.
 
-    `progress` is told which part is done, 0 to 1.
+    `front`: look at the front of time and memory, too. `progress` is told which part is done, 0 to 1.
     """
     best, tally = _Best(), _Tally()
     every, workers = chunks(job, pinned, CHUNK), os.cpu_count() or 1
@@ -76,7 +77,7 @@ def search(
     plans = _refined(job, best.fastest(max(LOOKED_AT, top + 3), accept), pinned, accept, top)
     if not plans and tally.smallest is not None and (accept is None or accept(tally.smallest)):
         plans = _refined(job, [tally.smallest], pinned, accept, top)
-    pareto = tuple(estimate(job, layout) for layout in best.front())
+    pareto = tuple(estimate(job, layout) for layout in best.front()) if front else ()
     return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
 

@@ -121,7 +121,9 @@ def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]
     most = (model.num_hidden_layers + 2) // pp
     pairs = [("1f1b", 1)]
     if pp > 1:
-        pairs = [(name, 2 if name in V_SHAPED else 1) for name in SCHEDULES if name != "interleaved"]
+        # GPipe takes as long as 1F1B and keeps more: it is looked at where it is pinned.
+        left = {"interleaved"} | ({"gpipe"} if pinned.get("schedule") != "gpipe" else set())
+        pairs = [(name, 2 if name in V_SHAPED else 1) for name in SCHEDULES if name not in left]
         pairs += [("interleaved", stages) for stages in range(2, most + 1)]
     wanted = [pair for pair in pairs if all(pinned.get(name, value) == value for name, value in
                                             zip(("schedule", "stages"), pair, strict=True))]  # fmt: skip

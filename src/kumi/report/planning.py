@@ -29,13 +29,14 @@ def plan(
     *,
     top: int = 8,
     trainable: bool = False,
+    front: bool = True,
     unsupported: Unsupported | None = None,
     grow: Grow | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """The fastest layout of `job` that agrees with `pinned`, with all that explains it; `trainable`: of those that this
-    version of kumi trains itself; `unsupported`: of those of which it has nothing to say. `grow` makes the machines
-    larger, for advice.
+    version of kumi trains itself; `unsupported`: of those of which it has nothing to say. `front`: with the front
+    of time and memory. `grow` makes the machines larger, for advice.
 
     Raises LayoutError with the reasons where what is pinned is illegal, or not supported, and FitError with the
     smallest change that would help where nothing fits.
@@ -44,8 +45,8 @@ def plan(
     every = trained(job, pinned) if trainable else pinned
     if unsupported is not None:
         refuse_unsupported(job, pinned, unsupported)
-    found = search(job, every, top=top + 1, accept=accepted(job, unsupported), progress=progress) if only is None else (
-        alone(job, only)
+    found = alone(job, only) if only is not None else search(
+        job, every, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress
     )  # fmt: skip
     if not found.plans:
         raise _no_plan(job, pinned, found, fixed, grow, unsupported)
