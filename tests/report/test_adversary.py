@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 
 from examples import estimate, memory
 from examples import job as report_job
-from small import job, model
+from small import HOST, job, model
 
 from kumi.errors import FitError, LayoutError
+from kumi.plan.estimate import estimate as plain
 from kumi.report import words
-from kumi.report.binding import binding
+from kumi.report.binding import WORTH, binding, levers
 from kumi.report.planning import plan
 from kumi.report.report import Report
 from kumi.report.summary import headline
@@ -78,3 +80,34 @@ def test_a_device_that_holds_next_to_nothing_is_too_small():
 
 def test_more_devices_than_anyone_has_are_refused_at_once():
     assert "has 4000000000000 devices, and layouts are searched for 1048576 at most" in refused(job(10**12), {})
+
+
+def faster(wanted, name):
+    links = (replace(link, bandwidth=1.1 * link.bandwidth * (link.name == name) or link.bandwidth)
+             for link in wanted.cluster.links)  # fmt: skip
+    return replace(wanted, cluster=replace(wanted.cluster, links=tuple(links)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "pinned"),
+    [
+        ({"of": model(8, hidden=2048)}, {"pp": 4, "tp": 2, "recompute": "full"}),
+        ({"of": model(8, hidden=2048), "host": HOST, "sequences": 8}, {"zero": 3, "offload": "optimizer"}),
+        ({"of": model(8, experts=8, hidden=1024)}, {"ep": 8, "tp": 1, "pp": 1, "cp": 1}),
+    ],
+)
+def test_what_more_would_buy_is_no_less_than_what_it_buys(fields, pinned):
+    """Bounds are held against the estimate of the same layout with more of each."""
+    wanted = job(**fields)
+    report = plan(wanted, pinned)
+    best = report.best
+    claimed = {lever.what: lever.seconds for lever in levers(report)}
+    tokens = replace(wanted.batch, tokens_per_step=2 * wanted.batch.tokens_per_step)
+    bought = {f"10% more bandwidth on {link.name}": plain(faster(wanted, link.name), best.layout).step_seconds
+              for link in wanted.cluster.links}  # fmt: skip
+    bought["twice the tokens a step"] = plain(replace(wanted, batch=tokens), best.layout).step_seconds / 2
+    bought["memory enough to recompute nothing"] = plain(
+        wanted, replace(best.layout, recompute="none", recompute_layers=None)
+    ).step_seconds
+    for what, seconds in bought.items():
+        assert best.step_seconds - seconds <= 1.001 * claimed.get(what, WORTH * best.step_seconds), what

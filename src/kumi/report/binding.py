@@ -108,23 +108,37 @@ def _compute(best: Estimate) -> Iterator[Lever]:
 
 
 def _links(report: Report) -> Iterator[Lever]:
-    """A faster link shortens its exposed traffic, by no more than the time that its bytes take."""
-    rows = traffic(report.job, report.best)
+    """A faster link shortens its exposed traffic, by no more than the time that its bytes take, and what a pipeline
+    waits for it."""
+    rows, waits = traffic(report.job, report.best), _waits(report.best)
     for link in dict.fromkeys(row.link for row in rows):
         own = [row for row in rows if row.link == link]
-        saved = sum(min(row.exposed, row.busy * (1 - row.latency) * (1 - 1 / (1 + MORE))) for row in own)
+        saved = waits * sum(min(row.exposed, row.busy * (1 - row.latency) * (1 - 1 / (1 + MORE))) for row in own)
         axes = ", ".join(row.axis for row in own)
         yield Lever(f"10% more bandwidth on {link or 'the link'}", saved, f"exposed traffic of {axes}")
 
 
 def _recompute(best: Estimate) -> Iterator[Lever]:
+    """Whole layers are recomputed with the traffic and the host's pace of their forward pass: at most half of all."""
     if best.layout.recompute != "none":
-        yield Lever("memory enough to recompute nothing", spent(best, "recompute"), "the recomputation")
+        again = spent(best, "tp", "cp", "ep", "host") / 2 if best.layout.recompute == "full" else 0.0
+        seconds = _waits(best) * (spent(best, "recompute") + again)
+        yield Lever("memory enough to recompute nothing", seconds, "the recomputation and its traffic")
+
+
+def _waits(best: Estimate) -> float:
+    """How many times as much a step is shortened by what every microbatch saves: a pipeline's waits grow with it."""
+    bubble = min(spent(best, "bubble"), 0.9 * best.step_seconds)
+    return best.step_seconds / (best.step_seconds - bubble)
 
 
 def _batch(report: Report) -> Iterator[Lever]:
-    """Twice the tokens a step halve, for each token, what happens once a step: bubble, update, gradients of DDP."""
-    once = spent(report.best, "bubble", "optimizer", *(["dp"] if report.best.layout.zero < 2 else []))
+    """Twice the tokens a step halve, for each token, what happens once a step: filling and draining the pipeline, the
+    update and what moves for it, gradients of DDP and ZeRO-1."""
+    layout = report.best.layout
+    reduced = ["dp"] if layout.zero < 2 else []
+    moved = ["offload"] if layout.offload not in ("none", "activations") else []
+    once = spent(report.best, "bubble", "pp", "optimizer", *reduced, *moved)
     yield Lever("twice the tokens a step", once / 2, "what is paid once a step, for as many tokens as now")
 
 

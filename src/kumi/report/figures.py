@@ -145,13 +145,14 @@ def group_bandwidth(
 ) -> tuple[float, float]:
     """Bytes/s that one group along `axis` has of `link`, and the share of it that large messages reach; 0 if unknown.
 
-    A ring leaves a node over the cards of all the group's devices there, so that their shares add up.
+    A ring leaves a node over the cards of all the group's devices there, so that their shares add up; to the next rank
+    and from each to all others, every device sends over its own.
     """
     if link not in {item.name for item in cluster.links}:
         return 0.0, 1.0
     at = next(index for index, item in enumerate(cluster.links) if item.name == link)
     inside = 1
-    if at > 0 and kinds != {"send"}:
+    if at > 0 and not kinds <= {"send", "all_to_all"}:
         inside = members_inside(_stride(layout, axis), degree, cluster.links[at - 1].span)
     return cluster.links[at].bandwidth * inside, cluster.links[at].efficiency
 
