@@ -17,6 +17,7 @@ from small import HOST, job, model
 from kumi.errors import FitError, LayoutError
 from kumi.plan.estimate import estimate as plain
 from kumi.report import words
+from kumi.report.advice import advice, verdict
 from kumi.report.binding import WORTH, binding, levers
 from kumi.report.planning import plan
 from kumi.report.report import Report
@@ -111,3 +112,17 @@ def test_what_more_would_buy_is_no_less_than_what_it_buys(fields, pinned):
     ).step_seconds
     for what, seconds in bought.items():
         assert best.step_seconds - seconds <= 1.001 * claimed.get(what, WORTH * best.step_seconds), what
+
+
+def test_what_a_trainer_rules_out_is_not_blamed_on_pins():
+    """Nothing is pinned; tensor parallelism is what the trainer does not have, and faster or slower without it."""
+    report = plan(job(of=model(8, hidden=2048)), {}, unsupported=lambda _, one: ["no tp"] * (one.tp > 1))
+    said = {item.title: verdict(item, report.best) for item in report.expected}
+    assert said["TP in the node, FSDP across"].endswith("the time, and ruled out: no tp.")
+    assert not any("pinned" in sentence for sentence in (*said.values(), *advice(report)))
+
+
+def test_what_this_version_does_not_train_is_ruled_out_where_that_is_asked_for():
+    report = plan(job(of=model(8, hidden=2048)), {}, trainable=True)
+    found = next(item for item in report.expected if item.layout.tp > 1)
+    assert "ruled out: tp=2: this version splits the data axes only" in verdict(found, report.best)

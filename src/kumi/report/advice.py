@@ -48,6 +48,9 @@ def verdict(item: Expected, best: Estimate) -> str:
     if same(item.layout, best.layout):
         return "The chosen layout, up to microbatch and recomputation."
     found = gap(best, item.estimate)
+    if item.problems:
+        times = words.times(item.estimate.step_seconds / best.step_seconds)
+        return f"{times} the time, and ruled out: {'; '.join(item.problems)}."
     if found.seconds <= 0:
         outside = "as fast, within the model's error" if found.noise else "ruled out by what is pinned"
         return f"{words.times(item.estimate.step_seconds / best.step_seconds)} the time: {outside}."
@@ -151,7 +154,7 @@ def _cut(item: Expected) -> bool:
 def _why(report: Report) -> Iterator[str]:
     """The chosen layout against the best of those one would have tried."""
     best = report.best
-    known = [item for item in report.expected if item.estimate is not None and item.fits]
+    known = [item for item in report.expected if item.fits and not item.problems]
     rivals = [(item, gap(best, item.estimate)) for item in known if item.estimate is not None]
     if not rivals:
         if report.expected and best.fits:

@@ -17,8 +17,8 @@ from kumi.plan.space import Pins
 from kumi.plan.supported import Unsupported, accepted, none_supported, refuse_unsupported
 from kumi.plan.types import Estimate
 from kumi.report.expected import expected
-from kumi.report.report import Report
-from kumi.spec.checks import problems
+from kumi.report.report import Expected, Report
+from kumi.spec.checks import problems, untrained
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
@@ -55,13 +55,21 @@ def plan(
         job=job,
         best=best,
         others=tuple(others),
-        expected=expected(job),
+        expected=tuple(_carried_out(job, item, trainable, unsupported) for item in expected(job)),
         searched=found.count,
         fitting=found.fitting,
         timeline=timeline_of(job, best),
         front=found.pareto,
         lacking=_lacking(job, found, best),
     )
+
+
+def _carried_out(job: Job, item: Expected, trainable: bool, unsupported: Unsupported | None) -> Expected:
+    """`item`, with what keeps the trainer that is asked for from carrying it out."""
+    if item.estimate is None:
+        return item
+    reasons = untrained(job, item.layout) if trainable else unsupported(job, item.layout) if unsupported else []
+    return replace(item, problems=tuple(reasons))
 
 
 def _no_plan(

@@ -16,7 +16,8 @@ from kumi.spec.ledger import num_params
 class Expected:
     """A layout that one might have expected, by the name the field has for it.
 
-    Either `problems` says why it is illegal, or `estimate` what it would be like, whether it fits or not.
+    Either `problems` says why it is illegal, or `estimate` what it would be like, whether it fits or not; with both,
+    it is legal, and `problems` says why the trainer that is asked for cannot carry it out.
     """
 
     title: str
