@@ -186,7 +186,9 @@ class LayoutSection(Section):
     schedule: Schedule | None = Field(None, description="In which order the pipeline works through the microbatches.")
     stages: Positive | None = Field(None, description="Pipeline stages that every pipeline rank holds.")
     stage_layers: Annotated[tuple[NotNegative, ...], Field(min_length=1)] | None = Field(
-        None, description="Layers of every stage, in model order; by default as even as can be."
+        None,
+        description="Layers of every stage, in model order; by default as even as can be. With it `kumi plan` searches "
+        "nothing: what is not pinned is at its default.",
     )
     offload: Offload | None = Field(None, description="What is kept on the host, or on its NVMe drives.")
 
