@@ -72,3 +72,9 @@ def test_link_names():
     assert link_name(CLUSTER, 1, 16) == "outer"
     assert link_name(CLUSTER, 8, 2) == "outer"
     assert link_name(CLUSTER, 1, 1) == ""
+
+
+def test_a_ring_of_sends_waits_for_the_slowest_hop():
+    # Sixteen ranks side by side are two nodes: somewhere in the ring a message leaves its node.
+    assert seconds("send", 4e9, 16, 1) == pytest.approx(0.08, rel=1e-2)
+    assert seconds("send", 4e9, 8, 1) == pytest.approx(0.01, rel=1e-2)

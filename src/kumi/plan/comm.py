@@ -60,7 +60,7 @@ def collective_seconds(
     if not cluster.links:
         return np.zeros_like(size)
     if kind == "send":
-        return np.where(size > 0, _send(cluster, size, stride), 0.0)
+        return np.where(size > 0, _send(cluster, size, degree, stride), 0.0)
     if kind == "all_to_all":
         seconds = _all_to_all(cluster, size, degree, stride, copies)
     else:
@@ -75,12 +75,14 @@ def collective_seconds(
     return np.where((degree > 1) & (size > 0), seconds, 0.0)
 
 
-def _send(cluster: ClusterSpec, size: Floats, stride: Floats) -> Floats:
-    """Seconds to send `size` bytes to the rank `stride` further: over the innermost link that reaches it."""
-    seconds = np.zeros_like(size)
-    for link in reversed(cluster.links):
+def _send(cluster: ClusterSpec, size: Floats, degree: Floats, stride: Floats) -> Floats:
+    """Seconds to send `size` bytes to the next rank of the group, where that is slowest: all wait for it."""
+    seconds, inside = np.zeros_like(size), np.ones_like(size)
+    for link in cluster.links:
+        reach = members(stride, degree, link.span)
         own = link.latency + size / (link.bandwidth * link.efficiency)
-        seconds = np.where((stride < link.span) | (link is cluster.links[-1]), own, seconds)
+        seconds = np.where(reach > inside, np.maximum(seconds, own), seconds)
+        inside = np.maximum(inside, reach)
     return seconds
 
 
