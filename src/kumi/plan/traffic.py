@@ -202,8 +202,7 @@ def _priced(job: Job, layout: Layout, one: Collective) -> Collective:
     stride = _stride(layout, one)
     arguments = (np.array([float(value)]) for value in (one.bytes, one.degree, stride))
     seconds = one.count * float(collective_seconds(job.cluster, one.kind, *arguments)[0])
-    name = link_name(job.cluster, stride, 2 if one.kind == "send" else one.degree)
-    return replace(one, link=name, seconds=seconds)
+    return replace(one, link=link_name(job.cluster, stride, one.degree), seconds=seconds)
 
 
 def _kind(one: Collective) -> str:

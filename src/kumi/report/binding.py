@@ -128,8 +128,8 @@ def _recompute(best: Estimate) -> Iterator[Lever]:
 
 def _waits(best: Estimate) -> float:
     """How many times as much a step is shortened by what every microbatch saves: a pipeline's waits grow with it."""
-    bubble = min(spent(best, "bubble"), 0.9 * best.step_seconds)
-    return best.step_seconds / (best.step_seconds - bubble)
+    every = spent(best, *words.COMPUTE, "recompute", "tp", "cp", "ep", "host")
+    return 1 + spent(best, "bubble") / every if every else 1.0
 
 
 def _batch(report: Report) -> Iterator[Lever]:
