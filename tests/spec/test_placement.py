@@ -1,0 +1,106 @@
+"""Groups of ranks partition the world, and agree with how parameters are divided."""
+
+from __future__ import annotations
+
+import pytest
+
+from kumi.errors import LayoutError
+from kumi.spec.cluster import ClusterSpec, Device, Link
+from kumi.spec.layout import AXES, Layout
+from kumi.spec.placement import EXPERT_AXES, axis, coords, groups, leaves_node, link
+from kumi.spec.sharding import _zero_index, zero_degree
+
+LAYOUTS = [
+    Layout(),
+    Layout(dp_replicate=4),
+    Layout(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2, zero=3),
+    Layout(dp_shard=8, ep=4, zero=3),
+    Layout(dp_shard=4, tp=2, ep=4, zero=3),
+    Layout(dp_shard=2, tp=4, ep=2, expert_tp=2, zero=1),
+    Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=2, expert_tp=2, zero=3),
+    Layout(dp_shard=2, cp=2, tp=2, ep=8, zero=3),
+]
+NAMES = (*AXES, *EXPERT_AXES, "zero")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_partition_the_ranks(layout, name):
+    found, one = groups(layout, name), axis(layout, name)
+    assert sorted(rank for group in found for rank in group) == list(range(layout.world_size))
+    assert {len(group) for group in found} == {one.degree}
+    for group in found:
+        assert [one.index(rank) for rank in group] == list(range(one.degree))
+        assert all(one.group(rank) == group for rank in group)
+
+
+@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_of_dense_axes_are_the_layout_s(layout, name):
+    assert groups(layout, name) == tuple(layout.groups(name))
+
+
+@pytest.mark.parametrize("arrangement", [AXES, ("pp", "dp_replicate", *EXPERT_AXES)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_has_a_place_of_its_own_in_both_arrangements(layout, arrangement):
+    places = {tuple(coords(layout, rank)[name] for name in arrangement) for rank in range(layout.world_size)}
+    assert len(places) == layout.world_size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "routed"), [("zero", False), ("expert_dp", True)])
+def test_what_zero_divides_is_divided_over_its_group_in_order(layout, name, routed):
+    one = axis(layout, name)
+    assert one.degree == zero_degree(layout, routed=routed)
+    for group in groups(layout, name):
+        assert [_zero_index(layout, rank, routed=routed) for rank in group] == list(range(one.degree))
+        assert len({layout.coords(rank)["pp"] for rank in group}) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_of_an_expert_are_neighbours_and_data_ranks_far(layout):
+    assert axis(layout, "expert_tp").stride <= axis(layout, "ep").stride <= axis(layout, "expert_dp").stride
+
+
+def test_experts_borrow_from_data_context_and_tensor_ranks():
+    layout = Layout(dp_shard=2, cp=2, tp=2, ep=2, expert_tp=2, zero=3)
+    assert groups(layout, "expert_tp")[0] == (0, 1)
+    assert groups(layout, "ep")[0] == (0, 2)
+    assert groups(layout, "expert_dp")[0] == (0, 4)
+
+
+def test_a_product_that_does_not_divide_the_ranks_is_refused():
+    with pytest.raises(LayoutError, match="ep x expert_tp = 4 does not divide the dp_shard x cp x tp = 6"):
+        groups(Layout(dp_shard=6, ep=4, zero=1), "ep")
+
+
+def _cluster(nodes, per_node=8):
+    links = (Link("inside", per_node, 100.0, 0.0), Link("network", per_node * nodes, 10.0, 0.0))
+    return ClusterSpec("test", Device("d", "cuda", 0), per_node, nodes, links=links)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "crossed"),
+    [
+        (Layout(dp_shard=2, tp=8, zero=1), "tp", "inside"),
+        (Layout(dp_shard=2, tp=8, zero=1), "dp_shard", "network"),
+        (Layout(tp=16), "tp", "network"),
+        (Layout(dp_shard=4, tp=4, zero=1, ep=4), "ep", "inside"),
+        (Layout(dp_shard=4, tp=4, zero=1, ep=8), "ep", "inside"),
+        (Layout(dp_shard=4, tp=4, zero=1, ep=8, expert_tp=2), "ep", "network"),
+        (Layout(dp_replicate=16), "cp", None),
+    ],
+)
+def test_links_that_groups_cross(layout, name, crossed):
+    cluster = _cluster(2)
+    one = axis(layout, name)
+    found = link(cluster, one)
+    assert (found and found.name) == crossed
+    assert leaves_node(cluster, one) == (crossed == "network")
+    apart = any(len({rank // 8 for rank in group}) > 1 for group in groups(layout, name))
+    assert leaves_node(cluster, one) == apart
+
+
+def test_a_group_may_straddle_nodes_that_its_degree_would_fit():
+    cluster, layout = _cluster(3, per_node=4), Layout(dp_shard=2, tp=6, zero=1)
+    assert leaves_node(cluster, axis(layout, "tp"))
