@@ -34,6 +34,7 @@ def parsed(script, trainers, folder, wanted=lambda files: True):
             (folder / trainer / name).mkdir(parents=True)
             for file, text in files.items():
                 (folder / trainer / name / file).write_text(text)
+    assert names
     command = [
         PYTHON,
         str(PARSERS / f"{script}.py"),
