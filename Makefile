@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo plan test lint clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kumi train examples/quickstart.toml
+
+plan: $(VENV)/demo.stamp
+	$(BIN)/kumi plan examples/plan/llama-3-8b.toml
 
 test:
 	.ci/run

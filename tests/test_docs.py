@@ -23,13 +23,20 @@ SMALL = ['data.sources=[{path="{stdlib}/email/*.py"}]', "data.validation=0.2", "
 STEPS = 4
 
 
+def made():
+    """What each target of the Makefile runs of kumi, as lines of text."""
+    return dict(re.findall(r"^(\w+):.*\n\t\$\(BIN\)/(kumi .*)$", (ROOT / "Makefile").read_text(), re.M))
+
+
 def commands(page):
-    """The kumi commands in the code blocks of `page`, as lists of words, without prompts and remarks."""
+    """The kumi commands in the code blocks of `page`, as lists of words, without prompts and remarks; those that make
+    runs, as it runs them."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
     lines = (
         line.strip() for language, block in blocks if language in ("", "bash", "sh") for line in block.splitlines()
     )
-    return [shlex.split(line, comments=True) for line in lines if re.match(r"kumi (?!VERB)", line)]
+    words = (shlex.split(line, comments=True) for line in lines if re.match(r"make|kumi (?!VERB)", line))
+    return [shlex.split(made()[line[1]]) if line[0] == "make" else line for line in words]
 
 
 def shrunk(words):
@@ -52,6 +59,14 @@ def test_the_readme_s_commands_run_in_order(tmp_path):
             assert main(shrunk(words)) == 0, words
         decoder = kumi.load_decoder("runs/quickstart/hf")
         assert decoder(torch.zeros((2, 5), dtype=torch.int64)).shape == (2, 5, 4096)
+
+
+def test_the_readme_says_what_its_first_commands_run():
+    page = (ROOT / "README.md").read_text()
+    assert made()
+    for target, command in made().items():
+        assert re.search(rf"`make {target}`\s+runs\s+`{re.escape(command)}`", page), target
+        assert re.search(rf"^make {target} ", page, re.M), target
 
 
 def test_the_readme_s_figures_are_the_ledger_s():
