@@ -52,7 +52,7 @@ def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     optimizer = bare_loop.make_optimizer(args, model)
     batch = bare_loop.Batches(args, case.config()["vocab_size"], rank=0, world=1)(0)
     if case.compile:  # layer by layer, as kumi does: the whole model in one graph takes minutes to compile
-        for layer in model.model.layers:
+        for layer in model.model.layers.values():
             layer.compile()
     return (lambda: bare_loop.train_step(args, model, optimizer, batch)), None
 

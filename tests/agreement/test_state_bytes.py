@@ -73,7 +73,7 @@ def _measured_gathered(layout, family, microbatches, kind):
     def look_in_backward(module, args, output):
         output.register_hook(lambda grad: backward.append(_whole(model)))
 
-    for module in (model.model.embed_tokens, *model.model.layers):
+    for module in (model.model.embed_tokens, *model.model.layers.values()):
         module.register_forward_pre_hook(lambda *_: forward.append(_whole(model)))
         module.register_forward_hook(look_in_backward)
     forward_backward(model, mesh, 0, microbatches, dtype=getattr(torch, PRECISIONS[kind].param))

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from kumi.nn import cpu_attention
-from kumi.nn.attention import Segments, attend, segments
+from kumi.nn.attention import attend
 from kumi.nn.cpu_attention import packed_attention
+from kumi.nn.where import Segments, segments
 
 ROWS, LENGTH, SIZE = 2, 11, 4
 
@@ -33,16 +34,16 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2], [5, 5, 5, 5, 5, 5, 
 def test_equals_masked_sdpa(heads, window, document_ids):
     qkv, grad = inputs(*heads)
     where = segments(torch.zeros(ROWS, LENGTH), document_ids)
-    found = attend(*qkv, where, window)
+    found = attend(where, *qkv, window)
     # The way taken on other devices: it must agree, too.
-    expected = attend(*qkv, Segments(document_ids, None), window)
+    expected = attend(Segments(document_ids, None), *qkv, window)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, qkv, grad), torch.autograd.grad(expected, qkv, grad))
 
 
 def test_the_mask_of_other_devices_is_right():
     qkv, _ = inputs(2, 2)
-    out = attend(*qkv, Segments(DOCUMENTS, None), 3)
+    out = attend(Segments(DOCUMENTS, None), *qkv, 3)
     row, position, head = 0, 8, 1
     q, k, v = (x[row, :, head] for x in qkv)
     seen = slice(6, 9)
@@ -53,7 +54,7 @@ def test_the_mask_of_other_devices_is_right():
 def test_gradcheck():
     qkv, _ = inputs(2, 1)
     where = segments(torch.zeros(ROWS, LENGTH), DOCUMENTS)
-    assert torch.autograd.gradcheck(lambda *x: attend(*x, where, 4), qkv)
+    assert torch.autograd.gradcheck(lambda *x: attend(where, *x, 4), qkv)
 
 
 def test_bfloat16_is_as_close_as_the_kernel_of_pytorch():

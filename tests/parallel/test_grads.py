@@ -58,9 +58,9 @@ def _one_rank_overflows(layout):
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0)
     forward_backward(model, mesh, 0, 1)
     if mesh.rank == 1:
-        local(bare(model).model.layers[0].mlp.up_proj.weight.grad)[0, 0] = float("inf")
+        local(bare(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
     if layout.zero == 0:  # whole gradients are equal on all ranks: what overflows on one has overflowed on all
-        local(bare(model).model.layers[0].mlp.up_proj.weight.grad)[0, 0] = float("inf")
+        local(bare(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
     norm = clip_gradients(model.parameters(), 1.0, mesh)
     return LossScale(1024.0).after(norm).scale
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from kumi.bench.clock import Work
 from kumi.nn import rope
-from kumi.nn.attention import Segments, attend, segments
+from kumi.nn.attention import attend
 from kumi.nn.linear import Linear
 from kumi.nn.logprob import weighted_sum
 from kumi.nn.mlp import gated
 from kumi.nn.norm import RMSNorm
+from kumi.nn.where import Segments, segments
 from kumi.parallel.optimizer import init_adamw
 from kumi.plan.work import PASSES
 from kumi.spec.engine import KUMI
@@ -280,11 +281,11 @@ def _attention(device: torch.device, dtype: str, shape: tuple[int, int, int, int
     def forward() -> Work:
         q, k, v = inputs(grad=False)
         where = plain()
-        return lambda: attend(q, k, v, where, None)
+        return lambda: attend(where, q, k, v, None)
 
     def backward() -> Work:
         q, k, v = inputs(grad=True)
-        out = attend(q, k, v, plain(), None)
+        out = attend(plain(), q, k, v, None)
         grad = torch.ones_like(out)
         return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,40 +11,8 @@ from kumi.nn import rope
 from kumi.nn.cpu_attention import packed_attention
 from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
+from kumi.nn.where import Segments, Where, rotary
 from kumi.spec import model
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Where the documents of a batch lie, worked out once and used by every layer.
-
-    `bounds`: the tokens, numbered through the batch, at which documents begin, and their count at the end; a row begins
-    one. On the CPU a list, on CUDA the int32 tensor that variable-length attention takes, elsewhere None.
-    `document_ids` (B, S) has another value on each side of a boundary; it is None where a row is one document.
-    """
-
-    document_ids: Tensor | None
-    bounds: list[int] | Tensor | None
-
-
-def segments(input_ids: Tensor, document_ids: Tensor | None) -> Segments:
-    """The segments of a batch (B, S) whose documents `document_ids` (B, S) tells apart; None: a row is a document."""
-    rows, length = input_ids.shape
-    if input_ids.device.type not in ("cpu", "cuda"):
-        return Segments(document_ids, None)
-    if document_ids is None:
-        bounds = torch.arange(0, rows * length + 1, length, device=input_ids.device)
-    else:
-        end = torch.tensor([rows * length], device=input_ids.device)
-        bounds = torch.cat([begins(document_ids).flatten().nonzero()[:, 0], end])
-    return Segments(document_ids, bounds.tolist() if input_ids.device.type == "cpu" else bounds.int())
-
-
-def begins(document_ids: Tensor) -> Tensor:
-    """True (B, S) at the first token of every document."""
-    first = torch.ones_like(document_ids, dtype=torch.bool)
-    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return first
 
 
 class Attention(nn.Module):
@@ -65,19 +31,22 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, eps, device=device, dtype=dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, eps, device=device, dtype=dtype) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        batch, length, _ = x.shape
-        heads = (batch, length, -1, self.spec.head_dim)
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        """Of the hidden states `x` (B, S, D), or (B * S, D), in the same shape."""
+        heads = (*where.shape, -1, self.spec.head_dim)
         q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        out = attend(q, k, v, segments, self.spec.sliding_window)
-        projected: Tensor = self.o_proj(out.reshape(batch, length, -1))
+        turn = rotary(self.spec)
+        if turn is not None:
+            cos, sin = where.tables[turn]
+            q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        out = where.attend(q, k, v, self.spec.sliding_window)
+        projected: Tensor = self.o_proj(out.reshape(*x.shape[:-1], -1))
         return projected
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None) -> Tensor:
+def attend(segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """Attention of `q` (B, S, H, E) over `k` and `v` (B, S, K, E), each position over its document's past."""
     if isinstance(segments.bounds, list):
         return packed_attention(q, k, v, segments.bounds, window)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kumi.nn import logprob, rope
-from kumi.nn.attention import Attention, Segments, begins, segments
+from kumi.nn import logprob
+from kumi.nn.attention import Attention, attend
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.norm import RMSNorm
+from kumi.nn.where import Attend, Where, positions, segments, tables
 from kumi.spec import families, model
-from kumi.spec.model import LayerSpec, ModelSpec, Rope
+from kumi.spec.model import LayerSpec, ModelSpec
 
 
 class DecoderLayer(nn.Module):
@@ -31,8 +34,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, device=device, dtype=dtype)
         self.mlp = MLP(hidden_size, spec.mlp, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, segments)
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), where)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -49,35 +52,52 @@ class Embedding(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers and final norm; named as Hugging Face names them."""
+    """Embedding, layers and final norm, or those that a stage has of them; named as Hugging Face names them."""
 
-    def __init__(self, spec: ModelSpec, *, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, layers: Sequence[int], *, table: bool, norm: bool,
+        device: torch.device | None, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
-        self.layers = nn.ModuleList(
-            DecoderLayer(spec.hidden_size, layer, spec.norm_eps, device=device, dtype=dtype) for layer in spec.layers
+        if table:
+            self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
+        made = (
+            DecoderLayer(spec.hidden_size, spec.layers[i], spec.norm_eps, device=device, dtype=dtype) for i in layers
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
+        # By their numbers in the whole model, so that a stage's parameters have the names they have there.
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in zip(layers, made, strict=True)})
+        if norm:
+            self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model whose parameter names are those of Hugging Face.
+    """A decoder-only language model, or a stage of it, whose parameter names are those of Hugging Face.
 
     Parameters start uninitialised in `dtype` on `device` (which may be "meta"); `compute_dtype` is what activations and
-    matrix products are in. ModelError for a model that this package does not compute.
+    matrix products are in. A stage has the layers numbered `layers`, and the embedding and the head (with the final
+    norm) where these are True; a tied head has a token table of its own where the embedding is elsewhere. ModelError
+    for a model that this package does not compute.
+
+    What works on many ranks at once replaces parts: `attention_over(tokens, document_ids)` makes the attention of a
+    batch, and `logits`, `log_probs` and `weighted_sum` read final hidden states (T, D) with the head's weight.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-    ) -> None:
+        self, spec: ModelSpec, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32,
+        layers: Sequence[int] | None = None, embedding: bool = True, head: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         families.check_trained(spec)
         device = torch.device(device) if device is not None else None
-        self.spec = spec
+        self.spec, self.has_embedding, self.has_head = spec, embedding, head
         self.compute_dtype = dtype
-        self.model = Model(spec, device=device, dtype=dtype)
-        if not spec.tie_word_embeddings:
+        tied = spec.tie_word_embeddings
+        numbers = range(spec.num_hidden_layers) if layers is None else layers
+        self.model = Model(spec, numbers, table=embedding or (head and tied), norm=head, device=device, dtype=dtype)
+        if head and not tied:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
+        self.attention_over: Callable[[Tensor, Tensor | None], Attend] = whole_rows
+        self.logits, self.log_probs, self.weighted_sum = logits, logprob.log_probs, logprob.weighted_sum
 
     @overload
     def forward(
@@ -100,39 +120,42 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What the arguments ask for, given token ids (B, S).
+        """What the arguments ask for, given token ids (B, S), or the hidden states that the stage before returned.
 
         Without `labels`: logits (B, S, V). With them (already shifted: labels[b, s] is what should follow
         input_ids[b, s]; -100 where nothing is to be learnt): their log-probs, float32 (B, S), 0 where it is -100.
         With `token_weights` (B, S) besides: the scalar sum of token_weights * log-probs, whose gradient is formed at
-        once, and the log-probs, detached.
+        once, and the log-probs, detached. A stage without head returns hidden states whatever else is given.
 
-        `document_ids` (B, S) keeps documents packed in a row apart; `position_ids` (B, S) default to 0, 1, ... in each.
+        `document_ids` (B, S) keeps documents packed in a row apart; `position_ids` (B, S) default to 0, 1, ... in each,
+        and must be given to a stage without embedding.
         """
         hidden = self.hidden(input_ids, position_ids=position_ids, document_ids=document_ids)
-        weight = self.head_weight
+        if not self.has_head:
+            return hidden
+        flat, weight = hidden.flatten(0, -2), self.head_weight
         if labels is None:
-            return F.linear(hidden, weight.to(hidden.dtype))
-        flat = hidden.flatten(0, 1)
+            shape = input_ids.shape if position_ids is None else position_ids.shape
+            return self.logits(flat, weight).view(*shape, -1)
         if token_weights is None:
-            return logprob.log_probs(flat, weight, labels.flatten()).view(labels.shape)
-        total, log_probs = logprob.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten())
+            return self.log_probs(flat, weight, labels.flatten()).view(labels.shape)
+        total, log_probs = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten())
         return total, log_probs.view(labels.shape)
 
     def hidden(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
-        """The final hidden states (B, S, D), normalised, in the compute dtype."""
+        """The last hidden states (B, S, D) in the compute dtype, normalised where the stage has the head."""
         if position_ids is None:
             position_ids = positions(input_ids, document_ids)
-        keys = {_rotary(layer) for layer in self.spec.layers}
-        tables = {key: rope.tables(*key, position_ids) for key in keys}
-        where = segments(input_ids, document_ids)
-        x = self.model.embed_tokens(input_ids).to(self.compute_dtype)
-        for spec, layer in zip(self.spec.layers, self.model.layers):
-            x = layer(x, *tables[_rotary(spec)], where)
-        normed: Tensor = self.model.norm(x)
-        return normed
+        specs = [self.spec.layers[int(index)].attention for index in self.model.layers]
+        rows, length = position_ids.shape
+        attention = self.attention_over(position_ids, document_ids)
+        where = Where((rows, length), tables(specs, position_ids), attention)
+        x = self.model.embed_tokens(input_ids).to(self.compute_dtype) if self.has_embedding else input_ids
+        for layer in self.model.layers.values():
+            x = layer(x, where)
+        return self.model.norm(x) if self.has_head else x
 
     @property
     def head_weight(self) -> Tensor:
@@ -140,16 +163,11 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight
 
 
-def _rotary(layer: LayerSpec) -> tuple[Rope, int]:
-    """The rotation of the layer's heads, and their size."""
-    assert isinstance(layer.attention, model.Attention)
-    assert layer.attention.rope is not None
-    return layer.attention.rope, layer.attention.head_dim
+def whole_rows(tokens: Tensor, document_ids: Tensor | None) -> Attend:
+    """The attention of a batch (B, S) whose rows are whole on this device."""
+    return partial(attend, segments(tokens, document_ids))
 
 
-def positions(input_ids: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Positions (B, S) that count from 0 in every document."""
-    index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    if document_ids is None:
-        return index
-    return index - torch.where(begins(document_ids), index, 0).cummax(dim=1).values
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits (T, V) of the final hidden states (T, D)."""
+    return F.linear(hidden, weight.to(hidden.dtype))

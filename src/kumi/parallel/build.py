@@ -30,9 +30,9 @@ def build(
     """
     decoder = Decoder(spec, device="meta", dtype=getattr(torch, precision.param))
     decoder.compute_dtype = getattr(torch, precision.compute)
-    recompute_layers(decoder.model.layers, mesh.layout.recompute)
+    recompute_layers(decoder.model.layers.values(), mesh.layout.recompute)
     if compile:
-        for layer in decoder.model.layers:
+        for layer in decoder.model.layers.values():
             layer.compile()
     divided = mesh.layout.zero > 0 and mesh.axes is not None
     if divided:

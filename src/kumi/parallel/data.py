@@ -70,7 +70,7 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
     )
     axes = mesh.axis("dp_replicate", "dp_shard")
     embedding = [] if decoder.spec.tie_word_embeddings else [decoder.model.embed_tokens]
-    layers = list(decoder.model.layers)
+    layers = list(decoder.model.layers.values())
     for unit in [*embedding, *layers]:
         # The backward begins with the last layer: to free it in between would only cost another gathering.
         free = mesh.layout.zero == 3 and unit is not layers[-1]

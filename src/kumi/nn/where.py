@@ -1,0 +1,80 @@
+"""Where the tokens of a batch stand: their positions, their documents, and what each may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kumi.nn import rope
+from kumi.spec.model import Attention, LatentAttention, Rope
+
+# attend(q (B, S, H, E), k (B, S, K, E), v (B, S, K, E'), window) gives (B, S, H, E'): each query over its document's past.
+Attend = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
+# Which rotation, of how many dims of a head.
+Rotary = tuple[Rope, int]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the documents of a batch lie, worked out once and used by every layer.
+
+    `bounds`: the tokens, numbered through the batch, at which documents begin, and their count at the end; a row begins
+    one. On the CPU a list, on CUDA the int32 tensor that variable-length attention takes, elsewhere None.
+    `document_ids` (B, S) has another value on each side of a boundary; it is None where a row is one document.
+    """
+
+    document_ids: Tensor | None
+    bounds: list[int] | Tensor | None
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a layer needs besides hidden states: `shape` (B, S) of the tokens, whose hidden states may come flattened;
+    cos and sin of every rotation in use; and the attention over them."""
+
+    shape: tuple[int, int]
+    tables: Mapping[Rotary, tuple[Tensor, Tensor]]
+    attend: Attend
+
+
+def rotary(spec: Attention | LatentAttention) -> Rotary | None:
+    """The rotation of a layer's heads, None where it has none."""
+    return None if spec.rope is None else (spec.rope, spec.rotary_dim)
+
+
+def tables(specs: Iterable[Attention | LatentAttention], position_ids: Tensor) -> dict[Rotary, tuple[Tensor, Tensor]]:
+    """cos and sin (B, S, 1, E) of every rotation in `specs` at `position_ids` (B, S)."""
+    keys = {key for spec in specs if (key := rotary(spec)) is not None}
+    return {key: rope.tables(*key, position_ids) for key in keys}
+
+
+def segments(tokens: Tensor, document_ids: Tensor | None) -> Segments:
+    """The segments of a batch of the shape of `tokens` (B, S) whose documents `document_ids` (B, S) tells apart; None:
+    a row is a document."""
+    rows, length = tokens.shape
+    if tokens.device.type not in ("cpu", "cuda"):
+        return Segments(document_ids, None)
+    if document_ids is None:
+        bounds = torch.arange(0, rows * length + 1, length, device=tokens.device)
+    else:
+        end = torch.tensor([rows * length], device=tokens.device)
+        bounds = torch.cat([begins(document_ids).flatten().nonzero()[:, 0], end])
+    return Segments(document_ids, bounds.tolist() if tokens.device.type == "cpu" else bounds.int())
+
+
+def begins(document_ids: Tensor) -> Tensor:
+    """True (B, S) at the first token of every document."""
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return first
+
+
+def positions(input_ids: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Positions (B, S) that count from 0 in every document."""
+    index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    if document_ids is None:
+        return index
+    return index - torch.where(begins(document_ids), index, 0).cummax(dim=1).values
