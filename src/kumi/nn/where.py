@@ -11,7 +11,7 @@ from torch import Tensor
 from kumi.nn import rope
 from kumi.spec.model import Attention, LatentAttention, Rope
 
-# attend(q (B, S, H, E), k (B, S, K, E), v (B, S, K, E'), window) gives (B, S, H, E'): each query over its document's past.
+# attend(q (B, S, H, E), k (B, S, K, E), v (B, S, K, E'), window) gives (B, S, H, E'): of each query over its past.
 Attend = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
 # Which rotation, of how many dims of a head.
 Rotary = tuple[Rope, int]
