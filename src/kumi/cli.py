@@ -247,7 +247,7 @@ def _resolve(arguments: argparse.Namespace) -> Run:
 
 def _describe(arguments: argparse.Namespace) -> int:
     from kumi import config
-    from kumi.describe import describe, render, show
+    from kumi.describe import describe, render, render_placement, show
 
     if arguments.schema:
         print(json.dumps(config.json_schema(), indent=2))
@@ -260,7 +260,9 @@ def _describe(arguments: argparse.Namespace) -> int:
     elif arguments.json:
         print(json.dumps(describe(run), indent=2))
     else:
-        show(render(describe(run)))
+        found = describe(run)
+        show(render(found))
+        show(render_placement(found["placement"]))
     return OK
 
 

@@ -1,4 +1,4 @@
-"""What a run is going to do, before it does it: as data, and as tables."""
+"""What a run is going to do as data and as a table, and what its data are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kumi.describe.placement import placement
 from kumi.spec import ledger
+from kumi.spec.checks import cuts
 from kumi.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def show(content: RenderableType) -> None:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """The model, layout, batch and memory of `run`, as plain data."""
+    """The model, layout, placement, batch and memory of `run`, as plain data."""
     model, batch, layout = run.model, run.batch, run.layout
     config = run.config
     return {
@@ -54,6 +56,7 @@ def describe(run: Run) -> dict[str, Any]:
             "memory_bytes": run.cluster.device.memory,
         },
         "layout": asdict(layout),
+        "placement": placement(layout, run.cluster, experts=bool(cuts(model).experts)),
         "precision": asdict(run.precision),
         "batch": {
             "seq_len": batch.seq_len,
