@@ -255,10 +255,7 @@ def repeated_flops(job: Job, layout: Layout) -> float:
 @lru_cache(maxsize=1024)
 def flops_per_token(model: ModelSpec, seq_len: int) -> tuple[float, float]:
     """FLOPs of a forward pass for a token: of the whole model, and of its layers, which full recomputation repeats."""
-    of_layer = [
-        ledger.layer_ops(model, model.layer_kinds()[1].index(kind)) for kind in range(len(model.layer_kinds()[0]))
-    ]
-    each = [sum(op.forward_flops(seq_len, seq_len) for op in ops) / seq_len for ops in of_layer]
+    each = [sum(op.forward_flops(seq_len, seq_len) for op in ops) / seq_len for ops in ledger.kind_ops(model)]
     layers = float(sum(each[kind] for kind in model.layer_kinds()[1]))
     return layers + sum(op.forward_flops(seq_len, seq_len) for op in ledger.head_ops(model)) / seq_len, layers
 

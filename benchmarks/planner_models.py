@@ -214,7 +214,7 @@ def _nearest(shape: Shape, positions: int, params: float | None, named: bool) ->
 def parameters(model: ModelSpec) -> int:
     """How many parameters a model has; equal layers are counted once and multiplied."""
     of_layer = model.layer_kinds()[1]
-    parts = [(ledger.layer_ops(model, of_layer.index(kind)), of_layer.count(kind)) for kind in set(of_layer)]
+    parts = [(ops, of_layer.count(kind)) for kind, ops in enumerate(ledger.kind_ops(model))]
     parts += [(ledger.embedding_ops(model), 1), (ledger.head_ops(model), 1)]
     return sum(count * param.numel for ops, count in parts for op in ops for param in op.params)
 

@@ -16,8 +16,7 @@ import numpy as np
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.distinct import distinct
 from kumi.spec.job import Job
-from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
-from kumi.spec.model import ModelSpec
+from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Activation, Dim, Op
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import AXIS, cut, style
@@ -61,15 +60,9 @@ def ledger(job: Job, x: Columns) -> Ledger:
     """What the parts of the model keep on a rank of every row, each token that the rank sees counted once."""
     first, index = distinct(x.tp, x.expert_tp, x.sequence_parallel)
     rank, model = _Rank(job, x.take(first)), job.model
-    layers = [rank.layer(ops) for ops in kinds_of(model)]
+    layers = [rank.layer(ops) for ops in kind_ops(model)]
     embedding, head = (rank.total(rank.saved, ops)[index] for ops in (embedding_ops(model), head_ops(model)))
     return Ledger(tuple(one.take(index) for one in layers), embedding, head, layers[0].full[index])
-
-
-def kinds_of(model: ModelSpec) -> list[tuple[Op, ...]]:
-    """The operations of every kind of layer."""
-    kinds, of_layer = model.layer_kinds()
-    return [layer_ops(model, of_layer.index(kind)) for kind in range(len(kinds))]
 
 
 class _Rank:
@@ -79,7 +72,7 @@ class _Rank:
         self.job, self.engine = job, job.engine
         self.tp, self.expert_tp = x.tp.astype(np.float64), x.expert_tp.astype(np.float64)
         self.outside = np.where(x.sequence_parallel > 0, self.tp, 1.0)
-        self.compute = ITEMSIZE[job.precision.compute]
+        self.compute = job.itemsize
         self.sizes = {**ITEMSIZE, "compute": self.compute}
 
     def layer(self, ops: Sequence[Op]) -> Kept:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kumi.plan.activations import Kept, Ledger, kinds_of, ledger
+from kumi.plan.activations import Kept, Ledger, ledger
 from kumi.plan.columns import WORDS, Columns, Floats, Ints, columns
 from kumi.plan.stages import Share, share
 from kumi.plan.states import Gathered, Held, divided, gathered, held, state_bytes, update_bytes
@@ -23,7 +23,7 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import logit_chunk
+from kumi.spec.ledger import kind_ops, logit_chunk
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim
 from kumi.spec.optim import Optim
@@ -131,7 +131,7 @@ def _weight_copies(job: Job, x: Columns, own: Held, part: Share) -> Floats:
         return np.zeros(len(x))
     again = _recomputed(x, part)
     copies = (1 - again) * own.total.products + np.where(again > 0, own.layer.products, 0.0)
-    return np.asarray(ITEMSIZE[job.precision.compute] * np.where(divided(x) > 1, 0.0, copies))
+    return np.asarray(job.itemsize * np.where(divided(x) > 1, 0.0, copies))
 
 
 def recomputed_share(x: Columns, layers: Floats) -> Floats:
@@ -189,8 +189,8 @@ def _head_gradient(job: Job, x: Columns, part: Share) -> Floats:
 def _buffers(job: Job, x: Columns) -> Floats:
     """Bytes of communication buffers: of the pipeline's messages each way, of what sequence parallelism gathers, of a
     ring neighbour's keys and values with their gradients, and of tokens on their way to experts and back."""
-    compute, tokens = ITEMSIZE[job.precision.compute], tokens_of(job, x)
-    ops = [op for kind in kinds_of(job.model) for op in kind]
+    compute, tokens = job.itemsize, tokens_of(job, x)
+    ops = [op for kind in kind_ops(job.model) for op in kind]
     kv_size = max(op.kv_size for op in ops)
     routed = max((op.passes * op.target.size for op in ops if op.kind == "dispatch"), default=0.0)
     hidden, outside = tokens * job.model.hidden_size, np.where(x.sequence_parallel > 0, x.tp, 1)
@@ -247,7 +247,7 @@ def _offloaded(job: Job, x: Columns, own: Held, sizes: dict[str, Floats], moved:
     """What is left on the device where something is offloaded: of states a layer in use, the next, and the root with
     their gradients, in the compute dtype; of kept activations what is not `moved`."""
     words, _ = _offload_words(x)
-    states, compute = words == "states", ITEMSIZE[job.precision.compute]
+    states, compute = words == "states", job.itemsize
     gone = {"params": states, "grads": states, "weights": states, "optimizer": states | (words == "optimizer")}
     found = {kind: np.where(where, 0.0, sizes[kind]) for kind, where in gone.items()}
     in_use = compute * (2 * own.root.whole + 3 * own.largest_whole)

@@ -13,7 +13,7 @@ from kumi.plan.legal import legal
 from kumi.spec.checks import divisors
 from kumi.spec.job import Job
 from kumi.spec.layout import SCHEDULES
-from kumi.spec.ledger import layer_ops
+from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import V_SHAPED
 
@@ -75,9 +75,7 @@ def _legal(job: Job, parts: list[dict[str, Ints]]) -> Columns:
 
 def expert_counts(model: ModelSpec) -> set[int]:
     """How many routed experts the layers of `model` have; empty where none has any."""
-    kinds, of_layer = model.layer_kinds()
-    firsts = [of_layer.index(kind) for kind in range(len(kinds))]
-    return {op.experts for first in firsts for op in layer_ops(model, first)} - {0}
+    return {op.experts for ops in kind_ops(model) for op in ops} - {0}
 
 
 def meshes(devices: int, pinned: Pins) -> Iterator[tuple[int, ...]]:

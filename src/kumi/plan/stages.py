@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.timeline import V_CODES, in_flight
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import layer_ops
+from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.sharding import stage_bounds
 
@@ -79,9 +79,8 @@ def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
 @lru_cache(maxsize=64)
 def before_largest(model: ModelSpec) -> int:
     """How many layers come before the first of the kind with the most parameters."""
-    kinds, of_layer = model.layer_kinds()
-    firsts = [of_layer.index(kind) for kind in range(len(kinds))]
-    return max(firsts, key=lambda first: sum(param.numel for op in layer_ops(model, first) for param in op.params))
+    sizes = [sum(param.numel for op in ops for param in op.params) for ops in kind_ops(model)]
+    return model.layer_kinds()[1].index(sizes.index(max(sizes)))
 
 
 def bounds(layout: Layout, model: ModelSpec) -> tuple[tuple[int, int], ...]:

@@ -8,12 +8,11 @@ from math import prod
 
 import numpy as np
 
-from kumi.plan.activations import kinds_of
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.distinct import distinct
 from kumi.plan.stages import Share
 from kumi.spec.job import Job
-from kumi.spec.ledger import embedding_ops, head_ops
+from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Op, Param
 from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE
@@ -75,7 +74,7 @@ def held(job: Job, x: Columns, share: Share) -> Held:
     """The parameters that `share` of the model has on a rank of every row."""
     first, index = distinct(x.tp, x.ep, x.expert_tp, divided(x), np.minimum(x.zero, 1))
     rows, model = x.take(first), job.model
-    parts = (*kinds_of(model), embedding_ops(model), head_ops(model))
+    parts = (*kind_ops(model), embedding_ops(model), head_ops(model))
     *layers, table, head = (elements(job, ops, rows).take(index) for ops in parts)
     # A head that shares the token table is one tensor with it; on another stage it is a copy.
     tied = model.tie_word_embeddings
@@ -98,10 +97,25 @@ def elements(job: Job, ops: Iterable[Op], x: Columns) -> Elements:
     return found
 
 
+def local_elements(ops: Iterable[Op], x: Columns) -> tuple[Floats, Floats]:
+    """Elements of the dense parameters of `ops` and of those of routed experts before ZeRO divides them, (rows,) each:
+    all that is to be known where neither padding nor states matter."""
+    found = [np.zeros(len(x)), np.zeros(len(x))]
+    for op in ops:
+        for param in op.params:
+            found[is_routed(param)] += prod(_local_shape(param, x))
+    dense, expert = found
+    return dense, expert
+
+
+def _local_shape(param: Param, x: Columns) -> list[Ints]:
+    return [np.broadcast_to(np.asarray(size), len(x)) for size in cut_shape(param, x.tp, x.ep, x.expert_tp)]
+
+
 def _of_param(job: Job, param: Param, x: Columns, matrix: bool) -> Elements:
     """`Elements` of one parameter. Dense tensors are divided by dim 0, experts' by the dim after "experts"."""
     routed = is_routed(param)
-    shape = [np.broadcast_to(np.asarray(size), len(x)) for size in cut_shape(param, x.tp, x.ep, x.expert_tp)]
+    shape = _local_shape(param, x)
     degree = divided(x)
     if routed:
         degree = np.where(x.zero > 0, np.maximum(1, degree * x.tp // (x.ep * x.expert_tp)), 1)
@@ -125,7 +139,7 @@ def state_bytes(job: Job, x: Columns, own: Held) -> dict[str, Floats]:
     Without `half_weights` (FSDP2's way), ZeRO of any stage divides all three at rest; with it, stage by stage.
     """
     total, engine = own.total, job.engine
-    param, compute = ITEMSIZE[job.precision.param], ITEMSIZE[job.precision.compute]
+    param, compute = ITEMSIZE[job.precision.param], job.itemsize
     part = np.where(x.zero > 0, total.part, total.whole)
     if not engine.half_weights:
         return {"params": param * part, "grads": param * part, "optimizer": total.states}
@@ -175,7 +189,7 @@ def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
     there is more than one microbatch, ZeRO-1 also accumulates those of all units, in the dtype they are reduced in.
     Engines with weights in the compute dtype gather nothing before ZeRO-3.
     """
-    compute, reduce = ITEMSIZE[job.precision.compute], ITEMSIZE[job.precision.reduce]
+    compute, reduce = job.itemsize, ITEMSIZE[job.precision.reduce]
     root, layer, shards = own.root, own.layer, x.zero == 3
     every = compute * own.total.padded
     kept = reduce * np.where((x.zero == 1) & (microbatches > 1), own.total.whole, 0.0)

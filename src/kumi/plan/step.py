@@ -16,7 +16,7 @@ from kumi.plan.update import HIDES, data_groups, hidden_share, parameters, slowi
 from kumi.plan.work import Cost, Table, table
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE
-from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
+from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Op
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
@@ -140,7 +140,7 @@ def moved_bytes(job: Job, x: Columns, part: Share) -> tuple[Floats, Floats]:
         rows = x.take(states)
         own = parameters(job, rows, part.take(states))
         for elements, degree, _ in data_groups(rows, own.dense, own.expert):
-            weights = job.weight_itemsize * elements / np.where(rows.zero == 3, degree, 1)
+            weights = job.itemsize * elements / np.where(rows.zero == 3, degree, 1)
             forward[states] += weights
             backward[states] += weights + job.engine.grad_itemsize * elements / np.where(rows.zero >= 2, degree, 1)
     return forward, backward
@@ -188,7 +188,7 @@ def _add_gathers(
     long. ZeRO-2 only reduces."""
     if not (x.zero >= 2).any():
         return
-    gather, scatter = unit_seconds(job, x, layer_ops(job.model, job.model.layer_kinds()[1].index(kind)))
+    gather, scatter = unit_seconds(job, x, kind_ops(job.model)[kind])
     hides_gather, hides_scatter = (
         hidden_share(job, on) for on in (job.engine.overlap_params, job.engine.overlap_grads)
     )
@@ -219,13 +219,12 @@ def _add_end_gathers(job: Job, x: Columns, found: Stage, ops: Sequence[Op], coun
 
 def send_seconds(job: Job, x: Columns) -> Floats:
     """Seconds to send one microbatch's activations to the next stage."""
-    size = {"float64": 8, "float32": 4}.get(job.precision.compute, 2)
     tokens = x.microbatch * job.batch.seq_len / x.cp
     cut = np.where(x.sequence_parallel.astype(bool) | job.engine.scatter_sends, x.tp, 1)
     return collective_seconds(
         job.cluster,
         "send",
-        np.where(x.pp > 1, size * tokens * job.model.hidden_size / cut, 0.0),
+        np.where(x.pp > 1, job.itemsize * tokens * job.model.hidden_size / cut, 0.0),
         x.pp,
         x.dp * x.cp * x.tp,
     )

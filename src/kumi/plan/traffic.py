@@ -63,7 +63,7 @@ class _Own:
         self.first = 0 in self.chunks
         self.last = layout.pp * layout.stages - 1 in self.chunks
         self.tokens = layout.microbatch * job.batch.seq_len / layout.cp
-        self.size = {"float64": 8, "float32": 4}.get(job.precision.compute, 2)
+        self.size = job.itemsize
         self.hidden = self.size * self.tokens * job.model.hidden_size
         self.sequence_parallel = layout.sequence_parallel and layout.tp > 1
 
@@ -82,7 +82,7 @@ class _Own:
 def _data(own: _Own) -> Iterator[Collective]:
     """Gradients and parameters over the data axes, unit by unit; plain data parallelism reduces all at once."""
     job, layout, times = own.job, own.layout, own.microbatches
-    reduced, whole = float(job.engine.grad_reduce_itemsize), float(job.weight_itemsize)
+    reduced, whole = float(job.engine.grad_reduce_itemsize), float(job.itemsize)
     different = {id(ops): ops for _, ops in own.units}
     sizes = {key: _sizes(job, layout, ops) for key, ops in different.items()}
     units = [(name, sizes[id(ops)]) for name, ops in own.units]

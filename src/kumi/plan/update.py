@@ -11,11 +11,11 @@ from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
 from kumi.plan.distinct import distinct
 from kumi.plan.kernels import stream_seconds
-from kumi.plan.shards import local_elements
 from kumi.plan.stages import Share
+from kumi.plan.states import local_elements
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, SCHEDULES
-from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
+from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Op
 from kumi.spec.optim import state_bytes
 
@@ -63,7 +63,7 @@ def unit_seconds(job: Job, x: Columns, ops: Sequence[Op]) -> tuple[Floats, Float
     rows = x.take(first)
     gather = scatter = np.zeros(len(rows))
     for elements, degree, stride in data_groups(rows, *local_elements(ops, rows)):
-        whole = job.weight_itemsize * elements
+        whole = job.itemsize * elements
         gather = gather + collective_seconds(job.cluster, "all_gather", whole, degree, stride)
         size = job.engine.grad_reduce_itemsize * elements
         scatter = scatter + collective_seconds(job.cluster, "reduce_scatter", size, degree, stride)
@@ -72,8 +72,7 @@ def unit_seconds(job: Job, x: Columns, ops: Sequence[Op]) -> tuple[Floats, Float
 
 def parameters(job: Job, x: Columns, part: Share) -> Held:
     """Parameters of a rank that holds `part`."""
-    kinds, of_layer = job.model.layer_kinds()
-    pieces = [(layer_ops(job.model, of_layer.index(kind)), part.layers[kind]) for kind in range(len(kinds))]
+    pieces = list(zip(kind_ops(job.model), part.layers, strict=True))
     pieces += [(embedding_ops(job.model), part.embedding), (head_ops(job.model), part.head)]
     dense, expert = np.zeros(len(x)), np.zeros(len(x))
     for ops, count in pieces:
@@ -116,7 +115,7 @@ def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
         cut = in_messages(job, "reduce_scatter", size, degree, stride, units)
         copies = in_messages(job, "all_reduce", size / degree, x.dp_replicate, x.tp * x.cp * x.dp_shard, units)
         reduce = reduce + np.select([x.zero == 0, x.zero == 1], [once, cut + copies], copies)
-        whole = in_messages(job, "all_gather", job.weight_itemsize * elements, degree, stride, units)
+        whole = in_messages(job, "all_gather", job.itemsize * elements, degree, stride, units)
         gather = gather + np.where((x.zero == 1) | (x.zero == 2), whole, 0.0)
     return reduce, gather
 
@@ -157,7 +156,7 @@ def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     names = np.array(OFFLOAD)[x.offload]
     on_host, on_nvme = np.isin(names, OFFLOADED), np.char.endswith(names, "-nvme")
     host = job.cluster.host
-    moved = elements * (job.engine.grad_itemsize + job.weight_itemsize)
+    moved = elements * (job.engine.grad_itemsize + job.itemsize)
     away = (
         moved / host.device_bandwidth + touched / HOST_BANDWIDTH if host.device_bandwidth else np.full(len(x), np.inf)
     )

@@ -12,7 +12,7 @@ from kumi.plan.comm import collective_seconds
 from kumi.plan.distinct import distinct
 from kumi.plan.kernels import alignment, matmul_seconds, peak_flops, stream_seconds
 from kumi.spec.job import Job
-from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops
+from kumi.spec.ledger import Op, embedding_ops, head_ops, kind_ops
 
 # What decides a layer's cost on a rank; layouts that agree in these share one row of the table.
 KEYS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel")
@@ -80,8 +80,7 @@ def table(job: Job, x: Columns) -> tuple[Table, Ints]:
     """The costs of all combinations in `x`, and for every row of `x` its row in them."""
     first, index = distinct(*(getattr(x, name) for name in KEYS))
     rows = _Rows(job, x.take(first))
-    kinds, of_layer = job.model.layer_kinds()
-    layers = tuple(rows.total(layer_ops(job.model, of_layer.index(kind)), True) for kind in range(len(kinds)))
+    layers = tuple(rows.total(ops, True) for ops in kind_ops(job.model))
     return Table(layers, rows.total(embedding_ops(job.model)), rows.total(head_ops(job.model))), index
 
 
@@ -110,7 +109,7 @@ class _Rows:
         self.parallel = x.sequence_parallel.astype(bool) & (x.tp > 1)
         self.tokens = x.microbatch * job.batch.seq_len / self.cp
         self.sequences = x.microbatch.astype(np.float64)
-        self.size = {"float64": 8, "float32": 4}.get(job.precision.compute, 2)
+        self.size = job.itemsize
 
     def total(self, ops: Iterable[Op], layer: bool = False) -> Cost:
         """The cost of `ops` together; of a layer with its communication."""

@@ -15,7 +15,7 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import divisors, problems
 from kumi.spec.job import Job
 from kumi.spec.layout import RECOMPUTE, Layout
-from kumi.spec.ledger import layer_ops, num_params
+from kumi.spec.ledger import kind_ops, num_params
 from kumi.spec.sharding import AXIS
 
 # Past this many tokens a microbatch no longer makes matrix products faster, it only takes memory.
@@ -64,9 +64,8 @@ def _many_devices(job: Job) -> list[tuple[str, Layout]]:
 
 def _most_tp(job: Job) -> int:
     """The largest tp inside a node that cuts what it cuts of every layer into equal parts."""
-    kinds, of_layer = job.model.layer_kinds()
-    found = [op for kind in range(len(kinds)) for op in layer_ops(job.model, of_layer.index(kind))]
-    counts = {dim.count for op in found for dim in (op.source, op.target) if AXIS.get(dim.name) == "tp"}
+    ops = (op for kind in kind_ops(job.model) for op in kind)
+    counts = {dim.count for op in ops for dim in (op.source, op.target) if AXIS.get(dim.name) == "tp"}
     return max(size for size in divisors(job.cluster.devices_per_node) if all(count % size == 0 for count in counts))
 
 

@@ -16,7 +16,7 @@ from kumi.spec.cluster import ClusterSpec, Host
 from kumi.spec.families import check_trained
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE, SCHEDULES, Layout
-from kumi.spec.ledger import layer_ops
+from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op
 from kumi.spec.schedule import placement, refusal
@@ -108,8 +108,7 @@ class Cuts:
 @lru_cache(maxsize=64)
 def cuts(model: ModelSpec) -> Cuts:
     """What the axes must divide in `model`."""
-    kinds, of_layer = model.layer_kinds()
-    ops = [op for kind in range(len(kinds)) for op in layer_ops(model, of_layer.index(kind))]
+    ops = [op for kind in kind_ops(model) for op in kind]
     names = {"heads": "num_attention_heads", "ffn": "intermediate_size"}
     dense = {(dim, count) for op in ops if not op.experts for dim, count in _cut_by_tp(op)}
     return Cuts(

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KERNELS = ("eager", "fused", "compiled")
-ATTENTION = ("flash", "flash-3", "flash-1", "fused-softmax", "eager")
-SELECTIVE = ("products", "half-products", "attention")
-
 
 @dataclass(frozen=True)
 class Engine:

@@ -24,6 +24,6 @@ class Job:
     engine: Engine = KUMI
 
     @property
-    def weight_itemsize(self) -> int:
-        """Bytes of a weight element on its way from the ranks that divide it."""
+    def itemsize(self) -> int:
+        """Bytes of an element of what is computed with: activations, and weights on their way to their use."""
         return ITEMSIZE[self.precision.compute]

@@ -17,7 +17,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Activation, Dim, Op, Param, norm
 
 __all__ = ["Activation", "Dim", "Op", "Param", "active_params", "embedding_ops", "forward_flops", "head_ops",
-           "layer_ops", "logit_chunk", "num_params", "ops", "params", "train_flops"]  # fmt: skip
+           "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "train_flops"]  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -25,6 +25,13 @@ def layer_ops(spec: ModelSpec, index: int) -> tuple[Op, ...]:
     """The operations of layer `index`, in order."""
     layer, prefix = spec.layers[index], f"{spec.names.layers}.{index}"
     return (*attention_ops(spec, layer, prefix), *mlp_ops(spec, layer, prefix))
+
+
+@lru_cache(maxsize=64)
+def kind_ops(spec: ModelSpec) -> tuple[tuple[Op, ...], ...]:
+    """The operations of every kind of layer, in the order of `spec.layer_kinds()`: those of the first of its layers."""
+    kinds, of_layer = spec.layer_kinds()
+    return tuple(layer_ops(spec, of_layer.index(kind)) for kind in range(len(kinds)))
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 
 from kumi.spec.names import LLAMA, Names
 
@@ -179,10 +178,6 @@ class ModelSpec:
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
-
-    def layer_runs(self) -> list[tuple[LayerSpec, int]]:
-        """Consecutive equal layers as (layer, how many): a planner need look at each distinct layer once."""
-        return [(layer, len(list(run))) for layer, run in groupby(self.layers)]
 
     def __hash__(self) -> int:
         return self._hash
