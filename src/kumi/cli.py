@@ -247,20 +247,20 @@ def _resolve(arguments: argparse.Namespace) -> Run:
 
 def _describe(arguments: argparse.Namespace) -> int:
     from kumi import config
-    from kumi.describe import describe, render, render_placement, show
+    from kumi.describe import described, render, render_placement, show
 
     if arguments.schema:
         print(json.dumps(config.json_schema(), indent=2))
         return OK
     if arguments.run is None:
         raise ConfigError("describe: name a run file, such as examples/quickstart.toml, or give --schema")
-    run = _resolve(arguments)
     if arguments.resolved:
-        print(config.dump(run.config), end="")
-    elif arguments.json:
-        print(json.dumps(describe(run), indent=2))
+        print(config.dump(_resolve(arguments).config), end="")
+        return OK
+    found = described(arguments.run, arguments.overrides)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
     else:
-        found = describe(run)
         show(render(found))
         show(render_placement(found["placement"]))
     return OK

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kumi.describe.placement import placement
 from kumi.spec import ledger
 from kumi.spec.checks import cuts
+from kumi.spec.layout import AXES
 from kumi.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from kumi.config import Run
+    from kumi.config import PlanConfig, Run
+    from kumi.plan.types import Estimate
+    from kumi.spec.job import Job
 
 
 def console() -> Console:
@@ -35,10 +39,40 @@ def show(content: RenderableType) -> None:
     print("\n".join(line.rstrip() for line in kept.get().splitlines()))
 
 
+def described(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """`describe` of the run file at `path`; of one without data and steps, which is enough for `kumi plan` only, what
+    the planner would choose."""
+    from kumi.config import load, load_plan, resolve
+
+    config = load_plan(path, overrides)
+    if config.data is None and config.train is None:
+        return describe_plan(config)
+    return describe(resolve(load(path, overrides)))
+
+
 def describe(run: Run) -> dict[str, Any]:
     """The model, layout, placement, batch and memory of `run`, as plain data."""
-    model, batch, layout = run.model, run.batch, run.layout
-    config = run.config
+    steps, found = run.config.train.steps, _described(run.config, run.job, run.estimate)
+    found["batch"] |= {"steps": steps, "tokens": steps * run.batch.tokens_per_step}
+    return {**found, "out": str(run.out)}
+
+
+def describe_plan(config: PlanConfig) -> dict[str, Any]:
+    """The same, but for length and folder, of the fastest layout that agrees with what `config` pins.
+
+    Raises LayoutError and FitError as `kumi.report.planning.plan` does.
+    """
+    from kumi.config import job
+    from kumi.config.cluster import of_nodes
+    from kumi.report.planning import plan
+
+    wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
+    return _described(config, wanted, plan(wanted, pinned, top=1, front=False, grow=of_nodes(config.cluster)).best)
+
+
+def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, Any]:
+    model, batch, layout, cluster = job.model, job.batch, estimate.layout, job.cluster
+    fullest = max(estimate.memory, key=lambda one: one.total)
     return {
         "name": config.name,
         "model": {
@@ -50,25 +84,22 @@ def describe(run: Run) -> dict[str, Any]:
             "init": config.model.init,
         },
         "cluster": {
-            "device": run.cluster.device.name,
-            "devices_per_node": run.cluster.devices_per_node,
-            "nodes": run.cluster.nodes,
-            "memory_bytes": run.cluster.device.memory,
+            "device": cluster.device.name,
+            "devices_per_node": cluster.devices_per_node,
+            "nodes": cluster.nodes,
+            "memory_bytes": cluster.device.memory,
         },
         "layout": asdict(layout),
-        "placement": placement(layout, run.cluster, experts=bool(cuts(model).experts)),
-        "precision": asdict(run.precision),
+        "placement": placement(layout, cluster, experts=bool(cuts(model).experts)),
+        "precision": asdict(job.precision),
         "batch": {
             "seq_len": batch.seq_len,
             "tokens_per_step": batch.tokens_per_step,
             "sequences": batch.sequences,
             "microbatches": batch.microbatches(layout),
-            "steps": config.train.steps,
-            "tokens": config.train.steps * batch.tokens_per_step,
             "train_flops_per_step": ledger.train_flops(model, batch.tokens_per_step, batch.seq_len),
         },
-        "memory": {**asdict(run.memory), "total": run.memory.total},
-        "out": str(run.out),
+        "memory": {**asdict(fullest), "total": fullest.total},
     }
 
 
@@ -88,21 +119,22 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     cluster, precision = found["cluster"], found["precision"]
     ranks = cluster["devices_per_node"] * cluster["nodes"]
     dp = layout["dp_replicate"] * layout["dp_shard"]
-    axes = [
-        f"{axis} {layout[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if layout[axis] > 1
-    ]
+    axes = [f"{axis} {layout[axis]}" + f" ({layout['schedule']})" * (axis == "pp")
+            for axis in (*AXES, "ep", "expert_tp") if layout[axis] > 1]  # fmt: skip
     kinds = [f"{kind} {format_bytes(size)}" for kind, size in memory.items() if kind != "total" and size]
+    offload = f", {layout['offload']} offloaded" if layout["offload"] != "none" else ""
+    length = [("length", f"{batch['steps']} steps, {format_count(batch['tokens'])} tokens")] if "steps" in batch else []
     return [
-        ("run", f"{found['name']} -> {found['out']}"),
+        ("run", f"{found['name']} -> {found['out']}" if "out" in found else f"{found['name']}, only planned"),
         ("model", f"{model['family']}, {format_count(model['parameters'])} parameters, {model['layers']} layers of "
                   f"{model['hidden_size']}, vocabulary {model['vocab_size']}, {model['init']} weights"),
         ("machines", f"{ranks} x {cluster['device']}, {format_bytes(cluster['memory_bytes'])} each"),
         ("layout", f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "
-                   f"recompute {layout['recompute']}"),
+                   f"recompute {layout['recompute']}{offload}"),
         ("precision", f"{precision['compute']} compute, {precision['param']} weights, {precision['reduce']} reduction"),
         ("step", f"{format_count(batch['tokens_per_step'])} tokens = {dp} data-parallel ranks x "
                  f"{batch['microbatches']} microbatches x {layout['microbatch']} sequences x {batch['seq_len']}"),
-        ("length", f"{batch['steps']} steps, {format_count(batch['tokens'])} tokens"),
+        *length,
         ("memory", f"{format_bytes(memory['total'])} a rank estimated: {', '.join(kinds)}"),
     ]  # fmt: skip
 

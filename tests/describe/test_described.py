@@ -1,0 +1,54 @@
+"""Files of runs and of plans are described alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kumi.cli import main
+from kumi.describe import described
+from kumi.errors import ConfigError, LayoutError
+from kumi.spec.layout import Layout
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LLAMA, MIXTRAL, QUICKSTART = (
+    str(EXAMPLES / f"{name}.toml") for name in ("plan/llama-3-70b-aws", "plan/mixtral-8x7b", "quickstart")
+)
+PINS = ["layout.pp=4", "layout.tp=8", "layout.dp_replicate=2", "layout.zero=0", "layout.schedule=1f1b"]
+
+
+def test_a_file_of_a_plan_is_described_with_the_layout_that_it_pins():
+    found = described(LLAMA, PINS)
+    layout = Layout(**{**found["layout"], "stage_layers": tuple(found["layout"]["stage_layers"])})
+    assert (layout.pp, layout.tp, layout.dp_replicate) == (4, 8, 2)
+    assert {one["axis"]: one["stride"] for one in found["placement"]["axes"]} == {"pp": 16, "dp_replicate": 8, "tp": 1}
+    assert "steps" not in found["batch"]
+
+
+def test_the_experts_of_a_plan_have_axes_of_their_own():
+    pins = ["layout.pp=1", "layout.tp=4", "layout.dp_shard=16", "layout.ep=8", "layout.zero=3", "layout.expert_tp=1"]
+    found = {one["axis"]: one["degree"] for one in described(MIXTRAL, pins)["placement"]["axes"]}
+    assert (found["ep"], found["expert_dp"]) == (8, 8)
+
+
+def test_what_is_illegal_is_refused_with_its_reason():
+    with pytest.raises(LayoutError, match="tp=3 does not divide"):
+        described(LLAMA, ["layout.tp=3"])
+
+
+def test_half_a_run_file_is_no_plan():
+    with pytest.raises(ConfigError, match="data: required"):
+        described(LLAMA, ["train.steps=3", "train.out=runs/x"])
+
+
+def test_both_kinds_are_printed(capsys):
+    assert main(["describe", LLAMA, *PINS]) == 0
+    said = capsys.readouterr().out
+    assert "plan, only planned" in said
+    assert "pp 4 (1f1b), dp_replicate 2, tp 8" in said
+    assert "rank = 16 pp + 8 dp_replicate + tp; node = rank // 8" in said
+    assert main(["describe", QUICKSTART]) == 0
+    said = capsys.readouterr().out
+    assert "quickstart -> runs/quickstart" in said
+    assert "node 0: ranks 0 to 1" in said
