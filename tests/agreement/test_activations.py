@@ -8,11 +8,10 @@ from kumi.parallel import build, build_mesh
 from kumi.parallel.mesh import Place
 from kumi.plan.activations import ledger
 from kumi.plan.columns import columns
-from kumi.plan.memory import estimate_memory
-from kumi.spec.batch import BatchSpec
+from kumi.plan.memory import rank_memory
+from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
-from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from planned import job_of
 
@@ -43,9 +42,10 @@ def said_kept(recompute, kind):
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_what_the_forward_keeps(recompute, kind):
-    layout, precision = Layout(recompute=recompute, microbatch=ROWS), PRECISIONS[kind]
+    layout = Layout(recompute=recompute, microbatch=ROWS)
     tokens = ROWS * LENGTH
-    estimate = estimate_memory(MODEL, layout, BatchSpec(LENGTH, tokens), precision, Optim(), "cpu")
+    job = job_of(MODEL, seq_len=LENGTH, sequences=ROWS, kind=kind, device=Device("", "cpu", 0))
+    estimate = rank_memory(job, layout)
     copies = estimate.weights if recompute == "none" else 0  # else they live in the backward only
     head_gradient = 4 * MODEL.vocab_size * MODEL.hidden_size
     said = said_kept(recompute, kind) * tokens + copies + head_gradient

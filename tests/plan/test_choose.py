@@ -4,7 +4,7 @@ import pytest
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.choose import choose_layout
-from kumi.plan.memory import estimate_memory
+from kumi.plan.memory import rank_memory
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.job import Job
@@ -12,6 +12,7 @@ from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
+from planned import job_of
 
 LAYER = LayerSpec(Attention(32, 8, 128, Rope(500000.0)), MLP(14336))
 LLAMA_8B = ModelSpec("llama", 128256, 4096, (LAYER,) * 32, 1e-5, 8192)
@@ -66,16 +67,12 @@ def test_an_illegal_pin_is_refused_with_its_reason():
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_more_shards_need_less_memory(zero):
-    totals = [
-        estimate_memory(LLAMA_8B, Layout(dp_shard=shards, zero=zero), BATCH, PRECISIONS["bf16"], Optim(), "cuda").total
-        for shards in (2, 4, 8, 64)
-    ]
+    totals = [rank_memory(job_of(LLAMA_8B), Layout(dp_shard=shards, zero=zero)).total for shards in (2, 4, 8, 64)]
     assert totals == sorted(totals, reverse=True)
 
 
 def test_recomputing_more_keeps_less():
     none, selective, full = (
-        estimate_memory(LLAMA_8B, Layout(recompute=how), BATCH, PRECISIONS["bf16"], Optim(), "cuda").activations
-        for how in ("none", "selective", "full")
+        rank_memory(job_of(LLAMA_8B), Layout(recompute=how)).activations for how in ("none", "selective", "full")
     )
     assert full < selective < none

@@ -13,7 +13,6 @@ from kumi.plan.engines import ENGINES
 from kumi.plan.memory import (
     ROUNDING,
     as_read,
-    estimate_memory,
     host_memory,
     microbatches_of,
     rank_memory,
@@ -23,14 +22,12 @@ from kumi.plan.memory import (
 from kumi.plan.stages import share
 from kumi.plan.states import held, state_bytes
 from kumi.plan.types import MemoryEstimate
-from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import Device
 from kumi.spec.engine import KUMI, Engine
 from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.ledger import num_params
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
-from kumi.spec.precision import PRECISIONS
 from planned import job_of, share_of
 
 GIB = 2**30
@@ -303,9 +300,9 @@ def test_scores_that_are_held_grow_with_the_square_of_the_length():
 
 
 def test_an_estimate_for_the_cpu_has_no_allocator_and_no_libraries():
-    found = estimate_memory(LLAMA_8B, Layout(), BatchSpec(2048, 2048), PRECISIONS["bf16"], Optim(), "cpu")
-    assert found.reserved == 0
-    assert estimate_memory(LLAMA_8B, Layout(), BatchSpec(2048, 2048), PRECISIONS["bf16"], Optim(), "cuda").reserved > 0
+    cpu, gpu = (rank_memory(job_of(LLAMA_8B, device=Device("", kind, 0)), Layout()) for kind in ("cpu", "cuda"))
+    assert cpu.reserved == 0
+    assert gpu.reserved > 0
 
 
 def test_an_estimate_may_fill_most_of_a_device():

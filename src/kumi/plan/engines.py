@@ -2,10 +2,10 @@
 
     ENGINES["megatron-lm"]  ->  the traits of current Megatron-Core
 
-Where a program has a switch, the setting is its own default or that of its published benchmark recipes; `source` says
-which. `dispatch`, the host's time for a kernel, cannot be read anywhere: it was chosen so that the smallest of the
-published runs, which wait for the host, come out right (SC'21's smallest model, BLOOM's, nanotron's, Llama 3 8B of
-Megatron-Bridge).
+Only what differs from kumi's own traits, `Engine`'s defaults, is named. Where a program has a switch, the setting is
+its own default or that of its published benchmark recipes; `source` says which. `dispatch`, the host's time for a
+kernel, cannot be read anywhere: it was chosen so that the smallest of the published runs, which wait for the host, come
+out right (SC'21's smallest model, BLOOM's, nanotron's, Llama 3 8B of Megatron-Bridge).
 """
 
 from __future__ import annotations
@@ -19,18 +19,10 @@ from kumi.spec.engine import KUMI, Engine
 _MEGATRON = Engine(
     name="megatron-lm",
     half_weights=True,
-    grad_itemsize=4,
-    half_grads=False,
     kernels="fused",
     attention="flash-3",
     logit_bytes=8.0,
-    dropout=False,
-    overlap_grads=True,
-    overlap_params=True,
-    overlap_tp=False,
-    overlap_pp=True,
     scatter_sends=True,
-    grad_reduce_itemsize=4,
     message_bytes=160e6,
     dispatch=4.0,
     selective="attention",
@@ -69,18 +61,10 @@ _MEGATRON_DEEPSPEED = replace(
 # every second matrix product.
 _TORCHTITAN = Engine(
     name="torchtitan",
-    half_weights=False,
-    grad_itemsize=4,
-    half_grads=False,
     kernels="compiled",
-    attention="flash",
     logit_bytes=4.0,
     cut_logit_bytes=8.0,
-    overlap_grads=True,
-    overlap_params=True,
-    overlap_tp=False,
     overlap_pp=False,
-    grad_reduce_itemsize=4,
     dispatch=3.0,
     autograd=("norm", "gate"),
     selective="half-products",
@@ -121,7 +105,6 @@ ENGINES: dict[str, Engine] = {
         logit_bytes=4.0,
         grad_itemsize=2,
         grad_reduce_itemsize=2,
-        dispatch=4.0,
         source=(
             "NVIDIA-NeMo/Megatron-Bridge scripts/performance (grad_reduce_in_fp32 off, tp_comm_overlap on, CUDA graphs "
             "in most recipes, moe_flex_dispatcher_backend); NeMo's megatron_gpt_config.yaml before it (grad_sync_dtype "
@@ -187,18 +170,13 @@ ENGINES: dict[str, Engine] = {
     "nanotron": Engine(
         name="nanotron",
         half_weights=True,
-        grad_itemsize=4,
         half_grads=True,
-        kernels="eager",
         autograd=("norm", "gate"),
         selective="attention",
-        attention="flash",
         logit_bytes=14.0,
         overlap_grads=False,
         overlap_params=False,
-        overlap_tp=False,
         overlap_pp=False,
-        grad_reduce_itemsize=4,
         message_bytes=25e6,
         dispatch=6.7,
         source=(
@@ -225,7 +203,6 @@ ENGINES: dict[str, Engine] = {
         selective="products",
         head_stays=True,
         attention="flash-1",
-        logit_bytes=4.0,
         cut_logit_bytes=0.0,
         grad_reduce_itemsize=2,
         source=(

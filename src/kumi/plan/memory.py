@@ -19,15 +19,12 @@ from kumi.plan.columns import WORDS, Columns, Floats, Ints, columns
 from kumi.plan.stages import Share, share
 from kumi.plan.states import Gathered, Held, divided, gathered, held, state_bytes, update_bytes
 from kumi.plan.types import MemoryEstimate
-from kumi.spec.batch import BatchSpec
-from kumi.spec.cluster import ClusterSpec, Device
+from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import kind_ops, logit_chunk
-from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim
-from kumi.spec.optim import Optim
-from kumi.spec.precision import ITEMSIZE, Precision
+from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import cut
 
 NONE, FULL = (WORDS["recompute"].index(word) for word in ("none", "full"))
@@ -277,11 +274,3 @@ def rank_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEstimate:
     x = columns([layout])
     part = share(job.model, x, np.array([pp_rank]), microbatches_of(job, x), layout.stage_layers)
     return MemoryEstimate(**{kind: round(float(size[0])) for kind, size in stage_memory(job, x, part).items()})
-
-
-def estimate_memory(
-    model: ModelSpec, layout: Layout, batch: BatchSpec, precision: Precision, optim: Optim, device_kind: str
-) -> MemoryEstimate:
-    """The estimate for kumi's own trainer on rank 0, which holds the largest shards, of a device of `device_kind`
-    ("cpu" or "cuda") that keeps nothing for itself."""
-    return rank_memory(Job(model, ClusterSpec("", Device("", device_kind, 0), 1), batch, precision, optim), layout)

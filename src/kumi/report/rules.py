@@ -84,42 +84,37 @@ def _states(job: Job, estimate: Estimate, optimizer: int) -> float:
     return _local_params(job, layout) * (2 / over[0] + 2 / over[1] + optimizer / over[2])
 
 
-def _kept(estimate: Estimate) -> int | None:
-    """Bytes of states and cast weights on the fullest rank; None where a rule for states does not speak of it."""
+def _states_rule(job: Job, estimate: Estimate, name: str, optimizer: int, why: str, passing: str) -> Rule | None:
+    """A rule for states, which does not speak of experts and hosts, with `optimizer` bytes a parameter for Adam.
+
+    `why` says what of it is kept otherwise, given those bytes as {kept}; `passing`, what besides is whole in passing,
+    as {gathered}.
+    """
     if estimate.layout.ep > 1 or estimate.layout.offload not in ("none", "activations"):
         return None
     memory = estimate.memory[fullest(estimate)]
-    return memory.params + memory.grads + memory.optimizer + memory.weights
+    kept = memory.params + memory.grads + memory.optimizer + memory.weights
+    sizes = {"kept": format_bytes(kept), "gathered": format_bytes(memory.gathered)}
+    text = (why + passing if memory.gathered else why).format(**sizes)
+    return _bytes(name, _states(job, estimate, optimizer), kept + memory.gathered, text)
 
 
 def eight_bytes(job: Job, estimate: Estimate) -> Rule | None:
     """8 bytes a parameter: bf16 Adam that keeps no float32 masters."""
-    kept = _kept(estimate)
-    if kept is None:
-        return None
-    gathered = estimate.memory[fullest(estimate)].gathered
-    return _bytes(
-        "model states take 8 bytes a parameter (2 + 2 + 4, Adam in bf16)",
-        _states(job, estimate, 4),
-        kept + gathered,
-        f"weights and moments are kept in {job.precision.param}"
-        + (f", and {format_bytes(gathered)} of weights and gradients are whole in passing" if gathered else ""),
-    )
+    return _states_rule(
+        job, estimate, "model states take 8 bytes a parameter (2 + 2 + 4, Adam in bf16)", 4,
+        f"weights and moments are kept in {job.precision.param}",
+        ", and {gathered} of weights and gradients are whole in passing",
+    )  # fmt: skip
 
 
 def sixteen_bytes(job: Job, estimate: Estimate) -> Rule | None:
     """16 bytes a parameter (Rajbhandari et al., 2020, arXiv:1910.02054)."""
-    kept = _kept(estimate)
-    if kept is None:
-        return None
-    gathered = estimate.memory[fullest(estimate)].gathered
-    return _bytes(
-        "model states take 16 bytes a parameter (2 + 2 + 12, mixed precision)",
-        _states(job, estimate, 12),
-        kept + gathered,
-        f"{words.holder(estimate.layout)} keeps {format_bytes(kept)}"
-        + (f", and holds {format_bytes(gathered)} more in passing, whole layers and gradients" if gathered else ""),
-    )
+    return _states_rule(
+        job, estimate, "model states take 16 bytes a parameter (2 + 2 + 12, mixed precision)", 12,
+        f"{words.holder(estimate.layout)} keeps {{kept}}",
+        ", and holds {gathered} more in passing, whole layers and gradients",
+    )  # fmt: skip
 
 
 def sixteen_activations(job: Job, estimate: Estimate) -> Rule:
