@@ -13,8 +13,8 @@ from kumi.spec.layout import Layout
 
 def test_one_process_has_no_group():
     mesh = build_mesh(Layout(), Place(0, 1, 0, torch.device("cpu")))
-    assert mesh.axes is None
-    assert mesh.data_group is None
+    assert mesh.alone
+    assert mesh.group("data") is None
     assert mesh.group("dp_shard") is None
     assert total(torch.tensor(3.0), mesh) == 3.0
     barrier(mesh)
@@ -33,7 +33,7 @@ def _groups(layout):
         found[name] = None if group is None else tuple(dist.get_process_group_ranks(group))
     transposed = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T * mesh.rank  # not contiguous
     largest = greatest(torch.tensor(mesh.rank), mesh).item()
-    return mesh.axes.mesh_dim_names, found, total(transposed, mesh).tolist(), largest
+    return mesh.device_mesh(*found).mesh_dim_names, found, total(transposed, mesh).tolist(), largest
 
 
 @pytest.mark.parametrize(

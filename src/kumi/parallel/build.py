@@ -34,7 +34,7 @@ def build(
     if compile:
         for layer in decoder.model.layers.values():
             layer.compile()
-    divided = mesh.layout.zero > 0 and mesh.axes is not None
+    divided = data.is_divided(mesh)
     if divided:
         data.shard(decoder, mesh, precision)
     decoder.to_empty(device=mesh.device)
@@ -42,4 +42,4 @@ def build(
         init_weights(decoder, spec, weights)
     else:
         fill(model_pieces(decoder), weights)
-    return decoder if divided or mesh.axes is None else data.replicate(decoder, mesh, precision)
+    return decoder if divided or mesh.alone else data.replicate(decoder, mesh, precision)

@@ -26,6 +26,11 @@ from kumi.parallel.mesh import Mesh
 from kumi.spec.precision import Precision
 
 
+def is_divided(mesh: Mesh) -> bool:
+    """Whether FSDP2 holds the parameters: ZeRO 1 to 3 over more than one rank."""
+    return mesh.layout.zero > 0 and not mesh.alone and ("zero" in mesh.groups or "dp_replicate" in mesh.groups)
+
+
 def bare(model: nn.Module) -> nn.Module:
     """The decoder itself: its parameters have the ledger's names, whatever data parallelism wraps it in."""
     return model.module if isinstance(model, DistributedDataParallel) else model
@@ -35,13 +40,13 @@ def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision) -> nn.Module
     """`decoder` with whole replicas on all data ranks, which must hold equal weights already."""
     model = DistributedDataParallel(
         decoder,
-        process_group=mesh.data_group,
+        process_group=mesh.groups["data"],
         device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         init_sync=False,
         **ddp_without_buffer_sync(),
     )
-    model.register_comm_hook((mesh.data_group, getattr(torch, precision.reduce)), _sum_bucket)
+    model.register_comm_hook((mesh.groups["data"], getattr(torch, precision.reduce)), _sum_bucket)
     return model
 
 
@@ -68,7 +73,7 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
         reduce_dtype=getattr(torch, precision.reduce),
         cast_forward_inputs=False,  # rope tables stay in float32, as without sharding
     )
-    axes = mesh.axis("dp_replicate", "dp_shard")
+    axes = mesh.device_mesh("dp_replicate", "zero")
     embedding = [] if decoder.spec.tie_word_embeddings else [decoder.model.embed_tokens]
     layers = list(decoder.model.layers.values())
     for unit in [*embedding, *layers]:
@@ -96,7 +101,7 @@ def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
         with model.no_sync():
             yield
         return
-    if mesh.axes is not None and mesh.layout.zero > 0:
+    if is_divided(mesh):
         from torch.distributed.fsdp import FSDPModule
 
         assert isinstance(model, FSDPModule), "build divides the decoder when zero > 0"

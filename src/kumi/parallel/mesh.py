@@ -1,26 +1,38 @@
-"""Which ranks there are, where this one stands, and the groups they talk in.
+"""Ranks: where this one stands, and the groups they talk in.
 
 place = init_distributed("cuda")            # reads what torchrun set; one process alone has no group at all
-mesh = build_mesh(layout, place)            # named axes; mesh.axes is None for one process
-total(tensor, mesh)                         # sum over the data-parallel ranks, in place
+mesh = build_mesh(layout, place)            # the groups of this rank; mesh.alone for one process
+total(tensor, mesh)                         # sum over all ranks, in place
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from kumi.errors import CommunicationError, LayoutError
 from kumi.spec.layout import AXES, Layout
+from kumi.spec.placement import axis
 
 # CPU tensors (flags, counts, checkpoint metadata) travel over gloo beside NCCL.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+# Groups that stretch over several axes (see kumi.spec.placement): the ranks that see different tokens and sum the
+# gradients of the same weights, of routed experts and of all else; and the ranks among which every gradient is found.
+TOGETHER = {
+    "data": ("dp_replicate", "zero"),
+    "expert_data": ("dp_replicate", "expert_dp"),
+    "norm": ("pp", "zero", "tp"),
+}
+NAMES = (*AXES, "zero", "expert_dp", "ep", "expert_tp", *TOGETHER)
 
 
 @dataclass(frozen=True)
@@ -35,11 +47,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The layout laid over the ranks. `axes` has the axes of degree > 1, outer to inner; None for one process."""
+    """The layout laid over the ranks: this rank's groups by their names in `NAMES`, those of more than one rank."""
 
     layout: Layout
     place: Place
-    axes: DeviceMesh | None
+    groups: Mapping[str, dist.ProcessGroup]
 
     @property
     def rank(self) -> int:
@@ -49,22 +61,39 @@ class Mesh:
     def device(self) -> torch.device:
         return self.place.device
 
-    def axis(self, *names: str) -> DeviceMesh | None:
-        """The part of the mesh with the axes `names`, those of degree 1 left out; None when none is left."""
-        if self.axes is None or self.axes.mesh_dim_names is None:
-            return None
-        kept = tuple(name for name in names if name in self.axes.mesh_dim_names)
-        return self.axes[kept] if kept else None
+    @property
+    def alone(self) -> bool:
+        """Whether this process is the only one."""
+        return self.place.world_size == 1
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The group of ranks that this one talks to along the axis `name`; None when its degree is 1."""
-        axis = self.axis(name)
-        return None if axis is None else axis.get_group()
+        """The ranks that this one talks to along the axis `name`, itself included; None when it is the only one."""
+        return self.groups.get(name)
 
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that see different sequences; None for one process. The only axes so far are the data axes."""
-        return None if self.axes is None else dist.group.WORLD
+    def index(self, name: str) -> int:
+        """Where this rank stands on the axis `name`."""
+        return axis(self.layout, name).index(self.rank)
+
+    def device_mesh(self, *names: str) -> DeviceMesh | None:
+        """The axes `names` as FSDP2 wants them, those of degree 1 left out; None when none is left."""
+        kept = [name for name in names if name in self.groups]
+        if not kept:
+            return None
+        members = torch.tensor(members_of(self.layout, kept, self.rank))
+        sizes = [axis(self.layout, name).degree for name in kept]
+        groups = [self.groups[name] for name in kept]
+        kind = self.device.type
+        if len(kept) == 1:
+            return DeviceMesh.from_group(groups[0], kind, mesh=members, mesh_dim_names=tuple(kept))
+        return DeviceMesh.from_group(groups, kind, mesh=members.view(sizes), mesh_dim_names=tuple(kept))
+
+
+def members_of(layout: Layout, names: list[str] | tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """The ranks that differ from `rank` along the axes `names` at most, in the order of their places."""
+    axes = [axis(layout, name) for name in names]
+    first = rank - sum(one.index(rank) * one.stride for one in axes)
+    steps = product(*(range(0, one.degree * one.stride, one.stride) for one in axes))
+    return tuple(first + sum(step) for step in steps)
 
 
 def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> Place:
@@ -110,32 +139,54 @@ def build_mesh(layout: Layout, place: Place) -> Mesh:
             f"the layout needs {layout.world_size} ranks ({degrees}), {place.world_size} were started; "
             f"start {layout.world_size} or change the layout"
         )
-    names = [name for name in AXES if getattr(layout, name) > 1]
-    if not names:
-        return Mesh(layout, place, None)
-    shape = tuple(getattr(layout, name) for name in names)
-    return Mesh(layout, place, init_device_mesh(place.device.type, shape, mesh_dim_names=tuple(names)))
+    return Mesh(layout, place, _groups(layout, place))
+
+
+def _groups(layout: Layout, place: Place) -> dict[str, dist.ProcessGroup]:
+    """The groups of this rank. Only the members of a group make it, all in the same order, so that thousands of ranks
+    take no longer than a few; axes with the same members share a group."""
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    found = {}
+    for name in NAMES:
+        members = members_of(layout, TOGETHER.get(name, (name,)), place.rank)
+        if len(members) > 1:
+            if members not in made:
+                made[members] = _new_group(members, place)
+            found[name] = made[members]
+    return found
+
+
+def _new_group(members: tuple[int, ...], place: Place) -> dist.ProcessGroup:
+    if len(members) == place.world_size and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
+    return group
 
 
 def total(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """`tensor` summed over the data-parallel ranks, in place where it is contiguous."""
+    """`tensor` summed over all ranks, in place where it is contiguous."""
     return _reduce(tensor, mesh, dist.ReduceOp.SUM)
 
 
 def greatest(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """The element-wise maximum of `tensor` over the data-parallel ranks, in place where it is contiguous."""
+    """The element-wise maximum of `tensor` over all ranks, in place where it is contiguous."""
     return _reduce(tensor, mesh, dist.ReduceOp.MAX)
 
 
+def counts_once(mesh: Mesh) -> bool:
+    """Whether this rank speaks for all that read the same sequences, of whom one is counted."""
+    return all(mesh.index(name) == 0 for name in ("pp", "cp", "tp"))
+
+
 def _reduce(tensor: Tensor, mesh: Mesh, op: dist.ReduceOp.RedOpType) -> Tensor:
-    if mesh.data_group is None:
+    if mesh.alone:
         return tensor
     tensor = tensor.contiguous()  # gloo ignores strides without an error
-    dist.all_reduce(tensor, op=op, group=mesh.data_group)
+    dist.all_reduce(tensor, op=op)
     return tensor
 
 
 def barrier(mesh: Mesh) -> None:
     """Returns once every rank has come here."""
-    if mesh.axes is not None:
+    if not mesh.alone:
         total(torch.zeros(()), mesh)

@@ -15,7 +15,7 @@ from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import lm
 from kumi.parallel.data import sync_context
 from kumi.parallel.grads import clip_gradients
-from kumi.parallel.mesh import Mesh, total
+from kumi.parallel.mesh import Mesh, counts_once, total
 from kumi.train.state import Parts, TrainState
 
 
@@ -64,6 +64,8 @@ def train_step(
     state.step += 1
     state.tokens += counts.tokens
     state.sequences += run.batch.sequences
+    if mesh.index("tp") > 0:  # every rank of a tensor-parallel group has the same loss
+        loss.zero_()
     return StepResult(state.step, total(loss, mesh), norm, lr, counts.tokens, counts.data_s)
 
 
@@ -107,8 +109,9 @@ def read_step(parts: Parts, state: TrainState, signal: int | None) -> StepCounts
 
 
 def _agree(tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int | None]:
-    """One reduction over the ranks: the sum of `tokens`, and a signal that any rank was sent, the same on all."""
-    counts = total(torch.tensor([tokens, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh)
+    """One reduction over the ranks: the sum of `tokens` over all sequences, and a signal that any rank was sent, the same on all."""
+    own = tokens if counts_once(mesh) else 0
+    counts = total(torch.tensor([own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh)
     sent = [int(number) for number, count in zip(EXIT_CODES, counts[1:].tolist(), strict=True) if count]
     return int(counts[0]), sent[0] if sent else None
 
