@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import GPU, HOST, LINKS, every_layout, job, model
+from small import GPU, HOST, INSTANT, LINKS, every_layout, job, model
 
 from kumi.config.cluster import cluster_spec
 from kumi.config.schema import ClusterSection
@@ -80,6 +80,20 @@ def test_no_figure_is_infinite_or_missing(name):
         found = estimate(wanted, layout).as_dict()
         assert json.loads(json.dumps(found, allow_nan=False))["step_seconds"] > 0
         assert found["peak_memory"] > 0
+
+
+@pytest.mark.parametrize("drives", [2e9, 50e9])
+def test_states_on_drives_are_read_at_the_pace_of_the_slower_of_drives_and_link(drives):
+    host = replace(HOST, nvme_bandwidth=drives)
+
+    def each(offload):
+        """Seconds that another microbatch offloads in, with nothing to hide them behind."""
+        layout = Layout(dp_replicate=8, offload=offload)
+        few, many = (dict(estimate(job(of=DENSE, sequences=sequences, device=INSTANT, host=host), layout).time)
+                     for sequences in (8, 16))  # fmt: skip
+        return many["offload"] - few["offload"]
+
+    assert each("states-nvme") == pytest.approx(each("states") * max(1, host.device_bandwidth / drives))
 
 
 def test_a_device_of_unknown_speed_is_refused():

@@ -21,7 +21,8 @@ from kumi.spec.op import Op
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 ACTIVATIONS = OFFLOAD.index("activations")
-STATES = tuple(OFFLOAD.index(word) for word in ("states", "states-nvme"))
+STATES_ON_DRIVES = OFFLOAD.index("states-nvme")
+STATES = (OFFLOAD.index("states"), STATES_ON_DRIVES)
 
 SIDES = ("forward", "backward", "weight")
 PER_MICROBATCH = ("forward", "backward", "recompute", "tp", "cp", "ep", "dp", "offload", "host")
@@ -117,15 +118,17 @@ def _add_offload(job: Job, x: Columns, found: Stage, part: Share) -> None:
     if not len(away):
         return
     rows = x.take(away)
-    bandwidth = job.cluster.host.device_bandwidth
+    bandwidth, drives = job.cluster.host.device_bandwidth, job.cluster.host.nvme_bandwidth
+    # States on drives pass through a host that has room for two units only: the slower of the two links sets the pace.
+    pace = np.where(rows.offload == STATES_ON_DRIVES, min(bandwidth, drives), bandwidth)
     for side, moved in zip((found.forward, found.backward), moved_bytes(job, rows, part.take(away)), strict=True):
-        exposed = np.maximum(0.0, moved / bandwidth - HIDES * side[away])
+        exposed = np.maximum(0.0, moved / pace - HIDES * side[away])
         side[away] += exposed
         found.kinds["offload"][away] += exposed
 
 
 def moved_bytes(job: Job, x: Columns, part: Share) -> tuple[Floats, Floats]:
-    """Bytes that a microbatch sends over the host's link in its forward and in its backward.
+    """Bytes that a microbatch sends between device and host, or drives, in its forward and in its backward.
 
     Activations go and come back. Offloaded states bring their weights in both, the rank's part of them under ZeRO-3,
     and their gradients leave.
