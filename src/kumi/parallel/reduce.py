@@ -27,7 +27,7 @@ def sum_over(grads: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: to
     for bucket, flat, work in works:
         assert work is not None
         work.wait()
-        for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+        for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
             grad.copy_(part.view(grad.shape))
 
 

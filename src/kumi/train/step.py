@@ -109,7 +109,7 @@ def read_step(parts: Parts, state: TrainState, signal: int | None) -> StepCounts
 
 
 def _agree(tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int | None]:
-    """One reduction over the ranks: the sum of `tokens` over all sequences, and a signal that any rank was sent, the same on all."""
+    """One reduction: the sum of `tokens` over all sequences, and a signal that any rank was sent, the same on all."""
     own = tokens if counts_once(mesh) else 0
     counts = total(torch.tensor([own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh)
     sent = [int(number) for number, count in zip(EXIT_CODES, counts[1:].tolist(), strict=True) if count]
