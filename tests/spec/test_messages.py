@@ -1,0 +1,107 @@
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from kumi.spec.messages import Message, Receive, Send, forward_work, messages, with_messages, work
+from kumi.spec.schedule import SCHEDULES, Action, actions, placement, refusal
+
+STAGES = {"interleaved": (2, 3), "zb-v": (2,), "dualpipe": (2,)}
+SHAPES = [
+    (schedule, pp, stages, microbatches)
+    for schedule, pp in product(SCHEDULES, (2, 3, 4, 8))
+    for stages in STAGES.get(schedule, (1,))
+    for microbatches in (1, 2, 3, 4, 5, 8, 13, 16, 24)
+    if refusal(schedule, pp, stages, microbatches) is None
+]
+
+
+def finished(lists, held):
+    """How many steps each rank does where a send, and a receive, blocks until its counterpart is reached."""
+    position = [0] * len(lists)
+    made, moved = set(), True
+    while moved:
+        moved = False
+        for rank, listed in enumerate(lists):
+            if position[rank] == len(listed):
+                continue
+            step = listed[position[rank]]
+            if isinstance(step, Action):
+                assert missing(step, rank, held, made) == []
+                made.add((rank, "B" if step.kind == "I" else step.kind, *step[1:]))
+            elif isinstance(step, Send):
+                kind, stage, number, source, other = step.message
+                assert source == rank
+                assert (rank, "F" if kind == "activation" else "B", stage, number) in made
+                if position[other] == len(lists[other]) or lists[other][position[other]] != Receive(step.message):
+                    continue
+                made.add((other, "F" if kind == "activation" else "B", stage, number))
+                position[other] += 1
+            else:
+                continue
+            position[rank] += 1
+            moved = True
+    return position
+
+
+def missing(action, rank, held, made):
+    """What `action` takes in and `rank` does not have."""
+    kind, stage, number = action
+    last = sum(map(len, held)) - 1
+    wanted = {
+        "F": [("F", stage - 1)] if stage else [],
+        "W": [("B", stage)],
+    }.get(kind, [("F", stage), *([("B", stage + 1)] if stage < last else [])])
+    return [one for one in wanted if (rank, *one, number) not in made]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nobody_is_stuck_even_where_every_message_blocks_both_its_ranks(schedule):
+    shapes = [shape for shape in SHAPES if shape[0] == schedule]
+    assert len(shapes) >= 10
+    for shape in shapes:
+        held = placement(*shape[:3])
+        for lists in (work(*shape), forward_work(*shape)):
+            assert finished(lists, held) == [len(listed) for listed in lists], shape
+
+
+def test_the_simulator_notices_ranks_that_are_stuck():
+    held = placement("1f1b", 2, 1)
+    first, second = (list(listed) for listed in work("1f1b", 2, 1, 4))
+    swapped = next(i for i, one in enumerate(second) if isinstance(one, Receive) and i > 2)
+    sends = [i for i, one in enumerate(second) if isinstance(one, Send)]
+    place = max(i for i in sends if i < swapped)
+    second[place], second[swapped] = second[swapped], second[place]
+    with pytest.raises(AssertionError):
+        assert finished((first, second), held) == [len(first), len(second)]
+
+
+@pytest.mark.parametrize("shape", SHAPES[::7], ids=str)
+def test_actions_stay_in_the_schedules_order_and_every_message_has_both_ends(shape):
+    lists, held = work(*shape), placement(*shape[:3])
+    assert [tuple(one for one in listed if isinstance(one, Action)) for listed in lists] == list(actions(*shape))
+    home = {stage: rank for rank, stages in enumerate(held) for stage in stages}
+    wanted = Counter(message for listed in actions(*shape) for action in listed for message in messages(action, home))
+    assert Counter(one.message for listed in lists for one in listed if isinstance(one, Send)) == wanted
+    assert Counter(one.message for listed in lists for one in listed if isinstance(one, Receive)) == wanted
+    assert set(wanted.values()) == {1}
+
+
+def test_the_turn_of_a_v_sends_nothing():
+    found = [one.message for listed in work("zb-v", 2, 2, 3) for one in listed if isinstance(one, Send)]
+    assert {(message.kind, message.stage) for message in found} == {
+        ("activation", 0), ("activation", 2), ("gradient", 1), ("gradient", 3)}  # fmt: skip
+    assert all(message.source != message.target for message in found)
+
+
+def test_two_ranks_of_one_microbatch():
+    first, second = work("1f1b", 2, 1, 1)
+    ahead, back = Message("activation", 0, 0, 0, 1), Message("gradient", 1, 0, 1, 0)
+    assert first == (Action("F", 0, 0), Send(ahead), Receive(back), Action("B", 0, 0))
+    assert second == (Receive(ahead), Action("F", 1, 0), Action("B", 1, 0), Send(back))
+
+
+def test_lists_that_wait_for_each_other_are_refused():
+    wrong = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait"):
+        with_messages(wrong, [(0,), (1,)])
