@@ -18,9 +18,10 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(cpu_attention, "BLOCK", 3)
 
 
-def inputs(heads, kv_heads, dtype=torch.float64):
+def inputs(heads, kv_heads, dtype=torch.float64, value_size=SIZE):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(ROWS, LENGTH, count, SIZE) for count in (heads, kv_heads, kv_heads, heads)]
+    sizes = ((heads, SIZE), (kv_heads, SIZE), (kv_heads, value_size), (heads, value_size))
+    shapes = [(ROWS, LENGTH, *size) for size in sizes]
     *qkv, grad = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     return [x.requires_grad_() for x in qkv], grad
 
@@ -39,6 +40,17 @@ def test_equals_masked_sdpa(heads, window, document_ids):
     expected = attend(Segments(document_ids, None), *qkv, window)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, qkv, grad), torch.autograd.grad(expected, qkv, grad))
+
+
+@pytest.mark.parametrize("value_size", [2, 6])
+def test_values_may_be_of_another_size_than_keys(value_size):
+    qkv, grad = inputs(4, 2, value_size=value_size)
+    where = segments(torch.zeros(ROWS, LENGTH), DOCUMENTS)
+    found, expected = attend(where, *qkv, 5), attend(Segments(DOCUMENTS, None), *qkv, 5)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, qkv, grad), torch.autograd.grad(expected, qkv, grad))
+    q, k, v = (x.detach().to("meta") for x in qkv)
+    assert cpu_attention.OPERATOR(q, k, v, [0, LENGTH, 2 * LENGTH], 0).shape == found.shape
 
 
 def test_the_mask_of_other_devices_is_right():

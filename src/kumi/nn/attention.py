@@ -47,13 +47,17 @@ class Attention(nn.Module):
 
 
 def attend(segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Attention of `q` (B, S, H, E) over `k` and `v` (B, S, K, E), each position over its document's past."""
+    """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E'), each position over its
+    document's past."""
     if isinstance(segments.bounds, list):
         return packed_attention(q, k, v, segments.bounds, window)
     plain = segments.document_ids is None and (window is None or window >= q.shape[1])
     if not plain and segments.bounds is not None and has_varlen(q):
-        tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        return varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window).view(q.shape)
+        # The kernel takes heads of one size: shorter values are made as long as keys with zeros.
+        missing = q.shape[3] - v.shape[3]
+        tokens = q.flatten(0, 1), k.flatten(0, 1), (F.pad(v, (0, missing)) if missing else v).flatten(0, 1)
+        out = varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window)
+        return out.view(q.shape)[..., : v.shape[3]]
     mask = None if plain else visible(segments.document_ids, q.shape[1], window, q.device)
     if not plain:
         # No kernel takes both a mask and fewer key heads without holding all S x S scores.

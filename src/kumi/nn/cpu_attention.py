@@ -40,7 +40,7 @@ class _Block(NamedTuple):
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], window: int | None) -> Tensor:
-    """Attention (B, S, H, E) of `q` (B, S, H, E) over `k` and `v` (B, S, K, E).
+    """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
     `bounds` are the tokens, numbered through the batch, at which documents begin, and T at the end; a row begins one.
     A position sees the `window` latest positions of its document, itself included.
@@ -51,11 +51,12 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], win
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor:
     queries, keys, values = _split(q, k.shape[2]), _scaled_keys(k), v.flatten(0, 1).transpose(0, 1).contiguous()
-    out, future, earliest = torch.empty_like(queries), _future(keys.dtype), _earliest(bounds, window)
+    out = queries.new_empty(*queries.shape[:-1], v.shape[-1])
+    future, earliest = _future(keys.dtype), _earliest(bounds, window)
     for block in _blocks(earliest):
         weights = _weights(_rows(queries, block), keys, block, earliest, future).to(q.dtype)
         _put(out, block, torch.bmm(weights, values[:, block.first : block.stop]))
-    return out.view(q.shape)
+    return out.view(*q.shape[:-1], -1)
 
 
 def _backward(
@@ -65,7 +66,7 @@ def _backward(
     narrow_keys = keys.transpose(1, 2).to(q.dtype).contiguous()
     values = v.flatten(0, 1).permute(1, 2, 0).contiguous()
     grad_q, future, earliest = torch.empty_like(queries), _future(keys.dtype), _earliest(bounds, window)
-    grad_k, grad_v = keys.new_zeros(narrow_keys.shape), keys.new_zeros(narrow_keys.shape)
+    grad_k, grad_v = (keys.new_zeros(*narrow_keys.shape[:-1], x.shape[-1]) for x in (k, v))
     for block in _blocks(earliest):
         seen = slice(block.first, block.stop)
         rows, out_rows = _rows(queries, block), _rows(grads, block)
@@ -76,7 +77,7 @@ def _backward(
         _put(grad_q, block, torch.bmm(grad_scores, narrow_keys[:, seen]))
         grad_k[:, seen] += torch.bmm(grad_scores.transpose(1, 2), rows)
     grad_k *= k.shape[-1] ** -0.5
-    grad_k, grad_v = (x.transpose(0, 1).to(k.dtype).contiguous().view(k.shape) for x in (grad_k, grad_v))
+    grad_k, grad_v = (g.transpose(0, 1).to(x.dtype).contiguous().view(x.shape) for g, x in ((grad_k, k), (grad_v, v)))
     return grad_q.view(q.shape), grad_k, grad_v
 
 
@@ -138,7 +139,7 @@ def _scaled_keys(k: Tensor) -> Tensor:
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 def _fake_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
@@ -155,15 +156,18 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *operator(grad, *ctx.saved_tensors, ctx.bounds, ctx.window), None, None
 
 
-def _flops(q: tuple[int, ...], *_: Any, **__: Any) -> int:
+def _flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
     """As PyTorch counts attention: two products over all S x S pairs."""
     batch, length, heads, size = q
-    return 4 * batch * heads * length * length * size
+    return 2 * batch * heads * length * length * (size + v[3])
 
 
-def _backward_flops(grad: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """As PyTorch counts attention: five products, one of them again."""
-    return 5 * _flops(grad) // 2
+def _backward_flops(
+    grad: tuple[int, ...], q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any
+) -> int:
+    """As PyTorch counts attention: five products, the scores' again, and two for each of the forward's."""
+    batch, length, heads, size = q
+    return 2 * batch * heads * length * length * (3 * size + 2 * v[3])
 
 
 def _define(name: str, schema: str, function: Any, fake: Any, flops: Any) -> None:
