@@ -73,15 +73,15 @@ def with_messages(lists: Sequence[Sequence[Action]], held: Sequence[Sequence[int
     for rank, listed in enumerate(lists):
         events += [(ends[action], rank, action) for action in listed]
     events.sort(key=lambda event: event[:2])
-    order = [(end, 0, action, home[action.stage]) for end, _, action in events]
-    sent = [(end, 1, message, message.source) for end, _, action in events for message in messages(action, home)]
+    order: list[tuple[int, int, Action | Message]] = [(end, 0, action) for end, _, action in events]
+    order += [(end, 1, message) for end, _, action in events for message in messages(action, home)]
     found: list[list[Step]] = [[] for _ in lists]
-    for _, _, what, rank in sorted([*order, *sent], key=lambda one: one[:2]):
+    for _, _, what in sorted(order, key=lambda one: one[:2]):
         if isinstance(what, Message):
             found[what.source].append(Send(what))
             found[what.target].append(Receive(what))
         else:
-            found[rank].append(what)
+            found[home[what.stage]].append(what)
     return tuple(map(tuple, found))
 
 
