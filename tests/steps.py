@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,7 +22,8 @@ from kumi.parallel import (
     sync_context,
     total,
 )
-from kumi.parallel.state import piece_of
+from kumi.parallel.grads import by_name
+from kumi.parallel.state import pieces_of
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.optim import Optim
@@ -45,9 +47,10 @@ SPECS = {
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a tensor: the first row and the values."""
+    """A rank's part of a tensor: where it begins, and the values."""
 
-    start: int
+    name: str
+    start: tuple[int, ...]
     values: np.ndarray
 
 
@@ -57,8 +60,8 @@ class Trace:
 
     losses: list[float]
     norms: list[float]
-    grads: list[dict[str, Part]]
-    params: dict[str, Part]
+    grads: list[list[Part]]
+    params: list[Part]
     counters: set[float]
 
 
@@ -87,14 +90,19 @@ def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", st
     losses, norms, grads = [], [], []
     for step in range(steps):
         losses.append(forward_backward(model, mesh, step, microbatches, dtype=dtype, scale=scale.scale))
-        norm = clip_gradients(model.parameters(), 0.5, mesh, loss_scale=scale.scale)
+        norm = clip_gradients(model, 0.5, mesh, loss_scale=scale.scale)
         norms.append(norm.item())
-        grads.append(_parts(piece_of(name, value.grad) for name, value in bare(model).named_parameters()))
+        grads.append(_grads(model, mesh))
         optimizer.step()
         optimizer.zero_grad()
     counters = {state["step"].item() for state in optimizer.state.values()}
-    params = _parts(piece._replace(name=piece.name.removeprefix("model/")) for piece in model_pieces(model))
-    return Trace(losses, norms, grads, params, counters)
+    return Trace(losses, norms, grads, _parts(model_pieces(model, mesh)), counters)
+
+
+def _grads(model: torch.nn.Module, mesh: Mesh) -> list[Part]:
+    known = by_name(bare(model).spec)
+    named = bare(model).named_parameters()
+    return _parts(piece for name, value in named for piece in pieces_of(name, known[name], value.grad, mesh))
 
 
 def forward_backward(
@@ -122,6 +130,5 @@ def forward_backward(
     return total(loss, mesh).item()
 
 
-def _parts(pieces: object) -> dict[str, Part]:
-    kept: list[Piece] = list(pieces)  # type: ignore[call-overload]
-    return {piece.name: Part(piece.start[0], piece.data.numpy().copy()) for piece in kept}
+def _parts(pieces: Iterable[Piece]) -> list[Part]:
+    return [Part(one.name.removeprefix("model/"), one.start, one.data.numpy().copy()) for one in pieces]

@@ -26,7 +26,7 @@ DIVIDED = [
 
 def _step(model, mesh, step, microbatches):
     forward_backward(model, mesh, step, microbatches)
-    clip_gradients(model.parameters(), 1.0, mesh)
+    clip_gradients(model, 1.0, mesh)
 
 
 class Watch(TorchDispatchMode):

@@ -75,7 +75,7 @@ def test_compiled_layers_train_the_same(recompute, device):
 def test_a_checkpoint_holds_everything_bit_for_bit(device, tmp_path):
     parts = parts_on(device, "bf16")
     train(parts, 2)
-    every = [*model_pieces(parts.model), *optimizer_pieces(parts.model, parts.optimizer)]
+    every = [*model_pieces(parts.model, parts.mesh), *optimizer_pieces(parts.model, parts.optimizer, parts.mesh)]
     saver = checkpoint.AsyncSaver()
     saver.save(tmp_path / "step_000002", every, {"step": 2})
     kept = {piece.name: piece.data.clone() for piece in every}
@@ -84,7 +84,7 @@ def test_a_checkpoint_holds_everything_bit_for_bit(device, tmp_path):
 
     again = make_parts(shapes.TINY, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute="none", compile=False,
                        precision="bf16")  # fmt: skip
-    restored = [*model_pieces(again.model), *optimizer_pieces(again.model, again.optimizer)]
+    restored = [*model_pieces(again.model, again.mesh), *optimizer_pieces(again.model, again.optimizer, again.mesh)]
     fill(restored, checkpoint.open(tmp_path / "step_000002").read)
     assert {piece.name for piece in restored} == kept.keys()
     for piece in restored:

@@ -4,6 +4,7 @@ import torch
 
 from kumi.nn import Decoder, init
 from kumi.spec.families import from_hf
+from kumi.spec.op import Dim, Param
 
 CONFIG = {"model_type": "qwen2", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
@@ -46,18 +47,22 @@ def test_shards_are_slices_of_the_whole(monkeypatch):
     monkeypatch.setattr(init, "_BLOCK", 7 * 3)
     shape = (50, 3)
     whole = torch.empty(shape)
-    init.fill(whole, "w", shape, std=2.0, seed=1)
+    param = Param("w", (Dim("a", 50), Dim("b", 3)))
+    init.fill(whole, param, (0, 0), std=2.0, seed=1)
     for ranks in (1, 2, 3, 8):
         for start in range(0, 50, -(-50 // ranks)):
             part = torch.empty(min(-(-50 // ranks), 50 - start), 3)
-            init.fill(part, "w", shape, row_start=start, std=2.0, seed=1)
+            init.fill(part, param, (start, 0), std=2.0, seed=1)
             assert torch.equal(part, whole[start : start + len(part)])
-    empty = torch.empty(0, 3)
-    init.fill(empty, "w", shape, row_start=50, std=2.0, seed=1)
+    column = torch.empty(20, 1)
+    init.fill(column, param, (15, 2), std=2.0, seed=1)
+    assert torch.equal(column, whole[15:35, 2:])
+    init.fill(torch.empty(0, 3), param, (50, 0), std=2.0, seed=1)
 
 
 def test_vectors_and_other_dtypes():
     vector, double = torch.empty(10), torch.empty(10, dtype=torch.float64)
-    init.fill(vector, "v", (10,), seed=2)
-    init.fill(double, "v", (10,), seed=2)
+    param = Param("v", (Dim("a", 10),))
+    init.fill(vector, param, (0,), std=1.0, seed=2)
+    init.fill(double, param, (0,), std=1.0, seed=2)
     assert torch.equal(vector, double.float())

@@ -18,11 +18,11 @@ from steps import SPECS, forward_backward, mesh_of
 ALONE = build_mesh(Layout(), Place(0, 1, 0, torch.device("cpu")))
 
 
-def _with_grads(*values: list[float]) -> list[nn.Parameter]:
+def _with_grads(*values: list[float]) -> nn.ParameterList:
     parameters = [nn.Parameter(torch.zeros(len(value))) for value in values]
     for parameter, value in zip(parameters, values):
         parameter.grad = torch.tensor(value)
-    return parameters
+    return nn.ParameterList(parameters)
 
 
 def test_norm_is_returned_and_gradients_are_scaled_to_the_bound():
@@ -48,7 +48,7 @@ def test_large_half_precision_gradients_are_added_up_in_float32():
     parameters = [nn.Parameter(torch.zeros(4, dtype=torch.float16)) for _ in range(2)]
     for parameter in parameters:
         parameter.grad = torch.full((4,), 60000.0, dtype=torch.float16)
-    norm = clip_gradients(parameters, None, ALONE)
+    norm = clip_gradients(nn.ParameterList(parameters), None, ALONE)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(math.sqrt(8) * 60000.0)
 
@@ -61,7 +61,7 @@ def _one_rank_overflows(layout):
         local(bare(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
     if layout.zero == 0:  # whole gradients are equal on all ranks: what overflows on one has overflowed on all
         local(bare(model).model.layers["0"].mlp.up_proj.weight.grad)[0, 0] = float("inf")
-    norm = clip_gradients(model.parameters(), 1.0, mesh)
+    norm = clip_gradients(model, 1.0, mesh)
     return LossScale(1024.0).after(norm).scale
 
 
@@ -85,7 +85,7 @@ def _ddp_copies_nothing():
     for parameter in model.parameters():
         parameter.grad = None
     forward_backward(model, mesh, 1, 3)
-    return first, [parameter.grad.data_ptr() for parameter in model.parameters()], len(model_pieces(model))
+    return first, [parameter.grad.data_ptr() for parameter in model.parameters()], len(model_pieces(model, mesh))
 
 
 def test_plain_data_parallel_gradients_are_its_buckets(ranks):

@@ -38,7 +38,7 @@ def _saved(layout, steps=1):
     for step in range(steps):
         forward_backward(model, mesh, step, 1, dtype=torch.float64)
         optimizer.step()
-    pieces = owned([*model_pieces(model), *optimizer_pieces(model, optimizer)], mesh)
+    pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh)
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 
@@ -63,8 +63,8 @@ def _loaded(layout, whole):
 
     model = build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=read)
     optimizer = init_adamw(bare(model).named_parameters(), Optim())
-    fill(optimizer_pieces(model, optimizer), read)
-    pieces = owned([*model_pieces(model), *optimizer_pieces(model, optimizer)], mesh)
+    fill(optimizer_pieces(model, optimizer, mesh), read)
+    pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh)
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 

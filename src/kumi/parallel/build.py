@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from kumi.nn.decoder import Decoder
-from kumi.nn.init import init_weights
 from kumi.parallel import data
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.recompute import recompute_layers
-from kumi.parallel.state import Reader, fill, model_pieces
+from kumi.parallel.state import Reader, draw, fill, model_pieces
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
 
@@ -38,8 +37,9 @@ def build(
     if divided:
         data.shard(decoder, mesh, precision)
     decoder.to_empty(device=mesh.device)
+    pieces = model_pieces(decoder, mesh)
     if isinstance(weights, int):
-        init_weights(decoder, spec, weights)
+        draw(pieces, spec, weights)
     else:
-        fill(model_pieces(decoder), weights)
+        fill(pieces, weights)
     return decoder if divided or mesh.alone else data.replicate(decoder, mesh, precision)

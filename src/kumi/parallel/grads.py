@@ -2,18 +2,29 @@
 
 A rank's loss is the sum over its tokens divided by the token count of the whole step, so gradients are sums over the
 data ranks (`kumi.parallel.data` sees to that) and the norm is that of the whole step's gradient.
+
+What ranks hold several times is counted once: the square of each part is divided by the number of its copies among the
+ranks that the sum goes over, whichever axes cut it or do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kumi.parallel.mesh import Mesh
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import params
+from kumi.spec.model import ModelSpec
+from kumi.spec.op import Param
+from kumi.spec.regions import copies
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -25,46 +36,64 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether the dp_shard ranks hold different parts of `tensor`."""
-    return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+@lru_cache(maxsize=8)
+def by_name(spec: ModelSpec) -> Mapping[str, Param]:
+    """The parameters of the whole model by their names."""
+    return {param.name: param for param in params(spec)}
 
 
 @torch.no_grad()
-def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float | None, mesh: Mesh, *, loss_scale: float = 1.0
-) -> Tensor:
-    """Scales the gradients of `parameters` to a global norm of at most `max_norm` and returns the norm before clipping.
+def clip_gradients(model: nn.Module, max_norm: float | None, mesh: Mesh, *, loss_scale: float = 1.0) -> Tensor:
+    """Scales the gradients of `model`, this rank's part of one, to a global norm of at most `max_norm` and returns the
+    norm before clipping.
 
     Gradients are divided by `loss_scale` first. The norm is a scalar on the gradients' device, float32 (float64 for
     float64 gradients), equal on all ranks; it is not finite when a gradient on any rank is not, and the gradients are
-    then of no use. `max_norm` None or 0 clips nothing. One all-reduce where parameters are sharded, none otherwise, and
-    on CUDA the host does not wait.
+    then of no use. `max_norm` None or 0 clips nothing. One all-reduce where ranks hold different parts, none otherwise,
+    and on CUDA the host does not wait.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = _norm(grads, mesh) / loss_scale
+    named = [(name, value.grad) for name, value in model.named_parameters() if value.grad is not None]
+    norm = _norm([(name.removeprefix("module."), grad) for name, grad in named], model, mesh) / loss_scale
     factor = torch.full_like(norm, 1 / loss_scale)
     if max_norm:
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type != "cpu" or factor.item() != 1.0:
-        torch._foreach_mul_([local(grad) for grad in grads], factor)
+        torch._foreach_mul_([local(grad) for _, grad in named], factor)
     return norm
 
 
-def _norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
-    """The global 2-norm: shards are added up over dp_shard, replicas counted once."""
-    parts = [local(grad) for grad in grads if is_sharded(grad)]
-    whole = [local(grad) for grad in grads if not is_sharded(grad)]
-    square = _square(parts, grads[0].dtype, mesh.device)
-    group = mesh.group("dp_shard")
-    if parts and group is not None:
+def _norm(grads: list[tuple[str, Tensor]], model: nn.Module, mesh: Mesh) -> Tensor:
+    """The global 2-norm."""
+    group = norm_group(mesh)
+    shared = {} if group is None else by_name(getattr(model, "module", model).spec)
+    alike: dict[int, list[Tensor]] = defaultdict(list)
+    for name, grad in grads:
+        alike[_copies(shared[name], mesh.layout) if shared else 1].append(local(grad))
+    dtype = torch.promote_types(grads[0][1].dtype, torch.float32) if grads else torch.float32
+    square = torch.zeros((), dtype=dtype, device=mesh.device)
+    for count, tensors in sorted(alike.items()):
+        square += _square(tensors, dtype, mesh.device) / count
+    if group is not None:
         dist.all_reduce(square, group=group)
-    return (square + _square(whole, grads[0].dtype, mesh.device)).sqrt()
+    return square.sqrt()
+
+
+def norm_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """The ranks over which the squares are summed; None where every rank holds all gradients."""
+    layout = mesh.layout
+    if layout.zero == 0 and layout.pp * layout.tp * layout.ep * layout.expert_tp == 1:
+        return None
+    return mesh.group("norm")
+
+
+@lru_cache(maxsize=4096)
+def _copies(param: Param, layout: Layout) -> int:
+    """How many of the ranks that the sum goes over hold the same part of `param`."""
+    return prod(one.degree for one in copies(param, layout) if one.name != "dp_replicate")
 
 
 def _square(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The sum of squares over all of `tensors`, at least in float32."""
-    dtype = torch.promote_types(dtype, torch.float32)
+    """The sum of squares over all of `tensors`."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=device)

@@ -7,61 +7,93 @@ Names and global shapes do not depend on the layout, so a checkpoint of one layo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from kumi.nn import init
 from kumi.parallel.data import bare
-from kumi.parallel.grads import local
+from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optimizer import AdamW
-from kumi.spec.sharding import shard_rows
+from kumi.spec.model import ModelSpec
+from kumi.spec.op import Param
+from kumi.spec.placement import Axis, axis
+from kumi.spec.regions import copies, regions
 from kumi.storage.write import Piece
 
 # read(name, start, shape): that part of the global tensor `name`.
 Reader = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 
 
-def model_pieces(model: nn.Module) -> list[Piece]:
+def spec_of(model: nn.Module) -> ModelSpec:
+    """What the decoder is that `model` holds, whole or in part."""
+    spec: ModelSpec = bare(model).spec  # type: ignore[assignment]
+    return spec
+
+
+def model_pieces(model: nn.Module, mesh: Mesh) -> list[Piece]:
     """This rank's part of every parameter. `data` is the parameter's own memory; empty parts are left out."""
-    named = ((f"model/{name}", parameter) for name, parameter in bare(model).named_parameters())
-    return [piece for name, parameter in named if (piece := piece_of(name, parameter)).data.numel()]
+    known = by_name(spec_of(model))
+    named = bare(model).named_parameters()
+    return [piece for name, value in named for piece in pieces_of(f"model/{name}", known[name], value, mesh)]
 
 
-def optimizer_pieces(model: nn.Module, optimizer: AdamW) -> list[Piece]:
+def optimizer_pieces(model: nn.Module, optimizer: AdamW, mesh: Mesh) -> list[Piece]:
     """This rank's part of every optimizer state of the trained parameters. `data` is the state's own memory."""
-    return [piece for piece in _optimizer_pieces(model, optimizer) if piece.data.numel()]
+    return list(_optimizer_pieces(model, optimizer, mesh))
 
 
-def _optimizer_pieces(model: nn.Module, optimizer: AdamW) -> Iterator[Piece]:
+def _optimizer_pieces(model: nn.Module, optimizer: AdamW, mesh: Mesh) -> Iterator[Piece]:
+    known = by_name(spec_of(model))
     for name, parameter in bare(model).named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            yield piece_of(f"optim/{name}/{key}", value)
+            if value.ndim == 0:  # the step counter, which is never divided
+                yield Piece(f"optim/{name}/{key}", (), (), local(value.detach()))
+            else:
+                yield from pieces_of(f"optim/{name}/{key}", known[name], value, mesh)
 
 
-def piece_of(name: str, tensor: Tensor) -> Piece:
-    """What this rank holds of `tensor`, a DTensor cut along dim 0 at most, or a plain one, as a piece of the whole."""
+def pieces_of(name: str, param: Param, tensor: Tensor, mesh: Mesh) -> Iterator[Piece]:
+    """What this rank holds of `tensor`, a value for every element of `param`, as pieces of the whole."""
     data = local(tensor.detach())
-    shape, start = tuple(tensor.shape), [0] * tensor.ndim
-    mesh = getattr(tensor, "device_mesh", None)
-    for axis, placement in enumerate(getattr(tensor, "placements", ())):
-        if mesh is not None and placement.is_shard():
-            assert placement.dim == 0, f"{name} is cut along dim {placement.dim}"
-            start[0] = shard_rows(shape[0], mesh.size(axis), mesh.get_local_rank(axis)).start
-    return Piece(name, shape, tuple(start), data)
+    for region in regions(param, mesh.layout, mesh.rank):
+        part = tuple(slice(first, first + size) for first, size in zip(region.local, region.shape, strict=True))
+        yield Piece(name, param.shape, region.start, data[part])
 
 
-def owned(pieces: list[Piece], mesh: Mesh) -> list[Piece]:
+def owned(pieces: list[Piece], model: nn.Module, mesh: Mesh) -> list[Piece]:
     """The `pieces` that this rank saves, so that every part of every tensor is saved by exactly one rank.
 
     Ranks with equal parts share them out by bytes. Pure arithmetic on names, shapes and the layout: nothing is sent.
     """
-    layout = mesh.layout
-    whole = [piece for piece in pieces if layout.zero == 0 or piece.shape == ()]  # step counters are never divided
-    divided = [piece for piece in pieces if layout.zero > 0 and piece.shape != ()]
-    replica = layout.coords(mesh.rank)["dp_replicate"]
-    return [*_share(whole, layout.dp, layout.dp_index(mesh.rank)), *_share(divided, layout.dp_replicate, replica)]
+    known, alike = by_name(spec_of(model)), defaultdict(list)
+    for piece in pieces:
+        alike[_holders(piece, known[parameter_name(piece.name)], mesh)].append(piece)
+    kept = []
+    for axes, same in alike.items():
+        mine = 0
+        for one in axes:
+            mine = mine * one.degree + one.index(mesh.rank)
+        kept += _share(same, prod(one.degree for one in axes), mine)
+    return kept
+
+
+def parameter_name(piece: str) -> str:
+    """The parameter that a piece's tensor belongs to."""
+    kind, _, rest = piece.partition("/")
+    return rest if kind == "model" else rest.rpartition("/")[0]
+
+
+def _holders(piece: Piece, param: Param, mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes along which ranks hold what is in `piece`."""
+    if piece.shape:
+        return copies(param, mesh.layout)
+    every = (axis(mesh.layout, name) for name in ("dp_replicate", "zero", "tp"))
+    return tuple(one for one in every if one.degree > 1)
 
 
 def _share(pieces: list[Piece], ranks: int, mine: int) -> list[Piece]:
@@ -81,3 +113,12 @@ def fill(pieces: list[Piece], read: Reader) -> None:
     with torch.no_grad():
         for piece in pieces:
             piece.data.copy_(read(piece.name, piece.start, tuple(piece.data.shape)))
+
+
+def draw(pieces: list[Piece], spec: ModelSpec, seed: int) -> None:
+    """Fills the memory of every parameter's piece with its initial values, the same in every layout."""
+    known = by_name(spec)
+    with torch.no_grad():
+        for piece in pieces:
+            param = known[parameter_name(piece.name)]
+            init.fill(piece.data, param, piece.start, std=spec.initializer_range, seed=seed)

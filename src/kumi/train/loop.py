@@ -139,7 +139,7 @@ def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
     model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile)
     optimizer = init_adamw(bare(model).named_parameters(), run.optim)
     if saved is not None:
-        fill(optimizer_pieces(model, optimizer), saved.read)
+        fill(optimizer_pieces(model, optimizer, mesh), saved.read)
     cross = run.config.data.cross_document
     data = store.mixture(run.batch.seq_len, run.config.train.seed, cross_document=cross)
     limit = run.config.eval.sequences

@@ -48,8 +48,8 @@ class Parts:
 
 def pieces(parts: Parts) -> list[Piece]:
     """The part of the model and the optimizer that this rank saves."""
-    every = [*model_pieces(parts.model), *optimizer_pieces(parts.model, parts.optimizer)]
-    return owned(every, parts.mesh)
+    every = [*model_pieces(parts.model, parts.mesh), *optimizer_pieces(parts.model, parts.optimizer, parts.mesh)]
+    return owned(every, parts.model, parts.mesh)
 
 
 def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _update(parts: Parts, state: TrainState) -> tuple[Tensor, float]:
     """Clip, step the optimizer, drop the gradients; the norm before clipping and the learning rate used."""
     run, scaling = parts.run, parts.run.precision.loss_scaling
     scale = state.scale.scale if scaling else 1.0
-    norm = clip_gradients(parts.model.parameters(), run.optim.grad_clip, parts.mesh, loss_scale=scale)
+    norm = clip_gradients(parts.model, run.optim.grad_clip, parts.mesh, loss_scale=scale)
     lr = run.optim.lr_at(state.step, run.config.train.steps)
     for group in parts.optimizer.param_groups:
         group["lr"] = lr
