@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from small import INSTANT, job, model
+from small import INSTANT, LINKS, job, model
 
 from kumi.plan.estimate import estimate
 from kumi.plan.traffic import collectives, traffic
-from kumi.spec.cluster import ClusterSpec
+from kumi.spec.cluster import ClusterSpec, Link
 from kumi.spec.engine import KUMI
 from kumi.spec.layout import Layout
 from kumi.spec.schedule import actions
@@ -94,12 +94,34 @@ def test_what_attention_does_not_hide_of_the_ring_is_charged(layout):
 def test_data_parallel_messages_take_what_a_step_without_any_cover_is_charged(of, layout, within):
     seconds, charged, _ = sent(job(of=of, engine=IN_TURN), layout, "dp")
     assert charged > 0
-    # The norm's message is listed and not charged: it has four bytes. Ranks wait for each other once, and
-    # in the list at every message.
+    # Ranks wait for each other once, and in the list at every message.
     assert seconds == pytest.approx(charged, rel=within)
     _, covered, exposed = sent(job(of=of), layout, "dp")
     assert exposed == pytest.approx(covered)
     assert covered <= charged * 1.0001
+
+
+FAR = (LINKS[0], Link("overseas", 1 << 30, 1e9, 0.1))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=8),
+        Layout(dp_shard=8, zero=1),
+        Layout(pp=2, tp=4),
+        Layout(pp=2, dp_replicate=2, dp_shard=2, zero=1),
+        Layout(pp=2, dp_replicate=4),
+    ],
+)
+def test_the_norm_of_the_gradient_is_charged_what_its_message_takes(layout):
+    wanted = job(of=model(8), links=FAR, engine=IN_TURN)
+    found = estimate(wanted, layout)
+    (norm,) = (one for one in found.collectives if one.what == "norm")
+    assert norm.link == "overseas"
+    assert norm.seconds >= 2 * 0.1
+    others = sum(one.seconds for one in found.collectives if one.axis.startswith("dp"))
+    assert dict(found.time)["dp"] - others == pytest.approx(norm.seconds, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +168,7 @@ def test_messages_of_one_kind_are_listed_once():
         (Layout(tp=4, dp_shard=2, zero=1), {"tp": "inside", "dp_shard": "network", "world": "network"}),
         (Layout(dp_replicate=2, dp_shard=4, zero=3), {"dp_shard": "inside", "dp_replicate": "network",
                                                       "world": "inside"}),
-        (Layout(pp=2, dp_replicate=4), {"pp": "network", "dp": "inside", "world": "inside"}),
+        (Layout(pp=2, dp_replicate=4), {"pp": "network", "dp": "inside", "world": "network"}),
     ],
 )  # fmt: skip
 def test_messages_are_charged_to_the_link_that_their_group_crosses(layout, links):

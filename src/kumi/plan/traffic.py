@@ -14,6 +14,7 @@ from kumi.plan.comm import collective_seconds, link_name
 from kumi.plan.stages import bounds
 from kumi.plan.states import elements
 from kumi.plan.types import Collective
+from kumi.plan.update import NORM_BYTES, norm_group
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops
@@ -92,7 +93,7 @@ def _data(own: _Own) -> Iterator[Collective]:
         for part, degree, what in ((0, shards, "gradients"), (1, experts, "experts")):
             size = reduced * sum(unit[part] for _, unit in units)
             yield Collective("all_reduce", "dp", layout.dp_replicate * degree, size, 1, "backward", what)
-        yield Collective("all_reduce", "world", layout.world_size // (layout.dp * layout.cp), 4, 1, "update", "norm")
+        yield _norm(layout)
         return
     last_layer = max((number for number, unit in enumerate(units) if unit[0] == "layer"), default=-1)
     every, gathered = Counter(units), Counter[tuple[str, tuple[float, float]]]()
@@ -107,7 +108,12 @@ def _data(own: _Own) -> Iterator[Collective]:
             yield Collective("reduce_scatter", "dp_shard", degree, reduced * size, reduces, "backward", what)
             share = reduced * size / degree
             yield Collective("all_reduce", "dp_replicate", layout.dp_replicate, share, count, "backward", what)
-    yield Collective("all_reduce", "world", layout.world_size // layout.dp_replicate, 4, 1, "update", "norm")
+    yield _norm(layout)
+
+
+def _norm(layout: Layout) -> Collective:
+    degree, _ = norm_group(columns([layout]))
+    return Collective("all_reduce", "world", int(degree[0]), NORM_BYTES, 1, "update", "norm")
 
 
 def _sizes(job: Job, layout: Layout, ops: Sequence[Op]) -> tuple[float, float]:
@@ -189,17 +195,18 @@ def _pipeline(own: _Own) -> Iterator[Collective]:
     yield Collective("send", "pp", own.layout.pp, size, own.microbatches * backward, "backward", "gradients")
 
 
-def _stride(layout: Layout, one: Collective) -> int:
-    """Distance in ranks between neighbours of the message's group."""
-    if one.axis in ("dp", "dp_shard"):
-        return layout.ep * layout.expert_tp if one.what == "experts" else layout.tp
-    if one.axis in ("ep", "world"):
-        return layout.expert_tp if one.axis == "ep" else 1
-    return layout.stride(one.axis)
+def stride_of(layout: Layout, axis: str, what: str = "") -> int:
+    """Distance in ranks between neighbours of a group along `axis`: data groups take the cp ranks in, experts borrow
+    theirs."""
+    if axis in ("dp", "dp_shard"):
+        return layout.ep * layout.expert_tp if what == "experts" else layout.tp
+    if axis == "world":
+        return int(norm_group(columns([layout]))[1][0])
+    return layout.expert_tp if axis == "ep" else layout.stride(axis)
 
 
 def _priced(job: Job, layout: Layout, one: Collective) -> Collective:
-    stride = _stride(layout, one)
+    stride = stride_of(layout, one.axis, one.what)
     arguments = (np.array([float(value)]) for value in (one.bytes, one.degree, stride))
     seconds = one.count * float(collective_seconds(job.cluster, one.kind, *arguments)[0])
     return replace(one, link=link_name(job.cluster, stride, one.degree), seconds=seconds)

@@ -30,6 +30,9 @@ SLOWS = 0.2
 
 INTERLEAVED = SCHEDULES.index("interleaved")
 
+# One float32, whatever the model.
+NORM_BYTES = 4.0
+
 # Bytes/s of host memory that one device's share of a node's processors moves in an optimizer update.
 HOST_BANDWIDTH = 20e9
 
@@ -99,7 +102,17 @@ def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backw
     pieces = np.maximum(1.0, own.layers)[index]
     exposed = _exposed(reduce[index], beside * backward, pieces, hidden_share(job, job.engine.overlap_grads))
     exposed = exposed + _exposed(gather[index], beside * forward, pieces, hidden_share(job, job.engine.overlap_params))
+    # The update cannot begin before the norm of all gradients is known.
+    norm = collective_seconds(job.cluster, "all_reduce", np.full(len(rows), NORM_BYTES), *norm_group(rows))
+    exposed = exposed + norm[index]
     return {"dp": exposed, "optimizer": seconds[index], "offload": moved[index]}
+
+
+def norm_group(x: Columns) -> tuple[Ints, Ints]:
+    """(degree, stride) of the ranks that add up the norm of the gradient: one of each that holds a part of it. Where
+    copies of a stage lie between its stages, they stand this far apart in the mean."""
+    degree = x.pp * np.where(x.zero > 0, x.dp_shard * x.cp * x.tp, x.tp)
+    return degree, np.where(x.pp > 1, x.world_size // degree, 1)
 
 
 def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:

@@ -134,11 +134,11 @@ def _waits(best: Estimate) -> float:
 
 def _batch(report: Report) -> Iterator[Lever]:
     """Twice the tokens a step halve, for each token, what happens once a step: filling and draining the pipeline, the
-    update and what moves for it, gradients of DDP and ZeRO-1."""
-    layout = report.best.layout
-    reduced = ["dp"] if layout.zero < 2 else []
+    update with its messages and what moves for it, gradients of DDP and ZeRO-1."""
+    best, layout = report.best, report.best.layout
     moved = ["offload"] if layout.offload not in ("none", "activations") else []
-    once = spent(report.best, "bubble", "pp", "optimizer", *reduced, *moved)
+    norm = sum(item.seconds for item in best.collectives if item.when == "update")
+    once = spent(best, "bubble", "pp", "optimizer", *moved) + (spent(best, "dp") if layout.zero < 2 else norm)
     yield Lever("twice the tokens a step", once / 2, "what is paid once a step, for as many tokens as now")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from kumi.plan.traffic import stride_of
 from kumi.plan.types import Collective, Estimate, MemoryEstimate
 from kumi.report import words
 from kumi.spec.cluster import ClusterSpec, members_inside
@@ -153,14 +154,8 @@ def group_bandwidth(
     at = next(index for index, item in enumerate(cluster.links) if item.name == link)
     inside = 1
     if at > 0 and not kinds <= {"send", "all_to_all"}:
-        inside = members_inside(_stride(layout, axis), degree, cluster.links[at - 1].span)
+        inside = members_inside(stride_of(layout, axis), degree, cluster.links[at - 1].span)
     return cluster.links[at].bandwidth * inside, cluster.links[at].efficiency
-
-
-def _stride(layout: Layout, axis: str) -> int:
-    """How far apart in ranks the neighbours of a group stand. Data groups take the cp ranks in; experts borrow."""
-    borrowed = {"dp": layout.tp, "dp_shard": layout.tp, "ep": layout.expert_tp, "world": 1}
-    return borrowed[axis] if axis in borrowed else layout.stride(axis)
 
 
 @dataclass(frozen=True)
