@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -25,6 +25,28 @@ def one_tensor_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     names = ("all_gather_single", "reduce_scatter_single") if renamed else ("all_gather_into_tensor",
                                                                            "reduce_scatter_tensor")  # fmt: skip
     return getattr(dist, names[0]), getattr(dist, names[1])
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group that is called `name`: operators of PyTorch's dispatcher take names, not groups."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    resolve: Callable[[Any], dist.ProcessGroup] = _resolve_process_group  # 2.13 has a type of its own for names
+    return resolve(name)
+
+
+def fsdp_after_backward(module: nn.Module) -> None:
+    """Does what FSDP2 does at the end of a backward pass of `module`, one that it divides: for gradients that were
+    added to parameters since. 2.13 gave a module several groups of parameters; before it had one, or none."""
+    from torch.distributed.fsdp import fully_shard
+
+    root = fully_shard.state(module)  # type: ignore[attr-defined]
+    for state in root._state_ctx.all_states:
+        one = getattr(state, "_fsdp_param_group", None)
+        groups = getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
+        for group in groups:
+            group.post_backward()
+    root._root_post_backward_final_callback()
 
 
 def has_varlen(q: Tensor) -> bool:

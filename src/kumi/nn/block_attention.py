@@ -1,0 +1,184 @@
+"""Attention of some queries over some keys of their rows, in parts that add up: what a ring of ranks computes.
+
+Where the keys of a row arrive a part at a time, each part gives a result and the log-sum-exp of its scores, and two
+results make one by these (Dao et al., 2022, arXiv:2205.14135; Liu et al., 2023, arXiv:2310.01889). Queries and keys
+may be any positions of a row, in ascending order: of the keys at hand a query then sees a stretch, from the first of
+its document and window to the last that is not ahead of it. They meet in blocks of queries, as matrix products; scores
+and sums are in float32 or wider, and the backward pass computes the scores again, so nothing of size S x S is kept.
+
+Inside, the G = H / K query heads of a key head are beside each other: N queries are (B, K, G, N, E), M keys
+(B, K, M, E).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kumi.nn.dtypes import wide
+
+# Queries of a block, and keys that its first key is rounded down to; see `kumi.nn.cpu_attention`.
+BLOCK = 128
+UNIT = 64
+# Where documents end inside a block, it is cut after a multiple of so many queries: few shapes, little for nothing.
+ROUND = 32
+
+
+class Hidden(NamedTuple):
+    """True in `mask` (n, stop - start) where a query of a block does not see one of its keys `start` to `stop`."""
+
+    start: int
+    stop: int
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries `start` to `stop` of row `row` over keys `first` to `last`; only the first `count` queries see any."""
+
+    row: int
+    start: int
+    stop: int
+    count: int
+    first: int
+    last: int
+    hidden: tuple[Hidden, ...]
+
+
+class Part(NamedTuple):
+    """Keys and values at hand, as the products of one direction take them: `keys` (B, K, E, M), divided by sqrt(E), in
+    the dtype of scores, and in their own dtype `plain_keys` (B, K, M, E) and `values` (B, K, M, E'), which the backward
+    pass has as (B, K, E', M)."""
+
+    keys: Tensor
+    plain_keys: Tensor
+    values: Tensor
+
+
+def split(x: Tensor, kv_heads: int) -> Tensor:
+    """`x` (B, N, H, E) as (B, K, G, N, E), contiguous."""
+    rows, length, heads, size = x.shape
+    return x.reshape(rows, length, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def join(x: Tensor) -> Tensor:
+    """The inverse of `split`."""
+    return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def arranged(k: Tensor, v: Tensor, *, backward: bool) -> Part:
+    """Keys `k` (B, M, K, E) and values `v` (B, M, K, E') as a part for the pass forward or `backward`."""
+    keys = k.permute(0, 2, 3, 1).to(wide(k.dtype)).contiguous() * k.shape[-1] ** -0.5
+    values = v.permute(0, 2, 3, 1).contiguous() if backward else v.transpose(1, 2)
+    return Part(keys, k.transpose(1, 2), values)
+
+
+def blocks(queries: Tensor, keys: Tensor, earliest: Tensor, piece: int) -> tuple[Block, ...]:
+    """The blocks of queries at the positions `queries` (N,) that see any of the keys at the positions `keys` (M,).
+
+    `earliest` (B, S) is the first position that each position of a row may see, and never falls along the row. Every
+    `piece` queries are neighbours. All on the host.
+    """
+    first = torch.searchsorted(keys, earliest[:, queries].contiguous())
+    last = torch.searchsorted(keys, queries, right=True)
+    found: list[Block] = []
+    for row in range(len(earliest)):
+        for begin in range(0, len(queries), piece):
+            for start in range(begin, begin + piece, BLOCK):
+                stop = min(start + BLOCK, begin + piece)
+                found += _block(row, start, first[row, start:stop], last[start:stop])
+    return tuple(found)
+
+
+def _block(row: int, start: int, first: Tensor, last: Tensor) -> Iterator[Block]:
+    """The block of the queries from `start` on that see keys `first` to `last`, each; none where they see no key."""
+    # Where a key comes after a query, both are of one piece, and the query sees itself; else all end at one key, and
+    # the queries from some document on see none.
+    count = int((first < last).sum())
+    if not count:
+        return
+    size = min(-(-count // ROUND) * ROUND, len(first))
+    begin, end = int(first[0]) // UNIT * UNIT, int(last[size - 1])
+    # Queries that see nothing, but for the sake of the block's shape, see the last key: their results are not used.
+    first, last = torch.minimum(first[:size], last[:size] - 1), last[:size]
+    all_from, all_to = int(first[-1]), int(last[0])
+    hidden = []
+    if all_from > begin:
+        hidden.append(Hidden(0, all_from - begin, torch.arange(begin, all_from) < first[:, None]))
+    if all_to < end:
+        hidden.append(Hidden(all_to - begin, end - begin, torch.arange(all_to, end) >= last[:, None]))
+    yield Block(row, start, start + size, count, begin, end, tuple(hidden))
+
+
+def forward(queries: Tensor, part: Part, along: tuple[Block, ...], out: Tensor, lse: Tensor) -> None:
+    """Merges into `out` (B, K, G, N, E') and `lse` (B, K, G, N) what `queries` (B, K, G, N, E) see in `part`.
+
+    Both are in the dtype of scores, 0 and -inf where nothing was seen yet.
+    """
+    for block in along:
+        kv_heads, group = out.shape[1:3]
+        probs, sums = _probs(queries, part, block)
+        seen = torch.bmm(probs.to(part.values.dtype), part.values[block.row, :, block.first : block.last])
+        shape, rows = (kv_heads, group, block.stop - block.start), slice(block.start, block.start + block.count)
+        seen = seen.to(out.dtype).view(*shape, -1)[:, :, : block.count]
+        sums = sums.view(shape)[:, :, : block.count]
+        before, result = lse[block.row, :, :, rows], out[block.row, :, :, rows]
+        result.lerp_(seen, torch.sigmoid(sums - before)[..., None])
+        torch.logaddexp(before, sums, out=before)
+
+
+def backward(
+    queries: Tensor, part: Part, along: tuple[Block, ...], grad: Tensor, lse: Tensor, delta: Tensor,
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor,
+) -> None:  # fmt: skip
+    """Adds to `grad_q` (B, K, G, N, E), `grad_k` (B, K, M, E) and `grad_v` (B, K, M, E') what comes through `part`.
+
+    `grad` (B, K, G, N, E') is the gradient of the result, `delta` (B, K, G, N) its products with the result, and `lse`
+    the log-sum-exp over all parts. The gradients, in the dtype of scores, lack a factor: those of queries and keys are
+    still to be divided by sqrt(E).
+    """
+    narrow = grad.dtype
+    for block in along:
+        rows, keys = slice(block.start, block.stop), slice(block.first, block.last)
+        own, size = block.row, block.stop - block.start
+        probs, sums = _probs(queries, part, block)
+        # Of the probabilities over all parts, those of this part are the share exp(sums - lse).
+        share = (sums - lse[own, :, :, rows].reshape(sums.shape)).exp_()
+        if block.count < size:
+            share.view(-1, size)[:, block.count :] = 0.0
+        grads = (_rows(grad, block) * share[..., None]).to(narrow)
+        lost = _rows(delta[..., None], block) * share[..., None]
+        grad_scores = torch.bmm(grads, part.values[own, :, :, keys]).to(probs.dtype).sub_(lost).mul_(probs).to(narrow)
+        _add_bmm(grad_v[own, :, keys], probs.to(narrow).transpose(1, 2), grads)
+        _add_bmm(grad_k[own, :, keys], grad_scores.transpose(1, 2), _rows(queries, block))
+        through = torch.bmm(grad_scores, part.plain_keys[own, :, keys])
+        grad_q[own, :, :, rows] += through.view(*grad_q.shape[1:3], size, -1)
+
+
+def _probs(queries: Tensor, part: Part, block: Block) -> tuple[Tensor, Tensor]:
+    """The probabilities (K, G * n, m) of a block's queries over its keys alone, and the log-sum-exp (K, G * n)."""
+    rows = _rows(queries, block).to(part.keys.dtype)
+    scores = torch.bmm(rows, part.keys[block.row, :, :, block.first : block.last])
+    each_head = scores.view(scores.shape[0], -1, block.stop - block.start, block.last - block.first)
+    for hidden in block.hidden:
+        each_head[..., hidden.start : hidden.stop].masked_fill_(hidden.mask.to(scores.device), -torch.inf)
+    probs = torch.softmax(scores, dim=-1)
+    # log p = score - log-sum-exp, most accurately for the largest.
+    return probs, scores.amax(dim=-1).sub_(probs.amax(dim=-1).log_())
+
+
+def _rows(x: Tensor, block: Block) -> Tensor:
+    """The block's queries of `x` (B, K, G, N, E) as (K, G * n, E)."""
+    return x[block.row, :, :, block.start : block.stop].flatten(1, 2)
+
+
+def _add_bmm(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the product to `total`, in its dtype."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total += torch.bmm(left, right)

@@ -1,0 +1,197 @@
+"""Ring attention: every rank has some positions of each row, and keys and values go round (Liu et al., 2023,
+arXiv:2310.01889).
+
+A row is cut into 2 * cp pieces, of which rank i has pieces i and 2 * cp - 1 - i: with causal attention the rank of the
+first pieces would have little to compute otherwise, and all would wait for that of the last. While a rank computes with
+the keys and values at hand, they go on to the next rank and those of the one before come in. Pieces whose keys are all
+ahead of the queries, or of other documents, are not computed. In the backward pass keys and values go round again, and
+their gradients, in the dtype of scores, follow one step behind, so that a full circle brings them home.
+
+To PyTorch's dispatcher this is one operator: selective recomputation keeps its result, and communicates nothing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kumi.compat import group_of
+from kumi.nn import block_attention
+from kumi.nn.block_attention import Block, arranged, join, split
+from kumi.nn.dtypes import wide
+from kumi.nn.where import Attend
+
+
+def positions_of(length: int, cp: int, index: int) -> Tensor:
+    """The positions (length / cp,) of a row of `length` that rank `index` of `cp` has: pieces i and 2 * cp - 1 - i."""
+    near, far = torch.arange(length).view(2 * cp, -1)[[index, 2 * cp - 1 - index]]
+    return torch.cat([near, far])
+
+
+def ring_over(bounds: list[int], group: dist.ProcessGroup) -> Attend:
+    """The attention of rows of which the ranks of `group` have their positions; documents begin at the tokens `bounds`,
+    numbered through the whole rows, which also end with the count of tokens."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        out: Tensor = OPERATOR(q, k, v, bounds, window or 0, group.group_name)[0]
+        return out
+
+    return attend
+
+
+@dataclass(frozen=True)
+class _Underway:
+    """A tensor on its way to the next rank, and what comes in from the one before."""
+
+    mine: Tensor
+    coming: Tensor
+    works: list[dist.Work]
+
+    def arrived(self) -> Tensor:
+        """What the rank before has sent, once it is here and `mine` is gone."""
+        for work in self.works:
+            work.wait()
+        return self.coming
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The ranks that keys and values go round, and where this one stands."""
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+    def pass_on(self, mine: Tensor) -> _Underway:
+        """Begins to send `mine` to the next rank and to receive as much from the one before."""
+        coming = torch.empty_like(mine)
+        onward, before = (self.index + 1) % self.size, (self.index - 1) % self.size
+        ends = [dist.P2POp(dist.isend, mine, group=self.group, group_peer=onward),
+                dist.P2POp(dist.irecv, coming, group=self.group, group_peer=before)]  # fmt: skip
+        return _Underway(mine, coming, dist.batch_isend_irecv(ends))
+
+
+# Keys and values at hand, as one flat tensor, and which queries see which of them.
+_Round = tuple[Tensor, tuple[Block, ...]]
+
+
+class _Sizes(NamedTuple):
+    """Shapes of keys (B, M, K, E) and values (B, M, K, E'), which travel as one flat tensor."""
+
+    keys: torch.Size
+    values: torch.Size
+
+    def packed(self, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+    def unpacked(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = torch.split(both, [self.keys.numel(), self.values.numel()])
+        return k.view(self.keys), v.view(self.values)
+
+
+def _ring(name: str) -> _Ring:
+    group = group_of(name)
+    return _Ring(group, group.size(), group.rank())
+
+
+@lru_cache(maxsize=64)
+def _plan(bounds: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int) -> tuple[Block, ...]:
+    """Which queries of rank `index` see which keys of rank `source`."""
+    marks = torch.tensor(bounds)
+    length = bounds[-1] // rows
+    begins = torch.repeat_interleave(marks[:-1], marks.diff()).view(rows, length)
+    earliest = begins - torch.arange(rows)[:, None] * length
+    if window:
+        earliest = torch.maximum(earliest, torch.arange(length) - window + 1)
+    queries, keys = (positions_of(length, cp, rank) for rank in (index, source))
+    return block_attention.blocks(queries, keys, earliest, length // (2 * cp))
+
+
+def _rounds(ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int) -> Iterator[_Round]:
+    """Round by round, what is at hand of `both`, which goes on to the next rank meanwhile."""
+    for turn in range(ring.size):
+        underway = ring.pass_on(both) if turn + 1 < ring.size else None
+        source = (ring.index - turn) % ring.size
+        yield both, _plan(tuple(bounds), rows, window, ring.size, ring.index, source)
+        both = underway.arrived() if underway else both
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str) -> tuple[Tensor, Tensor]:
+    sizes, queries = _Sizes(k.shape, v.shape), split(q, k.shape[2])
+    out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
+    lse = out.new_full(out.shape[:-1], -torch.inf)
+    for both, along in _rounds(_ring(group), sizes.packed(k, v), bounds, window, len(q)):
+        if along:
+            block_attention.forward(queries, arranged(*sizes.unpacked(both), backward=False), along, out, lse)
+    return join(out).to(q.dtype).contiguous(), join(lse[..., None])[..., 0].contiguous()
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], window: int, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    ring, sizes, kv_heads, scores = _ring(group), _Sizes(k.shape, v.shape), k.shape[2], wide(q.dtype)
+    queries, grads, sums = split(q, kv_heads), split(grad, kv_heads), split(lse[..., None], kv_heads)[..., 0]
+    delta = split((grad.to(scores) * out.to(scores)).sum(-1, keepdim=True), kv_heads)[..., 0]
+    grad_q = torch.zeros_like(queries, dtype=scores)
+    home: Tensor | None = None  # the gradients of this rank's own keys and values
+    following: _Underway | None = None  # those of the keys and values that come in next, from the ranks before
+    for both, along in _rounds(ring, sizes.packed(k, v), bounds, window, len(q)):
+        grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=scores) for x in sizes.unpacked(both))
+        if along:
+            part = arranged(*sizes.unpacked(both), backward=True)
+            block_attention.backward(queries, part, along, grads, sums, delta, grad_q, grad_k, grad_v)
+        added = sizes.packed(grad_k.transpose(1, 2), grad_v.transpose(1, 2))
+        if home is None:
+            home = added
+        else:
+            following = ring.pass_on(added if following is None else added.add_(following.arrived()))
+    assert home is not None
+    total_k, total_v = sizes.unpacked(home if following is None else home.add_(following.arrived()))
+    factor = q.shape[-1] ** -0.5
+    return join(grad_q * factor).to(q.dtype).contiguous(), (total_k * factor).to(k.dtype), total_v.to(v.dtype)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+def _fake_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.bounds, ctx.window, ctx.group = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    operator = torch.ops.kumi.ring_attention_backward.default
+    return *operator(grad, *ctx.saved_tensors, ctx.bounds, ctx.window, ctx.group), None, None, None
+
+
+def _define(name: str, schema: str, function: Any, fake: Any) -> None:
+    torch.library.define(name, schema)
+    for device in ("CPU", "CUDA"):
+        torch.library.impl(name, device, function)
+    torch.library.register_fake(name, fake)
+
+
+_HOW = "int[] bounds, int window, str group"
+_define("kumi::ring_attention", f"(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)", _forward, _fake)
+_define(
+    "kumi::ring_attention_backward",
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+torch.library.register_autograd("kumi::ring_attention", _differentiate, setup_context=_save)
+
+# The operator as PyTorch's dispatcher knows it.
+OPERATOR = torch.ops.kumi.ring_attention.default

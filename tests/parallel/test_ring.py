@@ -1,0 +1,79 @@
+"""Attention whose keys and values go round the ranks equals attention over whole rows on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kumi.nn import block_attention
+from kumi.nn.attention import attend
+from kumi.nn.where import Segments, segments
+from kumi.parallel.ring import positions_of, ring_over
+
+ROWS = 2
+TOLERANCE = 1e-12
+
+
+def _documents(length, lengths):
+    """Document ids (ROWS, length): one row of documents of `lengths`, repeated, and one whole."""
+    again = torch.tensor(lengths * length)
+    ids = torch.repeat_interleave(torch.arange(len(again)), again)[:length]
+    return torch.stack([ids, torch.zeros_like(ids)])
+
+
+def _inputs(length, heads, kv_heads, size, v_size, dtype=torch.float64):
+    random = torch.Generator().manual_seed(0)
+    shapes = [(heads, size), (kv_heads, size), (kv_heads, v_size), (heads, v_size)]
+    return [torch.randn(ROWS, length, *shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def _around(length, heads, sizes, lengths, window, strided):
+    """On a rank: result and gradients of its positions, which must equal those of whole rows."""
+    block_attention.BLOCK, block_attention.UNIT, block_attention.ROUND = 4, 2, 2
+    *qkv, grad = _inputs(length, *heads, *sizes)
+    ids = None if lengths is None else _documents(length, lengths)
+    where = segments(torch.zeros(ROWS, length), ids)
+    for x in qkv:
+        x.requires_grad_()
+    whole = attend(Segments(ids, None), *qkv, window)
+    wanted = [whole, *torch.autograd.grad(whole, qkv, grad)]
+    mine = positions_of(length, dist.get_world_size(), dist.get_rank())
+    parts = [x.detach()[:, mine] for x in qkv]
+    if strided:
+        parts = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in parts]
+    for x in parts:
+        x.requires_grad_()
+    out = ring_over(where.bounds, dist.group.WORLD)(*parts, window)
+    own_grad = grad[:, mine].transpose(1, 2).contiguous().transpose(1, 2) if strided else grad[:, mine]
+    found = [out, *torch.autograd.grad(out, parts, own_grad)]
+    assert out.is_contiguous()
+    return max(float((a - b[:, mine]).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+CASES = {
+    "whole rows": ((4, 2), (6, 6), None, None),
+    "every head its own": ((3, 3), (4, 4), None, None),
+    "documents across pieces": ((4, 2), (6, 6), (5, 9, 1, 7), None),
+    "documents that end with pieces": ((4, 1), (6, 6), (4, 8, 12), None),
+    "short documents": ((2, 2), (4, 4), (1, 2, 3), None),
+    "window": ((4, 2), (6, 6), None, 7),
+    "window of one": ((4, 2), (6, 6), None, 1),
+    "window and documents": ((4, 2), (6, 6), (5, 17, 3), 6),
+    "values of another size": ((4, 2), (6, 10), (5, 9), None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_equals_whole_rows(ranks, cp, name):
+    heads, sizes, lengths, window = CASES[name]
+    assert max(ranks(cp, _around, 12 * cp, heads, sizes, lengths, window, False)) < TOLERANCE
+
+
+def test_tensors_may_lie_anyhow(ranks):
+    assert max(ranks(2, _around, 24, (4, 2), (6, 10), (5, 9), 7, True)) < TOLERANCE
+
+
+def test_positions():
+    assert [positions_of(8, 2, index).tolist() for index in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
