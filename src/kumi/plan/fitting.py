@@ -125,10 +125,11 @@ def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
 
 
 def pinned_layers(pinned: Pins) -> int | None:
-    """How many layers are pinned to recompute, -1 for all; None where that is open."""
-    if "recompute_layers" not in pinned:
+    """How many layers are pinned to recompute, -1 for all; None where that is open. Who pins what is recomputed, and
+    not in how many layers, means all, as a run file does."""
+    if "recompute_layers" not in pinned and pinned.get("recompute", "none") == "none":
         return None
-    count = pinned["recompute_layers"]
+    count = pinned.get("recompute_layers")
     return -1 if count is None else int(count)
 
 

@@ -16,7 +16,7 @@ from kumi.plan import memory
 from kumi.plan.columns import WORDS, Columns, Floats, joined
 from kumi.plan.distinct import distinct
 from kumi.plan.estimate import estimate, positions
-from kumi.plan.fitting import NONE, Bases, Fit, Variant, bases_of, fit, picked, variants
+from kumi.plan.fitting import NONE, Bases, Fit, Variant, bases_of, fit, picked, pinned_layers, variants
 from kumi.plan.space import CHUNK, Pins, chunks
 from kumi.plan.stages import balanced, bounds
 from kumi.plan.step import step
@@ -242,7 +242,7 @@ def _fitted(job: Job, layout: Layout, pinned: Pins) -> Estimate:
     """The estimate of `layout`, or where that does not fit, as sums of parts had said, of the same with as few more
     layers recomputed as make it fit."""
     one = estimate(job, layout)
-    if one.fits or layout.recompute_layers is None or "recompute_layers" in pinned:
+    if one.fits or layout.recompute_layers is None or pinned_layers(pinned) is not None:
         return one
     low, high = layout.recompute_layers + 1, _most_layers(job, layout)
     one = estimate(job, replace(layout, recompute_layers=None))
@@ -284,7 +284,7 @@ def _neighbours(job: Job, plain: Estimate, pinned: Pins) -> Iterator[Layout]:
         yield uneven
     if layout.tp > 1 and "sequence_parallel" not in pinned:
         yield replace(layout, sequence_parallel=False)
-    if layout.recompute != "none" and "recompute_layers" not in pinned:
+    if layout.recompute != "none" and pinned_layers(pinned) is None:
         most = _most_layers(job, layout)
         for fewer in range(1, 4):
             if (layout.recompute_layers or most) > fewer:
