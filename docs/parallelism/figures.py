@@ -1,0 +1,268 @@
+"""Computes the tables of these pages from the specs and the planner, and writes them between their marks.
+
+python docs/parallelism/figures.py
+
+A table stands in a page between `<!-- computed: NAME -->` and `<!-- end -->`. Run it in the repository's root.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kumi.config import job, load_plan
+from kumi.describe import placement
+from kumi.plan.activations import ledger
+from kumi.plan.columns import columns
+from kumi.plan.estimate import estimate
+from kumi.plan.timeline import Timeline, simulate
+from kumi.plan.traffic import collectives
+from kumi.plan.types import Collective, MemoryEstimate
+from kumi.report.figures import wire_bytes
+from kumi.report.words import percent, rate, volume
+from kumi.spec import schedule
+from kumi.spec.batch import BatchSpec
+from kumi.spec.job import Job
+from kumi.spec.layout import OFFLOAD, Layout
+from kumi.spec.ledger import layer_ops, logit_chunk
+from kumi.spec.optim import KINDS, Optim, state_bytes
+from kumi.spec.placement import axis
+from kumi.spec.precision import ITEMSIZE, PRECISIONS
+from kumi.spec.sharding import cut_shape, is_routed, local_numel, stage_bounds
+from kumi.units import format_bytes
+
+PAGES = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- computed: ([\w.]+) -->)(?:(?!<!--).)*(<!-- end -->)", re.S)
+PP, MICROBATCHES = 4, 8
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2}
+
+
+def tables() -> dict[str, str]:
+    """Every table in Markdown, by its name."""
+    return {
+        "placement": _placement(), "data.zero": _zero(), "tensor.counts": _counts(), "tensor.degrees": _tensor(),
+        "pipeline.schedules": _schedules(), "pipeline.stages": _stages(), "context.degrees": _context(),
+        "expert.degrees": _experts(), "memory.recompute": _recompute(), "memory.offload": _offload(),
+        "memory.optim": _optim(), "memory.precision": _precision(), "memory.logits": _logits(),
+    }  # fmt: skip
+
+
+def refreshed(page: str, found: dict[str, str]) -> str:
+    """The text of a page with its tables as computed."""
+    return BLOCK.sub(lambda block: f"{block[1]}\n\n{found[block[2]]}\n\n{block[3]}", page)
+
+
+def llama(*, seq_len: int = 8192, tokens: int = 2**18) -> Job:
+    """Llama 3 8B (3.1 where sequences are longer than 8,192) on one node of eight H100."""
+    version = "3" if seq_len <= 8192 else "3.1"
+    source = f"model.source=examples/models/llama-{version}-8b"
+    wanted = job(load_plan("examples/plan/llama-3-8b.toml", [source, "cluster.nodes=1"]))
+    return replace(wanted, batch=BatchSpec(seq_len, tokens))
+
+
+def mixtral() -> Job:
+    """Mixtral 8x7B on eight nodes of eight H100."""
+    return job(load_plan("examples/plan/mixtral-8x7b.toml"))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def states(memory: MemoryEstimate) -> int:
+    """Bytes that stay from step to step."""
+    return memory.params + memory.grads + memory.optimizer
+
+
+def sent(found: Iterable[Collective], *axes: str, kinds: Sequence[str] = ()) -> float:
+    """Bytes that a rank sends along `axes` in a step, but for the gradients' norm."""
+    return sum(wire_bytes(one) for one in found if one.axis in axes and (not kinds or one.kind in kinds))
+
+
+def _placement() -> str:
+    layout = Layout(pp=2, dp_shard=4, cp=2, tp=4, zero=3)
+    wanted = job(load_plan("examples/plan/llama-3-70b-aws.toml"))
+    found = placement(layout, wanted.cluster, experts=False)["axes"]
+    rows = [(f"`{one['axis']}`", one["degree"], one["stride"], " ".join(map(str, one["group"])), one["link"],
+             rate(one["bandwidth"])) for one in found if one["axis"] != "zero"]  # fmt: skip
+    return _table(("axis", "degree", "stride", "the group of rank 0", "link", "a device"), rows)
+
+
+def _zero() -> str:
+    rows = []
+    for keys, layout in (
+        ("`dp_replicate = 8`, `zero = 0`", Layout(dp_replicate=8)),
+        *((f"`dp_shard = 8`, `zero = {zero}`", Layout(dp_shard=8, zero=zero)) for zero in (1, 2, 3)),
+        ("`dp_replicate = 2`, `dp_shard = 4`, `zero = 3`", Layout(dp_replicate=2, dp_shard=4, zero=3)),
+    ):
+        memory, found = estimate(llama(), layout).memory[0], collectives(llama(), layout)
+        gathered = sent(found, "dp_shard", kinds=["all_gather"])
+        reduced = sent(found, "dp", "dp_shard", "dp_replicate", kinds=["reduce_scatter", "all_reduce"])
+        rows.append((keys, format_bytes(states(memory)), format_bytes(memory.gathered + memory.weights),
+                     volume(gathered), volume(reduced)))  # fmt: skip
+    head = ("keys", "states at rest", "in passing", "parameters sent a step", "gradients sent a step")
+    return _table(head, rows)
+
+
+def _counts() -> str:
+    wanted = llama()
+    layers, rows = wanted.model.num_hidden_layers, []
+    for when in ("forward", "backward", "recompute"):
+        row = []
+        for layout in (Layout(tp=8, sequence_parallel=False, recompute="full"), Layout(tp=8, recompute="full")):
+            times = layers * wanted.batch.microbatches(layout)
+            counts: dict[str, int] = {}
+            for one in collectives(wanted, layout):
+                if one.axis == "tp" and one.when == when:
+                    counts[one.kind] = counts.get(one.kind, 0) + one.count // times
+            row.append(", ".join(f"{count} `{kind}`" for kind, count in counts.items() if count))
+        rows.append((when if when != "recompute" else 'with `recompute = "full"`, besides', *row))
+    return _table(("when", "`sequence_parallel = false`", "`sequence_parallel = true`"), rows)
+
+
+def _tensor() -> str:
+    rows, wanted = [], llama()
+    for tp in (1, 2, 4, 8):
+        layout = Layout(dp_shard=8 // tp, tp=tp, zero=1 if tp < 8 else 0)
+        held = sum(local_numel(param, Layout(tp=tp), 0) for op in layer_ops(wanted.model, 0) for param in op.params)
+        kept = [estimate(wanted, replace(layout, sequence_parallel=on)).memory[0].activations for on in (False, True)]
+        rows.append((tp, f"{held / 1e6:.1f} M", *map(format_bytes, kept),
+                     volume(sent(collectives(wanted, layout), "tp"))))  # fmt: skip
+    head = ("`tp`", "parameters of a layer on a rank", "activations, `sequence_parallel = false`",
+            "activations, `sequence_parallel = true`", "sent a step along tp")  # fmt: skip
+    return _table(head, rows)
+
+
+def timeline(name: str, stages: int) -> Timeline:
+    """A schedule with equal stages, where forward, gradient of inputs and gradient of weights take equally long."""
+    lists, held = schedule.actions(name, PP, stages, MICROBATCHES), schedule.placement(name, PP, stages)
+    return simulate(lists, held, [(1 / stages,) * 3] * (PP * stages))
+
+
+def waiting(found: Timeline) -> float:
+    """Share of the time in which ranks wait, on average."""
+    return sum(found.idle) / len(found.idle) / found.seconds
+
+
+def in_flight(name: str, stages: int, rank: int) -> float:
+    """How many microbatches a rank keeps activations of at most, in units of all its layers."""
+    now = most = 0.0
+    ends = {"B": -1.0, "I": 0.0, "W": -1.0, "F": 1.0}
+    for action in schedule.actions(name, PP, stages, MICROBATCHES)[rank]:
+        now += ends[action.kind] / stages
+        most = max(most, now)
+    return most
+
+
+def _schedules() -> str:
+    rows = [(f"`{name}`", stages, percent(waiting(timeline(name, stages))),
+             *(f"{in_flight(name, stages, rank):g}" for rank in (0, PP - 1)), 2 * stages)
+            for name, stages in SCHEDULES.items()]  # fmt: skip
+    return _table(("`schedule`", "`stages`", "ranks wait", "microbatches kept by rank 0", f"by rank {PP - 1}",
+                   "messages of an inner rank for a microbatch"), rows)  # fmt: skip
+
+
+def _stages() -> str:
+    layout, wanted = Layout(pp=PP, dp_shard=2, zero=1, recompute="full"), llama()
+    found, bounds = estimate(wanted, layout), stage_bounds(layout, wanted.model.num_hidden_layers)
+    rows = [
+        (rank, f"{first} to {last - 1}", format_bytes(states(memory)), format_bytes(memory.activations),
+         volume(sent(collectives(wanted, layout, rank), "pp")))
+        for rank, (memory, (first, last)) in enumerate(zip(found.memory, bounds, strict=True))
+    ]  # fmt: skip
+    return _table(("pp rank", "layers", "states at rest", "activations", "sent a step along pp"), rows)
+
+
+def _context() -> str:
+    wanted, rows = llama(seq_len=131072, tokens=2**20), []
+    for cp in (1, 2, 4, 8):
+        layout = Layout(dp_shard=8 // cp, cp=cp, zero=3, recompute="full")
+        memory, found = estimate(wanted, layout).memory[0], collectives(wanted, layout)
+        passes = [sum(wire_bytes(one) for one in found if one.axis == "cp" and one.when in when)
+                  for when in (("forward",), ("recompute", "backward"))]  # fmt: skip
+        rows.append((cp, f"{131072 // cp:,}", format_bytes(states(memory)), format_bytes(memory.activations),
+                     *(volume(size) for size in passes)))  # fmt: skip
+    return _table(("`cp`", "tokens of a sequence on a rank", "states at rest", "activations",
+                   "sent in the forward passes of a step", "in the backward passes, recomputation included"), rows)  # fmt: skip
+
+
+def expert_elements(wanted: Job, layout: Layout) -> tuple[int, int]:
+    """Elements of routed experts of a layer that rank 0 computes with, and that it keeps."""
+    params = [param for op in layer_ops(wanted.model, 0) for param in op.params if is_routed(param)]
+    whole = 0
+    for param in params:
+        size = 1
+        for part in cut_shape(param, layout.tp, layout.ep, layout.expert_tp):
+            size *= part
+        whole += size
+    return whole, sum(local_numel(param, layout, 0) for param in params)
+
+
+def _experts() -> str:
+    wanted, rows = mixtral(), []
+    count = max(op.experts for op in layer_ops(wanted.model, 0))
+    for tp, ep, expert_tp in ((1, 1, 1), (1, 4, 1), (1, 8, 1), (2, 8, 1), (2, 8, 2)):
+        layout = Layout(dp_shard=64 // tp, tp=tp, ep=ep, expert_tp=expert_tp, zero=3)
+        used, kept = expert_elements(wanted, layout)
+        found = collectives(wanted, layout)
+        rows.append((tp, ep, expert_tp, axis(layout, "expert_dp").degree, count // ep, f"{used / 1e6:,.0f} M",
+                     f"{kept / 1e6:.1f} M", volume(sent(found, "ep")) if ep > 1 else "-"))  # fmt: skip
+    return _table(("`tp`", "`ep`", "`expert_tp`", "expert_dp", "experts on a rank", "their elements a layer",
+                   "kept by the rank", "sent a step along ep"), rows)  # fmt: skip
+
+
+def _recompute() -> str:
+    wanted, base = llama(), Layout(dp_shard=8, zero=3)
+    (layer,) = ledger(wanted, columns([base])).layers
+    sizes = {"none": (layer.none, 0 * layer.none), "selective": (layer.selective, layer.again_selective),
+             "full": (layer.full, layer.again_full)}  # fmt: skip
+    rows = []
+    for word, (kept, again) in sizes.items():
+        memory = estimate(wanted, replace(base, recompute=word)).memory[0]
+        rows.append((f'`recompute = "{word}"`', f"{kept[0]:,.0f}", f"{again[0]:,.0f}",
+                     format_bytes(memory.activations)))  # fmt: skip
+    head = ("key", "bytes kept a token and layer", "bytes made again, one layer at a time", "activations of a rank")
+    return _table(head, rows)
+
+
+def _offload() -> str:
+    wanted, rows = llama(), []
+    for word in OFFLOAD:
+        found = estimate(wanted, Layout(dp_shard=8, zero=3, offload=word))
+        memory = found.memory[0]
+        rows.append((f'`offload = "{word}"`', format_bytes(states(memory)), format_bytes(memory.activations),
+                     format_bytes(found.host_memory)))  # fmt: skip
+    return _table(("key", "states on the device", "activations on the device", "memory of the host a rank"), rows)
+
+
+def _optim() -> str:
+    rows = [(f'`kind = "{kind}"`', f"{state_bytes(Optim(kind=kind), (4096, 4096), 4, hidden=True) / 4096**2:.3g}")
+            for kind in KINDS]  # fmt: skip
+    return _table(("`[optim]`", "bytes a parameter, of a matrix of a layer"), rows)
+
+
+def _precision() -> str:
+    rows = []
+    for kind, one in PRECISIONS.items():
+        size = state_bytes(Optim(), (4096, 4096), ITEMSIZE[one.param], hidden=True) / 4096**2
+        rows.append((f'`kind = "{kind}"`', one.param, one.compute, one.reduce, f"{2 * ITEMSIZE[one.param] + size:.3g}"))
+    return _table(("`[precision]`", "parameters", "computing", "reduction",
+                   "bytes a parameter at rest, with AdamW"), rows)  # fmt: skip
+
+
+def _logits() -> str:
+    wanted = llama()
+    vocab, chunk = wanted.model.vocab_size, logit_chunk(wanted.model.vocab_size, wanted.cluster.device.kind)
+    whole, parts = 4 * 8192 * vocab, 2 * 4 * chunk * vocab
+    rows = [("all logits of a sequence, in float32", format_bytes(whole)),
+            (f"{chunk:,} tokens at a time, and their gradients", format_bytes(parts))]  # fmt: skip
+    return _table(("held at the loss", "bytes"), rows)
+
+
+if __name__ == "__main__":
+    computed = tables()
+    for file in sorted(PAGES.glob("*.md")):
+        file.write_text(refreshed(file.read_text(encoding="utf-8"), computed), encoding="utf-8")

@@ -1,0 +1,312 @@
+"""The pages on parallelism say what the specs and the planner say: tables, pictures, formulas, rules and keys."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kumi.config.schema import LayoutSection
+from kumi.plan.activations import ledger
+from kumi.plan.columns import columns
+from kumi.plan.estimate import estimate
+from kumi.plan.traffic import collectives
+from kumi.spec.batch import BatchSpec
+from kumi.spec.checks import problems
+from kumi.spec.layout import OFFLOAD, SCHEDULES, Layout
+from kumi.spec.ledger import layer_ops, num_params, params
+from kumi.spec.op import Dim, Param
+from kumi.spec.placement import axis
+from kumi.spec.schedule import placement
+from kumi.spec.sharding import is_routed, local_numel, local_shape, stage_bounds, style, units
+
+ROOT = Path(__file__).parents[1]
+PAGES = {page.stem: page for page in sorted((ROOT / "docs" / "parallelism").glob("*.md"))}
+IMAGES = ROOT / "docs" / "images" / "parallelism"
+
+
+def _script(path):
+    """The module that the script at `path` is."""
+    made = importlib.util.spec_from_file_location(f"docs_{path.parent.name}_{path.stem}", path)
+    module = importlib.util.module_from_spec(made)
+    sys.modules[made.name] = module
+    made.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return _script(ROOT / "docs" / "parallelism" / "figures.py")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+# Tables and pictures
+
+
+def test_tables_are_as_computed(figures):
+    computed, used = figures.tables(), []
+    for page in PAGES.values():
+        text = page.read_text()
+        assert text.count("<!-- computed:") == len(figures.BLOCK.findall(text)) == text.count("<!-- end -->"), page
+        used += [name for _, name, _ in figures.BLOCK.findall(text)]
+        assert figures.refreshed(text, computed) == text, f"run python docs/parallelism/figures.py: {page.name}"
+    assert sorted(used) == sorted(computed)
+
+
+def test_pictures_are_as_drawn():
+    drawn = _script(IMAGES / "draw.py").pictures()
+    assert {f"{name}.svg" for name in drawn} == {file.name for file in IMAGES.glob("*.svg")}
+    old = [name for name, text in drawn.items() if (IMAGES / f"{name}.svg").read_text() != text + "\n"]
+    assert old == [], "run python docs/images/parallelism/draw.py"
+
+
+def test_every_page_has_its_picture_and_is_in_the_index():
+    index = PAGES["README"].read_text()
+    for name, page in PAGES.items():
+        assert re.search(r"^!\[.+\]\(\.\./images/parallelism/\w+\.svg\)$", page.read_text(), re.M), page
+        assert name == "README" or f"({name}.md)" in index
+
+
+def test_every_key_of_a_layout_is_on_a_page():
+    text = "\n".join(page.read_text() for page in PAGES.values())
+    named = set(re.findall(r"`layout\.(\w+)`", text))
+    assert named == set(LayoutSection.model_fields)
+    assert {f"`{name}`" for name in SCHEDULES} <= set(re.findall(r"`[\w-]+`", text))
+    assert all(f'`"{name.removesuffix("-nvme")}"`' in text for name in OFFLOAD if name != "none")
+
+
+# Formulas. w, g: bytes of an element that is computed with, and of a gradient; T: tokens of a microbatch on a rank.
+
+W, G = 2, 4
+
+
+def listed(job, layout, kind, *axes, when="", rank=0):
+    """Bytes of whole tensors in the messages of a kind along axes in a step."""
+    return sum(
+        one.bytes * one.count
+        for one in collectives(job, layout, rank)
+        if one.kind == kind and one.axis in axes and (not when or one.when == when) and one.what != "norm"
+    )
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_traffic_of_the_data_axes(figures, m):
+    job = figures.llama(tokens=8 * m * 8192)
+    total = num_params(job.model)
+    sizes = [sum(param.numel for param in unit) for unit in units(job.model)]
+    again = sum(sizes[1:-2])  # all layers but the last; the embedding comes before them, the root after
+    one = Layout(dp_replicate=8)
+    assert listed(job, one, "all_reduce", "dp") == G * total
+    for zero, gathers, reduces in ((1, total, 1), (2, total, m), (3, m * (total + again), m)):
+        layout = Layout(dp_shard=8, zero=zero)
+        assert listed(job, layout, "all_gather", "dp_shard") == W * gathers
+        assert listed(job, layout, "reduce_scatter", "dp_shard") == G * total * reduces
+    hybrid = Layout(dp_replicate=2, dp_shard=4, zero=3)
+    assert listed(job, hybrid, "all_reduce", "dp_replicate") == G * total / 4
+
+
+def test_states_take_16_bytes_a_parameter(figures):
+    job = figures.llama()
+    for layout, parts in ((Layout(dp_replicate=8), 1), (Layout(dp_shard=8, zero=2), 8), (Layout(cp=8, zero=3), 8)):
+        held = figures.states(estimate(job, layout).memory[0])
+        assert held == pytest.approx(16 * num_params(job.model) / parts, rel=1e-6)
+
+
+def test_what_is_whole_during_a_step(figures):
+    """`zero` 1 and 2 gather all parameters, 1 adds up all gradients where there are several microbatches."""
+    once, several = figures.llama(tokens=8 * 8192), figures.llama()
+    found = {
+        (zero, name): estimate(job, Layout(dp_shard=8, zero=zero)).memory[0].gathered
+        for zero in (1, 2, 3) for name, job in (("once", once), ("several", several))
+    }  # fmt: skip
+    total = num_params(once.model)
+    assert found[1, "several"] - found[1, "once"] == G * total
+    assert found[2, "several"] == found[2, "once"] == found[1, "once"] > W * total
+    assert found[3, "several"] == found[3, "once"] < W * total
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_messages_of_tensor_parallelism(figures, tp):
+    job = figures.llama()
+    for layout in (Layout(dp_shard=8 // tp, tp=tp, zero=1), Layout(cp=8 // tp, tp=tp, zero=1, microbatch=2)):
+        tokens = layout.microbatch * job.batch.seq_len / layout.cp
+        assert {one.bytes for one in collectives(job, layout) if one.axis == "tp"} == {
+            W * tokens * job.model.hidden_size
+        }
+
+
+def test_columns_rows_and_the_rest(figures):
+    ops = {op.name.rpartition(".")[2]: style(op) for op in layer_ops(figures.llama().model, 0)}
+    text = PAGES["tensor"].read_text()
+    for how in ("column", "row"):
+        (line,) = re.findall(rf"^\| {how} \| (.+?) \|", text, re.M)
+        assert set(re.findall(r"`(\w+)`", line)) == {name for name, found in ops.items() if found == how}
+
+
+def test_sequence_parallelism_divides_all_activations(figures):
+    job = figures.llama()
+    on, off, alone = (
+        ledger(job, columns([layout])).layers[0].none[0]
+        for layout in (Layout(tp=8), Layout(tp=8, sequence_parallel=False), Layout())
+    )
+    assert on == pytest.approx(alone / 8, rel=0.01)
+    assert on < off < alone
+
+
+def test_messages_of_a_pipeline(figures):
+    job = figures.llama()
+    for tp, stages, name in ((1, 1, "1f1b"), (2, 2, "interleaved")):
+        layout = Layout(pp=4, tp=tp, dp_shard=8 // 4 // tp, stages=stages, schedule=name, zero=1)
+        m = job.batch.microbatches(layout)
+        size = W * job.batch.seq_len * job.model.hidden_size / tp
+        inner = sum(one.count for one in collectives(job, layout, 1) if one.axis == "pp")
+        assert inner == 2 * stages * m
+        assert {one.bytes for one in collectives(job, layout, 1) if one.axis == "pp"} == {size}
+
+
+@pytest.mark.parametrize(("name", "stages", "bubble"), [("gpipe", 1, 9), ("1f1b", 1, 9), ("interleaved", 2, 4.5),
+                                                        ("zb-h1", 1, 3)])  # fmt: skip
+def test_how_long_pipelines_wait(figures, name, stages, bubble):
+    """Three others times F + I + W = 3, or that over the stages, or F + I - W = 1."""
+    found = figures.timeline(name, stages)
+    assert found.seconds == pytest.approx(3 * figures.MICROBATCHES + bubble)
+    if bubble == 9:
+        assert figures.waiting(found) == pytest.approx(3 / (figures.MICROBATCHES + 3))
+        kept = [figures.in_flight(name, stages, rank) for rank in range(figures.PP)]
+        assert kept == [figures.MICROBATCHES if name == "gpipe" else figures.PP - rank for rank in range(figures.PP)]
+
+
+def test_which_stages_ranks_have():
+    assert placement("interleaved", 4, 2)[1] == (1, 5)
+    assert placement("zb-v", 4, 2)[1] == placement("dualpipe", 4, 2)[1] == (1, 6)
+    sizes = [[last - first for first, last in stage_bounds(Layout(pp=4), layers)] for layers in (9, 10, 11)]
+    assert sizes == [[2, 3, 2, 2], [2, 3, 3, 2], [3, 3, 3, 2]]
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (8, 1), (4, 2)])
+def test_messages_of_context_parallelism(figures, cp, tp):
+    job = figures.llama(seq_len=131072, tokens=2**20)
+    layout = Layout(cp=cp, tp=tp, dp_shard=8 // cp // tp, zero=3)
+    (kv_size,) = {op.kv_size for op in layer_ops(job.model, 0) if op.kind == "attention"}
+    message = W * 131072 / cp * kv_size / tp
+    rounds = (cp - 1) * job.model.num_hidden_layers * job.batch.microbatches(layout)
+    assert listed(job, layout, "send", "cp", when="forward") == rounds * message
+    assert listed(job, layout, "send", "cp", when="backward") == 2 * rounds * message
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(dp_shard=64, ep=8, zero=3), Layout(dp_shard=32, tp=2, ep=8, zero=3),
+    Layout(dp_shard=32, tp=2, ep=4, expert_tp=2, zero=3, recompute="full"),
+])  # fmt: skip
+def test_messages_of_expert_parallelism(figures, layout):
+    job = figures.mixtral()
+    size = W * job.batch.seq_len * job.model.hidden_size * 2 / layout.tp  # each token goes to two experts
+    times = 2 * job.model.num_hidden_layers * job.batch.microbatches(layout)
+    phases = ["forward", "backward", *(["recompute"] if layout.recompute == "full" else [])]
+    for when in phases:
+        assert listed(job, layout, "all_to_all", "ep", when=when) == times * size
+    assert {one.when for one in collectives(job, layout) if one.axis == "ep"} == set(phases)
+
+
+def test_experts_are_cut_by_ep_and_expert_tp_and_divided_over_expert_dp(figures):
+    job = figures.mixtral()
+    experts = [param for param in params(job.model) if is_routed(param)]
+    for layout in (Layout(dp_shard=64, ep=8, zero=3), Layout(dp_shard=32, tp=2, ep=4, expert_tp=2, zero=3)):
+        parts = layout.ep * layout.expert_tp * axis(layout, "expert_dp").degree
+        assert parts == 64
+        assert sum(local_numel(param, layout, 0) for param in experts) == sum(p.numel for p in experts) / parts
+        whole, kept = figures.expert_elements(job, layout)
+        assert whole == kept * axis(layout, "expert_dp").degree
+    param = Param("w", (Dim("experts", 8), Dim("ffn", 64), Dim("embed", 6)))
+    assert local_shape(param, Layout(dp_shard=16, ep=4, zero=1), 0) == (2, 16, 6)
+
+
+def test_full_recomputation_keeps_the_input_of_a_layer(figures):
+    job = figures.llama()
+    assert ledger(job, columns([Layout()])).layers[0].full[0] == W * job.model.hidden_size
+
+
+# Rules: what pages say is refused is refused, and what they say is enough is enough.
+
+LLAMA_BATCH = BatchSpec(8192, 2**18)
+
+
+@pytest.mark.parametrize(
+    ("layout", "refused"),
+    [
+        (Layout(dp_replicate=8), ""),
+        (Layout(dp_shard=8), "zero=0 divides nothing"),
+        (Layout(dp_replicate=8, zero=1), "dp_shard, which is 1"),
+        (Layout(pp=2, dp_shard=4, zero=2), "zero=2 with pp=2"),
+        (Layout(dp_replicate=8, microbatch=3), "microbatch=3 does not divide"),
+        (Layout(tp=8), ""),
+        (Layout(tp=8, cp=1, sequence_parallel=False), ""),
+        (Layout(pp=8, schedule="gpipe"), ""),
+        (Layout(pp=8, stages=2), "gives each rank 1 stage"),
+        (Layout(pp=8, stages=1, schedule="zb-v"), "2 stages"),
+        (Layout(pp=8, stages=1, schedule="interleaved"), "needs 2 or more"),
+        (Layout(pp=8, stages=4, schedule="interleaved"), ""),
+        (Layout(pp=8, stages=5, schedule="interleaved"), "more than the 32 layers"),
+        (Layout(pp=8, stages=4, schedule="interleaved", microbatch=8), "groups of pp=8"),
+        (Layout(pp=8, stages=2, schedule="dualpipe", microbatch=4), "at least 2 x pp = 16"),
+        (Layout(pp=8, stages=2, schedule="dualpipe", microbatch=2), ""),
+        (Layout(pp=8, stage_layers=(0, 6, 6, 5, 5, 5, 5, 0)), ""),
+        (Layout(pp=8, stage_layers=(6, 0, 6, 5, 5, 5, 5, 0)), "only the first and last stage"),
+        (Layout(pp=8, stage_layers=(4,) * 7), "one for each"),
+        (Layout(pp=8, stage_layers=(3,) * 8), "adds up to 24"),
+        (Layout(cp=8, zero=3), ""),
+        (Layout(ep=8, dp_shard=8, zero=3), "no experts"),
+    ],
+)
+def test_rules_of_layouts(figures, layout, refused):
+    job = figures.llama()
+    found = problems(job.model, layout, job.cluster, LLAMA_BATCH)
+    assert (found == []) if not refused else any(refused in said for said in found), found
+
+
+@pytest.mark.parametrize(
+    ("layout", "seq_len", "refused"),
+    [
+        (Layout(cp=8, zero=3), 8184, "cp=8 cuts sequences into 2 x 8"),
+        (Layout(tp=8), 8188, "sequence_parallel cuts"),
+        (Layout(tp=8, sequence_parallel=False), 8188, ""),
+        (Layout(dp_replicate=8), 8188, ""),
+    ],
+)
+def test_rules_of_sequences(figures, layout, seq_len, refused):
+    job = figures.llama()
+    found = problems(job.model, layout, job.cluster, BatchSpec(seq_len, 32 * seq_len))
+    assert (found == []) if not refused else any(refused in said for said in found), found
+
+
+@pytest.mark.parametrize(
+    ("layout", "refused"),
+    [
+        (Layout(dp_shard=64, ep=8, zero=3), ""),
+        (Layout(dp_shard=16, tp=4, ep=8, expert_tp=8, zero=3), ""),
+        (Layout(dp_shard=64, ep=16, zero=3), "ep=16 does not divide num_experts=8"),
+        (Layout(dp_shard=16, tp=4, expert_tp=3, zero=3), "expert_tp=3 does not divide"),
+        (Layout(pp=16, dp_shard=4, ep=8, zero=3), "does not divide the dp_shard x cp x tp = 4 ranks"),
+    ],
+)
+def test_rules_of_experts(figures, layout, refused):
+    job = figures.mixtral()
+    found = problems(job.model, layout, job.cluster, job.batch)
+    assert (found == []) if not refused else any(refused in said for said in found), found
+
+
+def test_offloading_needs_to_know_the_host(figures):
+    job = figures.llama()
+    unknown = replace(job.cluster, host=type(job.cluster.host)())
+    for word, missing in (("optimizer", "host.memory"), ("states-nvme", "host.nvme")):
+        layout = Layout(dp_shard=8, zero=3, offload=word)
+        assert problems(job.model, layout, job.cluster, job.batch) == []
+        assert any(missing in said for said in problems(job.model, layout, unknown, job.batch))
