@@ -5,6 +5,9 @@
                                        pass, where the logits are at hand, and only scaled in the backward pass
 
 With d(log p_y)/d(logits) = onehot(y) - softmax(logits), both need one chunk (C, V) of logits at a time.
+
+A rank may have some rows of the vocabulary only (`Vocabulary`): what it needs of the others is one number a token, the
+log of their exponentials' sum, and the logit of the label.
 """
 
 from __future__ import annotations
@@ -21,48 +24,84 @@ from kumi.spec.ledger import logit_chunk
 IGNORE = -100
 
 
-def log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+class Vocabulary:
+    """The rows of the head that this device has: all of them. `kumi.parallel.vocab` has those that are dealt out."""
+
+    def padding(self, weight: Tensor) -> int:
+        """How many of the last rows of the head's `weight` stand for no token."""
+        return 0
+
+    def rows(self, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The row of each of `labels` here, any row where it is elsewhere, and which are here; None: all."""
+        return labels.clamp(min=0), None
+
+    def join(self, log_sum: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp of all logits, given that of those here, and the labels' logits, 0 where elsewhere."""
+        return log_sum, chosen
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """The final hidden states of all tokens (T, D), given those that are here."""
+        return hidden
+
+    def reduce(self, grad_hidden: Tensor) -> Tensor:
+        """The gradient of the hidden states that are here, given what this device's rows add to that of all (T, D)."""
+        return grad_hidden
+
+
+WHOLE = Vocabulary()
+
+
+def log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Tensor:
     """Float32 log-probability (T,) of each of `labels` (T,) given `hidden` (T, D) and the head `weight` (V, D).
 
     Positions labelled -100 give 0 and no gradient.
     """
-    result: Tensor = _LogProbs.apply(hidden, weight, labels)  # type: ignore[no-untyped-call]
+    result: Tensor = _LogProbs.apply(hidden, weight, labels, vocabulary)  # type: ignore[no-untyped-call]
     return result
 
 
-def weighted_sum(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, vocabulary: Vocabulary = WHOLE
+) -> tuple[Tensor, Tensor]:
     """sum_t token_weights_t * log_prob_t as a float32 scalar, and the log-probs (T,), detached."""
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    total, detached = _WeightedSum.apply(hidden, weight, labels, token_weights, needs_grad)  # type: ignore[no-untyped-call]
+    options = (token_weights, vocabulary, needs_grad)
+    total, detached = _WeightedSum.apply(hidden, weight, labels, *options)  # type: ignore[no-untyped-call]
     return total, detached
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
+        ctx.vocabulary = vocabulary
+        hidden = vocabulary.gather(hidden)
         log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
         cast = weight.to(hidden.dtype)
         for part, room in _chunks(hidden, _room(hidden, weight)):
-            log_prob[part] = _log_prob(room, hidden[part], cast, labels[part])
+            log_prob[part] = _log_prob(room, hidden[part], cast, labels[part], vocabulary)
         return log_prob
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
+        hidden, vocabulary = ctx.vocabulary.gather(hidden), ctx.vocabulary
         grad_hidden, grad_weight = _gradients(hidden, weight)
         cast = weight.to(hidden.dtype)
         for part, room in _chunks(hidden, _room(hidden, weight)):
-            _log_prob(room, hidden[part], cast, labels[part])
-            grad_hidden[part] = _backward(room, grad_weight, hidden[part], cast, labels[part], grad[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None
+            y = labels[part]
+            _log_prob(room, hidden[part], cast, y, vocabulary)
+            grad_hidden[part] = _backward(room, grad_weight, hidden[part], cast, y, grad[part], vocabulary)
+        return vocabulary.reduce(grad_hidden), grad_weight.to(weight.dtype), None, None
 
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, needs_grad: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, vocabulary: Vocabulary,
+        needs_grad: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        hidden = vocabulary.gather(hidden)
         log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
         gradients = _gradients(hidden, weight) if needs_grad else None
         # Of size 1 at most, so that gradients keep float16's range; the rest is multiplied on when they are used.
@@ -71,19 +110,19 @@ class _WeightedSum(torch.autograd.Function):
         cast = weight.to(hidden.dtype)
         for part, room in _chunks(hidden, _room(hidden, weight)):
             h, y = hidden[part], labels[part]
-            log_prob[part] = _log_prob(room, h, cast, y)
+            log_prob[part] = _log_prob(room, h, cast, y, vocabulary)
             if gradients is not None:
-                gradients[0][part] = _backward(room, gradients[1], h, cast, y, relative[part])
+                gradients[0][part] = _backward(room, gradients[1], h, cast, y, relative[part], vocabulary)
         if gradients is not None:
-            ctx.save_for_backward(gradients[0], gradients[1].to(weight.dtype), peak)
+            ctx.save_for_backward(vocabulary.reduce(gradients[0]), gradients[1].to(weight.dtype), peak)
         ctx.mark_non_differentiable(log_prob)
         return (log_prob * token_weights).sum(), log_prob
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, peak = ctx.saved_tensors
         factor = grad * peak
-        return grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor, None, None, None
+        return grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor, None, None, None, None
 
 
 class _Room(NamedTuple):
@@ -117,30 +156,43 @@ def _gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide(hidden.dtype))
 
 
-def _log_prob(room: _Room, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def _log_prob(room: _Room, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Log-probs (C,) of `labels`, 0 where ignored; leaves the probabilities of all tokens in `room`.
 
     log p_y = l_y - (l_max - log p_max): of all logits the largest gives the log-sum-exp most accurately.
     """
     torch.mm(hidden, weight.T, out=room.product)
+    padding = vocabulary.padding(weight)
+    if padding:
+        room.product[:, -padding:] = -torch.inf
     if room.logits.dtype != room.product.dtype:
         room.logits.copy_(room.product)
+    rows, here = vocabulary.rows(labels)
     largest = room.logits.amax(dim=-1)
-    chosen = room.logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    chosen = room.logits.gather(-1, rows[:, None])[:, 0]
     torch.softmax(room.logits, dim=-1, out=room.probs)
-    log_prob = chosen - largest + room.probs.amax(dim=-1).log()
+    if here is None:
+        log_prob = chosen - largest + room.probs.amax(dim=-1).log()
+    else:
+        log_sum = largest - room.probs.amax(dim=-1).log()
+        every, chosen = vocabulary.join(log_sum, chosen.masked_fill_(~here, 0.0))
+        room.probs.mul_((log_sum - every).exp_()[:, None])
+        log_prob = chosen - every
     return log_prob.masked_fill_(labels == IGNORE, 0.0)
 
 
 def _backward(
-    room: _Room, grad_weight: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor
-) -> Tensor:
+    room: _Room, grad_weight: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor,
+    vocabulary: Vocabulary,
+) -> Tensor:  # fmt: skip
     """The chunk's gradient of sum(scale * log_prob) with respect to `hidden`; adds that of `weight` to `grad_weight`.
 
     `scale` multiplies rows of D elements, not of V. What `_log_prob` left in `room` is overwritten.
     """
     scale = scale.to(room.probs.dtype).masked_fill(labels == IGNORE, 0.0).neg_()[:, None]
-    room.probs.scatter_add_(-1, labels.clamp(min=0)[:, None], torch.full_like(scale, -1.0))
+    rows, here = vocabulary.rows(labels)
+    hit = torch.full_like(scale, -1.0) if here is None else -here[:, None].to(scale.dtype)
+    room.probs.scatter_add_(-1, rows[:, None], hit)
     if room.probs.dtype == hidden.dtype:
         grad_weight.addmm_(room.probs.T, hidden * scale)
         return torch.mm(room.probs, weight) * scale

@@ -1,0 +1,212 @@
+"""Tensor parallelism: matrices are cut over the tp ranks as the ledger says, and so, with sequence parallelism, are the
+tokens between them.
+
+A region (attention, a feed-forward layer, a shared expert) begins with matrices cut by columns and ends with one cut by
+rows (Shoeybi et al., 2019, arXiv:1909.08053). What goes over the wire, for hidden states (T, D) of a microbatch:
+
+                        forward                     backward
+    plain               total at the end            total at the beginning
+    sequence parallel   gather, then scatter        gather, then scatter; and gather again for the weights' gradients,
+                                                    since only this rank's part of the input is kept
+
+(Korthikanti et al., 2022, arXiv:2205.05198). Nothing here knows a model family: `kumi.spec.sharding.style` says which
+matrix is cut how, `cut_shape` how large the rank's part is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kumi.nn.decoder import Decoder, Embedding
+from kumi.nn.linear import Linear, add_gradients
+from kumi.nn.norm import RMSNorm
+from kumi.nn.region import Region
+from kumi.parallel.collectives import fan_out, gather, gathered, scatter, scattered, total
+from kumi.parallel.grads import by_name, local
+from kumi.parallel.mesh import Mesh
+from kumi.parallel.reduce import sum_over
+from kumi.parallel.vocab import VocabularyPart
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import ops
+from kumi.spec.model import ModelSpec
+from kumi.spec.regions import summed_over_tp, tp_copies
+from kumi.spec.sharding import AXIS, cut_shape, style
+
+
+def cut(decoder: Decoder, mesh: Mesh) -> None:
+    """Leaves this rank's part of every parameter that tp, ep or expert_tp cuts, and makes the parts work together.
+
+    The decoder must be on the meta device: nothing is copied.
+    """
+    _cut_parameters(decoder, mesh.layout)
+    group = mesh.group("tp")
+    if group is None:
+        return
+    sequence_parallel = mesh.layout.sequence_parallel
+    region = SharedRegion(group, sequence_parallel)
+    for module, last in _regions(decoder):
+        module.region = region
+        last.adds_bias = False
+    for norm in _cut_norms(decoder):
+        norm.forward = partial(_norm_of_parts, norm, group)  # type: ignore[method-assign]
+    part = VocabularyPart(group, decoder.spec.vocab_size, sequence_parallel)
+    if decoder.has_embedding:
+        table = decoder.model.embed_tokens
+        table.forward = partial(_embed, decoder, table, part, group, sequence_parallel)  # type: ignore[method-assign]
+    decoder.logits = part.logits
+    decoder.log_probs = partial(decoder.log_probs, vocabulary=part)
+    decoder.weighted_sum = partial(decoder.weighted_sum, vocabulary=part)
+
+
+def _cut_parameters(decoder: Decoder, layout: Layout) -> None:
+    known = by_name(decoder.spec)
+    for name, parameter in list(decoder.named_parameters()):
+        shape = cut_shape(known[name], layout.tp, layout.ep, layout.expert_tp)
+        if shape != tuple(parameter.shape):
+            path, _, leaf = name.rpartition(".")
+            made = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            decoder.get_submodule(path).register_parameter(leaf, nn.Parameter(made))
+
+
+def _regions(decoder: Decoder) -> Iterator[tuple[Any, Linear]]:
+    """The modules whose matrices are cut, with the matrix that ends each."""
+    there = dict(decoder.named_modules())
+    for op in ops(decoder.spec):
+        if style(op) == "row" and not op.experts and op.name in there:
+            last = there[op.name]
+            assert isinstance(last, Linear)
+            yield there[op.name.rpartition(".")[0]], last
+
+
+def _cut_norms(decoder: Decoder) -> Iterator[RMSNorm]:
+    """Norms over dims that are cut: their mean square is one over all ranks."""
+    there = dict(decoder.named_modules())
+    for op in ops(decoder.spec):
+        if op.kind == "norm" and op.name in there and AXIS.get(op.params[0].dims[0].name) == "tp":
+            norm = there[op.name]
+            assert isinstance(norm, RMSNorm)
+            yield norm
+
+
+def _norm_of_parts(norm: RMSNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """The norm over all ranks' parts of the last dim, given this rank's."""
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    size = x.shape[-1] * group.size()
+    square = fan_out(total(values.square().sum(-1, keepdim=True), group), group) / size
+    return (values * torch.rsqrt(square + norm.eps) * norm.weight).to(x.dtype)
+
+
+def _embed(
+    decoder: Decoder, table: Embedding, part: VocabularyPart, group: dist.ProcessGroup, divide: bool, input_ids: Tensor
+) -> Tensor:
+    """Hidden states (B, S, D), or this rank's of all tokens (T/n, D), from the rows of the table that ranks have."""
+    rows, here = part.rows(input_ids)
+    found = F.embedding(rows, table.weight).to(decoder.compute_dtype) * here[..., None]
+    return scatter(found.flatten(0, 1), group) if divide else total(found, group)
+
+
+class SharedRegion(Region):
+    """A region whose matrices are dealt out over `group`. With `sequence_parallel` hidden states come and go as this
+    rank's part of all tokens, (T/n, D)."""
+
+    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+
+    def enter(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+        if not self.sequence_parallel:
+            x = fan_out(x, self.group)
+            return tuple(layer(x) for layer in layers)
+        weights = [layer.weight.to(x.dtype) for layer in layers]
+        biases = [None if layer.bias is None else layer.bias.to(x.dtype) for layer in layers]
+        made: tuple[Tensor, ...] = _GatheredLinears.apply(x, self.group, layers, *weights, *biases)  # type: ignore[no-untyped-call]
+        return made
+
+    def share(self, x: Tensor) -> Tensor:
+        return gather(x, self.group) if self.sequence_parallel else fan_out(x, self.group)
+
+    def leave(self, x: Tensor, layer: Linear) -> Tensor:
+        summed = scatter if self.sequence_parallel else total
+        out = summed(layer(x.flatten(0, -2) if self.sequence_parallel else x), self.group)
+        return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+
+class _GatheredLinears(torch.autograd.Function):
+    """Several matrices of one input that is gathered for them, and gathered again for their gradients: only the rank's
+    own part is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, layers: Sequence[Linear], *weights_and_biases: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        count = len(layers)
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.layers = group, layers
+        whole = gathered(x, group)
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        of_whole = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            of_whole.addmm_(grad, weight)
+        of_x = scattered(of_whole, ctx.group)
+        later = ctx.layers[0].later
+        if later is not None:
+            pairs = [(layer.weight, layer.bias) for layer in ctx.layers]
+            later.append(_put_off(pairs, x, grads, ctx.group))
+            return (of_x, *[None] * (2 + 2 * len(weights)))
+        whole = gathered(x, ctx.group)
+        biases = ctx.needs_input_grad[3 + len(weights) :]
+        of_biases = [grad.sum(0) if needed else None for grad, needed in zip(grads, biases, strict=True)]
+        return (of_x, None, None, *[grad.T @ whole for grad in grads], *of_biases)
+
+
+def _put_off(
+    pairs: Sequence[tuple[nn.Parameter, nn.Parameter | None]], x: Tensor, grads: Sequence[Tensor],
+    group: dist.ProcessGroup,
+) -> Callable[[], None]:  # fmt: skip
+    """What is left to do for the weights of several matrices: one gathering of their input for all."""
+
+    def finish() -> None:
+        whole = gathered(x, group)
+        for (weight, bias), grad in zip(pairs, grads, strict=True):
+            add_gradients(weight, bias, whole, grad)
+
+    return finish
+
+
+@torch.no_grad()
+def sum_parts(model: nn.Module, mesh: Mesh) -> None:
+    """Adds up over the tp ranks the gradients of what they hold alike and of which each has a part, in one message.
+
+    To be called when every gradient is there. Where several ranks hold one of more key-value heads, each adds to its
+    own head's place among all of them.
+    """
+    group, layout = mesh.group("tp"), mesh.layout
+    if group is None:
+        return
+    spec: ModelSpec = getattr(model, "module", model).spec
+    known, wanted = by_name(spec), set(summed_over_tp(spec, layout))
+    named = ((name.removeprefix("module."), value.grad) for name, value in model.named_parameters())
+    grads = [(name, local(grad)) for name, grad in named if name in wanted and grad is not None]
+    places = [_place(grad, layout.tp // tp_copies(known[name], layout).degree, mesh) for name, grad in grads]
+    sum_over([whole for whole, _ in places], group)
+    for (_, grad), (_, own) in zip(grads, places, strict=True):
+        grad.copy_(own)
+
+
+def _place(grad: Tensor, parts: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Room for the gradients of all `parts` that ranks hold, this rank's in its place, and that place."""
+    whole = grad.new_zeros(parts, *grad.shape)
+    own = whole[mesh.index("tp") * parts // mesh.layout.tp]
+    own.copy_(grad)
+    return whole, own
