@@ -171,6 +171,14 @@ def test_machines_that_cannot_be_put_together_are_refused(section, error):
     assert error in refusal(source="h100-sxm", **section)
 
 
+def test_fewer_ranks_than_a_cpu_s_file_was_measured_with_are_refused(written):
+    file = written("devices_per_node = 4\n" + DEVICE.replace("cuda", "cpu") + 'peak_flops = {bfloat16 = "1 TFLOP/s"}')
+    said = refusal(source=file, devices_per_node=1)
+    assert "cluster.devices_per_node=1: " in said
+    assert "describes 4 ranks that share a CPU, and fewer would have more of it each; measure them with" in said
+    assert cluster(source=file).devices == cluster(source=file, devices_per_node=4).devices == 4
+
+
 def test_links_of_a_file_are_refused_where_they_leave_devices_out(written):
     link = '[[links]]\nname = "x"\nspan = {}\nbandwidth = "1 GB/s"\nlatency = "1 us"\nefficiency = 1.0\n'
     file = "devices_per_node = 4\n" + DEVICE

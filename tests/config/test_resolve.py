@@ -1,14 +1,18 @@
 import json
 import re
+import socket
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from kumi.config import from_dict, job, plan_from_dict, resolve
+from kumi.config import model as reading
+from kumi.config.cluster import cluster_spec
 from kumi.config.model import model_folder, read_hf_config
 from kumi.config.resolve import choose_optim, choose_precision
-from kumi.config.schema import ModelSection, OptimSection
+from kumi.config.schema import ClusterSection, ModelSection, OptimSection
 from kumi.errors import ConfigError, ModelError
 from kumi.spec.cluster import Device
 from kumi.spec.optim import KINDS
@@ -20,6 +24,8 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 def test_auto_precision_is_what_the_device_is_fast_in():
     assert choose_precision("auto", Device("a", "cpu", 1, ("float32", "bfloat16"))).compute == "bfloat16"
     assert choose_precision("auto", Device("a", "cpu", 1)).compute == "float32"
+    assert choose_precision("auto", cluster_spec(ClusterSection(source="v100-32gb")).device).compute == "float16"
+    assert choose_precision("auto", cluster_spec(ClusterSection(source="a100-sxm-40gb")).device).compute == "bfloat16"
     assert choose_precision("fp16", Device("a", "cpu", 1)).loss_scaling
 
 
@@ -39,6 +45,7 @@ def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch):
     def offline(*words, **options):
         raise OSError("offline")
 
+    monkeypatch.setattr(reading, "_out_of_reach", lambda: "")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(
         ConfigError, match=r"'org/model' is no folder, and the hub did not give it \(offline\); name a folder"
@@ -68,13 +75,32 @@ def test_a_model_is_also_a_config_json_by_any_name(tmp_path):
 def test_of_a_model_on_the_hub_a_plan_fetches_the_config_alone(tmp_path, monkeypatch):
     import huggingface_hub
 
-    def fetched(name, file):
-        assert (name, file) == ("org/model", "config.json")
+    def fetched(name, file, *, local_files_only):
+        assert (name, file, local_files_only) == ("org/model", "config.json", False)
         (tmp_path / file).write_text('{"model_type": "qwen3"}')
         return str(tmp_path / file)
 
+    monkeypatch.setattr(reading, "_out_of_reach", lambda: "")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetched)
     assert read_hf_config(ModelSection(source="org/model")) == {"model_type": "qwen3"}
+
+
+def test_a_hub_out_of_reach_is_not_waited_for(monkeypatch):
+    from huggingface_hub import constants
+
+    def no_network(host, *words, **options):
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    asked, slept = [], []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    said = r"'org/no-such-model' is no folder, and the hub did not give it \(.*not known\); name a folder"
+    with pytest.raises(ConfigError, match=said):
+        read_hf_config(ModelSection(source="org/no-such-model"))
+    assert set(asked) == {"huggingface.co"}
+    assert slept == [], "as the client does between its tries"
 
 
 def test_the_plan_and_the_run_are_of_one_job():

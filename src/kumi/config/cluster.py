@@ -35,6 +35,11 @@ def assemble(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpe
         raise ConfigError(
             f"cluster.devices_per_node={ranks}: {source} has {node.devices_per_node} devices a node; use at most those"
         )
+    if node.device.kind == "cpu" and ranks < node.devices_per_node:
+        raise ConfigError(
+            f"cluster.devices_per_node={ranks}: {source} describes {node.devices_per_node} ranks that share a CPU, and "
+            f"fewer would have more of it each; measure them with kumi bench --ranks {ranks}, or leave it out"
+        )
     if section.nodes % section.sites:
         raise ConfigError(
             f"cluster.sites={section.sites} does not divide cluster.nodes={section.nodes}; "

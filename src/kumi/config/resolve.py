@@ -99,9 +99,10 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
 
 
 def choose_precision(kind: str, device: Device) -> Precision:
-    """The precision named `kind`; "auto" is bf16 where `device` computes it fast, else fp32."""
+    """The precision named `kind`; "auto" is bf16 where `device` computes it fast, else fp16 where it does that, as GPUs
+    before Ampere do, else fp32."""
     if kind == "auto":
-        kind = "bf16" if "bfloat16" in device.dtypes else "fp32"
+        kind = "bf16" if "bfloat16" in device.dtypes else "fp16" if "float16" in device.dtypes else "fp32"
     return PRECISIONS[kind]
 
 

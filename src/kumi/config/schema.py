@@ -155,8 +155,9 @@ class PrecisionSection(Section):
 
     kind: PrecisionKind = Field(
         "auto",
-        description="'auto' is bf16 where the device computes it fast, else fp32. Master weights are float32, but in "
-        "'bf16-pure', which has none; 'fp8' multiplies matrices in float8. These two can be planned, not yet trained.",
+        description="'auto' is bf16 where the device computes it fast, else fp16 where it does that, else fp32. Master "
+        "weights are float32, but in 'bf16-pure', which has none; 'fp8' multiplies matrices in float8. These two can "
+        "be planned, not yet trained.",
     )
 
 
