@@ -186,7 +186,7 @@ def _context() -> str:
         rows.append((cp, f"{131072 // cp:,}", format_bytes(states(memory)), format_bytes(memory.activations),
                      *(volume(size) for size in passes)))  # fmt: skip
     return _table(("`cp`", "tokens of a sequence on a rank", "states at rest", "activations",
-                   "sent in the forward passes of a step", "in the backward passes, recomputation included"), rows)  # fmt: skip
+                   "sent in a step, forward", "backward, recomputation included"), rows)  # fmt: skip
 
 
 def expert_elements(wanted: Job, layout: Layout) -> tuple[int, int]:
