@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from kumi.describe import show
@@ -180,9 +181,13 @@ def _write(file: Path, text: str) -> Path:
     return file
 
 
+# Seconds that a search may take before it shows how far it is.
+PATIENCE = 2.0
+
+
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None] | None]:
-    """A bar on standard error that shows after two seconds and leaves nothing behind; None where nobody watches."""
+    """A bar on standard error that shows after `PATIENCE` and leaves nothing behind; None where nobody watches."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -190,9 +195,17 @@ def progress(what: str) -> Iterator[Callable[[float], None] | None]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(what), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=1.0)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task, later = bar.add_task(what, total=1.0), Timer(PATIENCE, bar.start)
+    later.daemon = True
+    later.start()
+    try:
         yield lambda done: bar.update(task, completed=done)
+    finally:
+        later.cancel()
+        later.join()
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _size(arguments: Namespace, wanted: Job, pinned: Pins, grow: Grow) -> int:
