@@ -148,3 +148,10 @@ def test_nothing_is_said_of_links_that_are_not_known():
 
 def test_axes_are_those_of_both_arrangements():
     assert set(coords(Layout(), 0)) == {*AXES, *EXPERT_AXES}
+
+
+def test_a_node_of_one_device_has_no_room_for_a_group():
+    layout = Layout(tp=2)
+    (said,) = placement(layout, cluster(layout, per_node=1, links=(NETWORK,)), experts=False)["warnings"]
+    assert "tp=2 leaves the node of 1 device: " in said
+    assert said.endswith("; use tp = 1, and pp, cp or dp_shard across nodes")

@@ -115,9 +115,10 @@ def _warnings(cluster: ClusterSpec, found: list[Axis]) -> Iterator[str]:
             continue
         instead = f" instead of {inside.name} ({rate(inside.bandwidth)})" if inside else ""
         fitting = max(degree for degree in divisors(size) if degree <= one.degree)
+        use = f"{one.name} = {fitting}" + f" or another divisor of {size}" * (size > 1)
         yield (f"{one.name}={one.degree} leaves the node of {plural(size, 'device')}: the activations of every layer "
-               f"cross {crossed.name} ({rate(crossed.bandwidth)} a device){instead}; use {one.name} = {fitting} or "
-               f"another divisor of {size}, and pp, cp or dp_shard across nodes")  # fmt: skip
+               f"cross {crossed.name} ({rate(crossed.bandwidth)} a device){instead}; use {use}, "
+               f"and pp, cp or dp_shard across nodes")  # fmt: skip
 
 
 def render_placement(found: dict[str, Any]) -> RenderableType:
