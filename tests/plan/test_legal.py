@@ -12,7 +12,7 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
 from kumi.spec.cluster import ClusterSpec, Device, Host
 from kumi.spec.job import Job
-from kumi.spec.layout import OFFLOAD, RECOMPUTE, SCHEDULES, Layout
+from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -37,6 +37,7 @@ LEGAL = {
         Layout(pp=3, schedule="zb-v", stages=2, recompute="full", recompute_layers=4, sequence_parallel=False),
         Layout(pp=3, schedule="dualpipe", stages=2, dp_replicate=2, cp=2, zero=1),
         Layout(pp=12),
+        Layout(cp=2, tp=2, zero=1, context="ulysses"),
     ],
     "experts": [
         Layout(dp_shard=4, zero=2, tp=2, ep=4, expert_tp=2),
@@ -55,6 +56,7 @@ CHANGES = {
     "schedule": list(SCHEDULES),
     "stages": [1, 2, 3],
     "offload": list(OFFLOAD),
+    "context": list(CONTEXT),
 }
 CHANGE = some.one_of([some.tuples(some.just(name), some.sampled_from(values)) for name, values in CHANGES.items()])
 

@@ -106,6 +106,10 @@ ILLEGAL = [
     (Layout(recompute_layers=2), "recompute_layers=2, but recompute='none'; set recompute = 'selective' or 'full'"),
     (Layout(pp=2, recompute="full", recompute_layers=4), "recompute_layers=4, but no rank has more than 3 layers; use "
                                                          "0 to 3, or leave it out"),
+    (Layout(context="ulisses"), "context='ulisses' is unknown; use ring, ulysses"),
+    (Layout(cp=8, context="ulysses"), "context='ulysses' cannot deal the 4 heads of a tp rank, and their keys and "
+                                      "values, out to cp=8 ranks; use 1, 2 or 4 for cp, or context = 'ring'"),
+    (Layout(cp=4, tp=2, context="ulysses"), "the 2 heads of a tp rank, and their keys and values, out to cp=4 ranks"),
     (Layout(offload="states-nvme"), "offload='states-nvme' needs host.nvme and host.nvme_bandwidth of a node"),
 ]  # fmt: skip
 
@@ -172,7 +176,7 @@ def test_data_parallelism_with_adamw_can_be_trained(kind):
         (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8': this version trains in bf16, fp16, fp32, "
                                                      "fp64 only; plan it, or set one of these"),
         (Layout(), {"precision": PRECISIONS["bf16-pure"]}, "precision.kind='bf16-pure': this version trains in bf16"),
-        (Layout(), {"model": MIXED}, "a mixtral model can be planned for but not trained"),
+        (Layout(), {"model": replace(MIXED, family="gpt_oss")}, "a gpt_oss model can be planned for but not trained"),
     ],
 )  # fmt: skip
 def test_what_can_only_be_planned_is_said(layout, change, sentence):

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kumi.spec.layout import OFFLOAD, RECOMPUTE, SCHEDULES, Layout
+from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Layout
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Numbers = NDArray[Any]
 
 # Fields of a layout that hold text, with the words that stand for 0, 1, 2 ...
-WORDS = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "offload": OFFLOAD}
+WORDS = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "offload": OFFLOAD, "context": CONTEXT}
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Columns:
     schedule: Ints
     stages: Ints
     offload: Ints
+    context: Ints
 
     @property
     def dp(self) -> Ints:

@@ -26,6 +26,7 @@ _MEGATRON = Engine(
     message_bytes=160e6,
     dispatch=4.0,
     selective="attention",
+    wide_ring=False,
     source=(
         "Megatron-LM core_r0.8 to r0.12: optimizer/, distributed/param_and_grad_buffer.py, tensor_parallel/"
         "cross_entropy.py; README's scaling runs set --overlap-grad-reduce and --overlap-param-gather; Transformer "

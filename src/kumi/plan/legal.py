@@ -11,7 +11,7 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import DEGREES, cuts, host_lacks
 from kumi.spec.cluster import Host
 from kumi.spec.job import Job
-from kumi.spec.layout import OFFLOAD, SCHEDULES
+from kumi.spec.layout import CONTEXT, OFFLOAD, SCHEDULES
 from kumi.spec.model import ModelSpec
 
 Bools = NDArray[np.bool_]
@@ -32,6 +32,7 @@ def legal(job: Job, x: Columns) -> Bools:
         & _offload(job.cluster.host, part)
         & _tensor(job.model, part)
         & _sequence(job.batch, part)
+        & _context(job.model, part)
         & _experts(job.model, part)
         & _batch(job.batch, part)
         & _schedule(job.batch, part)
@@ -74,6 +75,11 @@ def _tensor(model: ModelSpec, x: Columns) -> Bools:
 def _sequence(batch: BatchSpec, x: Columns) -> Bools:
     halves = (x.cp == 1) | (batch.seq_len % (2 * x.cp) == 0)
     found: Bools = halves & ((x.tp == 1) | (x.sequence_parallel == 0) | (batch.seq_len % (x.tp * x.cp) == 0))
+    return found
+
+
+def _context(model: ModelSpec, x: Columns) -> Bools:
+    found: Bools = (x.cp == 1) | (x.context != CONTEXT.index("ulysses")) | cuts(model).deals_heads(x.cp, x.tp)
     return found
 
 

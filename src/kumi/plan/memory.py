@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kumi.plan.activations import Kept, Ledger, ledger
 from kumi.plan.columns import WORDS, Columns, Floats, Ints, columns
+from kumi.plan.context import gradient_itemsize
 from kumi.plan.stages import Share, share
 from kumi.plan.states import Gathered, Held, divided, gathered, held, state_bytes, update_bytes
 from kumi.plan.types import MemoryEstimate
@@ -189,10 +190,12 @@ def _buffers(job: Job, x: Columns) -> Floats:
     compute, tokens = job.itemsize, tokens_of(job, x)
     ops = [op for kind in kind_ops(job.model) for op in kind]
     kv_size = max(op.kv_size for op in ops)
+    # Two of each in flight round the ring.
+    around = 2 * (1 + gradient_itemsize(job) / compute)
     routed = max((op.passes * op.target.size for op in ops if op.kind == "dispatch"), default=0.0)
     hidden, outside = tokens * job.model.hidden_size, np.where(x.sequence_parallel > 0, x.tp, 1)
     found = np.where(x.pp > 1, 2 * hidden / outside, 0.0) + np.where(outside > 1, hidden, 0.0)
-    found = found + np.where(x.cp > 1, 4 * tokens * kv_size / x.tp, 0.0)
+    found = found + np.where(x.cp > 1, around * tokens * kv_size / x.tp, 0.0)
     found = found + np.where(x.ep > 1, 2 * tokens * routed / x.tp, 0.0)
     return np.asarray(compute * found + job.engine.bucket_bytes)
 

@@ -33,7 +33,8 @@ def bases(job: Job, pinned: Pins) -> Columns:
     """All legal layouts of `job` that agree with `pinned`, with nothing recomputed and nothing offloaded.
 
     What pins keep out is not built, so that a search with everything pinned takes no time. Tensor parallelism comes
-    with sequence parallelism, which needs less memory for as many bytes sent, unless it is pinned otherwise.
+    with sequence parallelism, which needs less memory for as many bytes sent, and context parallelism with the ring,
+    which works with any number of heads, unless they are pinned otherwise.
     """
     found = [chunk for _, chunk in chunks(job, pinned, CHUNK)]
     return joined(found) if found else columns([])
@@ -102,6 +103,7 @@ def _inner(job: Job, mesh: dict[str, int], experts: set[int], pinned: Pins) -> d
         "zero": _zero(mesh),
         "microbatch": divisors(each),
         "sequence_parallel": [1],
+        "context": [0],
     }
     chosen: dict[str, Any] = {name: _pinned(name, values, pinned) for name, values in free.items()}
     return chosen | {"schedule+stages": _schedules(job.model, mesh["pp"], pinned)}

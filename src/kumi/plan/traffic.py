@@ -11,6 +11,7 @@ import numpy as np
 
 from kumi.plan.columns import columns
 from kumi.plan.comm import collective_seconds, link_name
+from kumi.plan.context import dealt_elements, gradient_itemsize, kv_elements
 from kumi.plan.stages import bounds
 from kumi.plan.states import elements
 from kumi.plan.types import Collective
@@ -156,17 +157,33 @@ def _recomputed_layers(own: _Own) -> int:
 
 
 def _context(own: _Own) -> Iterator[Collective]:
-    """Keys and values go round the ring; in the backward so do their gradients (Liu et al., 2023, arXiv:2310.01889)."""
-    layout, rounds = own.layout, (own.layout.cp - 1) * own.microbatches
-    sizes: dict[float, int] = {}
-    for layer, times in Counter(own.layers).items():
+    """Keys and values go round the ring, in the backward with their gradients, or heads are dealt out (see
+    `kumi.plan.context`)."""
+    layout, every = own.layout, max(1, len(own.layers))
+    again = own.microbatches * _recomputed_layers(own) / every if layout.recompute == "full" else 0
+    times = {"forward": own.microbatches, "backward": own.microbatches, "recompute": again}
+    for layer, count in Counter(own.layers).items():
         for op in layer_ops(own.job.model, layer):
-            if op.kind == "attention":
-                size = own.size * own.tokens * op.kv_size / min(layout.tp, max(1, op.heads))
-                sizes[size] = sizes.get(size, 0) + times
-    for size, count in sizes.items():
-        yield Collective("send", "cp", layout.cp, size, count * rounds, "forward", "keys and values")
-        yield Collective("send", "cp", layout.cp, size, 2 * count * rounds, "backward", "keys, values, gradients")
+            if op.kind != "attention":
+                continue
+            for when, often in times.items():
+                for kind, size, what in _exchanged(own, op, when):
+                    rounds = round((layout.cp - 1 if kind == "send" else 1) * count * often)
+                    yield Collective(kind, "cp", layout.cp, own.tokens * size, rounds, when, what)
+
+
+def _exchanged(own: _Own, op: Op, when: str) -> Iterator[tuple[str, float, str]]:
+    """Kinds of messages of `op` in a pass, the bytes of a token in one, and what it is."""
+    gradients = "gradients of " if when == "backward" else ""
+    if own.layout.context == "ulysses":
+        heads, results = dealt_elements(op, own.layout.tp, own.layout.cp)
+        yield "all_to_all", own.size * heads, f"{gradients}queries, keys and values"
+        yield "all_to_all", own.size * results, f"{gradients}results"
+        return
+    elements = kv_elements(op, own.layout.tp)
+    yield "send", own.size * elements, "keys and values"
+    if gradients:
+        yield "send", gradient_itemsize(own.job) * elements, "gradients of keys and values"
 
 
 def _expert(own: _Own) -> Iterator[Collective]:

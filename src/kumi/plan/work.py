@@ -9,13 +9,15 @@ import numpy as np
 
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
+from kumi.plan.context import dealt_elements, gradient_itemsize, kv_elements
 from kumi.plan.distinct import distinct
 from kumi.plan.kernels import alignment, matmul_seconds, peak_flops, stream_seconds
 from kumi.spec.job import Job
+from kumi.spec.layout import CONTEXT
 from kumi.spec.ledger import Op, embedding_ops, head_ops, kind_ops
 
 # What decides a layer's cost on a rank; layouts that agree in these share one row of the table.
-KEYS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel")
+KEYS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel", "context")
 
 # Passes over an op's elements going forward and backward, in elements read or written, and kernels launched, for
 # kernels that run op by op ("eager"), fused by hand and compiled. Eager norms and rotations compute in float32.
@@ -106,6 +108,7 @@ class _Rows:
         self.gpu = self.device.kind == "cuda"
         self.tp, self.cp, self.ep = (column.astype(np.float64) for column in (x.tp, x.cp, x.ep))
         self.expert_tp = x.expert_tp.astype(np.float64)
+        self.ulysses = x.context == CONTEXT.index("ulysses")
         self.parallel = x.sequence_parallel.astype(bool) & (x.tp > 1)
         self.tokens = x.microbatch * job.batch.seq_len / self.cp
         self.sequences = x.microbatch.astype(np.float64)
@@ -196,10 +199,23 @@ class _Rows:
             self._flash(cost, op, 2.0 * each * op.reach(seq_len))
         else:
             self._scores(cost, op, 2.0 * each * seq_len, self.tokens * seq_len * op.heads / self.tp)
-        kv_bytes = self.size * self.tokens * op.kv_size / np.minimum(self.tp, max(1, op.heads))
-        ring = (self.cp - 1) * collective_seconds(self.job.cluster, "send", kv_bytes, self.cp, self.tp)
-        cost.comm_forward["cp"] += np.maximum(0.0, ring - cost.attention * (1 - 1 / self.cp))
-        cost.comm_backward["cp"] += np.maximum(0.0, 2 * ring - 2.5 * cost.attention * (1 - 1 / self.cp))
+        ring, hidden = self._ring(op), cost.attention * (1 - 1 / self.cp)
+        dealt = sum(self._cp_seconds("all_to_all", self.size * size) for size in dealt_elements(op, self.tp, self.cp))
+        for which, comm, compute in ((0, cost.comm_forward, hidden), (1, cost.comm_backward, 2.5 * hidden)):
+            comm["cp"] += np.where(self.ulysses, dealt, np.maximum(0.0, ring[which] - compute))
+
+    def _ring(self, op: Op) -> tuple[Floats, Floats]:
+        """Seconds that keys and values take round the ring, and with their gradients again."""
+        elements = kv_elements(op, self.tp)
+        once, gradients = (
+            (self.cp - 1) * self._cp_seconds("send", size * elements)
+            for size in (self.size, gradient_itemsize(self.job))
+        )
+        return once, once + gradients
+
+    def _cp_seconds(self, kind: str, size: Floats) -> Floats:
+        """Seconds of a message of `size` bytes a token among context-parallel ranks."""
+        return collective_seconds(self.job.cluster, kind, self.tokens * size, self.cp, self.tp)
 
     def _flash(self, cost: Cost, op: Op, flops: Floats) -> None:
         """Fused attention does 2.5 times the forward's products in its backward, scores computed again."""

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, isqrt
+from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Host
 from kumi.spec.families import check_trained
 from kumi.spec.job import Job
-from kumi.spec.layout import OFFLOAD, RECOMPUTE, SCHEDULES, Layout
+from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Layout
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op
@@ -33,7 +34,8 @@ def problems(model: ModelSpec, layout: Layout, cluster: ClusterSpec, batch: Batc
     if wrong:
         return wrong
     wrong = [*_zero(layout), *_cluster(layout, cluster), *_offload(layout, cluster.host), *_tensor(model, layout),
-             *_sequence(layout, batch), *_experts(model, layout), *_length(model, batch)]  # fmt: skip
+             *_sequence(layout, batch), *_context(model, layout), *_experts(model, layout),
+             *_length(model, batch)]  # fmt: skip
     cut = list(_batch(layout, batch))
     shape = [*_stages(model, layout), *_schedule(layout, 2 * layout.pp if cut else batch.microbatches(layout))]
     return [*wrong, *cut, *(shape or _recompute(model, layout))]
@@ -104,6 +106,22 @@ class Cuts:
         """Whether every rank has equally many key-value heads, or equally many ranks every head."""
         return all(count % tp == 0 or tp % count == 0 for count in self.kv_heads)
 
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Query heads of every layer that has other ones."""
+        return tuple(count for name, count in self.tensor if name == "num_attention_heads")
+
+    def deals_heads(self, cp: Any, tp: Any) -> Any:
+        """Whether each of `cp` ranks can get as many of a tp rank's heads, and the keys and values of these; degrees
+        are whole numbers, or numpy arrays of them."""
+        found = cp > 0
+        for count in self.heads:
+            found = found & (count // tp % cp == 0)
+        for count in self.kv_heads:
+            held = -(-count // tp)
+            found = found & ((held % cp == 0) | (cp % held == 0))
+        return found
+
 
 @lru_cache(maxsize=64)
 def cuts(model: ModelSpec) -> Cuts:
@@ -131,6 +149,8 @@ def _words(layout: Layout) -> Iterator[str]:
         yield f"recompute='{layout.recompute}' is unknown; use {', '.join(RECOMPUTE)}"
     if layout.offload not in OFFLOAD:
         yield f"offload='{layout.offload}' is unknown; use {', '.join(OFFLOAD)}"
+    if layout.context not in CONTEXT:
+        yield f"context='{layout.context}' is unknown; use {', '.join(CONTEXT)}"
     if layout.zero not in (0, 1, 2, 3):
         yield f"zero={layout.zero} is not a ZeRO stage; use 0, 1, 2 or 3"
 
@@ -189,6 +209,18 @@ def _sequence(layout: Layout, batch: BatchSpec) -> Iterator[str]:
         yield (f"sequence_parallel cuts sequences into tp x cp = {tp * cp} pieces, which do not divide "
                f"seq_len={batch.seq_len}; use {_multiple(batch.seq_len, tp * cp)}, or "
                f"set sequence_parallel = false")  # fmt: skip
+
+
+def _context(model: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Ulysses deals the heads of a tp rank out to its cp ranks, and copies key-value heads that these outnumber."""
+    need, cp, tp = cuts(model), layout.cp, layout.tp
+    if cp == 1 or layout.context != "ulysses" or any(count % tp for count in need.heads):
+        return
+    if not (heads := gcd(*(count // tp for count in need.heads))) or need.deals_heads(cp, tp):
+        return
+    use = _choices([degree for degree in divisors(heads) if need.deals_heads(degree, tp)])
+    yield (f"context='ulysses' cannot deal the {heads} heads of a tp rank, and their keys and values, out to cp={cp} "
+           f"ranks; use {use} for cp, or context = 'ring'")  # fmt: skip
 
 
 def _multiple(number: int, of: int) -> int:

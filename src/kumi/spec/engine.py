@@ -21,7 +21,8 @@ class Engine:
     `grad_reduce_itemsize`: bytes an element that gradients travel in; `dispatch`: how many times as long as
     the device's bare launch interval the host takes for a kernel; `message_bytes`: size of the messages that gradients
     and weights travel in once a step, 0 for one message; `tokens_once`: a token goes once to a node, or a rank, that
-    has several of its experts. `source` says where the facts were read.
+    has several of its experts; `wide_ring`: gradients of keys and values go round context-parallel ranks in float32,
+    else in the compute dtype. `source` says where the facts were read.
 
     What it keeps besides: `autograd`, kinds of element-wise work that are differentiated op by op, so that a "norm"
     keeps float32 copies and a "gate" every factor, where kernels of one's own keep their inputs only; `selective`, what
@@ -61,6 +62,7 @@ class Engine:
     stage_output: bool = False
     gathered_inputs: bool = False
     tokens_once: bool = False
+    wide_ring: bool = True
     source: str = "kumi.parallel, kumi.nn"
 
 

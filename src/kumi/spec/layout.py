@@ -11,6 +11,7 @@ from math import prod
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")
+CONTEXT = ("ring", "ulysses")
 OFFLOAD = ("none", "optimizer", "states", "activations", "optimizer-nvme", "states-nvme")
 
 
@@ -27,7 +28,9 @@ class Layout:
 
     `schedule` orders the microbatches over the pipeline, `stages` of which each pp rank holds; `stage_layers` says how
     many layers each stage has, in model order, and is empty where they are as even as can be. `offload` moves to the
-    host, or on to its NVMe drives, the optimizer states, all states, or the kept activations.
+    host, or on to its NVMe drives, the optimizer states, all states, or the kept activations. `context` says how
+    attention looks beyond a cp rank's part of the sequence: keys and values go round ("ring"; Liu et al., 2023,
+    arXiv:2310.01889), or heads are dealt out ("ulysses"; Jacobs et al., 2023, arXiv:2309.14509).
     """
 
     pp: int = 1
@@ -46,6 +49,7 @@ class Layout:
     stages: int = 1
     stage_layers: tuple[int, ...] = ()
     offload: str = "none"
+    context: str = "ring"
 
     @property
     def degrees(self) -> tuple[int, ...]:

@@ -1,0 +1,71 @@
+"""Context parallelism: every rank of a cp group has a part of each sequence.
+
+A sequence is cut into 2 * cp pieces, of which rank i has pieces i and 2 * cp - 1 - i, so that causal attention has as
+much to compute on all (see `kumi.parallel.ring`). Only attention looks beyond a rank's own tokens: `layout.context`
+says how, "ring" or "ulysses". Weights are whole on all of them, and their gradients summed like those of data ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kumi.nn.attention import attend
+from kumi.nn.decoder import Decoder, whole_rows
+from kumi.nn.where import Attend, positions, segments
+from kumi.parallel.mesh import Mesh
+from kumi.parallel.ring import positions_of, ring_over
+from kumi.parallel.ulysses import ulysses_over
+
+# What goes to a rank by position; document_ids stay whole, for attention to know where documents begin.
+CUT = ("input_ids", "labels", "position_ids", "token_weights")
+
+
+def cut(inputs: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """The part of `inputs`, of which each is (B, S), that this rank's decoder is called with; all of them for cp = 1.
+
+    Labels must be shifted already. Position ids are made where there are none.
+    """
+    if mesh.layout.cp == 1:
+        return inputs
+    ids = inputs["input_ids"]
+    if "position_ids" not in inputs:
+        inputs = {**inputs, "position_ids": positions(ids, inputs.get("document_ids"))}
+    mine = positions_of(ids.shape[1], mesh.layout.cp, mesh.index("cp")).to(ids.device)
+    return {name: x.index_select(1, mine) if name in CUT else x for name, x in inputs.items()}
+
+
+def attention_over(mesh: Mesh) -> Callable[[Tensor, Tensor | None], Attend]:
+    """What `Decoder.attention_over` is for a rank of a cp group: it takes the rank's positions and all document ids."""
+    group = mesh.groups["cp"]
+    return partial(_ulysses if mesh.layout.context == "ulysses" else _ring, group)
+
+
+def _ring(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> Attend:
+    found = segments(_whole(tokens, group), document_ids).bounds
+    assert found is not None, f"there are no bounds on {tokens.device}"
+    return ring_over(found.tolist() if isinstance(found, Tensor) else found, group)
+
+
+def _ulysses(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> Attend:
+    return ulysses_over(partial(attend, segments(_whole(tokens, group), document_ids)), group)
+
+
+def _whole(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Something of the shape and on the device of the rows of which `tokens` are a part."""
+    return tokens.new_empty(tokens.shape[0], tokens.shape[1] * group.size())
+
+
+@contextmanager
+def whole_sequences(decoder: nn.Module) -> Iterator[None]:
+    """Where `decoder` takes whole sequences, which every rank of a cp group computes for itself."""
+    assert isinstance(decoder, Decoder)
+    kept, decoder.attention_over = decoder.attention_over, whole_rows
+    try:
+        yield
+    finally:
+        decoder.attention_over = kept
