@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kumi.spec.layout import OFFLOAD, RECOMPUTE, SCHEDULES
+from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
 from kumi.spec.optim import KINDS
 from kumi.spec.precision import PRECISIONS
 
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     Recompute: TypeAlias = str
     Schedule: TypeAlias = str
     Offload: TypeAlias = str
+    Context: TypeAlias = str
     OptimKind: TypeAlias = str
     PrecisionKind: TypeAlias = str
 else:
     Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[SCHEDULES], Literal[OFFLOAD]
+    Context = Literal[CONTEXT]
     OptimKind, PrecisionKind = Literal[KINDS], Literal["auto", *PRECISIONS]
 
 
@@ -192,6 +194,11 @@ class LayoutSection(Section):
         "nothing: what is not pinned is at its default.",
     )
     offload: Offload | None = Field(None, description="What is kept on the host, or on its NVMe drives.")
+    context: Context | None = Field(
+        None,
+        description="How attention looks beyond a `cp` rank's part of the sequence: keys and values go round all "
+        "ranks ('ring', the default), or every rank gets whole sequences of some heads ('ulysses').",
+    )
 
 
 class TrainSection(Section):
