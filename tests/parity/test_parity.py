@@ -48,7 +48,21 @@ def test_ledger_counts_the_flops_of_the_forward_pass(name):
     assert counter.get_total_flops() == ledger.forward_flops(decoder.spec, tokens=48, seq_len=24)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2-tied", "qwen3-window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama-biases",
+        "qwen2-tied",
+        "qwen3-window",
+        "mixtral",
+        "olmoe",
+        "qwen3-moe-norm",
+        "deepseek-v2",
+        "deepseek-v2-lite",
+        "deepseek-v3",
+    ],
+)
 def test_ledger_counts_the_activations_that_are_kept(name):
     _, decoder = build_pair(name)
     ids, tokens = torch.zeros(2, 24, dtype=torch.int64), 48
@@ -68,7 +82,8 @@ def test_ledger_counts_the_activations_that_are_kept(name):
     listed = sum(act.numel_per_token * sizes[act.dtype] for op in ops for act in op.saved) * tokens
     # What the ledger lists for kernels of other devices: the log-sum-exp of attention.
     listed -= sum(4 * op.saved[-1].numel_per_token for op in ops if op.kind == "attention") * tokens
-    # Whatever the number of tokens: the gradient of the head, formed in the forward pass, and its scale.
-    once = 4 * decoder.head_weight.numel() + 4
+    # Whatever the number of tokens: the gradient of the head, formed in the forward pass, its scale, and how many rows
+    # every expert has.
+    once = 4 * decoder.head_weight.numel() + 4 + 8 * sum(op.target.size for op in ops if op.kind == "router")
     assert sum(kept.values()) == listed + once
     total.backward()

@@ -14,6 +14,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 16, "rope_theta": 500.0}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
 
+LATENT = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "num_key_value_heads": 4,
+          "first_k_dense_replace": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+          "v_head_dim": 10, "n_shared_experts": 2, "rms_norm_eps": 1e-5}  # fmt: skip
+MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+
 CASES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -36,19 +41,42 @@ CASES = {
     "qwen3-biases": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3-window": ("Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 6,
                                "layer_types": ["sliding_attention", "full_attention"]}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 6, "tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16, "mlp_only_layers": [0],
+                               "attention_bias": True, "num_experts_per_tok": 2}),
+    "qwen3-moe-norm": ("Qwen3Moe", {"num_experts": 6, "moe_intermediate_size": 24, "head_dim": 16,
+                                    "norm_topk_prob": True, "num_experts_per_tok": 3}),
+    # A padding token would get no gradient from transformers.
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None, "eos_token_id": 2}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "attention_bias": True,
+                                   "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7,
+                                   "rope_parameters": MSCALE}),
+    "deepseek-v2-lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None}),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 12, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
+                                   "rope_parameters": MSCALE}),
+    "deepseek-v3-plain": ("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+                                         "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True}),
 }  # fmt: skip
+# Biases that choose experts, by far enough to change the choice.
+BIASES = ".e_score_correction_bias"
 
 
 def build_reference(name: str) -> transformers.PreTrainedModel:
     """transformers' model of the case, with random weights everywhere (norms and biases too)."""
     family, changes = CASES[name]
     config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    # Experts are computed in products that PyTorch's counter knows.
+    config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             parameter.copy_(1 + noise if "norm" in key else noise)
+        for key, buffer in model.named_buffers():
+            if key.endswith(BIASES):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model.eval()
 
 
@@ -56,5 +84,6 @@ def build_pair(name: str) -> tuple[transformers.PreTrainedModel, Decoder]:
     """The case in transformers and in kumi, with equal weights."""
     reference = build_reference(name)
     decoder = Decoder(families.from_hf(reference.config.to_dict()))
-    decoder.load_state_dict(dict(reference.named_parameters()))
+    biases = {key: buffer for key, buffer in reference.named_buffers() if key.endswith(BIASES)}
+    decoder.load_state_dict(dict(reference.named_parameters()) | biases)
     return reference, decoder

@@ -85,6 +85,13 @@ REFUSED = [
     (QWEN, {"decoder_sparse_step": 0}, r"decoder_sparse_step=0 must be 1 or more"),
     (DEEPSEEK, {"moe_layer_freq": 2}, r"moe_layer_freq=2 of a deepseek_v3 model is not supported, only 1"),
     (DEEPSEEK, {"scoring_func": "softmax"}, r"scoring_func='softmax' of a deepseek_v3 model is not supported"),
+    (DEEPSEEK, {"seq_aux": False}, r"seq_aux=False of a deepseek_v3 model is not supported"),
+    (DEEPSEEK, {"topk_group": 1, "n_group": 64}, r"topk_group=1 groups of 4 experts are fewer than num_exp"),
+    (DEEPSEEK, {"n_group": 256, "topk_group": 8}, r"n_group=256 leaves one expert a group"),
+    (DEEPSEEK, {"aux_loss_alpha": -0.1}, r"aux_loss_alpha=-0\.1 must not be negative"),
+    (PLANNED["DeepSeek-V2"][0], {"topk_method": "noaux_tc"}, r"topk_method='noaux_tc' .* knows greedy, group_lim"),
+    (PLANNED["DeepSeek-V2"][0], {"norm_topk_prob": True}, r"norm_topk_prob=True of a deepseek_v2 model is not supp"),
+    (MIXTRAL, {"router_jitter_noise": 0.1}, r"router_jitter_noise=0\.1 of a mixtral model is not supported, only 0"),
     (DEEPSEEK, {"num_key_value_heads": 64}, r"num_key_value_heads=64 .* must be num_attention_heads=128"),
     (DEEPSEEK, {"n_group": 7}, r"n_group=7 must divide the 256 experts"),
     (DEEPSEEK, {"topk_group": 9}, r"topk_group=9 be at most n_group"),
@@ -108,19 +115,29 @@ def test_what_is_not_understood_is_refused_in_a_sentence(config, change, words):
         families.from_hf(config | change)
 
 
-@pytest.mark.parametrize("name", PLANNED)
+NOT_TRAINED = [name for name, (config, _) in PLANNED.items() if config["model_type"] in families.PLANNED]
+
+
+@pytest.mark.parametrize("name", NOT_TRAINED)
 def test_no_planned_family_is_trained(name):
     spec = families.from_hf(PLANNED[name][0])
     with pytest.raises(ModelError, match=rf"a {spec.family} model can be planned for but not trained: this version "
-                                         r"trains llama, mistral, qwen2, qwen3; "):  # fmt: skip
+                                         r"trains llama, mistral, qwen2, qwen3, mixtral, "):  # fmt: skip
         families.check_trained(spec)
     with pytest.raises(ModelError, match="can be planned for but not trained"):
         families.to_hf(spec)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_what_can_be_trained_passes(name):
-    families.check_trained(families.from_hf(PUBLISHED[name][0]))
+TRAINED = {name: config for name, (config, _) in (PUBLISHED | PLANNED).items() if name not in NOT_TRAINED}
+TRAINED |= {"DeepSeek-V3": DEEPSEEK, "Mixtral-8x7B": MIXTRAL, "Qwen3-30B-A3B": QWEN}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_can_be_trained_passes_and_is_written_as_it_was_read(name):
+    spec = families.from_hf(TRAINED[name])
+    families.check_trained(spec)
+    assert families.from_hf(families.to_hf(spec)) == spec
+    assert families.patched(TRAINED[name], spec) == TRAINED[name]
 
 
 LLAMA = families.from_hf(PUBLISHED["Llama-3.1-8B"][0])
@@ -130,7 +147,7 @@ LLAMA = families.from_hf(PUBLISHED["Llama-3.1-8B"][0])
     ({"norm": "layernorm"}, r"its ModelSpec\.norm='layernorm' is beyond what llama"),
     ({"learned_positions": 8}, r"ModelSpec\.learned_positions=8"),
     ({"parallel": True}, r"LayerSpec\.parallel=True"),
-    ({"mlp": MoE(4, 2, 64)}, r"its MoE is beyond"),
+    ({"mlp": MoE(4, 2, 64, bias=True)}, r"MoE\.bias=True"),
     ({"mlp": MLP(64, gated=False)}, r"MLP\.gated=False"),
     ({"mlp": MLP(64, hidden_act="gelu")}, r"MLP\.hidden_act='gelu'"),
     ({"attention": replace(LLAMA.layers[0].attention, sinks=True)}, r"Attention\.sinks=True"),

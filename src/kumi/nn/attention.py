@@ -11,6 +11,7 @@ from kumi.nn import rope
 from kumi.nn.cpu_attention import packed_attention
 from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
+from kumi.nn.region import WHOLE
 from kumi.nn.where import Segments, Where, rotary
 from kumi.spec import model
 
@@ -22,28 +23,31 @@ class Attention(nn.Module):
         self, hidden_size: int, spec: model.Attention, eps: float, *, device: torch.device | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.region = spec, WHOLE
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         self.q_proj = Linear(hidden_size, heads, bias=spec.qkv_bias, device=device, dtype=dtype)
         self.k_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
         self.v_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
         self.o_proj = Linear(heads, hidden_size, bias=spec.out_bias, device=device, dtype=dtype)
-        self.q_norm = RMSNorm(spec.head_dim, eps, device=device, dtype=dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, eps, device=device, dtype=dtype) if spec.qk_norm else None
+        sizes = (heads, kv_heads) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
+        self.q_norm = RMSNorm(sizes[0], eps, device=device, dtype=dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm(sizes[1], eps, device=device, dtype=dtype) if spec.qk_norm else None
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         """Of the hidden states `x` (B, S, D), or (B * S, D), in the same shape."""
         heads = (*where.shape, -1, self.spec.head_dim)
-        q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        q, k, v = self.region.enter(x, (self.q_proj, self.k_proj, self.v_proj))
+        v = v.view(heads)
+        if not self.spec.qk_norm_whole:
+            q, k = q.view(heads), k.view(heads)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
         turn = rotary(self.spec)
         if turn is not None:
             cos, sin = where.tables[turn]
             q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
         out = where.attend(q, k, v, self.spec.sliding_window)
-        projected: Tensor = self.o_proj(out.reshape(*x.shape[:-1], -1))
-        return projected
+        return self.region.leave(out.flatten(2), self.o_proj).view(x.shape)
 
 
 def attend(segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

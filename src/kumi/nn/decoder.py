@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from kumi.nn import logprob
 from kumi.nn.attention import Attention, attend
+from kumi.nn.latent import LatentAttention
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
+from kumi.nn.moe import MoE
 from kumi.nn.norm import RMSNorm
 from kumi.nn.where import Attend, Where, positions, segments, tables
 from kumi.spec import families, model
@@ -27,17 +29,35 @@ class DecoderLayer(nn.Module):
         self, hidden_size: int, spec: LayerSpec, eps: float, *, device: torch.device | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        assert isinstance(spec.attention, model.Attention)
-        assert isinstance(spec.mlp, model.MLP)
         self.input_layernorm = RMSNorm(hidden_size, eps, device=device, dtype=dtype)
-        self.self_attn = Attention(hidden_size, spec.attention, eps, device=device, dtype=dtype)
+        self.self_attn = attention(hidden_size, spec.attention, eps, device=device, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, device=device, dtype=dtype)
-        self.mlp = MLP(hidden_size, spec.mlp, device=device, dtype=dtype)
+        self.mlp = feed_forward(hidden_size, spec.mlp, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), where)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        normed = self.post_attention_layernorm(x)
+        out: Tensor = x + (self.mlp(normed, where.shape) if isinstance(self.mlp, MoE) else self.mlp(normed))
         return out
+
+
+def attention(
+    hidden_size: int, spec: model.Attention | model.LatentAttention, eps: float, *,
+    device: torch.device | None, dtype: torch.dtype,
+) -> Attention | LatentAttention:  # fmt: skip
+    """The module that computes `spec`: a function of (hidden states, `Where`)."""
+    if isinstance(spec, model.LatentAttention):
+        return LatentAttention(hidden_size, spec, device=device, dtype=dtype)
+    return Attention(hidden_size, spec, eps, device=device, dtype=dtype)
+
+
+def feed_forward(
+    hidden_size: int, spec: model.MLP | model.MoE, *, device: torch.device | None, dtype: torch.dtype
+) -> MLP | MoE:
+    """The module that computes `spec`: a function of hidden states and, of experts, the shape (B, S) of the batch."""
+    if isinstance(spec, model.MoE):
+        return MoE(hidden_size, spec, device=device, dtype=dtype)
+    return MLP(hidden_size, spec, device=device, dtype=dtype)
 
 
 class Embedding(nn.Module):

@@ -16,8 +16,8 @@ from kumi.spec.mlp_ops import mlp_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Activation, Dim, Op, Param, norm
 
-__all__ = ["Activation", "Dim", "Op", "Param", "active_params", "embedding_ops", "forward_flops", "head_ops",
-           "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "train_flops"]  # fmt: skip
+__all__ = ["Activation", "Dim", "Op", "Param", "active_params", "buffers", "embedding_ops", "forward_flops", "head_ops",
+           "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "tensors", "train_flops"]  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -72,6 +72,18 @@ def ops(spec: ModelSpec) -> tuple[Op, ...]:
 def params(spec: ModelSpec) -> tuple[Param, ...]:
     """Every parameter, in the order of the forward pass; a tied head adds none."""
     return tuple(param for op in ops(spec) for param in op.params)
+
+
+@lru_cache(maxsize=64)
+def buffers(spec: ModelSpec) -> tuple[Param, ...]:
+    """Every tensor that belongs to the model and is not trained, in float32 whatever the parameters are in."""
+    return tuple(buffer for op in ops(spec) for buffer in op.buffers)
+
+
+@lru_cache(maxsize=64)
+def tensors(spec: ModelSpec) -> tuple[Param, ...]:
+    """Parameters and buffers: what a saved model has, in the order of the forward pass."""
+    return tuple(tensor for op in ops(spec) for tensor in (*op.params, *op.buffers))
 
 
 def num_params(spec: ModelSpec) -> int:

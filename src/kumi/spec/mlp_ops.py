@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
 from kumi.spec.op import Activation, Dim, Op, Param, linear, norm
@@ -56,8 +57,12 @@ def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
     embed, names, passes = Dim("embed", spec.hidden_size), spec.names, moe.num_experts_per_tok
     scores, routed = Dim("scores", moe.num_experts), Dim("routed", passes)
     inputs = (Activation((embed,)), Activation((scores,), "float32"))
-    yield linear(f"{name}.{names.router}", embed, scores, bias=moe.bias, saved=inputs, kind="router")
-    yield Op(f"{name}.dispatch", "dispatch", embed, embed, saved=(Activation((routed,), "int64"),), passes=passes)
+    router = linear(f"{name}.{names.router}", embed, scores, bias=moe.bias, saved=inputs, kind="router")
+    bias = Param(f"{router.name}.e_score_correction_bias", (scores,), "zeros")
+    yield replace(router, buffers=(bias,) if moe.has_correction_bias else ())
+    # The number of each expert, and the place of its row among all that are sorted by expert.
+    indices = (Activation((routed,), "int64"), Activation((routed,), "int64"))
+    yield Op(f"{name}.dispatch", "dispatch", embed, embed, saved=indices, passes=passes)
     yield from _expert_matrices(spec, moe, f"{name}.experts", routed)
     results = (Activation((routed, embed)), Activation((routed,), "float32"))
     yield Op(f"{name}.combine", "combine", embed, embed, saved=results, passes=passes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import log
 
 from kumi.spec.names import LLAMA, Names
 
@@ -68,7 +69,8 @@ class LatentAttention:
     Keys and values come from a latent vector of `kv_lora_rank` a token, queries from one of `q_lora_rank` (None:
     straight from the hidden state). A query or key head has `qk_nope_head_dim` dimensions without and
     `qk_rope_head_dim` with rotation; the turned part of the keys is one for all heads. `bias` is on the projections to
-    the latents and the output projection.
+    the latents and the output projection. `rope_interleave`: pairs to turn are neighbours, not half a head apart.
+    `mscale_all_dim`: with YaRN, which lengthens the context, scores are multiplied by (0.1 * it * ln(factor) + 1)^2.
     """
 
     num_attention_heads: int
@@ -79,6 +81,8 @@ class LatentAttention:
     v_head_dim: int
     rope: Rope
     bias: bool = False
+    rope_interleave: bool = True
+    mscale_all_dim: float = 0.0
 
     @property
     def qk_head_dim(self) -> int:
@@ -95,6 +99,13 @@ class LatentAttention:
     @property
     def sliding_window(self) -> None:
         return None
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by besides 1 / sqrt(qk_head_dim)."""
+        if self.rope.scaling != "yarn" or self.rope.factor <= 1:
+            return 1.0
+        return (0.1 * self.mscale_all_dim * log(self.rope.factor) + 1.0) ** 2
 
 
 @dataclass(frozen=True)
@@ -119,6 +130,10 @@ class MoE:
     `shared_intermediate_size`, 0 where there is none. The router's scores pass through `scoring_func` ("softmax" or
     "sigmoid"); with `n_group` > 1 only experts of the best `topk_group` groups are chosen from. `bias` is on router and
     experts.
+
+    With `topk_method` "noaux_tc" a bias that is no parameter joins the scores where experts are chosen, and a group is
+    as good as its two best experts; otherwise as its best. `router_aux_loss_coef` is the weight of the loss that keeps
+    experts equally busy (see `kumi.nn.router`), over the tokens of a batch, or with `seq_aux` over each sequence's.
     """
 
     num_experts: int
@@ -132,6 +147,14 @@ class MoE:
     routed_scaling_factor: float = 1.0
     bias: bool = False
     hidden_act: str = "silu"
+    topk_method: str = "greedy"
+    router_aux_loss_coef: float = 0.0
+    seq_aux: bool = False
+
+    @property
+    def has_correction_bias(self) -> bool:
+        """Whether the router has a bias that only chooses."""
+        return self.topk_method == "noaux_tc"
 
 
 @dataclass(frozen=True)

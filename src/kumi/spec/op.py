@@ -74,8 +74,9 @@ class Op:
 
     `passes` says how often each token goes through the operation: as many times as it has routed experts, else once.
     `saved` is of one token with all its passes, balanced over experts. `experts` is how many routed experts' weights
-    the operation holds, 0 outside of them. Of attention only: `heads` (of queries), `kv_size` (width of a token's keys
-    and values together) and `window` (how many positions a query sees, itself included; None: all before it).
+    the operation holds, 0 outside of them. `buffers` are tensors that belong to the model and are not trained. Of
+    attention only: `heads` (of queries), `kv_size` (width of a token's keys and values together) and `window` (how many
+    positions a query sees, itself included; None: all before it).
     """
 
     name: str
@@ -89,6 +90,7 @@ class Op:
     heads: int = 0
     kv_size: int = 0
     window: int | None = None
+    buffers: tuple[Param, ...] = ()
 
     def forward_flops(self, tokens: int, seq_len: int) -> int:
         """Floating-point operations of the matrix products in the forward pass over `tokens` in rows of `seq_len`.

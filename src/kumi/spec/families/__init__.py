@@ -29,15 +29,17 @@ from kumi.spec.families import (
     qwen3,
     qwen3_moe,
 )
-from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
+from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
 
 # model_type -> module with ARCHITECTURE, from_hf(config) -> ModelSpec and to_hf(spec) -> config
-TRAINED: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+TRAINED: dict[str, ModuleType] = {
+    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "mixtral": mixtral, "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3,
+}  # fmt: skip
 # Those that can be planned for, but not trained: modules with ARCHITECTURE and from_hf(config) -> ModelSpec.
 PLANNED: dict[str, ModuleType] = {
-    "bloom": bloom, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "falcon": falcon, "gemma2": gemma2,
-    "gemma3_text": gemma3_text, "gpt2": gpt2, "gpt_neox": gpt_neox, "gpt_oss": gpt_oss, "mixtral": mixtral,
-    "olmoe": olmoe, "phi3": phi3, "qwen3_moe": qwen3_moe,
+    "bloom": bloom, "falcon": falcon, "gemma2": gemma2, "gemma3_text": gemma3_text, "gpt2": gpt2, "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss, "phi3": phi3,
 }  # fmt: skip
 FAMILIES = TRAINED | PLANNED
 
@@ -46,8 +48,13 @@ _COMPUTED = {
     ModelSpec: "family vocab_size hidden_size layers norm_eps max_position_embeddings tie_word_embeddings "
                "initializer_range bos_token_id eos_token_id pad_token_id notes",
     LayerSpec: "attention mlp",
-    Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm sliding_window",
+    Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm qk_norm_whole "
+               "sliding_window",
+    LatentAttention: "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope "
+                     "bias rope_interleave mscale_all_dim",
     MLP: "intermediate_size bias",
+    MoE: "num_experts num_experts_per_tok moe_intermediate_size shared_intermediate_size scoring_func n_group "
+         "topk_group norm_topk_prob routed_scaling_factor topk_method router_aux_loss_coef seq_aux",
     Rope: "rope_theta scaling factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast "
           "beta_slow attention_factor truncate",
 }  # fmt: skip

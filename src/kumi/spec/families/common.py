@@ -68,20 +68,20 @@ def model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec], *
     return ModelSpec(**{"family": family, "layers": tuple(layers), **said, **fields})
 
 
-def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
+def to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[str, Any]:
     """The keys that every family writes, from the first layer: a family adds its own."""
-    attention, mlp, embedding = first(spec)
-    eos = spec.eos_token_id
+    attention, mlp, eos = spec.layers[0].attention, spec.layers[0].mlp, spec.eos_token_id
+    assert attention.rope is not None
     return {
         "architectures": [architecture],
         "model_type": spec.family,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
-        "intermediate_size": mlp.intermediate_size,
+        "intermediate_size": intermediate_size,
         "num_hidden_layers": spec.num_hidden_layers,
         "num_attention_heads": attention.num_attention_heads,
         "num_key_value_heads": attention.num_key_value_heads,
-        "head_dim": attention.head_dim,
+        **({"head_dim": attention.head_dim} if isinstance(attention, Attention) else {}),
         "hidden_act": mlp.hidden_act,
         "max_position_embeddings": spec.max_position_embeddings,
         "initializer_range": spec.initializer_range,
@@ -89,20 +89,27 @@ def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
         "use_cache": True,
         "tie_word_embeddings": spec.tie_word_embeddings,
         "attention_dropout": 0.0,
-        **rope.to_hf(embedding),
+        **rope.to_hf(attention.rope),
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "pad_token_id": spec.pad_token_id,
     }
 
 
-def first(spec: ModelSpec) -> tuple[Attention, MLP, Rope]:
-    """The parts of the first layer of a model that `families.check_trained` has let pass."""
-    layer = spec.layers[0]
-    assert isinstance(layer.attention, Attention)
-    assert isinstance(layer.mlp, MLP)
-    assert layer.attention.rope is not None
-    return layer.attention, layer.mlp, layer.attention.rope
+def grouped(spec: ModelSpec) -> Attention:
+    """The first layer's attention; ModelError where the family has no words for its kind."""
+    attention = spec.layers[0].attention
+    if not isinstance(attention, Attention):
+        raise ModelError(f"a {spec.family} config.json has no words for {type(attention).__name__}; use Attention")
+    return attention
+
+
+def dense(spec: ModelSpec) -> MLP:
+    """The first layer's feed-forward part; ModelError where the family has no words for its kind."""
+    mlp = spec.layers[0].mlp
+    if not isinstance(mlp, MLP):
+        raise ModelError(f"a {spec.family} config.json has no words for {type(mlp).__name__}; use MLP")
+    return mlp
 
 
 def check_layer_types(values: Mapping[str, Any]) -> list[str]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kumi.errors import ModelError
 from kumi.spec.families.keys import Key, neutral, read
 from kumi.spec.families.latent import LATENT_KEYS, build
+from kumi.spec.families.latent import to_hf as latent_to_hf
 from kumi.spec.model import ModelSpec
 
+METHODS = ("greedy", "group_limited_greedy")
 ARCHITECTURE = "DeepseekV2ForCausalLM"
 KEYS = {
     **LATENT_KEYS,
     "scoring_func": Key("text", "softmax"),
+    "topk_method": Key("text", "greedy"),
     "mlp_bias": Key("true or false", False),
     "rms_norm_eps": Key("number", 1e-6),
 }
@@ -21,5 +25,14 @@ KEYS = {
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "deepseek_v2" describes."""
     values = read("deepseek_v2", config, KEYS)
-    neutral("deepseek_v2", values, scoring_func="softmax", mlp_bias=False)
+    # transformers never divides the chosen scores by their sum, whatever norm_topk_prob says.
+    neutral("deepseek_v2", values, scoring_func="softmax", mlp_bias=False, norm_topk_prob=False)
+    if values["topk_method"] not in METHODS:
+        raise ModelError(f"config.json: topk_method={values['topk_method']!r} of a deepseek_v2 model is not supported; "
+                         f"kumi knows {', '.join(METHODS)}")  # fmt: skip
     return build("deepseek_v2", values, scoring="softmax")
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    return latent_to_hf(spec, ARCHITECTURE) | {"mlp_bias": False}

@@ -10,12 +10,14 @@ from typing import Any
 
 from kumi.spec.families.keys import Key, neutral, read
 from kumi.spec.families.latent import LATENT_KEYS, build
-from kumi.spec.model import ModelSpec
+from kumi.spec.families.latent import to_hf as latent_to_hf
+from kumi.spec.model import LatentAttention, ModelSpec
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 KEYS = {
     **LATENT_KEYS,
     "scoring_func": Key("text", "sigmoid"),
+    "topk_method": Key("text", "noaux_tc"),
     "norm_topk_prob": Key("true or false", True),
     "routed_scaling_factor": Key("number", 2.5),
     "num_nextn_predict_layers": Key("integer?", None),
@@ -27,7 +29,15 @@ KEYS = {
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "deepseek_v3" describes."""
     values = read("deepseek_v3", config, KEYS)
-    neutral("deepseek_v3", values, scoring_func="sigmoid")
+    neutral("deepseek_v3", values, scoring_func="sigmoid", topk_method="noaux_tc")
     extra = values["num_nextn_predict_layers"]
     note = f"num_nextn_predict_layers={extra}: layers for multi-token prediction are not counted"
-    return build("deepseek_v3", values, scoring="sigmoid", notes=(note,) if extra else ())
+    return build("deepseek_v3", values, scoring="sigmoid", interleave=values["rope_interleave"],
+                 notes=(note,) if extra else ())  # fmt: skip
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    attention = spec.layers[0].attention
+    interleave = isinstance(attention, LatentAttention) and attention.rope_interleave
+    return latent_to_hf(spec, ARCHITECTURE) | {"rope_interleave": interleave, "num_nextn_predict_layers": 0}

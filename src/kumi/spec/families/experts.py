@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families.keys import Key
-from kumi.spec.model import MoE
+from kumi.spec.families.keys import Key, neutral
+from kumi.spec.model import ModelSpec, MoE
 
 # transformers 4 and 5 write one or the other.
 COUNT = {"num_experts": Key("integer?", None), "num_local_experts": Key("integer?", None)}
@@ -30,4 +30,29 @@ def check_experts(moe: MoE) -> MoE:
     if moe.num_experts % moe.n_group or moe.topk_group > moe.n_group:
         raise ModelError(f"config.json: n_group={moe.n_group} must divide the {moe.num_experts} experts of a layer, "
                          f"and topk_group={moe.topk_group} be at most n_group; correct them")  # fmt: skip
+    size = moe.num_experts // moe.n_group
+    if moe.topk_group * size < moe.num_experts_per_tok:
+        raise ModelError(f"config.json: topk_group={moe.topk_group} groups of {size} experts are fewer than "
+                         f"num_experts_per_tok={moe.num_experts_per_tok}; correct one of them")  # fmt: skip
+    if moe.has_correction_bias and size < 2:
+        raise ModelError(f"config.json: n_group={moe.n_group} leaves one expert a group, and a group is as good as its "
+                         f"two best; use at most {moe.num_experts // 2}")  # fmt: skip
     return moe
+
+
+def aux_loss_coef(family: str, values: Mapping[str, Any], name: str, default: float) -> float:
+    """The weight of the loss that keeps experts equally busy, under the key `name`."""
+    if values.get("router_jitter_noise"):
+        neutral(family, values, router_jitter_noise=0)
+    coef = values[name]
+    if coef is not None and coef < 0:
+        raise ModelError(f"config.json: {name}={coef} must not be negative; use 0 for no such loss")
+    return default if coef is None else float(coef)
+
+
+def routed(spec: ModelSpec) -> MoE:
+    """The experts of the first layer that has any; ModelError where none has."""
+    found = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoE)]
+    if not found:
+        raise ModelError(f"a {spec.family} model without experts in any layer has no config.json; use a dense family")
+    return found[0]

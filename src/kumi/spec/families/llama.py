@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families.common import build, first
+from kumi.spec.families.common import build, dense, grouped
 from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, Key, read
 from kumi.spec.model import ModelSpec
@@ -31,6 +31,6 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
-    attention, mlp, _ = first(spec)
-    own = {"attention_bias": attention.qkv_bias, "mlp_bias": mlp.bias, "pretraining_tp": 1}
-    return common_to_hf(spec, ARCHITECTURE) | own
+    mlp = dense(spec)
+    own = {"attention_bias": grouped(spec).qkv_bias, "mlp_bias": mlp.bias, "pretraining_tp": 1}
+    return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | own

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families.common import build, check_layer_types
+from kumi.spec.families.common import build, check_layer_types, dense
 from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, Key, read
 from kumi.spec.model import ModelSpec
@@ -36,4 +36,6 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
-    return common_to_hf(spec, ARCHITECTURE) | {"sliding_window": spec.layers[0].attention.sliding_window}
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
+        "sliding_window": spec.layers[0].attention.sliding_window
+    }

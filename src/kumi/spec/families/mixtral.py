@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families.common import check_sizes, model, windowed
-from kumi.spec.families.experts import check_experts
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.experts import aux_loss_coef, check_experts, routed
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
 from kumi.spec.model import ModelSpec, MoE
 
@@ -27,6 +28,19 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "mixtral" describes."""
     values = read("mixtral", config, KEYS)
     check_sizes(values)
-    mlp = check_experts(MoE(values["num_local_experts"], values["num_experts_per_tok"], values["intermediate_size"]))
+    moe = MoE(values["num_local_experts"], values["num_experts_per_tok"], values["intermediate_size"],
+              router_aux_loss_coef=aux_loss_coef("mixtral", values, "router_aux_loss_coef", 0.001))  # fmt: skip
     windows = [values["sliding_window"]] * values["num_hidden_layers"]
-    return model("mixtral", values, windowed("mixtral", values, windows, mlp))
+    return model("mixtral", values, windowed("mixtral", values, windows, check_experts(moe)))
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    moe = routed(spec)
+    own = {
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "router_aux_loss_coef": moe.router_aux_loss_coef,
+        "sliding_window": spec.layers[0].attention.sliding_window,
+    }
+    return common_to_hf(spec, ARCHITECTURE, moe.moe_intermediate_size) | own

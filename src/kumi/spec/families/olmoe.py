@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families import experts
-from kumi.spec.families.common import check_sizes, model, windowed
+from kumi.spec.families.common import check_sizes, grouped, model, windowed
+from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, neutral, read
 from kumi.spec.model import ModelSpec, MoE
 
@@ -30,8 +31,23 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     check_sizes(values)
     neutral("olmoe", values, clip_qkv=None)
     moe = MoE(experts.count("olmoe", values), values["num_experts_per_tok"], values["intermediate_size"],
-              norm_topk_prob=values["norm_topk_prob"])  # fmt: skip
+              norm_topk_prob=values["norm_topk_prob"],
+              router_aux_loss_coef=experts.aux_loss_coef("olmoe", values, "router_aux_loss_coef", 0.01))  # fmt: skip
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
     layers = windowed("olmoe", values, windows, experts.check_experts(moe), qkv_bias=bias, out_bias=bias,
                       qk_norm=True, qk_norm_whole=True)  # fmt: skip
     return model("olmoe", values, layers)
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    moe = experts.routed(spec)
+    own = {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "router_aux_loss_coef": moe.router_aux_loss_coef,
+        "attention_bias": grouped(spec).qkv_bias,
+        "clip_qkv": None,
+    }
+    return common_to_hf(spec, ARCHITECTURE, moe.moe_intermediate_size) | own

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families.common import build
+from kumi.spec.families.common import build, dense
 from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, Key, read
 from kumi.spec.families.windows import WINDOW_KEYS, from_values, to_values
@@ -23,4 +23,4 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
-    return common_to_hf(spec, ARCHITECTURE) | to_values(spec)
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | to_values(spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families.common import build, first
+from kumi.spec.families.common import build, dense, grouped
 from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, Key, read
 from kumi.spec.families.windows import WINDOW_KEYS, from_values, to_values
@@ -30,5 +30,5 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
-    own = {"attention_bias": first(spec)[0].qkv_bias}
-    return common_to_hf(spec, ARCHITECTURE) | own | to_values(spec)
+    own = {"attention_bias": grouped(spec).qkv_bias}
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own | to_values(spec)

@@ -8,9 +8,10 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families import experts
-from kumi.spec.families.common import check_sizes, model, windowed
+from kumi.spec.families.common import check_sizes, grouped, model, windowed
+from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
-from kumi.spec.families.windows import WINDOW_KEYS, from_values
+from kumi.spec.families.windows import WINDOW_KEYS, from_values, to_values
 from kumi.spec.model import MLP, ModelSpec, MoE
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -34,13 +35,33 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     values = read("qwen3_moe", config, KEYS)
     check_sizes(values)
     moe = MoE(experts.count("qwen3_moe", values), values["num_experts_per_tok"], values["moe_intermediate_size"],
-              norm_topk_prob=values["norm_topk_prob"])  # fmt: skip
+              norm_topk_prob=values["norm_topk_prob"],
+              router_aux_loss_coef=experts.aux_loss_coef("qwen3_moe", values, "router_aux_loss_coef", 0.001),
+              )  # fmt: skip
     bias, dense = values["attention_bias"], MLP(values["intermediate_size"])
     layers = windowed("qwen3_moe", values, from_values(values), experts.check_experts(moe), qkv_bias=bias,
                       out_bias=bias, qk_norm=True)  # fmt: skip
     sparse = _sparse(values)
     return model("qwen3_moe", values, [layer if routed else replace(layer, mlp=dense)
                                        for layer, routed in zip(layers, sparse)])  # fmt: skip
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`, which lists its dense layers; without any, their width is that of an expert."""
+    moe = experts.routed(spec)
+    dense = {index: layer.mlp for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MLP)}
+    width = next(iter(dense.values())).intermediate_size if dense else moe.moe_intermediate_size
+    own = {
+        "moe_intermediate_size": moe.moe_intermediate_size,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "router_aux_loss_coef": moe.router_aux_loss_coef,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(dense),
+        "attention_bias": grouped(spec).qkv_bias,
+    }
+    return common_to_hf(spec, ARCHITECTURE, width) | own | to_values(spec)
 
 
 def _sparse(values: Mapping[str, Any]) -> list[bool]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families.keys import Key, read
-from kumi.spec.model import Rope
+from kumi.spec.model import LatentAttention, Rope
 
 _BASE = {"rope_type": Key("text?", None), "type": Key("text?", None), "rope_theta": Key("number?", None)}
 _FACTOR, _ORIGINAL = {"factor": Key("number")}, "original_max_position_embeddings"
@@ -50,6 +50,21 @@ def from_hf(family: str, values: Mapping[str, Any]) -> Rope:
         raise ModelError(f"config.json: rope_parameters={values['rope_parameters']!r} contradicts rope_theta={theta!r} "
                          f"and rope_scaling={values['rope_scaling']!r}; keep one of them")  # fmt: skip
     return new
+
+
+def mscale_all_dim(values: Mapping[str, Any]) -> float:
+    """The YaRN key of latent attention that lengthens all scores; 0 where it is not given."""
+    tables = [values[key] for key in ("rope_parameters", "rope_scaling") if values[key]]
+    return float(next((table.get("mscale_all_dim") or 0.0 for table in tables), 0.0))
+
+
+def mscales_to_hf(attention: LatentAttention) -> dict[str, float]:
+    """The YaRN keys that latent attention has besides, for readers that know no attention_factor."""
+    found, grows = attention.rope, attention.rope.factor > 1
+    slope = 0.1 * math.log(found.factor) if grows else 1.0
+    scale = (found.attention_factor or 1.0) * _mscale(found.factor, attention.mscale_all_dim)
+    mscale = round((scale - 1.0) / slope, 12) if grows else attention.mscale_all_dim
+    return {"mscale": mscale, "mscale_all_dim": attention.mscale_all_dim}
 
 
 def partial_from_hf(family: str, values: Mapping[str, Any], share: float | None, default: float) -> Rope:

@@ -1,0 +1,151 @@
+"""Mixture of experts: a router, the experts that each token is sent to, and a shared expert beside them.
+
+Nothing is dropped: T tokens that each choose k experts make T * k rows, sorted by expert. Three steps, each of which
+can be replaced:
+
+    router(x)                       Routing: which experts, with what weights
+    exchange.dispatch(x, routing)   rows sorted by expert, and how many each expert has
+    experts(rows, counts)           every row through its expert
+    exchange.combine(rows, ...)     for every token the weighted sum of its rows
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kumi.nn.grouped import grouped_linear
+from kumi.nn.mlp import MLP, gated_halves
+from kumi.nn.router import Router, Routing
+from kumi.spec import model
+
+
+class Exchange(Protocol):
+    """Brings tokens to the experts that a device holds, and their results back."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Any]:
+        """Rows (N, D) of tokens `x` (T, D) sorted by the experts held here, how many each of these gets (int64), and
+        what `combine` needs to undo it."""
+
+    def combine(self, rows: Tensor, routing: Routing, back: Any) -> Tensor:
+        """For every token (T, D) the sum of its experts' results, times their weights, from `rows` (N, D) in the order
+        of `dispatch`."""
+
+
+class LocalExchange:
+    """All experts are here: rows are sorted, and nothing is sent."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+        places = sorted_places(routing.ids)
+        return spread(x, places), routing.counts, places
+
+    def combine(self, rows: Tensor, routing: Routing, back: Tensor) -> Tensor:
+        return gather_weighted(rows, routing.weights, back)
+
+
+LOCAL = LocalExchange()
+
+
+class Experts(nn.Module):
+    """down(silu(gate(x)) * up(x)) of many experts, whose matrices lie in two tensors."""
+
+    def __init__(
+        self, hidden_size: int, width: int, count: int, *, device: torch.device | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden_size, **options))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, width, **options))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Of `rows` (N, D), the first counts[0] through the first expert, and so on."""
+        return grouped_linear(
+            gated_halves(grouped_linear(rows, self.gate_up_proj, counts)), self.down_proj, counts
+        )  # fmt: skip
+
+
+class MoE(nn.Module):
+    """Routed experts, and where the model has one the shared expert that all tokens take."""
+
+    def __init__(self, hidden_size: int, spec: model.MoE, *, device: torch.device | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, options = spec.moe_intermediate_size, {"device": device, "dtype": dtype}
+        self.gate = Router(hidden_size, spec, **options)  # type: ignore[arg-type]
+        self.experts = Experts(hidden_size, width, spec.num_experts, **options)  # type: ignore[arg-type]
+        self.shared_experts = None
+        if spec.shared_intermediate_size:
+            self.shared_experts = MLP(hidden_size, model.MLP(spec.shared_intermediate_size), **options)  # type: ignore[arg-type]
+        self.exchange: Exchange = LOCAL
+
+    def forward(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Of the hidden states `x` (B, S, D) or (T, D), in the same shape; `shape` (B, S) is that of the batch that
+        they are all or a part of."""
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.gate(tokens, shape)
+        rows, counts, back = self.exchange.dispatch(tokens, routing)
+        out = self.exchange.combine(self.experts(rows, counts), routing, back).view(x.shape)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
+def sorted_places(ids: Tensor) -> Tensor:
+    """Where each choice of `ids` (T, k) comes when all are sorted by expert, those of one in the order of tokens."""
+    order = ids.flatten().argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places.view(ids.shape)
+
+
+def spread(x: Tensor, places: Tensor) -> Tensor:
+    """Rows (T * k, D): row places[t, j] is token x[t]."""
+    rows: Tensor = _Spread.apply(x, places)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def gather_weighted(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """Tokens (T, D), in the dtype of `rows`: token t is the sum of weights[t, j] * rows[places[t, j]]."""
+    tokens: Tensor = _GatherWeighted.apply(rows, weights, places)  # type: ignore[no-untyped-call]
+    return tokens
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        rows = x.new_empty(places.numel(), x.shape[1])
+        for column in places.unbind(1):
+            rows[column] = x
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return _sum(grad, None, places), None
+
+
+class _GatherWeighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, places)
+        return _sum(rows, weights, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights, places = ctx.saved_tensors
+        grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+        for index, column in enumerate(places.unbind(1)):
+            grad_rows[column] = (grad * weights[:, index, None]).to(rows.dtype)
+            grad_weights[:, index] = (grad * rows[column]).sum(dim=-1, dtype=weights.dtype)
+        return grad_rows, grad_weights, None
+
+
+def _sum(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
+    """For every token the sum of its rows, times their weights, added up in float32 or wider."""
+    total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    for index, column in enumerate(places.unbind(1)):
+        if weights is None:
+            total += rows[column]
+        else:
+            total.addcmul_(rows[column], weights[:, index, None])
+    return total.to(rows.dtype)
