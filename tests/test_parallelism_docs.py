@@ -17,7 +17,7 @@ from kumi.plan.estimate import estimate
 from kumi.plan.traffic import collectives
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
-from kumi.spec.layout import OFFLOAD, SCHEDULES, Layout
+from kumi.spec.layout import CONTEXT, OFFLOAD, SCHEDULES, Layout
 from kumi.spec.ledger import layer_ops, num_params, params
 from kumi.spec.op import Dim, Param
 from kumi.spec.placement import axis
@@ -80,6 +80,7 @@ def test_every_key_of_a_layout_is_on_a_page():
     named = set(re.findall(r"`layout\.(\w+)`", text))
     assert named == set(LayoutSection.model_fields)
     assert {f"`{name}`" for name in SCHEDULES} <= set(re.findall(r"`[\w-]+`", text))
+    assert all(f'`"{name}"`' in text for name in CONTEXT)
     assert all(f'`"{name.removesuffix("-nvme")}"`' in text for name in OFFLOAD if name != "none")
 
 
@@ -191,15 +192,22 @@ def test_which_stages_ranks_have():
     assert sizes == [[2, 3, 2, 2], [2, 3, 3, 2], [3, 3, 3, 2]]
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (8, 1), (4, 2)])
-def test_messages_of_context_parallelism(figures, cp, tp):
+def test_messages_of_context_parallelism(figures, cp, tp, recompute):
     job = figures.llama(seq_len=131072, tokens=2**20)
-    layout = Layout(cp=cp, tp=tp, dp_shard=8 // cp // tp, zero=3)
-    (kv_size,) = {op.kv_size for op in layer_ops(job.model, 0) if op.kind == "attention"}
-    message = W * 131072 / cp * kv_size / tp
-    rounds = (cp - 1) * job.model.num_hidden_layers * job.batch.microbatches(layout)
-    assert listed(job, layout, "send", "cp", when="forward") == rounds * message
-    assert listed(job, layout, "send", "cp", when="backward") == 2 * rounds * message
+    layout = Layout(cp=cp, tp=tp, dp_shard=8 // cp // tp, zero=3, recompute=recompute)
+    (op,) = (op for op in layer_ops(job.model, 0) if op.kind == "attention")
+    tokens, often = 131072 / cp, job.model.num_hidden_layers * job.batch.microbatches(layout)
+    keys_values, rounds, again = tokens * op.kv_size / tp, (cp - 1) * often, recompute == "full"
+    assert listed(job, layout, "send", "cp", when="forward") == rounds * W * keys_values
+    assert listed(job, layout, "send", "cp", when="recompute") == again * rounds * W * keys_values
+    assert listed(job, layout, "send", "cp", when="backward") == rounds * (W + 4) * keys_values
+    dealt = replace(layout, context="ulysses")
+    copies = max(1, cp // (job.model.layers[0].attention.num_key_value_heads // tp))
+    heads = tokens * (op.source.size + copies * op.kv_size + op.target.size) / tp
+    for when, times in (("forward", 1), ("backward", 1), ("recompute", again)):
+        assert listed(job, dealt, "all_to_all", "cp", when=when) == times * often * W * heads
 
 
 @pytest.mark.parametrize("layout", [
@@ -263,6 +271,9 @@ LLAMA_BATCH = BatchSpec(8192, 2**18)
         (Layout(pp=8, stage_layers=(4,) * 7), "one for each"),
         (Layout(pp=8, stage_layers=(3,) * 8), "adds up to 24"),
         (Layout(cp=8, zero=3), ""),
+        (Layout(cp=8, zero=3, context="ulysses"), ""),
+        (Layout(cp=2, tp=4, context="ulysses"), ""),
+        (Layout(cp=8, tp=1, pp=1, context="spiral"), "context='spiral' is unknown"),
         (Layout(ep=8, dp_shard=8, zero=3), "no experts"),
     ],
 )
@@ -301,6 +312,14 @@ def test_rules_of_experts(figures, layout, refused):
     job = figures.mixtral()
     found = problems(job.model, layout, job.cluster, job.batch)
     assert (found == []) if not refused else any(refused in said for said in found), found
+
+
+def test_heads_are_dealt_as_wholes(figures):
+    job = figures.llama()
+    cluster = replace(job.cluster, devices_per_node=64)
+    found = problems(job.model, Layout(cp=64, context="ulysses"), cluster, job.batch)
+    assert any("context='ulysses' cannot deal the 32 heads" in said for said in found)
+    assert problems(job.model, Layout(cp=32, dp_replicate=2, context="ulysses"), cluster, job.batch) == []
 
 
 def test_offloading_needs_to_know_the_host(figures):

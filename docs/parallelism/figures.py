@@ -25,7 +25,7 @@ from kumi.report.words import percent, rate, volume
 from kumi.spec import schedule
 from kumi.spec.batch import BatchSpec
 from kumi.spec.job import Job
-from kumi.spec.layout import OFFLOAD, Layout
+from kumi.spec.layout import CONTEXT, OFFLOAD, Layout
 from kumi.spec.ledger import layer_ops, logit_chunk
 from kumi.spec.optim import KINDS, Optim, state_bytes
 from kumi.spec.placement import axis
@@ -180,13 +180,12 @@ def _context() -> str:
     wanted, rows = llama(seq_len=131072, tokens=2**20), []
     for cp in (1, 2, 4, 8):
         layout = Layout(dp_shard=8 // cp, cp=cp, zero=3, recompute="full")
-        memory, found = estimate(wanted, layout).memory[0], collectives(wanted, layout)
-        passes = [sum(wire_bytes(one) for one in found if one.axis == "cp" and one.when in when)
-                  for when in (("forward",), ("recompute", "backward"))]  # fmt: skip
+        memory = estimate(wanted, layout).memory[0]
+        sizes = [sent(collectives(wanted, replace(layout, context=word)), "cp") for word in CONTEXT]
         rows.append((cp, f"{131072 // cp:,}", format_bytes(states(memory)), format_bytes(memory.activations),
-                     *(volume(size) for size in passes)))  # fmt: skip
-    return _table(("`cp`", "tokens of a sequence on a rank", "states at rest", "activations",
-                   "sent in a step, forward", "backward, recomputation included"), rows)  # fmt: skip
+                     *map(volume, sizes)))  # fmt: skip
+    head = ("`cp`", "tokens of a sequence on a rank", "states at rest", "activations")
+    return _table((*head, *(f'sent a step, `"{word}"`' for word in CONTEXT)), rows)
 
 
 def expert_elements(wanted: Job, layout: Layout) -> tuple[int, int]:
