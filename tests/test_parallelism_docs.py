@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kumi.config.schema import LayoutSection
+from kumi.parallel.ring import positions_of
 from kumi.plan.activations import ledger
 from kumi.plan.columns import columns
 from kumi.plan.estimate import estimate
@@ -190,6 +192,16 @@ def test_which_stages_ranks_have():
     assert placement("zb-v", 4, 2)[1] == placement("dualpipe", 4, 2)[1] == (1, 6)
     sizes = [[last - first for first, last in stage_bounds(Layout(pp=4), layers)] for layers in (9, 10, 11)]
     assert sizes == [[2, 3, 2, 2], [2, 3, 3, 2], [3, 3, 3, 2]]
+
+
+def test_near_and_far_pieces_are_equally_much_work():
+    """Queries meet the keys before them: with pieces one after another the last of four ranks has seven times as much."""
+    length, cp = 4096, 4
+    pairs = torch.arange(1, length + 1)
+    dealt = [int(pairs[positions_of(length, cp, index)].sum()) for index in range(cp)]
+    assert len(set(dealt)) == 1
+    first, *_, last = (int(part.sum()) for part in pairs.chunk(cp))
+    assert last / first == pytest.approx(7, rel=0.01)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
