@@ -195,7 +195,7 @@ def test_which_stages_ranks_have():
 
 
 def test_near_and_far_pieces_are_equally_much_work():
-    """Queries meet the keys before them: with pieces one after another the last of four ranks has seven times as much."""
+    """Queries meet the keys before them: with one piece each, the last rank has seven times the first one's work."""
     length, cp = 4096, 4
     pairs = torch.arange(1, length + 1)
     dealt = [int(pairs[positions_of(length, cp, index)].sum()) for index in range(cp)]
