@@ -6,38 +6,77 @@
     fan_out     (..) -> (..)            the tensor itself, equal on all ranks; backward: the sum of gradients
 
 The first two are each other's reverse, and so are the last two (Korthikanti et al., 2022, arXiv:2205.05198, figure 5).
+
+To PyTorch's dispatcher each is one operator without side effects, so that selective recomputation can keep its result
+and need not send anything again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kumi.compat import one_tensor_collectives
+from kumi.compat import group_of, one_tensor_collectives
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The parts `x` (T/n, ..) of all ranks, (T, ..), without a gradient."""
-    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    one_tensor_collectives()[0](out, x.contiguous(), group=group)
+    out: Tensor = GATHER(x, group.size(), group.group_name)
     return out
 
 
 def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part (T/n, ..) of the sum of `x` (T, ..) over the ranks, without a gradient."""
-    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    one_tensor_collectives()[1](out, x.contiguous(), group=group)
+    out: Tensor = SCATTER(x, group.size(), group.group_name)
     return out
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `x` over the ranks, without a gradient; a new tensor."""
-    out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=group)
+    out: Tensor = SUM(x, group.group_name)
     return out
+
+
+def _gather(x: Tensor, size: int, group: str) -> Tensor:
+    out = _room(x, x.shape[0] * size)
+    one_tensor_collectives()[0](out, x.contiguous(), group=group_of(group))
+    return out
+
+
+def _scatter(x: Tensor, size: int, group: str) -> Tensor:
+    out = _room(x, x.shape[0] // size)
+    one_tensor_collectives()[1](out, x.contiguous(), group=group_of(group))
+    return out
+
+
+def _sum(x: Tensor, group: str) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group_of(group))
+    return out
+
+
+def _room(x: Tensor, rows: int) -> Tensor:
+    return x.new_empty(rows, *x.shape[1:])
+
+
+def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """`function` as the operator kumi::`name` on every device, whose results look like those of `fake`."""
+    torch.library.define(f"kumi::{name}", schema)
+    torch.library.impl(f"kumi::{name}", "CompositeExplicitAutograd", function)
+    torch.library.register_fake(f"kumi::{name}", fake)
+    return getattr(torch.ops.kumi, name).default
+
+
+GATHER = define("gather_tokens", "(Tensor x, int size, str group) -> Tensor", _gather,
+                lambda x, size, group: _room(x, x.shape[0] * size))  # fmt: skip
+SCATTER = define("scatter_tokens", "(Tensor x, int size, str group) -> Tensor", _scatter,
+                 lambda x, size, group: _room(x, x.shape[0] // size))  # fmt: skip
+SUM = define("sum_tokens", "(Tensor x, str group) -> Tensor", _sum,
+             lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))  # fmt: skip
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,18 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.decoder import Decoder, Embedding
 from kumi.nn.linear import Linear, add_gradients
 from kumi.nn.norm import RMSNorm
 from kumi.nn.region import Region
-from kumi.parallel.collectives import fan_out, gather, gathered, scatter, scattered, total
+from kumi.parallel.collectives import GATHER, define, fan_out, gather, gathered, scatter, scattered, total
 from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.reduce import sum_over
@@ -149,8 +151,7 @@ class _GatheredLinears(torch.autograd.Function):
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.layers = group, layers
-        whole = gathered(x, group)
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        return tuple(LINEARS(x, list(weights), list(biases), group.size(), group.group_name))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -168,6 +169,31 @@ class _GatheredLinears(torch.autograd.Function):
         biases = ctx.needs_input_grad[3 + len(weights) :]
         of_biases = [grad.sum(0) if needed else None for grad, needed in zip(grads, biases, strict=True)]
         return (of_x, None, None, *[grad.T @ whole for grad in grads], *of_biases)
+
+
+def _linears(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str
+) -> list[Tensor]:  # fmt: skip
+    whole = GATHER(x, size, group)
+    return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _fake_linears(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape[0] * size, weight.shape[0]) for weight in weights]
+
+
+# One operator, whose results selective recomputation keeps: what is gathered for them is not gathered again.
+LINEARS = define("gathered_linears", "(Tensor x, Tensor[] weights, Tensor?[] biases, int size, str group) -> Tensor[]",
+                 _linears, _fake_linears)  # fmt: skip
+
+
+def _flops(x: tuple[int, ...], weights: list[tuple[int, ...]], biases: Any, size: int, *_: Any, **__: Any) -> int:
+    return sum(2 * x[0] * size * prod(weight) for weight in weights)
+
+
+register_flop_formula(torch.ops.kumi.gathered_linears)(_flops)
 
 
 def _put_off(
@@ -194,7 +220,7 @@ def sum_parts(model: nn.Module, mesh: Mesh) -> None:
     group, layout = mesh.group("tp"), mesh.layout
     if group is None:
         return
-    spec: ModelSpec = getattr(model, "module", model).spec
+    spec: ModelSpec = getattr(model, "module", model).spec  # type: ignore[assignment]
     known, wanted = by_name(spec), set(summed_over_tp(spec, layout))
     named = ((name.removeprefix("module."), value.grad) for name, value in model.named_parameters())
     grads = [(name, local(grad)) for name, grad in named if name in wanted and grad is not None]
@@ -210,3 +236,13 @@ def _place(grad: Tensor, parts: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
     own = whole[mesh.index("tp") * parts // mesh.layout.tp]
     own.copy_(grad)
     return whole, own
+
+
+@torch.no_grad()
+def clear_padding(model: nn.Module, mesh: Mesh) -> None:
+    """Sets rows that stand for no token to zero, which they stay: they are never looked up and never likely."""
+    for module in model.modules():
+        if isinstance(module, Decoder) and module.spec.vocab_size % mesh.layout.tp:
+            for part in (getattr(module.model, "embed_tokens", None), getattr(module, "lm_head", None)):
+                if part is not None:
+                    local(part.weight).zero_()
