@@ -19,9 +19,10 @@ from kumi.parallel import (
     init_adamw,
     init_distributed,
     model_pieces,
-    sync_context,
+    pipeline,
     total,
 )
+from kumi.parallel.context import cut
 from kumi.parallel.grads import by_name
 from kumi.parallel.state import pieces_of
 from kumi.spec.layout import Layout
@@ -30,18 +31,21 @@ from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.storage.checkpoint import Piece
 
-VOCAB, SEQUENCES, LENGTH = 250, 12, 7  # 250 rows do not divide by 4 ranks
+VOCAB, SEQUENCES, LENGTH = 250, 12, 16  # 250 rows do not divide by 4 ranks
 
 
-def _spec(family: str, *, tied: bool, bias: bool, qk_norm: bool) -> ModelSpec:
+def _spec(family: str, *, tied: bool, bias: bool, qk_norm: bool, layers: int = 3) -> ModelSpec:
     layer = LayerSpec(Attention(4, 2, 6, Rope(10000.0), qkv_bias=bias, qk_norm=qk_norm), MLP(36))
-    return ModelSpec(family, VOCAB, 18, (layer,) * 3, 1e-5, 128, tie_word_embeddings=tied)
+    return ModelSpec(family, VOCAB, 18, (layer,) * layers, 1e-5, 128, tie_word_embeddings=tied)
 
 
-# Grouped-query attention in both. A q_norm has 6 elements: on 4 ranks the last one holds none of them.
+# Grouped-query attention in all. A q_norm has 6 elements: on 4 ranks the last one holds none of them. The deep ones
+# have layers enough for eight stages.
 SPECS = {
     "llama": _spec("llama", tied=False, bias=False, qk_norm=False),
     "qwen": _spec("qwen3", tied=True, bias=True, qk_norm=True),
+    "deep": _spec("llama", tied=False, bias=False, qk_norm=False, layers=7),
+    "deep-tied": _spec("qwen3", tied=True, bias=True, qk_norm=True, layers=7),
 }
 
 
@@ -72,11 +76,12 @@ def mesh_of(layout: Layout) -> Mesh:
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
-    """The global batch of `step`: token ids, labels of which a third is not trained on, and two documents a row."""
+    """The global batch of `step`: token ids, labels of which a third is not trained on, and three documents a row."""
     random = torch.Generator().manual_seed(step)
     ids, labels = (torch.randint(0, VOCAB, (SEQUENCES, LENGTH), generator=random) for _ in range(2))
     labels[torch.rand(labels.shape, generator=random) < 0.3] = -100
-    documents = (torch.arange(LENGTH) >= 3).int().expand(SEQUENCES, LENGTH)
+    place = torch.arange(LENGTH)
+    documents = ((place >= 3).int() + (place >= 9).int()).expand(SEQUENCES, LENGTH)
     return {"input_ids": ids, "labels": labels, "document_ids": documents.contiguous()}
 
 
@@ -118,16 +123,11 @@ def forward_backward(
     whole = batch(step)
     weight = 1.0 / (whole["labels"] >= 0).sum().item()
     share, index = SEQUENCES // mesh.layout.dp, mesh.layout.dp_index(mesh.rank)
+    whole["token_weights"] = torch.full(whole["labels"].shape, -weight * scale, dtype=dtype)
     mine = {name: tensor[index * share : (index + 1) * share].chunk(microbatches) for name, tensor in whole.items()}
-    loss = torch.zeros((), dtype=torch.float64)
-    for number in range(microbatches):
-        part = {name: chunks[number] for name, chunks in mine.items()}
-        weights = torch.full(part["labels"].shape, weight, dtype=dtype)
-        with sync_context(model, mesh, last=number + 1 == microbatches):
-            summed, _ = model(**part, token_weights=weights)
-            (-summed * scale).backward()
-        loss -= summed.detach().double()
-    return total(loss, mesh).item()
+    parts = [cut({name: chunks[number] for name, chunks in mine.items()}, mesh) for number in range(microbatches)]
+    loss = pipeline.train(model, mesh, parts).double() / scale
+    return total(loss * (mesh.index("tp") == 0), mesh).item()
 
 
 def _parts(pieces: Iterable[Piece]) -> list[Part]:

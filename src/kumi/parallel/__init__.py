@@ -5,10 +5,7 @@
     model = build(spec, mesh, precision, weights=seed)
     optimizer = init_adamw(bare(model).named_parameters(), optim)
 
-    for index, microbatch in enumerate(microbatches):                 # a step
-        with sync_context(model, mesh, last=index + 1 == len(microbatches)):
-            loss = ...                                                # sum over this rank's tokens / tokens of the step
-            loss.backward()
+    loss = pipeline.train(model, mesh, microbatches)                  # a step: sum over tokens / tokens of the step
     norm = clip_gradients(model.parameters(), optim.grad_clip, mesh)
     optimizer.step()
     optimizer.zero_grad()
@@ -16,9 +13,11 @@
     owned([*model_pieces(model), *optimizer_pieces(model, optimizer)], mesh)      # what this rank saves
 
 mesh: ranks, axes, groups. build: the order of assembly. data: DDP and FSDP2. recompute: activation checkpointing.
+pipeline: microbatches through stages. stages: those of this rank. record: what it did when.
 grads: global norm, clipping, loss scale. optimizer: AdamW. state: tensors as pieces of global ones.
 """
 
+from kumi.parallel import pipeline
 from kumi.parallel.build import build
 from kumi.parallel.data import bare, sync_context
 from kumi.parallel.grads import LossScale, clip_gradients
@@ -44,6 +43,7 @@ __all__ = [
     "model_pieces",
     "optimizer_pieces",
     "owned",
+    "pipeline",
     "sync_context",
     "total",
 ]

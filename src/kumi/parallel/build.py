@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from kumi.nn.decoder import Decoder
-from kumi.parallel import data
+from kumi.nn.linear import linears
+from kumi.parallel import context, data, tensor
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.recompute import recompute_layers
+from kumi.parallel.stages import Stages, held_stages, in_stages, share_table, splits_backward, stages_of, tie_group
 from kumi.parallel.state import Reader, draw, fill, model_pieces
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
@@ -27,19 +29,50 @@ def build(
     `weights("model/<parameter>", start, shape)`. Nothing is communicated, so ranks need not keep step here.
     `compile` compiles each layer by itself: equal layers share what was compiled.
     """
-    decoder = Decoder(spec, device="meta", dtype=getattr(torch, precision.param))
-    decoder.compute_dtype = getattr(torch, precision.compute)
-    recompute_layers(decoder.model.layers.values(), mesh.layout.recompute)
-    if compile:
-        for layer in decoder.model.layers.values():
-            layer.compile()
-    divided = data.is_divided(mesh)
-    if divided:
-        data.shard(decoder, mesh, precision)
-    decoder.to_empty(device=mesh.device)
-    pieces = model_pieces(decoder, mesh)
+    piped, divided = in_stages(mesh.layout), data.is_divided(mesh)
+    if piped:
+        model: Decoder | Stages = _stages(spec, mesh, precision)
+    else:
+        model = Decoder(spec, device="meta", dtype=getattr(torch, precision.param))
+    decoders = [decoder for decoder in stages_of(model).values() if isinstance(decoder, Decoder)]
+    for decoder in decoders:
+        _prepare(decoder, mesh, precision, compile=compile)
+    model.to_empty(device=mesh.device)
+    tensor.clear_padding(model, mesh)
+    pieces = model_pieces(model, mesh)
     if isinstance(weights, int):
         draw(pieces, spec, weights)
     else:
         fill(pieces, weights)
-    return decoder if divided or mesh.alone else data.replicate(decoder, mesh, precision)
+    return model if divided or piped or "data" not in mesh.groups else data.replicate(model, mesh, precision)
+
+
+def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
+    """The stages of this rank, without memory yet."""
+    last = mesh.layout.pp * mesh.layout.stages - 1
+    dtype = getattr(torch, precision.param)
+    held = {
+        stage: Decoder(
+            spec, device="meta", dtype=dtype, layers=range(*bounds), embedding=stage == 0, head=stage == last
+        )
+        for stage, bounds in held_stages(spec, mesh).items()
+    }
+    share_table(held)
+    return Stages(spec, held, precision, tie_group(spec, mesh))
+
+
+def _prepare(decoder: Decoder, mesh: Mesh, precision: Precision, *, compile: bool) -> None:
+    """Makes a decoder, or a stage of one, compute as the layout says; its memory comes after."""
+    decoder.compute_dtype = getattr(torch, precision.compute)
+    tensor.cut(decoder, mesh)
+    if "cp" in mesh.groups:
+        decoder.attention_over = context.attention_over(mesh)
+    if splits_backward(mesh.layout):
+        for layer in linears(decoder):
+            layer.splits = True
+    recompute_layers(decoder.model.layers.values(), mesh.layout.recompute)
+    if compile:
+        for block in decoder.model.layers.values():
+            block.compile()
+    if data.is_divided(mesh):
+        data.shard(decoder, mesh, precision)

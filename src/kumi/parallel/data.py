@@ -9,18 +9,21 @@ A rank's loss is its part of the step's mean, so gradients are added up over ran
     3     divided             every forward, again every backward   reduce-scatter in every microbatch
 
 With dp_replicate > 1 beside dp_shard, the reduce-scattered parts are summed over dp_replicate in the last microbatch.
+In a pipeline of stages, ZeRO-0 sums after the last backward what DDP would sum during it, and gradients of weights that
+the schedule puts off are summed once they are there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from kumi.compat import ddp_without_buffer_sync
+from kumi.compat import ddp_without_buffer_sync, fsdp_after_backward
 from kumi.nn.decoder import Decoder, Embedding
 from kumi.parallel.mesh import Mesh
 from kumi.spec.precision import Precision
@@ -74,11 +77,12 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
         cast_forward_inputs=False,  # rope tables stay in float32, as without sharding
     )
     axes = mesh.device_mesh("dp_replicate", "zero")
-    embedding = [] if decoder.spec.tie_word_embeddings else [decoder.model.embed_tokens]
     layers = list(decoder.model.layers.values())
-    for unit in [*embedding, *layers]:
+    # A table that is this stage's head, too, belongs to the root.
+    alone = decoder.has_embedding and not (decoder.has_head and decoder.spec.tie_word_embeddings)
+    for unit in [*([decoder.model.embed_tokens] if alone else []), *layers]:
         # The backward begins with the last layer: to free it in between would only cost another gathering.
-        free = mesh.layout.zero == 3 and unit is not layers[-1]
+        free = mesh.layout.zero == 3 and unit not in layers[-1:] and not getattr(unit, "shared", False)
         fully_shard(unit, mesh=axes, mp_policy=policy, reshard_after_forward=free)
     fully_shard(decoder, mesh=axes, mp_policy=policy, reshard_after_forward=False)
     for module in decoder.modules():
@@ -106,11 +110,60 @@ def sync_context(model: nn.Module, mesh: Mesh, *, last: bool) -> Iterator[None]:
 
         assert isinstance(model, FSDPModule), "build divides the decoder when zero > 0"
         zero = mesh.layout.zero
-        model.set_is_last_backward(last)
-        model.set_requires_gradient_sync(last or zero > 1)
-        model.set_requires_all_reduce(last)
-        model.set_reshard_after_backward(last or zero == 3)
+        _reduce_when(model, last or zero > 1, last=last, free=last or zero == 3)
     yield
+
+
+def _reduce_when(model: Any, reduce: bool, *, last: bool, free: bool) -> None:
+    """What FSDP2 does after the next backward: whether it sums gradients, and frees what it gathered; `last` says that
+    it is the step's last of this model."""
+    model.set_is_last_backward(last)
+    model.set_requires_gradient_sync(reduce)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(free)
+    if model.has_embedding and getattr(model.model.embed_tokens, "shared", False):
+        # Another stage reads it, too: it stays gathered, and its gradient unsummed, until the first stage is done.
+        model.model.embed_tokens.set_requires_gradient_sync(last, recurse=False)
+        model.model.embed_tokens.set_reshard_after_backward(last, recurse=False)
+
+
+@contextmanager
+def inputs_context(stage: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """Where the backward pass of a stage runs that leaves weight gradients for later: nothing is summed."""
+    if is_divided(mesh):
+        _reduce_when(stage, False, last=False, free=mesh.layout.zero == 3)
+    yield
+
+
+def reduce_left(stage: nn.Module, mesh: Mesh, *, last: bool) -> None:
+    """Does for weight gradients that were left for later what a backward pass does for all: with `last`, the step's
+    last of the stage, sums them over the ranks that divide states, under ZeRO-3 every time."""
+    if is_divided(mesh):
+        free = last or mesh.layout.zero == 3
+        _reduce_when(stage, free, last=last, free=free)
+        fsdp_after_backward(stage)
+
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def sum_gradients(gradients: Iterable[Tensor], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Adds `gradients` up over `group`, in place, some `BUCKET_BYTES` at a time; they travel in `dtype`."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        if bucket and sum(one.nbytes for one in bucket) + gradient.nbytes > BUCKET_BYTES:
+            _sum_together(bucket, group, dtype)
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        _sum_together(bucket, group, dtype)
+
+
+def _sum_together(bucket: list[Tensor], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in bucket]).to(dtype)
+    dist.all_reduce(flat, group=group)
+    for gradient, summed in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
 
 
 def release(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
-from kumi.spec.regions import copies
+from kumi.spec.regions import copies, tied_copies
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -65,10 +66,11 @@ def clip_gradients(model: nn.Module, max_norm: float | None, mesh: Mesh, *, loss
 def _norm(grads: list[tuple[str, Tensor]], model: nn.Module, mesh: Mesh) -> Tensor:
     """The global 2-norm."""
     group = norm_group(mesh)
-    shared = {} if group is None else by_name(getattr(model, "module", model).spec)
+    spec: Any = None if group is None else getattr(model, "module", model).spec
+    shared = {} if spec is None else by_name(spec)
     alike: dict[int, list[Tensor]] = defaultdict(list)
     for name, grad in grads:
-        alike[_copies(shared[name], mesh.layout) if shared else 1].append(local(grad))
+        alike[_copies(spec, shared[name], mesh.layout) if spec else 1].append(local(grad))
     dtype = torch.promote_types(grads[0][1].dtype, torch.float32) if grads else torch.float32
     square = torch.zeros((), dtype=dtype, device=mesh.device)
     for count, tensors in sorted(alike.items()):
@@ -87,9 +89,10 @@ def norm_group(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 @lru_cache(maxsize=4096)
-def _copies(param: Param, layout: Layout) -> int:
+def _copies(spec: ModelSpec, param: Param, layout: Layout) -> int:
     """How many of the ranks that the sum goes over hold the same part of `param`."""
-    return prod(one.degree for one in copies(param, layout) if one.name != "dp_replicate")
+    found = (*copies(param, layout), *tied_copies(spec, param, layout))
+    return prod(one.degree for one in found if one.name != "dp_replicate")
 
 
 def _square(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from kumi.parallel.optimizer import AdamW
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.placement import Axis, axis
-from kumi.spec.regions import copies, regions
+from kumi.spec.regions import copies, regions, tied_copies
 from kumi.storage.write import Piece
 
 # read(name, start, shape): that part of the global tensor `name`.
@@ -70,9 +70,11 @@ def owned(pieces: list[Piece], model: nn.Module, mesh: Mesh) -> list[Piece]:
 
     Ranks with equal parts share them out by bytes. Pure arithmetic on names, shapes and the layout: nothing is sent.
     """
-    known, alike = by_name(spec_of(model)), defaultdict(list)
+    spec, alike = spec_of(model), defaultdict(list)
+    known = by_name(spec)
     for piece in pieces:
-        alike[_holders(piece, known[parameter_name(piece.name)], mesh)].append(piece)
+        param = known[parameter_name(piece.name)]
+        alike[(*_holders(piece, param, mesh), *tied_copies(spec, param, mesh.layout))].append(piece)
     kept = []
     for axes, same in alike.items():
         mine = 0

@@ -2,7 +2,8 @@
 
     regions(param, layout, rank)    where the rank's local tensor lies in the global one; padding lies nowhere
     copies(param, layout)           the axes along which ranks hold the same part
-    partial_over(op, ...)           the ranks over which gradients of a parameter that tp does not cut must be summed
+    tied_copies(model, ...)         the same for a tied table, which the first and the last stage hold
+    summed_over_tp(model, layout)   parameters whose gradients the tp ranks must add up
 
 Checkpoints, initial weights and the gradient norm are read from here.
 """
@@ -10,13 +11,17 @@ Checkpoints, initial weights and the gradient norm are read from here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
 from kumi.spec.layout import Layout
-from kumi.spec.op import Dim, Param
+from kumi.spec.ledger import ops
+from kumi.spec.model import ModelSpec
+from kumi.spec.op import Dim, Op, Param
 from kumi.spec.placement import Axis, axis
-from kumi.spec.sharding import AXIS, cut, is_routed, shard_rows, zero_degree
+from kumi.spec.schedule import V_SHAPED
+from kumi.spec.sharding import AXIS, cut, is_routed, shard_rows, style, zero_degree
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,14 @@ def copies(param: Param, layout: Layout) -> tuple[Axis, ...]:
     return tuple(one for one in found if one.degree > 1)
 
 
+def tied_copies(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, ...]:
+    """The two pipeline ranks that hold `param` where it is a token table, also the head, and its stages are apart."""
+    ends = layout.pp > 1 and layout.schedule not in V_SHAPED
+    if not (ends and model.tie_word_embeddings and param.name == f"{model.names.embedding}.weight"):
+        return ()
+    return (Axis("pp", 2, layout.stride("pp") * (layout.pp - 1)),)
+
+
 def tp_copies(param: Param, layout: Layout) -> Axis:
     """The ranks of a tensor-parallel group that hold the same part of `param`: neighbours, all of them where tp cuts
     none of its dims, several where they outnumber its key-value heads, else one."""
@@ -119,3 +132,24 @@ def tp_copies(param: Param, layout: Layout) -> Axis:
     if any(AXIS.get(dim.name) == "tp" and dim.name == "vocab" for dim in param.dims):
         return Axis("tp", 1, 1)
     return Axis("tp", max(1, layout.tp // min(counts)) if counts else layout.tp, 1)
+
+
+@lru_cache(maxsize=64)
+def summed_over_tp(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
+    """The parameters that several tp ranks hold alike, and of whose gradients each has a part: its own tokens' (under
+    sequence parallelism, what lies between the regions), or its own heads' (inside of them)."""
+    if layout.tp == 1:
+        return ()
+    return tuple(
+        param.name
+        for op in ops(model)
+        for param in op.params
+        if not is_routed(param) and tp_copies(param, layout).degree > 1 and _has_part(op, layout)
+    )
+
+
+def _has_part(op: Op, layout: Layout) -> bool:
+    """Whether a tp rank sees only a part of the tokens or heads that `op` works on."""
+    if layout.sequence_parallel or style(op) == "column":
+        return True
+    return op.kind == "norm" and AXIS.get(op.source.name) == "tp"

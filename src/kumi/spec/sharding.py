@@ -133,7 +133,8 @@ def held_params(model: ModelSpec, layout: Layout, rank: int) -> tuple[Param, ...
         return params(model)
     bounds = stage_bounds(layout, model.num_hidden_layers)
     stages = placement(layout.schedule, layout.pp, layout.stages)[layout.coords(rank)["pp"]]
-    return tuple(param for stage in stages for param in _stage_params(model, *bounds[stage], stage, len(bounds)))
+    found = (param for stage in stages for param in _stage_params(model, *bounds[stage], stage, len(bounds)))
+    return tuple(dict.fromkeys(found))  # two stages of a rank share a tied table
 
 
 def _stage_params(model: ModelSpec, first: int, last: int, stage: int, stages: int) -> Iterator[Param]:
