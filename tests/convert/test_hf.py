@@ -80,6 +80,53 @@ def test_parts_of_tensors(saved):
     assert torch.equal(read(f"model/{name}", (0, 0), (48, 32)), whole[name])
 
 
+@pytest.mark.parametrize("case", ["mixtral", "deepseek-v3"])
+def test_parts_of_experts_are_read_from_their_own_tensors_only(case, saved, monkeypatch):
+    folder = saved(case, max_shard_size="20KB")
+    spec, whole = families.load(folder), load_decoder(folder).state_dict()
+    read, asked = weights_reader(folder, spec), []
+    part = hf._read_part
+    monkeypatch.setattr(hf, "_read_part", lambda tensors, *rest: asked.append(rest[0].name) or part(tensors, *rest))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    experts, rows, columns = whole[name].shape
+    assert torch.equal(read(f"model/{name}", (1, 0, 0), (2, rows, columns)), whole[name][1:3])
+    assert sorted({int(one.split(".")[5]) for one in asked}) == [1, 2]
+    asked.clear()
+    # Columns of a gate and of what it gates, of the last experts.
+    half = rows // 2
+    found = read(f"model/{name}", (experts - 1, half - 3, 5), (1, 7, 11))
+    assert torch.equal(found, whole[name][-1:, half - 3 : half + 4, 5:16])
+    assert len(asked) == 2
+    assert read(f"model/{name}", (0, 0, 0), (0, rows, columns)).shape == (0, rows, columns)
+
+
+def test_experts_may_be_stored_as_one_tensor(saved):
+    folder = saved("olmoe")
+    expected = load_decoder(folder).state_dict()
+
+    def fuse(tensors):
+        for name in [name for name in tensors if ".experts." in name]:
+            del tensors[name]
+        tensors.update({name: value for name, value in expected.items() if ".experts." in name})
+
+    change(folder, fuse)
+    assert all(torch.equal(value, expected[name]) for name, value in load_decoder(folder).state_dict().items())
+
+
+@pytest.mark.parametrize(("edit", "words"), [
+    (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), r"experts\.3\.up_proj\.weight' is missing"),
+    (lambda t: t.update({"model.layers.1.mlp.experts.4.up_proj.weight": torch.zeros(48, 32)}),
+     r"experts\.4\.up_proj\.weight' \(48, 32\) has no place in the olmoe model"),
+    (lambda t: t.update({"model.layers.0.mlp.experts.1.down_proj.weight": torch.zeros(32, 48, dtype=torch.float16)}),
+     r"experts\.1\.down_proj\.weight' is float16, .*experts\.0\.down_proj\.weight' float32; parts of one tensor"),
+])  # fmt: skip
+def test_experts_that_do_not_fit_are_named(edit, words, saved):
+    folder = saved("olmoe")
+    change(folder, edit)
+    with pytest.raises(ModelError, match=words):
+        load_decoder(folder)
+
+
 def write(folder: Path, source: Path, **changes):
     spec = families.load(source)
     tensors = changes.pop("tensors", hf.read_tensors(source))

@@ -8,7 +8,7 @@ from kumi.convert import hf, hf_write, native
 from kumi.convert.source import Source, open_source
 from kumi.convert.verify import verify as verify_written
 from kumi.errors import ConfigError
-from kumi.spec.ledger import num_params, params
+from kumi.spec.ledger import num_params, tensors
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.folders import free_space_check
 
@@ -29,7 +29,7 @@ def convert(src: str | Path, dst: str | Path, *, to: str, verify: bool = True) -
         _write_hf(source, target)
     else:
         hf_write.check_target(target, replace=False)
-        size = sum(entry.numel * ITEMSIZE[source.dtypes[entry.name]] for entry in params(source.spec))
+        size = sum(entry.numel * ITEMSIZE[source.dtypes[entry.name]] for entry in tensors(source.spec))
         free_space_check(target, size, "the model")
         native.write_model(target, source.tensors(), config=source.config, tokenizer=source.tokenizer)
     done = f"{target}: {num_params(source.spec):,} parameters written as {to}"

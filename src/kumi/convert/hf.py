@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kumi.convert.card import model_card
 from kumi.convert.hf_write import write
 from kumi.errors import ModelError
-from kumi.spec.ledger import params
+from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.model import ModelSpec
+from kumi.spec.op import Param
+from kumi.spec.weights import Part, parts
+from kumi.spec.weights import whole as whole_part
 
-__all__ = ["Entry", "check", "entries", "model_card", "read", "read_tensors", "write"]
+__all__ = ["Entry", "Stored", "check", "entries", "model_card", "read", "read_tensors", "write"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -36,6 +41,15 @@ class Entry:
     dtype: str
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a model: its shape and dtype, and the parts of it that files hold."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[tuple[Part, Entry], ...]
+
+
 def entries(folder: str | Path) -> dict[str, Entry]:
     """Every tensor of the safetensors file or files in `folder`, by name; nothing but headers is read."""
     found: dict[str, Entry] = {}
@@ -51,45 +65,81 @@ def entries(folder: str | Path) -> dict[str, Entry]:
     return found
 
 
-def read(entry: Entry, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-    """The tensor of `entry`, or its part of `shape` from the indices `start` on."""
-    with _opened(entry.file) as tensors:
-        if start is None or shape is None or shape == entry.shape:
-            whole: Tensor = tensors.get_tensor(entry.name)
-            return whole
-        part: Tensor = tensors.get_slice(entry.name)[tuple(slice(a, a + n) for a, n in zip(start, shape))]
-        return part
+def read(stored: Stored, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The tensor `stored`, or its part of `shape` from the indices `start` on; nothing else is read."""
+    start = (0,) * len(stored.shape) if start is None else start
+    shape = stored.shape if shape is None else shape
+    wanted = [(part, entry, found) for part, entry in stored.parts if (found := _overlap(part, start, shape))]
+    if len(wanted) == 1:
+        with _opened(wanted[0][1].file) as tensors:
+            return _read_part(tensors, *wanted[0])
+    out = torch.empty(shape, dtype=getattr(torch, stored.dtype))
+    for file, same in groupby(wanted, key=lambda found: found[1].file):
+        with _opened(file) as tensors:
+            for part, entry, found in same:
+                place = tuple(slice(a - b, a - b + n) for a, b, n in zip(found.start, start, found.shape))
+                out[place] = _read_part(tensors, part, entry, found)
+    return out
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """What a part and a wanted rectangle have in common: a rectangle of the whole tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _overlap(part: Part, start: tuple[int, ...], shape: tuple[int, ...]) -> _Overlap | None:
+    first = tuple(map(max, part.start, start))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(part.start, part.extent, start, shape))
+    size = tuple(end - a for a, end in zip(first, ends))
+    return _Overlap(first, size) if all(n > 0 for n in size) else None
+
+
+def _read_part(tensors: Any, part: Part, entry: Entry, found: _Overlap) -> Tensor:
+    """The elements `found` of `part`, from its open file, in the shape that they have in the whole tensor."""
+    if found.shape == part.extent:
+        whole: Tensor = tensors.get_tensor(entry.name)
+        return whole.view(part.extent)
+    # Dims that only the whole tensor has, of size 1 in the part, come before those of the file.
+    first = len(part.extent) - len(part.shape)
+    bounds = tuple(slice(a - b, a - b + n) for a, b, n in zip(found.start, part.start, found.shape))[first:]
+    piece: Tensor = tensors.get_slice(entry.name)[bounds]
+    return piece.view(found.shape)
 
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in `folder`, one at a time, with its name."""
+    """Every tensor in the files of `folder`, one at a time, with its name there."""
     for name, entry in entries(folder).items():
-        yield name, read(entry)
+        yield name, _read_entry(entry)
 
 
-def check(folder: str | Path, spec: ModelSpec) -> dict[str, Entry]:
-    """The entry of every parameter of `spec`, once it is sure that `folder` holds exactly these.
+def check(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
+    """Where every tensor of `spec` is stored, once it is sure that `folder` holds exactly these.
 
     ModelError for a tensor that is missing, unknown or of another shape. Accepted besides: the rotary tables that old
     versions of transformers saved, and a copy of the tied embedding.
     """
-    found = check_headers(folder, spec)
-    head = found.get(TIED_HEAD)
-    if spec.tie_word_embeddings and head is not None and not read(head).equal(read(found[EMBEDDING])):
+    stored, head = check_headers(folder, spec), entries(folder).get(TIED_HEAD)
+    if spec.tie_word_embeddings and head is not None and not _read_entry(head).equal(read(stored[EMBEDDING])):
         raise ModelError(f"{head.file}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but config.json ties them; "
                          f"set tie_word_embeddings to false")  # fmt: skip
-    return {param.name: found[param.name] for param in params(spec)}
+    return stored
 
 
-def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Entry]:
-    """Every entry of `folder`, once it is sure that their names and shapes are those of `spec`; no tensor is read."""
-    found, wanted = entries(folder), {param.name: param.shape for param in params(spec)}
-    for name, shape in wanted.items():
-        if name not in found:
-            raise ModelError(f"{folder}: {name!r} is missing from the weights; {_missing_hint(name, found)}")
-        if found[name].shape != shape:
-            raise ModelError(f"{folder}: {name!r} is {found[name].shape} in {found[name].file.name}, {shape} in the "
-                             f"model of config.json; the two files belong to different models")  # fmt: skip
+def _read_entry(entry: Entry) -> Tensor:
+    with _opened(entry.file) as tensors:
+        whole: Tensor = tensors.get_tensor(entry.name)
+    return whole
+
+
+def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
+    """Where every tensor of `spec` is stored, once it is sure that the names and shapes in `folder` are those of
+    `spec`; no tensor is read."""
+    found = entries(folder)
+    stored = {param.name: _stored(folder, spec, param, found) for param in tensors_of(spec)}
+    wanted = {part.name: part.shape for one in stored.values() for part, _ in one.parts}
     for name in found.keys() - wanted.keys():
         if name.endswith(".rotary_emb.inv_freq"):
             continue
@@ -99,7 +149,23 @@ def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Entry]:
         if found[name].shape != wanted[EMBEDDING]:
             raise ModelError(f"{found[name].file}: {name!r} differs from {EMBEDDING!r}, but config.json ties them; "
                              f"set tie_word_embeddings to false")  # fmt: skip
-    return found
+    return stored
+
+
+def _stored(folder: str | Path, spec: ModelSpec, param: Param, found: Mapping[str, Entry]) -> Stored:
+    """Where `param` is in `found`: in parts, or as it is, as transformers 5 can store experts, too."""
+    kept = (whole_part(param),) if param.name in found else parts(spec, param)
+    for part in kept:
+        if part.name not in found:
+            raise ModelError(f"{folder}: {part.name!r} is missing from the weights; {_missing_hint(part.name, found)}")
+        entry = found[part.name]
+        if entry.shape != part.shape:
+            raise ModelError(f"{folder}: {part.name!r} is {entry.shape} in {entry.file.name}, {part.shape} in the "
+                             f"model of config.json; the two files belong to different models")  # fmt: skip
+        if entry.dtype != found[kept[0].name].dtype:
+            raise ModelError(f"{folder}: {part.name!r} is {entry.dtype}, {kept[0].name!r} {found[kept[0].name].dtype}; "
+                             f"parts of one tensor must have one dtype")  # fmt: skip
+    return Stored(param.shape, found[kept[0].name].dtype, tuple((part, found[part.name]) for part in kept))
 
 
 def _missing_hint(name: str, found: Mapping[str, Entry]) -> str:

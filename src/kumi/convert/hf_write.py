@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from kumi.convert.safetensors_file import Layout, create, lay_out, put, sync
 from kumi.errors import ModelError, RefusedError
 from kumi.spec import families
-from kumi.spec.ledger import Param, params
+from kumi.spec.ledger import buffers, params
+from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
+from kumi.spec.weights import Part, parts
 from kumi.storage.folders import free_space_check
 
 # Files that go with a tokenizer, copied as they are.
@@ -23,6 +26,9 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+
+# Of every tensor its shape, and the parts of it that files hold.
+_Wanted = Mapping[str, tuple[tuple[int, ...], tuple[Part, ...]]]
 
 # What is written besides the weights (configs, card, headers) stays below this many bytes, tokenizer files apart.
 _SLACK = 2**20
@@ -43,14 +49,17 @@ def write(
 ) -> None:
     """Write the model folder `folder`, as transformers would save it; at most one tensor is held at a time.
 
-    `tensors` gives every parameter of `spec` once, in any order; `dtype` is what they are stored in, one or by name.
+    `tensors` gives every tensor of `spec` once, in any order; `dtype` is what they are stored in, by name, or one for
+    all parameters. Files hold the parts of a tensor that `kumi.spec.weights` says.
     `base_config` is changed only where it does not describe `spec`. RefusedError when `folder` is there and not empty
     (unless `replace`) or the disk is too small, before anything is written; ModelError for a tensor that is missing,
     unknown or of a wrong shape. Nothing is left behind then.
     """
     folder = Path(folder)
-    wanted = params(spec)
-    dtypes = {param.name: dtype if isinstance(dtype, str) else dtype[param.name] for param in wanted}
+    dtypes = {tensor.name: dtype for tensor in params(spec)} if isinstance(dtype, str) else dict(dtype)
+    if isinstance(dtype, str):
+        dtypes |= {tensor.name: "float32" for tensor in buffers(spec)}
+    wanted = {tensor.name: (tensor.shape, parts(spec, tensor)) for tensor in tensors_of(spec)}
     shards = _shards(wanted, dtypes, max_shard_bytes)
     check_target(folder, replace=replace)
     free_space_check(folder, sum(layout.size for layout in shards.values()) + _SLACK, "the model")
@@ -59,7 +68,7 @@ def write(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
-        _write_tensors(part, shards, tensors)
+        _write_tensors(part, shards, wanted, tensors)
         _write_json(part / "config.json", config)
         _write_json(part / "generation_config.json", generation_config or _generation(config))
         (part / "README.md").write_text(card, encoding="utf-8")
@@ -70,36 +79,40 @@ def write(
         raise
 
 
-def _shards(wanted: tuple[Param, ...], dtypes: Mapping[str, str], limit: int) -> dict[str, Layout]:
+def _shards(wanted: _Wanted, dtypes: Mapping[str, str], limit: int) -> dict[str, Layout]:
     """The files to write and what goes where: as few as `limit` bytes a file allow, the last parameters last."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
-    for param in wanted:
-        bytes_ = param.numel * ITEMSIZE[dtypes[param.name]]
+    stored = {part.name: (part.shape, dtypes[name]) for name, (_, kept) in wanted.items() for part in kept}
+    for name, (shape, dtype) in stored.items():
+        bytes_ = prod(shape) * ITEMSIZE[dtype]
         if groups[-1] and size + bytes_ > limit:
             groups.append({})
             size = 0
-        groups[-1][param.name] = param.shape
+        groups[-1][name] = shape
         size += bytes_
     names = [f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
-    return {name: lay_out(group, {key: dtypes[key] for key in group}) for name, group in zip(names, groups)}
+    return {name: lay_out(group, {key: stored[key][1] for key in group}) for name, group in zip(names, groups)}
 
 
-def _write_tensors(part: Path, shards: Mapping[str, Layout], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write_tensors(
+    part: Path, shards: Mapping[str, Layout], wanted: _Wanted, tensors: Iterator[tuple[str, Tensor]]
+) -> None:
     place = {name: file for file, layout in shards.items() for name in layout.shapes}
-    waiting = dict(place)
+    waiting = dict(wanted)
     for file, layout in shards.items():
         create(part / file, layout)
     for name, tensor in tensors:
         if name not in waiting:
-            again = "came twice" if name in place else "is not a parameter of this model"
+            again = "came twice" if name in wanted else "is not a parameter of this model"
             raise ModelError(f"{part}: {name!r} {again}; nothing was written")
-        file = waiting.pop(name)
-        shape = shards[file].shapes[name]
+        shape, kept = waiting.pop(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{part}: {name!r} is {tuple(tensor.shape)}, {shape} in the model; nothing was written")
-        put(part / file, shards[file], name, tensor)
+        for piece in kept:
+            data = tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.extent))]
+            put(part / place[piece.name], shards[place[piece.name]], piece.name, data.reshape(piece.shape))
     if waiting:
         raise ModelError(f"{part}: {next(iter(waiting))!r} and {len(waiting) - 1} more never came; nothing was written")
     if len(shards) > 1:

@@ -24,8 +24,8 @@ def load_decoder(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> D
     stored = hf.check(folder, spec)
     decoder = Decoder(spec, dtype=dtype)
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            parameter.copy_(hf.read(stored[name]))
+        for name, tensor in decoder.state_dict().items():
+            tensor.copy_(hf.read(stored[name]))
     return decoder
 
 

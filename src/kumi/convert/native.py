@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kumi.convert import hf_write
 from kumi.errors import ModelError
-from kumi.spec.ledger import params
+from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.storage import checkpoint
 
@@ -58,7 +58,7 @@ def open_model(folder: Path) -> SavedModel:
 
 def check(saved: SavedModel, spec: ModelSpec) -> None:
     """Nothing, or an error naming the tensor that is missing, unknown or of another shape."""
-    wanted = {PREFIX + param.name: param.shape for param in params(spec)}
+    wanted = {PREFIX + param.name: param.shape for param in tensors(spec)}
     for name, shape in wanted.items():
         saved.checkpoint.expect(name, shape)
     unknown = [name for name in saved.checkpoint.tensors if name.startswith(PREFIX) and name not in wanted]

@@ -12,7 +12,7 @@ from torch import Tensor
 from kumi.convert import hf, native
 from kumi.errors import ModelError
 from kumi.spec import families
-from kumi.spec.ledger import params
+from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 
 
@@ -29,7 +29,7 @@ class Source:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its name, one at a time."""
-        for param in params(self.spec):
+        for param in tensors(self.spec):
             yield param.name, self.read(param.name)
 
 
@@ -60,5 +60,5 @@ def _open_native(folder: Path) -> Source:
     spec = families.from_hf(saved.config)
     families.check_trained(spec)
     native.check(saved, spec)
-    dtypes = {param.name: saved.dtype(param.name) for param in params(spec)}
+    dtypes = {param.name: saved.dtype(param.name) for param in tensors(spec)}
     return Source(folder, spec, saved.config, dtypes, saved.read, saved.tokenizer)

@@ -8,7 +8,7 @@ from torch import Tensor
 from kumi.convert.source import Source
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
-from kumi.spec.ledger import params
+from kumi.spec.ledger import tensors
 
 
 def verify(source: Source, written: Source) -> float:
@@ -16,7 +16,7 @@ def verify(source: Source, written: Source) -> float:
 
     ModelError naming the first tensor that is not what `source` has, cast to the dtype it was written in.
     """
-    for param in params(source.spec):
+    for param in tensors(source.spec):
         found = written.read(param.name)
         if not _bits(found).equal(_bits(source.read(param.name).to(found.dtype))):
             raise ModelError(f"{written.folder}: {param.name!r} differs from {source.folder}; the disk may be failing")
@@ -32,8 +32,8 @@ def sample_prompts(vocab_size: int, length: int) -> Tensor:
 @torch.no_grad()
 def _logits(source: Source, prompts: Tensor) -> Tensor:
     decoder = Decoder(source.spec)
-    for name, parameter in decoder.named_parameters():
-        parameter.copy_(source.read(name))
+    for name, tensor in decoder.state_dict().items():
+        tensor.copy_(source.read(name))
     logits: Tensor = decoder(prompts)
     return logits
 
