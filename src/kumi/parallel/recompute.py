@@ -2,7 +2,8 @@
 
 Selective recomputation keeps what a matrix product or the attention kernel returned and recomputes the element-wise
 rest (norms, rotations, SwiGLU products), large in bytes and small in FLOPs. Korthikanti et al., 2022, arXiv:2205.05198,
-recompute the attention core; flash attention keeps no scores, so here its output is kept.
+recompute the attention core; flash attention keeps no scores, so here its output is kept, as is what attention got
+from other ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
+from kumi.parallel.collectives import SCATTER, SUM
+from kumi.parallel.ring import OPERATOR as RING_ATTENTION
+from kumi.parallel.tensor import LINEARS as GATHERED_LINEARS
+from kumi.parallel.ulysses import OPERATOR as DEALT_HEADS
 
 _aten = torch.ops.aten
 KEPT = (
@@ -23,6 +28,11 @@ KEPT = (
     _aten.addmm.default,
     _aten.bmm.default,
     PACKED_ATTENTION,
+    RING_ATTENTION,
+    DEALT_HEADS,
+    GATHERED_LINEARS,
+    SCATTER,
+    SUM,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
