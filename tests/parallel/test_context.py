@@ -1,0 +1,135 @@
+"""Ranks that share sequences train as one process does, however attention looks beyond a rank's part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from kumi.nn.attention import attend
+from kumi.nn.where import Segments
+from kumi.parallel.context import attention_over, cut, whole_sequences
+from kumi.parallel.ring import positions_of
+from kumi.parallel.ulysses import in_order, in_pieces
+from kumi.spec.layout import Layout
+from ranks import run_ranks
+from steps import Part, Trace, mesh_of, train
+
+TOLERANCE = 1e-10
+ROWS, LENGTH = 2, 24
+DOCUMENTS = torch.stack([(torch.arange(LENGTH) >= 5).int() + (torch.arange(LENGTH) >= 14).int(),
+                         torch.zeros(LENGTH, dtype=torch.int32)])  # fmt: skip
+
+
+def _attended(layout, heads, v_size, documents, window):
+    """On a rank: how far result and gradients of its positions are from those of whole rows."""
+    random, mesh = torch.Generator().manual_seed(0), mesh_of(layout)
+    shapes = [(heads[0], 6), (heads[1], 6), (heads[1], v_size), (heads[0], v_size)]
+    *qkv, grad = (torch.randn(ROWS, LENGTH, *one, generator=random, dtype=torch.float64) for one in shapes)
+    ids = DOCUMENTS if documents else None
+    mine = positions_of(LENGTH, layout.cp, mesh.index("cp"))
+    parts = [x[:, mine].requires_grad_() for x in qkv]
+    whole = attend(Segments(ids, None), *(x.requires_grad_() for x in qkv), window)
+    out = attention_over(mesh)(torch.zeros(ROWS, len(mine)), ids)(*parts, window)
+    wanted = [whole, *torch.autograd.grad(whole, qkv, grad)]
+    found = [out, *torch.autograd.grad(out, parts, grad[:, mine])]
+    return max(float((a - b[:, mine]).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cp", "heads", "v_size", "documents", "window"),
+    [
+        (2, (4, 2), 6, False, None),
+        (2, (4, 2), 10, True, None),
+        (2, (4, 1), 6, True, 5),
+        (3, (6, 3), 6, True, None),
+        (4, (4, 2), 6, True, None),
+        (4, (8, 1), 6, True, 7),
+    ],
+)
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
+def test_attention_equals_that_of_whole_rows(ranks, how, cp, heads, v_size, documents, window):
+    layout = Layout(cp=cp, context=how)
+    assert max(ranks(cp, _attended, layout, heads, v_size, documents, window)) < 1e-12
+
+
+@cache
+def _alone(family: str) -> Trace:
+    return run_ranks(1, train, Layout(), family, 1)[0]
+
+
+def _close(part: Part, whole: Part) -> bool:
+    sizes = zip(part.start, part.values.shape, strict=True)
+    wanted = whole.values[tuple(slice(first, first + size) for first, size in sizes)]
+    return bool(np.all(np.abs(part.values - wanted) <= TOLERANCE * np.abs(whole.values).max()))
+
+
+RING, ULYSSES = Layout(cp=2), Layout(cp=2, context="ulysses")
+CASES = [
+    *((replace(RING, recompute=how), "qwen", 3) for how in ("none", "selective", "full")),
+    *((replace(ULYSSES, recompute=how), "llama", 3) for how in ("none", "selective", "full")),
+    (replace(RING, zero=1), "llama", 1),
+    (replace(ULYSSES, zero=3), "qwen", 3),
+    (Layout(cp=4), "qwen", 1),
+    (Layout(cp=4, zero=2, context="ulysses"), "qwen", 3),
+    (replace(RING, dp_shard=2, zero=1), "qwen", 3),
+    (replace(RING, dp_shard=2, zero=3, recompute="selective"), "llama", 3),
+    (replace(RING, dp_replicate=2), "qwen", 3),
+    (replace(RING, dp_replicate=2, zero=3), "llama", 3),
+]
+
+
+@pytest.mark.parametrize(("layout", "family", "microbatches"), CASES)
+def test_training_equals_one_process(ranks, layout, family, microbatches):
+    wanted = _alone(family)
+    for trace in ranks(layout.world_size, train, layout, family, microbatches):
+        assert trace.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
+        assert trace.norms == pytest.approx(wanted.norms, rel=TOLERANCE)
+        for mine, whole in zip([*trace.grads, trace.params], [*wanted.grads, wanted.params], strict=True):
+            known = {part.name: part for part in whole}
+            assert [part.name for part in mine if not _close(part, known[part.name])] == []
+
+
+def _cut():
+    mesh = mesh_of(Layout(cp=2))
+    ids = torch.arange(16).view(2, 8)
+    found = cut({"input_ids": ids, "document_ids": (ids % 8 >= 3).int()}, mesh)
+    return {name: value.tolist() for name, value in found.items()}
+
+
+def test_the_cut(ranks):
+    first, second = ranks(2, _cut)
+    assert (first["input_ids"], second["input_ids"]) == (
+        [[0, 1, 6, 7], [8, 9, 14, 15]],
+        [[2, 3, 4, 5], [10, 11, 12, 13]],
+    )
+    # Positions count from the beginning of the document, wherever that lies.
+    assert (first["position_ids"], second["position_ids"]) == ([[0, 1, 3, 4]] * 2, [[2, 0, 1, 2]] * 2)
+    assert first["document_ids"] == second["document_ids"] == [[0, 0, 0, 1, 1, 1, 1, 1]] * 2
+
+
+def test_pieces_are_put_in_order():
+    for cp in (1, 2, 3):
+        pieces = torch.stack([positions_of(12, cp, index) for index in range(cp)])[:, None, :, None]
+        assert torch.equal(in_order(pieces).flatten(), torch.arange(12))
+        assert torch.equal(in_pieces(in_order(pieces), cp), pieces)
+
+
+def _whole(layout):
+    from kumi.parallel import build
+    from kumi.spec.precision import PRECISIONS
+    from steps import SPECS
+
+    model = build(SPECS["llama"], mesh_of(layout), PRECISIONS["fp64"], weights=7)
+    with torch.no_grad(), whole_sequences(model):
+        return model(torch.arange(12).view(2, 6)).tolist()
+
+
+def test_a_rank_can_take_whole_sequences(ranks):
+    layout = Layout(cp=2, zero=3)
+    wanted = ranks(1, _whole, Layout())[0]
+    for found in ranks(2, _whole, layout):
+        np.testing.assert_allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
