@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from kumi.nn.attention import attend
 from kumi.nn.decoder import Decoder, whole_rows
 from kumi.nn.where import Attend, positions, segments
+from kumi.parallel.data import bare
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.ring import positions_of, ring_over
+from kumi.parallel.stages import stages_of
 from kumi.parallel.ulysses import ulysses_over
 
 # What goes to a rank by position; document_ids stay whole, for attention to know where documents begin.
@@ -61,11 +63,14 @@ def _whole(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @contextmanager
-def whole_sequences(decoder: nn.Module) -> Iterator[None]:
-    """Where `decoder` takes whole sequences, which every rank of a cp group computes for itself."""
-    assert isinstance(decoder, Decoder)
-    kept, decoder.attention_over = decoder.attention_over, whole_rows
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Where `model` takes whole sequences, which every rank of a cp group computes for itself."""
+    held = [part for part in map(bare, stages_of(model).values()) if isinstance(part, Decoder)]
+    kept = [part.attention_over for part in held]
+    for part in held:
+        part.attention_over = whole_rows
     try:
         yield
     finally:
-        decoder.attention_over = kept
+        for part, attention in zip(held, kept, strict=True):
+            part.attention_over = attention
