@@ -51,6 +51,16 @@ class ModelSection(Section):
         "pretrained", description="Start from the weights in `source`, or from random weights drawn with `train.seed`."
     )
 
+    balance: Literal["auto", "aux", "sequence-aux", "loss-free", "none"] = Field(
+        "auto",
+        description="What keeps routed experts equally busy: a loss over each microbatch or each sequence, or a bias "
+        "that moves after every step; 'auto' is what the model's family is trained with.",
+    )
+    balance_coef: Annotated[Number, Field(ge=0)] | None = Field(
+        None,
+        description="Weight of that loss, by default what config.json says, or the step of the bias, by default 0.001.",
+    )
+
     @model_validator(mode="after")
     def _one_description(self) -> ModelSection:
         if (self.source is None) == (self.config is None):
@@ -208,6 +218,11 @@ class TrainSection(Section):
     out: Text = Field(description="Folder of the run; the same command again resumes from it.")
     seed: NotNegative = Field(0, description="Seed of the initial weights and of the order of the data.")
     compile: Switch = Field(False, description="Compile every layer with torch.compile.")
+    trace_step: NotNegative = Field(
+        0,
+        description="Step of which is recorded what every pipeline rank did when, beside what was planned: a trace and "
+        "a picture, `pipeline-step-N.json` and `.svg` inside `out`; 0 records none.",
+    )
 
 
 class EvalSection(Section):

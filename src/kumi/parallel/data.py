@@ -13,20 +13,23 @@ In a pipeline of stages, ZeRO-0 sums after the last backward what DDP would sum 
 the schedule puts off are summed once they are there.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from kumi.compat import ddp_without_buffer_sync, fsdp_after_backward
 from kumi.nn.decoder import Decoder, Embedding
+from kumi.nn.moe import MoE
+from kumi.parallel.grads import by_name
 from kumi.parallel.mesh import Mesh
 from kumi.spec.precision import Precision
+from kumi.spec.sharding import is_routed
 
 
 def is_divided(mesh: Mesh) -> bool:
@@ -41,6 +44,9 @@ def bare(model: nn.Module) -> nn.Module:
 
 def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision) -> nn.Module:
     """`decoder` with whole replicas on all data ranks, which must hold equal weights already."""
+    # Copies of experts are on other ranks than those of the rest: `kumi.parallel.reduce` sums them.
+    experts = [name for name, _ in decoder.named_parameters() if is_routed(by_name(decoder.spec)[name])]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(decoder, experts)  # type: ignore[no-untyped-call]
     model = DistributedDataParallel(
         decoder,
         process_group=mesh.groups["data"],
@@ -80,11 +86,12 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
     layers = list(decoder.model.layers.values())
     # A table that is this stage's head, too, belongs to the root.
     alone = decoder.has_embedding and not (decoder.has_head and decoder.spec.tie_word_embeddings)
+    apart = _shard_experts(decoder, mesh, policy)
     for unit in [*([decoder.model.embed_tokens] if alone else []), *layers]:
         # The backward begins with the last layer: to free it in between would only cost another gathering.
         free = mesh.layout.zero == 3 and unit not in layers[-1:] and not getattr(unit, "shared", False)
-        fully_shard(unit, mesh=axes, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(decoder, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(unit, mesh=axes, mp_policy=policy, reshard_after_forward=free, ignored_params=apart)
+    fully_shard(decoder, mesh=axes, mp_policy=policy, reshard_after_forward=False, ignored_params=apart)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             # The gradient of a lookup needs no weights.
@@ -92,6 +99,28 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
             # Gloo has no pre-multiplied sums; a plain sum divided by 1 is what is wanted anyway.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _shard_experts(decoder: Decoder, mesh: Mesh, policy: Any) -> set[nn.Parameter]:
+    """Divides the routed experts of each layer, a unit of their own, among the ranks that hold the same experts, by the
+    dim after theirs; returns those that no other rank holds, which stay as they are."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    axes, whole = mesh.device_mesh("dp_replicate", "expert_dp"), set()
+    layers = list(decoder.model.layers.values())
+    for layer in layers:
+        if not isinstance(layer.mlp, MoE):
+            continue
+        experts = layer.mlp.experts
+        if axes is None:
+            whole |= set(experts.parameters())
+        else:
+            free = mesh.layout.zero == 3 and layer is not layers[-1]
+            fully_shard(
+                experts, mesh=axes, mp_policy=policy, reshard_after_forward=free, shard_placement_fn=lambda _: Shard(1)
+            )
+    return whole
 
 
 @contextmanager
@@ -142,28 +171,6 @@ def reduce_left(stage: nn.Module, mesh: Mesh, *, last: bool) -> None:
         free = last or mesh.layout.zero == 3
         _reduce_when(stage, free, last=last, free=free)
         fsdp_after_backward(stage)
-
-
-BUCKET_BYTES = 25 * 2**20
-
-
-def sum_gradients(gradients: Iterable[Tensor], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Adds `gradients` up over `group`, in place, some `BUCKET_BYTES` at a time; they travel in `dtype`."""
-    bucket: list[Tensor] = []
-    for gradient in gradients:
-        if bucket and sum(one.nbytes for one in bucket) + gradient.nbytes > BUCKET_BYTES:
-            _sum_together(bucket, group, dtype)
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        _sum_together(bucket, group, dtype)
-
-
-def _sum_together(bucket: list[Tensor], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in bucket]).to(dtype)
-    dist.all_reduce(flat, group=group)
-    for gradient, summed in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
 
 
 def release(model: nn.Module) -> None:

@@ -25,11 +25,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Later, linears
 from kumi.nn.where import positions
-from kumi.parallel import data, tensor
-from kumi.parallel.grads import local
+from kumi.parallel import data, reduce
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.record import Record, mark, note
-from kumi.parallel.stages import Stages, stages_of
+from kumi.parallel.stages import stages_of
 from kumi.spec.messages import ACTIVATION, GRADIENT, Message, Receive, Send, Step, forward_work, work
 from kumi.spec.schedule import Action
 
@@ -79,9 +78,7 @@ def train(model: nn.Module, mesh: Mesh, microbatches: Sequence[Inputs], record: 
     _carry_out(run, steps)
     left = [*run.graphs, *run.later, *run.incoming, *run.outgoing, *run.posted]
     assert not left, f"something is left of the step: {left}"
-    if isinstance(model, Stages):
-        _sum_gradients(model, mesh)
-    tensor.sum_parts(model, mesh)
+    reduce.complete(model, mesh)
     dtype = wide(next(model.parameters()).dtype)
     return torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=dtype, device=mesh.device)
 
@@ -237,15 +234,3 @@ def _forget(sent: list[tuple[dist.Work, Tensor]], *, wait: bool) -> None:
         else:
             left.append((request, kept))
     sent[:] = left
-
-
-def _sum_gradients(model: Stages, mesh: Mesh) -> None:
-    """Adds up what several ranks have a part of: under ZeRO-0 everything, and the two gradients of a tied table."""
-    group = mesh.group("data")
-    if group is not None and mesh.layout.zero == 0:
-        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        data.sum_gradients(found, group, getattr(torch, model.precision.reduce))
-    if model.ties is not None:
-        table = dict(model.named_parameters())[f"{model.spec.names.embedding}.weight"]
-        assert table.grad is not None
-        dist.all_reduce(local(table.grad).contiguous(), group=model.ties)

@@ -34,12 +34,7 @@ def timeline(found: Timeline, name: str, until: float) -> str:
     kinds = [kind for kind in ACTIONS if any(span.action.kind == kind for _, span in drawn)]
     first = {rank: min(span.action.stage for span in found.spans[rank]) for rank in ranks}
     marks, top = _key(kinds, any(span.action.stage != first[rank] for rank, span in drawn))
-    for lane, rank in enumerate(ranks):
-        y = top + LANE * lane
-        marks.append(svg.text(left - 8, y + 15, f"rank {rank}", anchor="end"))
-        for span in (span for at, span in drawn if at == rank):
-            x, width = left + scale * span.start, scale * (min(span.end, until) - span.start)
-            marks += _box(span, x, y, width, span.action.stage != first[rank])
+    marks += _lanes(found, ranks, left, top, scale, until)
     bottom = top + LANE * len(ranks)
     marks += _clock(left, top, bottom, scale, until)
     part = "" if until >= found.seconds else f", of which the first {words.seconds(until)} are shown"
@@ -49,6 +44,37 @@ def timeline(found: Timeline, name: str, until: float) -> str:
         f"microbatches{part}. They wait {waiting} of the time on average."
     )
     return svg.picture(name, "Pipeline timeline", said, bottom + 28, marks)
+
+
+def compared(measured: Timeline, planned: Timeline | None, name: str) -> str:
+    """What the ranks did, as measured, above what was planned for them, on one scale of time."""
+    ranks = pick(len(measured.spans), 32, 0)
+    left = 14 + svg.width_of(f"rank {ranks[-1]}")
+    blocks = [("measured", measured), *([] if planned is None else [("planned", planned)])]
+    until = max(found.seconds for _, found in blocks)
+    scale = (svg.RIGHT - left) / until
+    kinds = [kind for kind in ACTIONS if any(span.action.kind == kind for rank in measured.spans for span in rank)]
+    marks, top = _key(kinds, any(len({span.action.stage for span in rank}) > 1 for rank in measured.spans))
+    first, said = top, []
+    for title, found in blocks:
+        idle = words.percent(sum(found.idle) / found.seconds / len(found.idle))
+        said.append(f"{title}: {words.seconds(found.seconds)}, ranks wait {idle} of it")
+        marks.append(svg.text(left, top + 15, said[-1]))
+        marks += _lanes(found, ranks, left, top + LANE, scale, until)
+        top += LANE * (len(ranks) + 1) + 6
+    marks += _clock(left, first, top, scale, until)
+    return svg.picture(name, "Pipeline, measured and planned", "; ".join(said), top + 28, marks)
+
+
+def _lanes(found: Timeline, ranks: Sequence[int], left: float, top: float, scale: float, until: float) -> Iterator[str]:
+    """A lane for each of `ranks`, one below the other from `top` on, with all that begins before `until`."""
+    for lane, rank in enumerate(ranks):
+        y, first = top + LANE * lane, min(span.action.stage for span in found.spans[rank])
+        yield svg.text(left - 8, y + 15, f"rank {rank}", anchor="end")
+        for span in found.spans[rank]:
+            if span.start < until:
+                x, width = left + scale * span.start, scale * (min(span.end, until) - span.start)
+                yield from _box(span, x, y, width, span.action.stage != first)
 
 
 def _window(found: Timeline) -> float:

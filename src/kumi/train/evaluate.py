@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kumi.objectives import lm
+from kumi.parallel import context, pipeline
 from kumi.parallel.data import release
 from kumi.parallel.mesh import total
 from kumi.train.state import Parts
@@ -27,16 +28,20 @@ def evaluate(parts: Parts, *, first: int | None = None) -> Evaluation:
     assert parts.validation is not None
     layout, size = parts.run.layout, parts.run.layout.microbatch
     count = len(parts.validation) if first is None else first
-    sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
+    mesh, ahead = parts.mesh, 1 if layout.pp == 1 else 4 * layout.pp
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     parts.model.eval()
     # Every rank runs the same number of microbatches, since sharded parameters are gathered together; past the end
     # there is only padding.
-    for start in range(0, count, layout.dp * size):
-        mine = start + layout.dp_index(parts.mesh.rank) * size
-        inputs = to_device(parts.validation.batch(mine, size), parts.mesh.device)
-        log_probs = parts.model(**inputs)
-        sums += torch.stack([-log_probs.double().sum(), (inputs["labels"] != lm.IGNORED).sum()])
+    starts = [begin + layout.dp_index(mesh.rank) * size for begin in range(0, count, layout.dp * size)]
+    for group in (starts[begin : begin + ahead] for begin in range(0, len(starts), ahead)):
+        whole = [to_device(parts.validation.batch(mine, size), mesh.device) for mine in group]
+        microbatches = [context.cut(inputs, mesh) for inputs in whole]
+        found = pipeline.forward(parts.model, mesh, microbatches)
+        # The ranks of a tensor-parallel group have the same log-probs, and those without the head have none.
+        for inputs, log_probs in zip(microbatches, found) if mesh.index("tp") == 0 else ():
+            sums += torch.stack([-log_probs.double().sum(), (inputs["labels"] != lm.IGNORED).sum()])
     parts.model.train()
     release(parts.model)
-    loss, tokens = total(sums, parts.mesh).tolist()
+    loss, tokens = total(sums, mesh).tolist()
     return Evaluation(loss / max(tokens, 1), int(tokens))

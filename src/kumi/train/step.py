@@ -13,10 +13,14 @@ from torch import Tensor
 from kumi.data import Batch
 from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import lm
-from kumi.parallel.data import sync_context
+from kumi.parallel import context, pipeline
 from kumi.parallel.grads import clip_gradients
 from kumi.parallel.mesh import Mesh, counts_once, total
+from kumi.parallel.record import gather, start
+from kumi.train import balance
+from kumi.train.balance import Balanced
 from kumi.train.state import Parts, TrainState
+from kumi.train.timeline import write_timeline
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class StepResult:
     lr: float
     tokens: int
     data_s: float
+    experts: Balanced | None = None
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -47,26 +52,27 @@ def train_step(
 ) -> StepResult:
     """Train on the step's sequences and advance `state`. `before_update` is called once all gradients are there."""
     run, mesh = parts.run, parts.mesh
-    loss = torch.zeros((), device=mesh.device, dtype=torch.float32)
     scale = state.scale.scale if run.precision.loss_scaling else 1.0
-    microbatches = _cut(counts.batch, run.layout.microbatch)
-    for index, microbatch in enumerate(microbatches):
-        inputs = to_device(microbatch, mesh.device)
-        with sync_context(parts.model, mesh, last=index == len(microbatches) - 1):
-            # The head forms its gradient in the forward pass, so the loss scale must be in the weights already.
-            weights = lm.token_weights(inputs["labels"], counts.tokens / scale)
-            part, _ = parts.model(**inputs, token_weights=weights)
-            part.backward()
-        loss += part.detach() / scale
+    balance.begin(parts.model, run, scale)
+    # The head forms its gradient in the forward pass, so the loss scale must be in the weights already.
+    whole = [to_device(microbatch, mesh.device) for microbatch in _cut(counts.batch, run.layout.microbatch)]
+    microbatches = [context.cut(microbatch, mesh) for microbatch in whole]
+    for inputs in microbatches:
+        inputs["token_weights"] = lm.token_weights(inputs["labels"], counts.tokens / scale)
+    record = start(mesh) if state.step + 1 == run.config.train.trace_step else None
+    loss = pipeline.train(parts.model, mesh, microbatches, record) / scale
+    if record is not None:
+        write_timeline(gather(record, mesh), run, state.step + 1)
     if before_update is not None:
         before_update()
     norm, lr = _update(parts, state)
+    experts = balance.end(parts.model, run, mesh, scale)
     state.step += 1
     state.tokens += counts.tokens
     state.sequences += run.batch.sequences
     if mesh.index("tp") > 0:  # every rank of a tensor-parallel group has the same loss
         loss.zero_()
-    return StepResult(state.step, total(loss, mesh), norm, lr, counts.tokens, counts.data_s)
+    return StepResult(state.step, total(loss, mesh), norm, lr, counts.tokens, counts.data_s, experts)
 
 
 def _update(parts: Parts, state: TrainState) -> tuple[Tensor, float]:
