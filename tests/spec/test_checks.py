@@ -162,11 +162,10 @@ def test_data_parallelism_with_adamw_can_be_trained(kind):
 @pytest.mark.parametrize(
     ("layout", "change", "sentence"),
     [
-        (Layout(tp=2), {}, "tp=2: this version splits the data axes only; plan it, or set tp = 1"),
-        (Layout(pp=2), {}, "pp=2: this version splits the data axes only"),
-        (Layout(cp=2), {}, "cp=2: this version splits the data axes only"),
-        (Layout(dp_shard=2, zero=1, ep=2), {}, "ep=2: this version splits the data axes only"),
-        (Layout(stages=2), {}, "stages=2: this version splits the data axes only"),
+        (Layout(tp=2), {}, "tp=2: this version splits the data and context axes only; plan it, or set tp = 1"),
+        (Layout(pp=2), {}, "pp=2: this version splits the data and context axes only"),
+        (Layout(dp_shard=2, zero=1, ep=2), {}, "ep=2: this version splits the data and context axes only"),
+        (Layout(stages=2), {}, "stages=2: this version splits the data and context axes only"),
         (Layout(stage_layers=(3, 3)), {}, "stage_layers=(3, 3): this version trains without pipelines"),
         (Layout(schedule="gpipe"), {}, "schedule='gpipe': this version trains without pipelines"),
         (Layout(offload="optimizer"), {}, "offload='optimizer': this version trains on the device alone"),

@@ -15,9 +15,8 @@ from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
-# What this version's trainer leaves no choice about.
-TRAINED: Pins = {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "expert_tp": 1, "sequence_parallel": True, "schedule": "1f1b",
-           "stages": 1, "recompute_layers": None, "offload": "none", "stage_layers": ()}  # fmt: skip
+# What is taken where nothing else is pinned: this version's trainer has no choice, or it is for the user to want.
+TRAINED: Pins = {"tp": 1, "ep": 1, "expert_tp": 1, "sequence_parallel": True, "offload": "none"}  # fmt: skip
 
 # FLOP/s of a device of which nothing is known: layouts of the data axes differ by what they send and keep.
 SOME_FLOPS = 1e14
@@ -33,7 +32,7 @@ def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
     if reasons:
         raise LayoutError("; ".join(reasons))
     job = replace(job, cluster=replace(job.cluster, device=timed(job.cluster.device, job.precision.matmul_dtype)))
-    found = search(job, {**pinned, **TRAINED}, top=1, front=False)
+    found = search(job, {**TRAINED, **pinned}, top=1, front=False)
     if found.plans:
         return found.plans[0]
     if not found.count:
@@ -47,7 +46,7 @@ def trained(job: Job, pinned: Pins) -> Pins:
     reasons = untrainable(job, Layout(**pinned))
     if reasons:
         raise LayoutError("; ".join(reasons))
-    return {**pinned, **TRAINED}
+    return {**TRAINED, **pinned}
 
 
 def timed(device: Device, dtype: str) -> Device:

@@ -56,21 +56,15 @@ def untrained(job: Job, layout: Layout) -> list[str]:
 
 
 def _untrained_axes(layout: Layout) -> Iterator[str]:
-    for axis in ("pp", "cp", "tp", "ep", "expert_tp", "stages"):
+    for axis in ("tp", "ep", "expert_tp"):
         if getattr(layout, axis) > 1:
-            yield f"{axis}={getattr(layout, axis)}: this version splits the data axes only; plan it, or set {axis} = 1"
-    if len(layout.stage_layers) > 1:
-        yield f"stage_layers={layout.stage_layers}: this version trains without pipelines; plan it, or leave it out"
-    if layout.schedule != SCHEDULES[0]:
-        yield f"schedule='{layout.schedule}': this version trains without pipelines; plan it, or leave it out"
+            yield (f"{axis}={getattr(layout, axis)}: this version splits the data and context axes only; plan it, or "
+                   f"set {axis} = 1")  # fmt: skip
 
 
 def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
     if layout.offload != "none":
         yield f"offload='{layout.offload}': this version trains on the device alone; plan it, or set offload = 'none'"
-    if layout.recompute_layers is not None:
-        yield (f"recompute_layers={layout.recompute_layers}: this version recomputes in all layers or in none; "
-               f"plan it, or leave it out")  # fmt: skip
     if job.optim.kind != "adamw":
         yield f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
     if job.precision.kind not in TRAINED_PRECISIONS:
