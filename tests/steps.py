@@ -26,7 +26,7 @@ from kumi.parallel.context import cut
 from kumi.parallel.grads import by_name
 from kumi.parallel.state import pieces_of
 from kumi.spec.layout import Layout
-from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
+from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.storage.checkpoint import Piece
@@ -39,6 +39,20 @@ def _spec(family: str, *, tied: bool, bias: bool, qk_norm: bool, layers: int = 3
     return ModelSpec(family, VOCAB, 18, (layer,) * layers, 1e-5, 128, tie_word_embeddings=tied)
 
 
+def _moe_spec() -> ModelSpec:
+    layer = LayerSpec(Attention(4, 2, 6, Rope(10000.0), qk_norm=True), MoE(8, 2, 12))
+    return ModelSpec("qwen3_moe", VOCAB, 16, (layer,) * 3, 1e-5, 128)
+
+
+def _latent_spec() -> ModelSpec:
+    """Latent attention, a dense layer, and experts in groups with a shared one."""
+    latent = LatentAttention(4, 10, 8, 6, 4, 6, Rope(10000.0))
+    moe = MoE(8, 3, 12, 24, scoring_func="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5,
+              topk_method="noaux_tc")  # fmt: skip
+    layers = (LayerSpec(latent, MLP(36)), LayerSpec(latent, moe), LayerSpec(latent, moe))
+    return ModelSpec("deepseek_v3", VOCAB, 16, layers, 1e-5, 128)
+
+
 # Grouped-query attention in all. A q_norm has 6 elements: on 4 ranks the last one holds none of them. The deep ones
 # have layers enough for eight stages.
 SPECS = {
@@ -46,6 +60,8 @@ SPECS = {
     "qwen": _spec("qwen3", tied=True, bias=True, qk_norm=True),
     "deep": _spec("llama", tied=False, bias=False, qk_norm=False, layers=7),
     "deep-tied": _spec("qwen3", tied=True, bias=True, qk_norm=True, layers=7),
+    "moe": _moe_spec(),
+    "latent": _latent_spec(),
 }
 
 

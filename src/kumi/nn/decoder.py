@@ -94,9 +94,9 @@ class Decoder(nn.Module):
     """A decoder-only language model, or a stage of it, whose parameter names are those of Hugging Face.
 
     Parameters start uninitialised in `dtype` on `device` (which may be "meta"); `compute_dtype` is what activations and
-    matrix products are in. A stage has the layers numbered `layers`, and the embedding and the head (with the final
-    norm) where these are True; a tied head has a token table of its own where the embedding is elsewhere. ModelError
-    for a model that this package does not compute.
+    matrix products are in, `reduce_dtype` what gradients travel in. A stage has the layers numbered `layers`, and the
+    embedding and the head (with the final norm) where these are True; a tied head has a token table of its own where
+    the embedding is elsewhere. ModelError for a model that this package does not compute.
 
     What works on many ranks at once replaces parts: `attention_over(tokens, document_ids)` makes the attention of a
     batch, and `logits`, `log_probs` and `weighted_sum` read final hidden states (T, D) with the head's weight.
@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         families.check_trained(spec)
         device = torch.device(device) if device is not None else None
         self.spec, self.has_embedding, self.has_head = spec, embedding, head
-        self.compute_dtype = dtype
+        self.compute_dtype = self.reduce_dtype = dtype
         tied = spec.tie_word_embeddings
         numbers = range(spec.num_hidden_layers) if layers is None else layers
         self.model = Model(spec, numbers, table=embedding or (head and tied), norm=head, device=device, dtype=dtype)

@@ -6,12 +6,14 @@ axes (tensor, expert, context, pipeline) comes before recompute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import linears
-from kumi.parallel import context, data, tensor
+from kumi.parallel import context, data, expert, tensor
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.recompute import recompute_layers
 from kumi.parallel.stages import Stages, held_stages, in_stages, share_table, splits_backward, stages_of, tie_group
@@ -35,8 +37,10 @@ def build(
     else:
         model = Decoder(spec, device="meta", dtype=getattr(torch, precision.param))
     decoders = [decoder for decoder in stages_of(model).values() if isinstance(decoder, Decoder)]
+    # The first that the rank holds, whatever stage they belong to.
+    recomputed = [layer for one in decoders for layer in one.model.layers.values()][: mesh.layout.recompute_layers]
     for decoder in decoders:
-        _prepare(decoder, mesh, precision, compile=compile)
+        _prepare(decoder, mesh, precision, recomputed, compile=compile)
     model.to_empty(device=mesh.device)
     tensor.clear_padding(model, mesh)
     pieces = model_pieces(model, mesh)
@@ -61,18 +65,24 @@ def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
     return Stages(spec, held, precision, tie_group(spec, mesh))
 
 
-def _prepare(decoder: Decoder, mesh: Mesh, precision: Precision, *, compile: bool) -> None:
-    """Makes a decoder, or a stage of one, compute as the layout says; its memory comes after."""
+def _prepare(
+    decoder: Decoder, mesh: Mesh, precision: Precision, recomputed: Sequence[nn.Module], *, compile: bool
+) -> None:  # fmt: skip
+    """Makes a decoder, or a stage of one, compute as the layout says; its memory comes after. Of its layers those in
+    `recomputed` are."""
     decoder.compute_dtype = getattr(torch, precision.compute)
+    decoder.reduce_dtype = getattr(torch, precision.reduce)
     tensor.cut(decoder, mesh)
+    expert.deal(decoder, mesh)
     if "cp" in mesh.groups:
         decoder.attention_over = context.attention_over(mesh)
     if splits_backward(mesh.layout):
         for layer in linears(decoder):
             layer.splits = True
-    recompute_layers(decoder.model.layers.values(), mesh.layout.recompute)
+    layers = list(decoder.model.layers.values())
+    recompute_layers([layer for layer in layers if layer in recomputed], mesh.layout.recompute)
     if compile:
-        for block in decoder.model.layers.values():
+        for block in layers:
             block.compile()
     if data.is_divided(mesh):
         data.shard(decoder, mesh, precision)

@@ -26,11 +26,13 @@ from kumi.spec.placement import axis
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 # Groups that stretch over several axes (see kumi.spec.placement): the ranks that see different tokens and sum the
-# gradients of the same weights, of routed experts and of all else; and the ranks among which every gradient is found.
+# gradients of the same weights, of routed experts and of all else; the ranks among which every gradient is found; and
+# those that have parts of the same sequences.
 TOGETHER = {
     "data": ("dp_replicate", "zero"),
     "expert_data": ("dp_replicate", "expert_dp"),
     "norm": ("pp", "zero", "tp"),
+    "sequence": ("cp", "tp"),
 }
 NAMES = (*AXES, "zero", "expert_dp", "ep", "expert_tp", *TOGETHER)
 

@@ -1,4 +1,12 @@
-"""Gradients summed over groups of ranks after the last backward, many in one message."""
+"""What is summed over ranks after the last backward of a step, many gradients in one message.
+
+ZeRO 1 to 3 (FSDP2) and plain copies (DDP) sum during the backward. What is left:
+
+    routed experts under ZeRO-0                over the ranks that hold the same experts
+    everything under ZeRO-0 in a pipeline      over the ranks that hold the same stages
+    a tied table in a pipeline                 over the ranks of the first and the last stage
+    what tp ranks hold alike                   over tp
+"""
 
 from __future__ import annotations
 
@@ -6,13 +14,68 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from kumi.parallel.grads import by_name, local
+from kumi.parallel.mesh import Mesh
+from kumi.parallel.stages import Stages
+from kumi.spec.model import ModelSpec
+from kumi.spec.regions import summed_over_tp, tp_copies
+from kumi.spec.sharding import is_routed
 
 # Bytes of a message: large enough for full bandwidth, small beside the gradients.
 BUCKET = 64 * 2**20
 
 
 @torch.no_grad()
+def complete(model: nn.Module, mesh: Mesh) -> None:
+    """Makes the gradients of `model` those of the whole step, once every microbatch's are there."""
+    bare = getattr(model, "module", model)
+    if mesh.layout.zero == 0:
+        _sum_copies(bare, mesh)
+    if isinstance(bare, Stages) and bare.ties is not None:
+        table = dict(bare.named_parameters())[f"{bare.spec.names.embedding}.weight"]
+        assert table.grad is not None
+        sum_over([local(table.grad)], bare.ties)
+    _sum_parts(bare, mesh)
+
+
+def _sum_copies(model: nn.Module, mesh: Mesh) -> None:
+    """Sums what DDP does not: experts, whose copies are on other ranks than those of the rest, and stages."""
+    known, dtype = by_name(model.spec), model.reduce_dtype
+    named = [(known[name], value.grad) for name, value in model.named_parameters() if value.grad is not None]
+    sum_over([grad for param, grad in named if is_routed(param)], mesh.group("expert_data"), dtype)  # type: ignore[arg-type]
+    if isinstance(model, Stages):
+        sum_over([grad for param, grad in named if not is_routed(param)], mesh.group("data"), dtype)  # type: ignore[arg-type]
+
+
+def _sum_parts(model: nn.Module, mesh: Mesh) -> None:
+    """Adds up over the tp ranks the gradients of what they hold alike and of which each has a part, in one message.
+
+    Where several ranks hold one of more key-value heads, each adds to its
+    own head's place among all of them.
+    """
+    group, layout = mesh.group("tp"), mesh.layout
+    if group is None:
+        return
+    spec: ModelSpec = model.spec  # type: ignore[assignment]
+    known, wanted = by_name(spec), set(summed_over_tp(spec, layout))
+    named = ((name, value.grad) for name, value in model.named_parameters())
+    grads = [(name, local(grad)) for name, grad in named if name in wanted and grad is not None]
+    places = [_place(grad, layout.tp // tp_copies(known[name], layout).degree, mesh) for name, grad in grads]
+    sum_over([whole for whole, _ in places], group)
+    for (_, grad), (_, own) in zip(grads, places, strict=True):
+        grad.copy_(own)
+
+
+def _place(grad: Tensor, parts: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Room for the gradients of all `parts` that ranks hold, this rank's in its place, and that place."""
+    whole = grad.new_zeros(parts, *grad.shape)
+    own = whole[mesh.index("tp") * parts // mesh.layout.tp]
+    own.copy_(grad)
+    return whole, own
+
+
 def sum_over(grads: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None) -> None:
     """Sums each of `grads` over `group`, in place, travelling in `dtype` (None: their own). None: nothing to sum.
 

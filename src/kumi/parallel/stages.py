@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from kumi.nn.decoder import Decoder
 from kumi.parallel.mesh import Mesh
@@ -23,14 +24,15 @@ class Stages(nn.Module):
     """The stages of this rank, whose parameters go by their names in the whole model.
 
     `ties`: the ranks with the first and the last stage, where each has a copy of a token table that is also the head;
-    None elsewhere. `precision` tells in which dtype gradients are summed.
+    None elsewhere.
     """
 
     def __init__(
         self, spec: ModelSpec, held: Mapping[int, Decoder], precision: Precision, ties: dist.ProcessGroup | None
     ) -> None:
         super().__init__()
-        self.spec, self.precision, self.ties = spec, precision, ties
+        self.spec, self.ties = spec, ties
+        self.reduce_dtype: torch.dtype = getattr(torch, precision.reduce)
         self.held = nn.ModuleDict({str(stage): part for stage, part in held.items()})
 
     def named_parameters(
@@ -38,6 +40,12 @@ class Stages(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         for part in self.held.values():
             yield from part.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        for part in self.held.values():
+            yield from part.named_buffers(prefix, recurse, remove_duplicate)
 
 
 def in_stages(layout: Layout) -> bool:

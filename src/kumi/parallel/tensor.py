@@ -33,12 +33,9 @@ from kumi.nn.region import Region
 from kumi.parallel.collectives import GATHER, define, fan_out, gather, gathered, scatter, scattered, total
 from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.reduce import sum_over
 from kumi.parallel.vocab import VocabularyPart
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import ops
-from kumi.spec.model import ModelSpec
-from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.sharding import AXIS, cut_shape, style
 
 
@@ -208,34 +205,6 @@ def _put_off(
             add_gradients(weight, bias, whole, grad)
 
     return finish
-
-
-@torch.no_grad()
-def sum_parts(model: nn.Module, mesh: Mesh) -> None:
-    """Adds up over the tp ranks the gradients of what they hold alike and of which each has a part, in one message.
-
-    To be called when every gradient is there. Where several ranks hold one of more key-value heads, each adds to its
-    own head's place among all of them.
-    """
-    group, layout = mesh.group("tp"), mesh.layout
-    if group is None:
-        return
-    spec: ModelSpec = getattr(model, "module", model).spec  # type: ignore[assignment]
-    known, wanted = by_name(spec), set(summed_over_tp(spec, layout))
-    named = ((name.removeprefix("module."), value.grad) for name, value in model.named_parameters())
-    grads = [(name, local(grad)) for name, grad in named if name in wanted and grad is not None]
-    places = [_place(grad, layout.tp // tp_copies(known[name], layout).degree, mesh) for name, grad in grads]
-    sum_over([whole for whole, _ in places], group)
-    for (_, grad), (_, own) in zip(grads, places, strict=True):
-        grad.copy_(own)
-
-
-def _place(grad: Tensor, parts: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Room for the gradients of all `parts` that ranks hold, this rank's in its place, and that place."""
-    whole = grad.new_zeros(parts, *grad.shape)
-    own = whole[mesh.index("tp") * parts // mesh.layout.tp]
-    own.copy_(grad)
-    return whole, own
 
 
 @torch.no_grad()
