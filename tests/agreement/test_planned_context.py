@@ -1,0 +1,61 @@
+"""What attention sends to the other ranks of its sequences is what the planner lists: kinds, counts and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from kumi.parallel import build
+from kumi.plan.traffic import collectives
+from kumi.spec.layout import Layout
+from kumi.spec.precision import PRECISIONS
+from planned import job_of
+from steps import LENGTH, SEQUENCES, SPECS, forward_backward, mesh_of
+
+MICROBATCHES = 3
+
+
+def _sent(layout, family, kind):
+    """The messages between context-parallel ranks in a step, by (kind, ranks of the group, bytes)."""
+    mesh, found = mesh_of(layout), Counter()
+    model = build(SPECS[family], mesh, PRECISIONS[kind], weights=0)
+    exchange, deal = dist.batch_isend_irecv, dist.all_to_all_single
+
+    def passed(ends):
+        assert [one.op for one in ends] == [dist.isend, dist.irecv]
+        found.update(("send", one.group.size(), one.tensor.nbytes) for one in ends if one.op is dist.isend)
+        return exchange(ends)
+
+    def dealt(out, given, group):
+        found["all_to_all", group.size(), given.nbytes] += 1
+        return deal(out, given, group=group)
+
+    with patch.object(dist, "batch_isend_irecv", passed), patch.object(dist, "all_to_all_single", dealt):
+        forward_backward(model, mesh, 0, MICROBATCHES)
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (Layout(cp=2, dp_replicate=2), "bf16"),
+        (Layout(cp=4), "fp64"),
+        (Layout(cp=4, context="ulysses"), "bf16"),
+        (Layout(cp=2, dp_shard=2, zero=3, context="ulysses"), "fp32"),
+    ],
+    ids=["ring-2", "ring-4", "ulysses-4", "ulysses-2"],
+)
+def test_messages_are_those_of_the_planner(ranks, layout, kind, recompute):
+    layout = replace(layout, recompute=recompute, microbatch=SEQUENCES // (layout.dp * MICROBATCHES))
+    said = Counter()
+    for one in collectives(job_of(SPECS["llama"], seq_len=LENGTH, sequences=SEQUENCES, kind=kind), layout):
+        if one.axis == "cp":
+            said[one.kind, one.degree, one.bytes] += one.count
+    assert said
+    for sent in ranks(4, _sent, layout, "llama", kind):
+        assert sent == said
