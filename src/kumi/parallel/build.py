@@ -31,8 +31,20 @@ def build(
     `weights("model/<parameter>", start, shape)`. Nothing is communicated, so ranks need not keep step here.
     `compile` compiles each layer by itself: equal layers share what was compiled.
     """
-    piped, divided = in_stages(mesh.layout), data.is_divided(mesh)
-    if piped:
+    model = assemble(spec, mesh, precision, compile=compile)
+    model.to_empty(device=mesh.device)
+    tensor.clear_padding(model, mesh)
+    pieces = model_pieces(model, mesh)
+    if isinstance(weights, int):
+        draw(pieces, spec, weights)
+    else:
+        fill(pieces, weights)
+    return replicated(model, mesh, precision)
+
+
+def assemble(spec: ModelSpec, mesh: Mesh, precision: Precision, *, compile: bool = False) -> Decoder | Stages:
+    """What `build` builds, still on the meta device: cut, divided, and without memory."""
+    if in_stages(mesh.layout):
         model: Decoder | Stages = _stages(spec, mesh, precision)
     else:
         model = Decoder(spec, device="meta", dtype=getattr(torch, precision.param))
@@ -41,14 +53,13 @@ def build(
     recomputed = [layer for one in decoders for layer in one.model.layers.values()][: mesh.layout.recompute_layers]
     for decoder in decoders:
         _prepare(decoder, mesh, precision, recomputed, compile=compile)
-    model.to_empty(device=mesh.device)
-    tensor.clear_padding(model, mesh)
-    pieces = model_pieces(model, mesh)
-    if isinstance(weights, int):
-        draw(pieces, spec, weights)
-    else:
-        fill(pieces, weights)
-    return model if divided or piped or "data" not in mesh.groups else data.replicate(model, mesh, precision)
+    return model
+
+
+def replicated(model: Decoder | Stages, mesh: Mesh, precision: Precision) -> nn.Module:
+    """`model`, which has its weights; where the data ranks hold whole replicas, as one that sums its gradients."""
+    whole = isinstance(model, Stages) or data.is_divided(mesh) or "data" not in mesh.groups
+    return model if whole else data.replicate(model, mesh, precision)
 
 
 def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
