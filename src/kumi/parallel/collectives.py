@@ -63,12 +63,18 @@ def _room(x: Tensor, rows: int) -> Tensor:
     return x.new_empty(rows, *x.shape[1:])
 
 
+# What the operators that communicate are made of, for those who want to see what they send.
+INSIDE: dict[Any, Callable[..., Any]] = {}
+
+
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """`function` as the operator kumi::`name` on every device, whose results look like those of `fake`."""
     torch.library.define(f"kumi::{name}", schema)
     torch.library.impl(f"kumi::{name}", "CompositeExplicitAutograd", function)
     torch.library.register_fake(f"kumi::{name}", fake)
-    return getattr(torch.ops.kumi, name).default
+    operator = getattr(torch.ops.kumi, name).default
+    INSIDE[operator] = function
+    return operator
 
 
 GATHER = define("gather_tokens", "(Tensor x, int size, str group) -> Tensor", _gather,

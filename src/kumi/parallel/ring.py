@@ -26,6 +26,7 @@ from kumi.nn import block_attention
 from kumi.nn.block_attention import Block, arranged, join, split
 from kumi.nn.dtypes import wide
 from kumi.nn.where import Attend
+from kumi.parallel.collectives import INSIDE
 
 
 def positions_of(length: int, cp: int, index: int) -> Tensor:
@@ -195,3 +196,4 @@ torch.library.register_autograd("kumi::ring_attention", _differentiate, setup_co
 
 # The operator as PyTorch's dispatcher knows it.
 OPERATOR = torch.ops.kumi.ring_attention.default
+INSIDE.update({OPERATOR: _forward, torch.ops.kumi.ring_attention_backward.default: _backward})

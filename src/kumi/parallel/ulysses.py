@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kumi.compat import group_of
 from kumi.nn.where import Attend
+from kumi.parallel.collectives import INSIDE
 
 
 def ulysses_over(attend: Attend, group: dist.ProcessGroup) -> Attend:
@@ -81,3 +82,4 @@ torch.library.register_autograd("kumi::all_to_all", _differentiate, setup_contex
 
 # The operator as PyTorch's dispatcher knows it: selective recomputation keeps its result.
 OPERATOR = torch.ops.kumi.all_to_all.default
+INSIDE[OPERATOR] = _exchange
