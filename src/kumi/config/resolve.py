@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kumi.config.balance import Balance, choose_balance
 from kumi.config.cluster import cluster_spec, of_nodes
 from kumi.config.model import model_folder, read_hf_config
 from kumi.config.schema import OptimSection, PlanConfig, RunConfig
@@ -61,6 +62,11 @@ class Run:
         return self.estimate.layout
 
     @property
+    def balance(self) -> Balance:
+        """How routed experts are kept equally busy."""
+        return choose_balance(self.model, self.config.model)
+
+    @property
     def memory(self) -> MemoryEstimate:
         """What the fullest rank holds."""
         return max(self.estimate.memory, key=lambda one: one.total)
@@ -81,6 +87,7 @@ def resolve(config: RunConfig) -> Run:
     source = None if config.model.source is None else model_folder(config.model.source, "model.source")
     hf_config = read_hf_config(config.model, source)
     wanted = job(config, hf_config)
+    choose_balance(wanted.model, config.model)
     pinned = config.layout.model_dump(exclude_none=True)
     return Run(config, hf_config, source, wanted, choose_layout(wanted, pinned, of_nodes(config.cluster)))
 

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from kumi.spec.ledger import params
+from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 
@@ -21,12 +21,11 @@ _BLOCK = 2**18
 
 
 def init_weights(module: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Fill every parameter of `module`, whole on this device, as Hugging Face does (see `fill`)."""
-    known = {param.name: param for param in params(spec)}
+    """Fill every parameter and buffer of `module`, whole on this device, as Hugging Face does (see `fill`)."""
+    known = {tensor.name: tensor for tensor in tensors(spec)}
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            start = (0,) * parameter.ndim
-            fill(parameter, known[name], start, std=spec.initializer_range, seed=seed)
+        for name, tensor in module.state_dict().items():
+            fill(tensor, known[name], (0,) * tensor.ndim, std=spec.initializer_range, seed=seed)
 
 
 def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed: int) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from kumi.parallel.mesh import Mesh
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import params
+from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.regions import copies, tied_copies
@@ -39,8 +39,8 @@ def local(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def by_name(spec: ModelSpec) -> Mapping[str, Param]:
-    """The parameters of the whole model by their names."""
-    return {param.name: param for param in params(spec)}
+    """The parameters and buffers of the whole model by their names."""
+    return {tensor.name: tensor for tensor in tensors(spec)}
 
 
 @torch.no_grad()
@@ -73,8 +73,8 @@ def _norm(grads: list[tuple[str, Tensor]], model: nn.Module, mesh: Mesh) -> Tens
         alike[_copies(spec, shared[name], mesh.layout) if spec else 1].append(local(grad))
     dtype = torch.promote_types(grads[0][1].dtype, torch.float32) if grads else torch.float32
     square = torch.zeros((), dtype=dtype, device=mesh.device)
-    for count, tensors in sorted(alike.items()):
-        square += _square(tensors, dtype, mesh.device) / count
+    for count, same in sorted(alike.items()):
+        square += _square(same, dtype, mesh.device) / count
     if group is not None:
         dist.all_reduce(square, group=group)
     return square.sqrt()

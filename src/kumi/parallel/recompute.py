@@ -27,6 +27,7 @@ KEPT = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten._grouped_mm.default,
     PACKED_ATTENTION,
     RING_ATTENTION,
     DEALT_HEADS,

@@ -19,6 +19,7 @@ from kumi.parallel.data import bare
 from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optimizer import AdamW
+from kumi.spec.ledger import buffers
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.placement import Axis, axis
@@ -36,10 +37,13 @@ def spec_of(model: nn.Module) -> ModelSpec:
 
 
 def model_pieces(model: nn.Module, mesh: Mesh) -> list[Piece]:
-    """This rank's part of every parameter. `data` is the parameter's own memory; empty parts are left out."""
+    """This rank's part of every parameter, and the buffers, which are never divided. `data` is their own memory; empty
+    parts are left out."""
     known = by_name(spec_of(model))
     named = bare(model).named_parameters()
-    return [piece for name, value in named for piece in pieces_of(f"model/{name}", known[name], value, mesh)]
+    pieces = [piece for name, value in named for piece in pieces_of(f"model/{name}", known[name], value, mesh)]
+    whole = ((name, value) for name, value in bare(model).named_buffers() if name in known)
+    return [*pieces, *(Piece(f"model/{name}", tuple(value.shape), (0,) * value.ndim, value) for name, value in whole)]
 
 
 def optimizer_pieces(model: nn.Module, optimizer: AdamW, mesh: Mesh) -> list[Piece]:
@@ -74,7 +78,7 @@ def owned(pieces: list[Piece], model: nn.Module, mesh: Mesh) -> list[Piece]:
     known = by_name(spec)
     for piece in pieces:
         param = known[parameter_name(piece.name)]
-        alike[(*_holders(piece, param, mesh), *tied_copies(spec, param, mesh.layout))].append(piece)
+        alike[(*_holders(piece, param, spec, mesh), *tied_copies(spec, param, mesh.layout))].append(piece)
     kept = []
     for axes, same in alike.items():
         mine = 0
@@ -90,9 +94,9 @@ def parameter_name(piece: str) -> str:
     return rest if kind == "model" else rest.rpartition("/")[0]
 
 
-def _holders(piece: Piece, param: Param, mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes along which ranks hold what is in `piece`."""
-    if piece.shape:
+def _holders(piece: Piece, param: Param, spec: ModelSpec, mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes along which ranks hold what is in `piece`: all, of step counters and buffers."""
+    if piece.shape and param not in buffers(spec):
         return copies(param, mesh.layout)
     every = (axis(mesh.layout, name) for name in ("dp_replicate", "zero", "tp"))
     return tuple(one for one in every if one.degree > 1)

@@ -78,13 +78,17 @@ class Reporter:
             )
 
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
-        run = self._parts.run
+        run, experts = self._parts.run, {}
+        if result.experts is not None:
+            experts = {"train/aux_loss": float(result.experts.aux_loss),
+                       "train/busiest_expert": float(result.experts.busiest)}  # fmt: skip
         return {
             "step": result.step,
             "tokens": self._tokens,
             "train/loss": loss,
             "train/grad_norm": float(result.grad_norm),
             "train/lr": result.lr,
+            **experts,
             "perf/step_s": step_s,
             "perf/estimated_step_s": run.step_seconds,
             "perf/tokens_per_s": run.batch.tokens_per_step / step_s,
