@@ -131,10 +131,7 @@ def quickstart(**sections):
         ({"optim": {"kind": "muon"}}, "optim.kind='muon'"),
         ({"precision": {"kind": "fp8"}}, "precision.kind='fp8'"),
         ({"layout": {"offload": "optimizer"}}, "offload='optimizer'"),
-        ({"layout": {"schedule": "zb-v"}}, "schedule='zb-v'"),
-        ({"layout": {"stages": 2}}, "stages=2"),
         ({"layout": {"tp": 2}}, "tp=2"),
-        ({"layout": {"recompute_layers": 1, "recompute": "full"}}, "recompute_layers=1"),
     ],
 )
 def test_what_can_only_be_planned_is_described_and_not_trained(sections, choice):

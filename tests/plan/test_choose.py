@@ -44,8 +44,12 @@ def test_states_are_divided_where_they_must_be():
 def test_only_what_is_trained_is_chosen():
     with_links = replace(job(8, 80), cluster=replace(job(8, 80).cluster, links=(Link("slow", 8, 1e9, 1e-5),)))
     layout = choose_layout(with_links, {}).layout
-    assert (layout.pp, layout.cp, layout.tp, layout.ep, layout.offload) == (1, 1, 1, 1, "none")
-    assert layout.recompute_layers is None
+    assert (layout.tp, layout.ep, layout.offload) == (1, 1, "none")
+
+
+def test_no_more_layers_recompute_than_must():
+    layout = choose(8, 80, zero=3, dp_shard=8, microbatch=4)
+    assert (layout.recompute, layout.recompute_layers) == ("full", 25)
 
 
 def test_what_is_pinned_stays():
@@ -60,7 +64,7 @@ def test_what_cannot_fit_is_refused_with_the_closest_try():
 
 def test_an_illegal_pin_is_refused_with_its_reason():
     with pytest.raises(LayoutError, match="dp=7 does not divide the 64 sequences"):
-        choose(7, 288)
+        choose(7, 288, pp=1, cp=1)
     with pytest.raises(LayoutError, match="tp=2: this version"):
         choose(8, 80, tp=2)
 

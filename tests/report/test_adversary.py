@@ -125,4 +125,4 @@ def test_what_a_trainer_rules_out_is_not_blamed_on_pins():
 def test_what_this_version_does_not_train_is_ruled_out_where_that_is_asked_for():
     report = plan(job(of=model(8, hidden=2048)), {}, trainable=True)
     found = next(item for item in report.expected if item.layout.tp > 1)
-    assert "ruled out: tp=2: this version splits the data and context axes only" in verdict(found, report.best)
+    assert "ruled out: tp=2: this version does not train with it" in verdict(found, report.best)

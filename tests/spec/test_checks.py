@@ -159,17 +159,18 @@ def test_data_parallelism_with_adamw_can_be_trained(kind):
     assert untrainable(job, Layout(dp_replicate=2, dp_shard=4, zero=3, microbatch=2, recompute="full")) == []
 
 
+@pytest.mark.parametrize(("schedule", "stages"), {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1,
+                                                  "zb-v": 2, "dualpipe": 2}.items())  # fmt: skip
+def test_every_pipeline_can_be_trained(schedule, stages):
+    assert untrainable(JOB, Layout(pp=2, schedule=schedule, stages=stages, stage_layers=(1,) * 2 * stages)) == []
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "sentence"),
     [
-        (Layout(tp=2), {}, "tp=2: this version splits the data and context axes only; plan it, or set tp = 1"),
-        (Layout(pp=2), {}, "pp=2: this version splits the data and context axes only"),
-        (Layout(dp_shard=2, zero=1, ep=2), {}, "ep=2: this version splits the data and context axes only"),
-        (Layout(stages=2), {}, "stages=2: this version splits the data and context axes only"),
-        (Layout(stage_layers=(3, 3)), {}, "stage_layers=(3, 3): this version trains without pipelines"),
-        (Layout(schedule="gpipe"), {}, "schedule='gpipe': this version trains without pipelines"),
+        (Layout(tp=2), {}, "tp=2: this version does not train with it; plan it, or set tp = 1"),
+        (Layout(dp_shard=2, zero=1, ep=2), {}, "ep=2: this version does not train with it"),
         (Layout(offload="optimizer"), {}, "offload='optimizer': this version trains on the device alone"),
-        (Layout(recompute="full", recompute_layers=1), {}, "recompute_layers=1: this version recomputes in all layers"),
         (Layout(), {"optim": Optim(kind="muon")}, "optim.kind='muon': this version trains with adamw; plan it, or set "
                                                   "optim.kind = 'adamw'"),
         (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8': this version trains in bf16, fp16, fp32, "

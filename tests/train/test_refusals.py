@@ -71,7 +71,7 @@ def test_given_tokenizer_larger_than_the_vocabulary_of_the_model(refused, small)
 
 
 def test_a_degree_that_does_not_divide(refused):
-    error = refused(new_run, cluster__devices_per_node=3)
+    error = refused(new_run, cluster__devices_per_node=3, layout={"pp": 1, "cp": 1})
     assert "LayoutError: dp=3 does not divide the 8 sequences of a step; use 1, 2, 4 or 8 for dp" in error
 
 

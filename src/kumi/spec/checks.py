@@ -16,7 +16,7 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Host
 from kumi.spec.families import check_trained
 from kumi.spec.job import Job
-from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Layout
+from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op
@@ -58,8 +58,7 @@ def untrained(job: Job, layout: Layout) -> list[str]:
 def _untrained_axes(layout: Layout) -> Iterator[str]:
     for axis in ("tp", "ep", "expert_tp"):
         if getattr(layout, axis) > 1:
-            yield (f"{axis}={getattr(layout, axis)}: this version splits the data and context axes only; plan it, or "
-                   f"set {axis} = 1")  # fmt: skip
+            yield f"{axis}={getattr(layout, axis)}: this version does not train with it; plan it, or set {axis} = 1"
 
 
 def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
