@@ -17,12 +17,12 @@ from planned import job_of
 
 LAYER = LayerSpec(Attention(4, 2, 32, Rope(10000.0)), MLP(320))
 MODEL = ModelSpec("llama", 512, 128, (LAYER,) * 4, 1e-5, 256)
-ROWS, LENGTH = 4, 128
+ROWS, LENGTH, LAYERS = 4, 128, len(MODEL.layers)
 
 
-def held_after_forward(recompute, kind):
+def held_after_forward(layout, kind):
     """Bytes allocated and not freed again in the forward pass."""
-    mesh = build_mesh(Layout(recompute=recompute, microbatch=ROWS), Place(0, 1, 0, torch.device("cpu")))
+    mesh = build_mesh(layout, Place(0, 1, 0, torch.device("cpu")))
     model = build(MODEL, mesh, PRECISIONS[kind], weights=0)
     input_ids = torch.randint(0, MODEL.vocab_size, (ROWS, LENGTH))
     weights = torch.ones((ROWS, LENGTH))
@@ -33,21 +33,34 @@ def held_after_forward(recompute, kind):
     return sum(event.self_cpu_memory_usage for event in record.key_averages())
 
 
-def said_kept(recompute, kind):
-    """Bytes a token that the planner's ledger says the model keeps."""
+def said_kept(recompute, kind, count):
+    """Bytes a token that the planner's ledger says the model keeps when `count` layers recompute."""
     kept = ledger(job_of(MODEL, kind=kind), columns([Layout()]))
-    return float(len(MODEL.layers) * getattr(kept.layers[0], recompute)[0] + kept.embedding[0] + kept.head[0])
+    again, plain = getattr(kept.layers[0], recompute)[0], kept.layers[0].none[0]
+    return float(count * again + (LAYERS - count) * plain + kept.embedding[0] + kept.head[0])
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_what_the_forward_keeps(recompute, kind):
-    layout = Layout(recompute=recompute, microbatch=ROWS)
+@pytest.mark.parametrize(
+    ("recompute", "layers"),
+    [("none", None), ("selective", None), ("full", None), ("selective", 3), ("full", 1), ("full", 2), ("full", 0)],
+)
+def test_what_the_forward_keeps(recompute, layers, kind):
+    layout = Layout(recompute=recompute, recompute_layers=layers, microbatch=ROWS)
+    count = 0 if recompute == "none" else LAYERS if layers is None else layers
     tokens = ROWS * LENGTH
     job = job_of(MODEL, seq_len=LENGTH, sequences=ROWS, kind=kind, device=Device("", "cpu", 0))
-    estimate = rank_memory(job, layout)
-    copies = estimate.weights if recompute == "none" else 0  # else they live in the backward only
+    # Of layers that are computed again they live in the backward only.
+    copies = rank_memory(job, Layout(microbatch=ROWS)).weights * (LAYERS - count) / LAYERS
     head_gradient = 4 * MODEL.vocab_size * MODEL.hidden_size
-    said = said_kept(recompute, kind) * tokens + copies + head_gradient
+    said = said_kept(recompute, kind, count) * tokens + copies + head_gradient
     # Above by the log-sum-exp of attention, which GPU kernels keep and the CPU's does not.
-    assert said * 0.97 <= held_after_forward(recompute, kind) <= said
+    assert said * 0.97 <= held_after_forward(layout, kind) <= said
+
+
+def test_planned_activations_fall_with_every_layer():
+    job = job_of(MODEL, seq_len=LENGTH, sequences=ROWS, device=Device("", "cpu", 0))
+    layouts = [Layout(microbatch=ROWS, recompute="full", recompute_layers=count) for count in range(LAYERS + 1)]
+    found = [rank_memory(job, layout).activations for layout in layouts]
+    assert found[-1] == rank_memory(job, Layout(microbatch=ROWS, recompute="full")).activations
+    assert found[1:] == sorted(found[1:], reverse=True)

@@ -43,3 +43,14 @@ def test_evaluation_does_not_recompute():
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0)
     with torch.no_grad():
         assert not model(batch(0)["input_ids"]).requires_grad
+
+
+def test_only_the_first_layers_recompute():
+    """Each further layer that does keeps less, and all of them as much as without a number."""
+    held = []
+    for count in (0, 1, 2, None):
+        mesh = build_mesh(Layout(recompute="full", recompute_layers=count), Place(0, 1, 0, torch.device("cpu")))
+        model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0)
+        forwards = [layer.forward.__qualname__ for layer in model.model.layers.values()]
+        held.append(sum(name.startswith("_recomputed") for name in forwards))
+    assert held == [0, 1, 2, len(SPECS["llama"].layers)]
