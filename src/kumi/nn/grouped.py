@@ -36,7 +36,7 @@ class _Grouped(torch.autograd.Function):
 
 def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Each group of `rows` (N, a) times its own of `matrices` (X, a, b): (N, b)."""
-    if _has_kernel(rows):
+    if _has_kernel(rows, matrices.shape[2]):
         return F.grouped_mm(rows, matrices, offs=counts.cumsum(0, dtype=torch.int32))
     parts = zip(torch.split(rows, counts.tolist()), matrices, strict=True)
     return torch.cat([torch.mm(part, matrix) for part, matrix in parts])
@@ -44,7 +44,7 @@ def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """The products grad^T rows (X, b, a) of each group of `grad` (N, b) and `rows` (N, a); 0 where it is empty."""
-    if _has_kernel(rows):
+    if _has_kernel(rows, grad.shape[1]):
         return F.grouped_mm(grad.T, rows, offs=counts.cumsum(0, dtype=torch.int32))
     sizes = counts.tolist()
     parts = zip(torch.split(grad, sizes), torch.split(rows, sizes), strict=True)
@@ -62,6 +62,8 @@ if torch.ops.aten._grouped_mm not in flop_registry:
     register_flop_formula(torch.ops.aten._grouped_mm)(_flops)
 
 
-def _has_kernel(rows: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes `rows`: none in float64, and none that has no rows."""
-    return rows.dtype != torch.float64 and len(rows) > 0
+def _has_kernel(rows: Tensor, width: int) -> bool:
+    """Whether PyTorch's grouped product takes `rows` (N, in) and matrices with `width` columns: none in float64, none
+    that has no rows, and none whose rows do not begin at multiples of 16 bytes."""
+    aligned = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[1], width))
+    return rows.dtype != torch.float64 and len(rows) > 0 and aligned
