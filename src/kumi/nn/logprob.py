@@ -61,11 +61,15 @@ def log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabu
 
 
 def weighted_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, vocabulary: Vocabulary = WHOLE
-) -> tuple[Tensor, Tensor]:
-    """sum_t token_weights_t * log_prob_t as a float32 scalar, and the log-probs (T,), detached."""
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, vocabulary: Vocabulary = WHOLE,
+    device_kind: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """sum_t token_weights_t * log_prob_t as a float32 scalar, and the log-probs (T,), detached.
+
+    Chunks are those of a device of `device_kind`, by default the one that the tensors are on.
+    """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    options = (token_weights, vocabulary, needs_grad)
+    options = (token_weights, vocabulary, needs_grad, device_kind)
     total, detached = _WeightedSum.apply(hidden, weight, labels, *options)  # type: ignore[no-untyped-call]
     return total, detached
 
@@ -99,7 +103,7 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, vocabulary: Vocabulary,
-        needs_grad: bool,
+        needs_grad: bool, device_kind: str | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         hidden = vocabulary.gather(hidden)
         log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
@@ -108,7 +112,7 @@ class _WeightedSum(torch.autograd.Function):
         peak = token_weights.abs().amax().clamp(min=torch.finfo(token_weights.dtype).tiny)
         relative = token_weights / peak
         cast = weight.to(hidden.dtype)
-        for part, room in _chunks(hidden, _room(hidden, weight)):
+        for part, room in _chunks(hidden, _room(hidden, weight, device_kind)):
             h, y = hidden[part], labels[part]
             log_prob[part] = _log_prob(room, h, cast, y, vocabulary)
             if gradients is not None:
@@ -122,7 +126,7 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, peak = ctx.saved_tensors
         factor = grad * peak
-        return grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor, None, None, None, None
+        return grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor, None, None, None, None, None
 
 
 class _Room(NamedTuple):
@@ -136,8 +140,8 @@ class _Room(NamedTuple):
     probs: Tensor
 
 
-def _room(hidden: Tensor, weight: Tensor) -> _Room:
-    tokens = min(logit_chunk(weight.shape[0], hidden.device.type), len(hidden))
+def _room(hidden: Tensor, weight: Tensor, device_kind: str | None = None) -> _Room:
+    tokens = min(logit_chunk(weight.shape[0], device_kind or hidden.device.type), len(hidden))
     product = hidden.new_empty(tokens, weight.shape[0])
     logits = product.to(wide(hidden.dtype))
     return _Room(product, logits, torch.empty_like(logits))

@@ -58,11 +58,15 @@ def segments(tokens: Tensor, document_ids: Tensor | None) -> Segments:
     if tokens.device.type not in ("cpu", "cuda"):
         return Segments(document_ids, None)
     if document_ids is None:
-        bounds = torch.arange(0, rows * length + 1, length, device=tokens.device)
-    else:
-        end = torch.tensor([rows * length], device=tokens.device)
-        bounds = torch.cat([begins(document_ids).flatten().nonzero()[:, 0], end])
+        starts = range(0, rows * length + 1, length)
+        return Segments(None, list(starts) if tokens.device.type == "cpu" else _marks(starts, tokens.device))
+    end = torch.tensor([rows * length], device=tokens.device)
+    bounds = torch.cat([begins(document_ids).flatten().nonzero()[:, 0], end])
     return Segments(document_ids, bounds.tolist() if tokens.device.type == "cpu" else bounds.int())
+
+
+def _marks(starts: range, device: torch.device) -> Tensor:
+    return torch.arange(starts.start, starts.stop, starts.step, dtype=torch.int32, device=device)
 
 
 def begins(document_ids: Tensor) -> Tensor:
