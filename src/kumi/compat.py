@@ -35,6 +35,24 @@ def group_of(name: str) -> dist.ProcessGroup:
     return resolve(name)
 
 
+def join_fake_world(rank: int, world_size: int) -> None:
+    """Makes this process `rank` of a world in which collectives communicate with nobody."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def name_of_group(args: tuple[Any, ...]) -> str:
+    """The name of the process group among the arguments of an operator of torch.distributed."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return str(dist.ProcessGroup.unbox(value).group_name)
+            except (RuntimeError, TypeError):
+                continue  # a reduction, which is an object as well
+    raise TypeError(f"no process group among {args}")
+
+
 def fsdp_after_backward(module: nn.Module) -> None:
     """Does what FSDP2 does at the end of a backward pass of `module`, one that it divides: for gradients that were
     added to parameters since. 2.13 gave a module several groups of parameters; before it had one, or none."""
@@ -45,8 +63,26 @@ def fsdp_after_backward(module: nn.Module) -> None:
         one = getattr(state, "_fsdp_param_group", None)
         groups = getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
         for group in groups:
+            _complete(group)
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def _complete(group: Any) -> None:
+    """Brings the gradients of a group of FSDP2 into the dtype of sums, where some came before and others after, and
+    fills in zeros for those that are missing where FSDP2 adds up sums that it has not yet reduced over replicas: these
+    must be of the same parameters every time."""
+    params = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+    for one in params:
+        one.accumulate_unsharded_grad_if_needed()
+        one.to_accumulated_grad_if_needed()
+    found = [one.unsharded_accumulated_grad is not None or one._unsharded_param.grad is not None for one in params]
+    waiting = getattr(group, "_partial_reduce_output", None) is not None
+    if group.reduce_grads and waiting and (any(found) or group.all_reduce_grads):
+        for one, there in zip(params, found, strict=True):
+            if not there:
+                dtype = one.reduce_dtype or one._unsharded_param.dtype
+                one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=dtype)
 
 
 def has_varlen(q: Tensor) -> bool:

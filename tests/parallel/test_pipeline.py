@@ -2,12 +2,20 @@
 
 from functools import cache
 
+import numpy as np
 import pytest
+import torch
 
+from kumi.parallel import build, model_pieces, owned, pipeline
+from kumi.parallel.record import gather, spans, start
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import params
+from kumi.spec.messages import needed
+from kumi.spec.precision import PRECISIONS
+from kumi.spec.schedule import actions, placement
 from layouts.test_layouts import TOLERANCE, close
 from ranks import run_ranks
-from steps import Trace, train
+from steps import SPECS, Trace, batch, mesh_of, train
 
 SCHEDULES = {
     "1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2,
@@ -43,14 +51,129 @@ def test_every_schedule(ranks, pp, schedule):
     compare(ranks, piped(pp, schedule), "deep-tied", 12 if schedule in ("dualpipe", "interleaved") else 6)
 
 
+# Each of the ways to sum gradients with whole backwards, with weight gradients put off, and with two stages a rank.
 DATA = {
-    "copies": {"dp_replicate": 2},
-    "zero1": {"dp_shard": 2, "zero": 1},
-    "zero3": {"dp_shard": 2, "zero": 3},
+    "copies": ({"dp_replicate": 2}, ("1f1b", "zb-v")),
+    "zero1": ({"dp_shard": 2, "zero": 1}, ("interleaved", "zb-h1", "zb-v")),
+    "zero3": ({"dp_shard": 2, "zero": 3}, ("1f1b", "zb-h2", "dualpipe")),
 }
+BESIDE = [(data, schedule) for data, (_, schedules) in DATA.items() for schedule in schedules]
+
+
+@pytest.mark.parametrize(("data", "schedule"), BESIDE)
+def test_data_axes_beside_it(ranks, data, schedule):
+    compare(ranks, piped(2, schedule, **DATA[data][0]), "deep-tied", 6)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_hybrid_sharding_beside_it(ranks, zero):
+    compare(ranks, piped(2, "zb-h1", dp_replicate=2, dp_shard=2, zero=zero), "deep", 3)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_recomputation_inside_of_stages(ranks, schedule, recompute):
+    compare(ranks, piped(2, schedule, recompute=recompute), "deep", 6)
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 2), ("zb-h1", 2), ("zb-h2", 3),
+                                                        ("zb-v", 1), ("zb-v", 3)])  # fmt: skip
+def test_fewer_microbatches_than_stages(ranks, schedule, microbatches):
+    compare(ranks, piped(4, schedule), "deep-tied", microbatches)
+
+
+@pytest.mark.parametrize("stage_layers", [(0, 3), (3, 0), (1, 2)])
+def test_unequal_stages(ranks, stage_layers):
+    compare(ranks, piped(2, "1f1b", stage_layers=stage_layers), "qwen", 3)
+
+
+def test_one_rank_runs_a_pipelines_list(ranks):
+    compare(ranks, piped(1, "zb-v"), "deep-tied", 3)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("data", [{}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 3}],
+                         ids=["alone", "zero1", "zero3"])  # fmt: skip
+def test_half_precision(ranks, data, kind):
+    wanted = run_ranks(1, train, Layout(), "deep", 6, kind)[0]
+    for trace in ranks(2 * data.get("dp_shard", 1), train, piped(2, "zb-h1", **data), "deep", 6, kind):
+        assert trace.losses == pytest.approx(wanted.losses, rel=1e-3)
+        assert trace.norms[0] == pytest.approx(wanted.norms[0], rel=5e-3)
+        assert trace.norms == pytest.approx(wanted.norms, rel=5e-2)
+
+
+def recorded(layout, microbatches):
+    """What this rank did, and the whole pipeline's on the first rank."""
+    mesh = mesh_of(layout)
+    model = build(SPECS["deep"], mesh, PRECISIONS["fp32"], weights=7)
+    record = start(mesh)
+    ids = torch.ones(microbatches, 1, 7, dtype=torch.int64)
+    inputs = {"labels": ids[0], "token_weights": torch.ones(1, 7)}
+    loss = pipeline.train(model, mesh, [{"input_ids": one, **inputs} for one in ids], record)
+    return spans(record), gather(record, mesh), loss.item()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("data", DATA)
-def test_data_axes_beside_it(ranks, schedule, data):
-    compare(ranks, piped(2, schedule, **DATA[data]), "deep-tied", 6)
+def test_what_ran_is_the_schedules_list(ranks, schedule):
+    layout = piped(2, schedule)
+    found = ranks(2, recorded, layout, 4)
+    lists = actions(schedule, 2, layout.stages, 4)
+    for (mine, _, _), listed in zip(found, lists):
+        assert tuple(span.action for span in mine) == listed
+        times = [moment for span in mine for moment in (span.start, span.end)]
+        assert times == sorted(times)
+    whole = found[0][1]
+    assert whole.spans == tuple(mine for mine, _, _ in found)
+    assert found[1][1] is None
+    # Nothing begins before what it needs has been made.
+    ends = {span.action: span.end for rank in whole.spans for span in rank}
+    for rank in whole.spans:
+        for span in rank:
+            before = needed(span.action, 2 * layout.stages)
+            if before is not None:
+                made = ends.get(before, ends.get(before._replace(kind="I")))
+                assert made <= span.start + SKEW
+
+
+# Seconds between two ranks that leave a barrier together.
+SKEW = 0.05
+
+
+def evaluated(layout, microbatches):
+    """The log-probs that this rank has of each microbatch, and what is left of the gradients."""
+    mesh = mesh_of(layout)
+    model = build(SPECS["deep-tied"], mesh, PRECISIONS["fp64"], weights=7)
+    parts = [{"input_ids": one, "labels": one.roll(-1, 1)} for one in batch(0)["input_ids"].split(2)[:microbatches]]
+    found = pipeline.forward(model, mesh, parts)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return [one.numpy() for one in found]
+
+
+@pytest.mark.parametrize(("pp", "schedule", "microbatches"), [(2, "1f1b", 3), (2, "zb-v", 3), (2, "interleaved", 1),
+                                                              (4, "zb-v", 5), (4, "gpipe", 2)])  # fmt: skip
+def test_forward_alone_gives_what_one_process_gives(ranks, pp, schedule, microbatches):
+    wanted = run_ranks(1, evaluated, Layout(), microbatches)[0]
+    layout = piped(pp, schedule)
+    found = ranks(pp, evaluated, layout, microbatches)
+    last = next(
+        rank for rank, held in enumerate(placement(schedule, pp, layout.stages)) if pp * layout.stages - 1 in held
+    )
+    assert [len(one) for one in found] == [microbatches * (rank == last) for rank in range(pp)]
+    for one, other in zip(found[last], wanted):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+def saved(layout):
+    """The names and places of what this rank saves."""
+    mesh = mesh_of(layout)
+    model = build(SPECS["deep-tied"], mesh, PRECISIONS["fp32"], weights=7)
+    return [(piece.name, piece.start) for piece in owned(model_pieces(model, mesh), model, mesh)]
+
+
+@pytest.mark.parametrize(("pp", "schedule", "data"), [(2, "1f1b", {}), (2, "zb-v", {}), (4, "interleaved", {}),
+                                                      (2, "1f1b", {"dp_shard": 2, "zero": 1})])  # fmt: skip
+def test_every_part_is_saved_by_one_rank(ranks, pp, schedule, data):
+    layout = piped(pp, schedule, **data)
+    every = [piece for mine in ranks(layout.world_size, saved, layout) for piece in mine]
+    assert len(every) == len(set(every))
+    assert {name for name, _ in every} == {f"model/{param.name}" for param in params(SPECS["deep-tied"])}
