@@ -130,7 +130,6 @@ def quickstart(**sections):
     [
         ({"optim": {"kind": "muon"}}, "optim.kind='muon'"),
         ({"precision": {"kind": "fp8"}}, "precision.kind='fp8'"),
-        ({"layout": {"offload": "optimizer"}}, "offload='optimizer'"),
         ({"layout": {"tp": 2}}, "tp=2"),
     ],
 )

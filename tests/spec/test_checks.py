@@ -170,7 +170,9 @@ def test_every_pipeline_can_be_trained(schedule, stages):
     [
         (Layout(tp=2), {}, "tp=2: this version does not train with it; plan it, or set tp = 1"),
         (Layout(dp_shard=2, zero=1, ep=2), {}, "ep=2: this version does not train with it"),
-        (Layout(offload="optimizer"), {}, "offload='optimizer': this version trains on the device alone"),
+        (Layout(dp_shard=2, zero=1, offload="states"), {}, "offload='states' with zero=1 over 2 ranks: this version"),
+        (Layout(zero=3, offload="states-nvme"), {}, "offload='states-nvme' with zero=3 over 1 ranks: this version"),
+        (Layout(offload="activations", recompute="selective"), {}, "offload='activations' with recompute='selective'"),
         (Layout(), {"optim": Optim(kind="muon")}, "optim.kind='muon': this version trains with adamw; plan it, or set "
                                                   "optim.kind = 'adamw'"),
         (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8': this version trains in bf16, fp16, fp32, "

@@ -218,6 +218,11 @@ class TrainSection(Section):
     out: Text = Field(description="Folder of the run; the same command again resumes from it.")
     seed: NotNegative = Field(0, description="Seed of the initial weights and of the order of the data.")
     compile: Switch = Field(False, description="Compile every layer with torch.compile.")
+    offload_dir: Text | None = Field(
+        None,
+        description="Folder on the drives that `layout.offload` moves optimizer states to; by default `offload` inside "
+        "`out`. What lies there has no name and is gone when the run ends.",
+    )
     trace_step: NotNegative = Field(
         0,
         description="Step of which is recorded what every pipeline rank did when, beside what was planned: a trace and "

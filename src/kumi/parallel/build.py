@@ -32,7 +32,7 @@ def build(
     `compile` compiles each layer by itself: equal layers share what was compiled.
     """
     model = assemble(spec, mesh, precision, compile=compile)
-    model.to_empty(device=mesh.device)
+    _give_memory(model, mesh)
     tensor.clear_padding(model, mesh)
     pieces = model_pieces(model, mesh)
     if isinstance(weights, int):
@@ -40,6 +40,14 @@ def build(
     else:
         fill(pieces, weights)
     return replicated(model, mesh, precision)
+
+
+def _give_memory(model: nn.Module, mesh: Mesh) -> None:
+    """Parameters get memory where the layout keeps them, and buffers, which are small, on the device."""
+    model.to_empty(device="cpu" if data.on_host(mesh.layout) else mesh.device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(mesh.device))
 
 
 def assemble(spec: ModelSpec, mesh: Mesh, precision: Precision, *, compile: bool = False) -> Decoder | Stages:

@@ -28,6 +28,7 @@ from kumi.nn.decoder import Decoder, Embedding
 from kumi.nn.moe import MoE
 from kumi.parallel.grads import by_name
 from kumi.parallel.mesh import Mesh
+from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
 from kumi.spec.sharding import is_routed
 
@@ -82,16 +83,17 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
         reduce_dtype=getattr(torch, precision.reduce),
         cast_forward_inputs=False,  # rope tables stay in float32, as without sharding
     )
+    options = {"mp_policy": policy, **_offload_policy(mesh)}
     axes = mesh.device_mesh("dp_replicate", "zero")
     layers = list(decoder.model.layers.values())
     # A table that is this stage's head, too, belongs to the root.
     alone = decoder.has_embedding and not (decoder.has_head and decoder.spec.tie_word_embeddings)
-    apart = _shard_experts(decoder, mesh, policy)
+    apart = _shard_experts(decoder, mesh, options)
     for unit in [*([decoder.model.embed_tokens] if alone else []), *layers]:
         # The backward begins with the last layer: to free it in between would only cost another gathering.
         free = mesh.layout.zero == 3 and unit not in layers[-1:] and not getattr(unit, "shared", False)
-        fully_shard(unit, mesh=axes, mp_policy=policy, reshard_after_forward=free, ignored_params=apart)
-    fully_shard(decoder, mesh=axes, mp_policy=policy, reshard_after_forward=False, ignored_params=apart)
+        fully_shard(unit, mesh=axes, reshard_after_forward=free, ignored_params=apart, **options)
+    fully_shard(decoder, mesh=axes, reshard_after_forward=False, ignored_params=apart, **options)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             # The gradient of a lookup needs no weights.
@@ -101,7 +103,20 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def _shard_experts(decoder: Decoder, mesh: Mesh, policy: Any) -> set[nn.Parameter]:
+def on_host(layout: Layout) -> bool:
+    """Whether what a rank keeps of parameters and gradients between their uses lies in the host's memory."""
+    return layout.offload.startswith("states")
+
+
+def _offload_policy(mesh: Mesh) -> dict[str, Any]:
+    if not on_host(mesh.layout):
+        return {}
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")}
+
+
+def _shard_experts(decoder: Decoder, mesh: Mesh, options: dict[str, Any]) -> set[nn.Parameter]:
     """Divides the routed experts of each layer, a unit of their own, among the ranks that hold the same experts, by the
     dim after theirs; returns those that no other rank holds, which stay as they are."""
     from torch.distributed.fsdp import fully_shard
@@ -118,7 +133,7 @@ def _shard_experts(decoder: Decoder, mesh: Mesh, policy: Any) -> set[nn.Paramete
         else:
             free = mesh.layout.zero == 3 and layer is not layers[-1]
             fully_shard(
-                experts, mesh=axes, mp_policy=policy, reshard_after_forward=free, shard_placement_fn=lambda _: Shard(1)
+                experts, mesh=axes, reshard_after_forward=free, shard_placement_fn=lambda _: Shard(1), **options
             )
     return whole
 

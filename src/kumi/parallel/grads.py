@@ -58,8 +58,9 @@ def clip_gradients(model: nn.Module, max_norm: float | None, mesh: Mesh, *, loss
     factor = torch.full_like(norm, 1 / loss_scale)
     if max_norm:
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if factor.device.type != "cpu" or factor.item() != 1.0:
-        torch._foreach_mul_([local(grad) for _, grad in named], factor)
+    if named and (factor.device.type != "cpu" or factor.item() != 1.0):
+        grads = [local(grad) for _, grad in named]
+        torch._foreach_mul_(grads, factor.to(grads[0].device))  # which may have been offloaded
     return norm
 
 

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kumi.parallel.grads import local
 from kumi.spec.optim import Optim
+
+
+class Optimizer(Protocol):
+    """Parameters in groups, each with its own settings, and the states of every trained one, wherever these are."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]: ...
+
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+
+    def zero_grad(self) -> None:
+        """Drops the gradients and their memory."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +51,8 @@ class AdamW:
             if not trained:
                 continue
             torch._foreach_add_(steps, 1)
-            torch._fused_adamw_(
-                [local(parameter) for parameter in trained],
-                [local(parameter.grad) for parameter in trained],
-                means,
-                squares,
-                [],
-                steps,
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
+            gradients = [local(parameter.grad) for parameter in trained]
+            update(group, [local(parameter) for parameter in trained], gradients, means, squares, steps)
 
     def zero_grad(self) -> None:
         """Drops the gradients and their memory."""
@@ -58,11 +61,34 @@ class AdamW:
                 parameter.grad = None
 
 
-def init_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> AdamW:
+def update(
+    group: dict[str, Any], parameters: Sequence[Tensor], gradients: Sequence[Tensor], means: Sequence[Tensor],
+    squares: Sequence[Tensor], steps: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """AdamW's update of `parameters`, in place, with the settings of `group`; `steps` count this one already."""
+    torch._fused_adamw_(
+        list(parameters),
+        list(gradients),
+        list(means),
+        list(squares),
+        [],
+        list(steps),
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def init_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim, *, states: bool = True) -> AdamW:
     """AdamW over `named_parameters`, plain or sharded, with its states allocated and zero.
 
     Matrices are decayed; vectors (norm weights, biases) are not. States exist from the start so that a checkpoint
-    before the first step is complete and memory does not grow during it. The learning rate is the caller's to set.
+    before the first step is complete and memory does not grow during it; without `states` there are none. The learning
+    rate is the caller's to set.
     """
     trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     common = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
@@ -70,9 +96,8 @@ def init_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Opti
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": optim.weight_decay, **common},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, **common},
     ]
-    return AdamW(
-        [group for group in groups if group["params"]], {parameter: _state(parameter) for parameter in trained}
-    )
+    made: dict[Tensor, dict[str, Tensor]] = {parameter: _state(parameter) for parameter in trained} if states else {}
+    return AdamW([group for group in groups if group["params"]], made)
 
 
 def _state(parameter: nn.Parameter) -> dict[str, Tensor]:

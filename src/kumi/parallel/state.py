@@ -18,7 +18,7 @@ from kumi.nn import init
 from kumi.parallel.data import bare
 from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.optimizer import AdamW
+from kumi.parallel.optimizer import Optimizer
 from kumi.spec.ledger import buffers
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
@@ -46,12 +46,12 @@ def model_pieces(model: nn.Module, mesh: Mesh) -> list[Piece]:
     return [*pieces, *(Piece(f"model/{name}", tuple(value.shape), (0,) * value.ndim, value) for name, value in whole)]
 
 
-def optimizer_pieces(model: nn.Module, optimizer: AdamW, mesh: Mesh) -> list[Piece]:
+def optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[Piece]:
     """This rank's part of every optimizer state of the trained parameters. `data` is the state's own memory."""
     return list(_optimizer_pieces(model, optimizer, mesh))
 
 
-def _optimizer_pieces(model: nn.Module, optimizer: AdamW, mesh: Mesh) -> Iterator[Piece]:
+def _optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
     known = by_name(spec_of(model))
     for name, parameter in bare(model).named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -21,7 +21,7 @@ from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op
 from kumi.spec.schedule import placement, refusal
-from kumi.spec.sharding import AXIS, stage_bounds
+from kumi.spec.sharding import AXIS, stage_bounds, zero_degree
 
 TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch")
@@ -62,13 +62,32 @@ def _untrained_axes(layout: Layout) -> Iterator[str]:
 
 
 def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
-    if layout.offload != "none":
-        yield f"offload='{layout.offload}': this version trains on the device alone; plan it, or set offload = 'none'"
+    yield from _untrained_offload(job.model, layout)
     if job.optim.kind != "adamw":
         yield f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
     if job.precision.kind not in TRAINED_PRECISIONS:
         yield (f"precision.kind='{job.precision.kind}': this version trains in {', '.join(TRAINED_PRECISIONS)} only; "
                f"plan it, or set one of these")  # fmt: skip
+
+
+def _untrained_offload(model: ModelSpec, layout: Layout) -> Iterator[str]:
+    offload = layout.offload
+    instead = f"offload = '{offload.replace('states', 'optimizer')}'"
+    if offload.startswith("states") and (layout.zero != 3 or layout.dp_shard * layout.cp == 1):
+        yield (f"offload='{offload}' with zero={layout.zero} over {layout.dp_shard * layout.cp} ranks: this version "
+               f"keeps parameters on the host where zero = 3 divides them over several; set this, or "
+               f"{instead}")  # fmt: skip
+    elif offload.startswith("states") and cuts(model).experts and _copies_of_experts(layout) == 1:
+        yield (f"offload='{offload}' with ep={layout.ep} and expert_tp={layout.expert_tp}: this version keeps on the "
+               f"device what no two ranks hold, as here all experts; use a smaller ep x expert_tp, or "
+               f"{instead}")  # fmt: skip
+    if offload == "activations" and layout.recompute == "selective":
+        yield ("offload='activations' with recompute='selective': this version moves what layers keep whole; "
+               "set recompute = 'none' or 'full'")  # fmt: skip
+
+
+def _copies_of_experts(layout: Layout) -> int:
+    return layout.dp_replicate * zero_degree(layout, routed=True)
 
 
 def divisors(number: int) -> list[int]:

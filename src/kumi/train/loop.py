@@ -5,6 +5,7 @@ mesh -> model -> optimizer -> data -> restore -> [step -> report -> evaluate -> 
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from kumi.nn.matmul import enable_fast_float32
 from kumi.parallel.build import build
 from kumi.parallel.data import bare
 from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, init_distributed, total
-from kumi.parallel.optimizer import init_adamw
+from kumi.parallel.offload import init_optimizer
 from kumi.parallel.state import Reader, fill, optimizer_pieces
 from kumi.storage import checkpoint
 from kumi.train.drill import fire_drill
@@ -137,7 +138,8 @@ def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
     elif run.source is not None and run.config.model.init == "pretrained":
         weights = weights_reader(run.source, run.model)
     model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile)
-    optimizer = init_adamw(bare(model).named_parameters(), run.optim)
+    folder = Path(os.path.expanduser(run.config.train.offload_dir or run.out / "offload"))
+    optimizer = init_optimizer(bare(model).named_parameters(), run.optim, mesh, folder)
     if saved is not None:
         fill(optimizer_pieces(model, optimizer, mesh), saved.read)
     cross = run.config.data.cross_document

@@ -13,7 +13,7 @@ from kumi.data import Mixture, Store, Sweep
 from kumi.errors import RefusedError
 from kumi.parallel.grads import LossScale
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.optimizer import AdamW
+from kumi.parallel.optimizer import Optimizer
 from kumi.parallel.state import model_pieces, optimizer_pieces, owned
 from kumi.storage.checkpoint import Checkpoint, Piece
 from kumi.train.prepare import tokenizer_folder
@@ -40,7 +40,7 @@ class Parts:
     run: Run
     mesh: Mesh
     model: nn.Module
-    optimizer: AdamW
+    optimizer: Optimizer
     data: Mixture
     validation: Sweep | None
     store: Store

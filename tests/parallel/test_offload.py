@@ -1,0 +1,129 @@
+"""Optimizer states on the host and on drives, and states on the host: the same numbers, and where they are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from kumi.errors import SaveError
+from kumi.parallel import bare, build, build_mesh, clip_gradients, fill, init_adamw, optimizer_pieces
+from kumi.parallel.drives import open_drives
+from kumi.parallel.grads import local
+from kumi.parallel.mesh import Place
+from kumi.parallel.offload import init_optimizer
+from kumi.spec.layout import Layout
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
+from steps import SPECS, forward_backward, mesh_of
+
+OPTIM = Optim(lr=1e-2)
+
+
+def _alone(offload):
+    return build_mesh(Layout(offload=offload), Place(0, 1, 0, torch.device("cpu")))
+
+
+def _module():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(37, 11), nn.Linear(11, 300), nn.LayerNorm(300), nn.Linear(300, 5))
+
+
+def _steps(module, optimizer, frozen=()):
+    """Four updates; parameters in `frozen` have no gradient in the second."""
+    for step in range(4):
+        torch.manual_seed(step)
+        module(torch.randn(5, 37)).square().sum().backward()
+        for name, parameter in module.named_parameters():
+            if step == 1 and name in frozen:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("bucket", [64, 640, 2**20])
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer-nvme"])
+def test_updates_equal_those_on_the_device_to_the_bit(tmp_path, offload, bucket):
+    plain, moved = _module(), _module()
+    ours = init_optimizer(moved.named_parameters(), OPTIM, _alone(offload), tmp_path, bucket=bucket)
+    theirs = init_adamw(plain.named_parameters(), OPTIM)
+    for module, optimizer in ((plain, theirs), (moved, ours)):
+        _steps(module, optimizer, frozen=("1.weight", "3.bias"))
+    for one, other in zip(plain.parameters(), moved.parameters()):
+        assert torch.equal(one, other)
+        assert all(torch.equal(ours.state[other][name], value) for name, value in theirs.state[one].items())
+    assert list(tmp_path.iterdir()) == []
+
+
+def _mapped_pages():
+    """Bytes of the files of states that are in this process's memory."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = "exp_avg" in line
+        elif inside and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def test_memory_holds_three_buckets_of_what_is_on_drives(tmp_path):
+    module = nn.Linear(1024, 1024, bias=False)
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer = init_optimizer(module.named_parameters(), OPTIM, _alone("optimizer-nvme"), tmp_path, bucket=2**16)
+    assert len(optimizer.buckets) == 16
+    before = _mapped_pages()
+    optimizer.step()
+    rooms = sum(tensor.nbytes for room in optimizer.rooms for tensor in (room.means, room.squares))
+    assert rooms == 3 * 2 * 2**16 * 4
+    assert _mapped_pages() == before
+    assert optimizer.state[module.weight]["exp_avg"].unique().tolist() == pytest.approx([0.1])
+    assert _mapped_pages() >= before + module.weight.nbytes
+
+
+def test_drives_without_room_are_said(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SaveError, match=r"cannot hold 4096 bytes of optimizer states .*train.offload_dir"):
+        open_drives(file, 0, 1024, torch.float32)
+
+
+def _trained(layout, family, folder):
+    """Parameters and states after three steps, with what a rank saves then filled into an optimizer in memory."""
+    mesh = mesh_of(layout)
+    model = build(SPECS[family], mesh, PRECISIONS["fp32"], weights=3)
+    optimizer = init_optimizer(bare(model).named_parameters(), OPTIM, mesh, Path(folder), bucket=1024)
+    for step in range(3):
+        forward_backward(model, mesh, step, 2)
+        clip_gradients(model, 0.5, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = {piece.name: piece.data.clone() for piece in optimizer_pieces(model, optimizer, mesh)}
+    plain = init_adamw(bare(model).named_parameters(), OPTIM)
+    fill(optimizer_pieces(model, plain, mesh), lambda name, start, shape: saved[name])
+    states = [local(value).numpy().copy() for state in plain.state.values() for value in state.values()]
+    return [local(value.detach()).numpy().copy() for value in model.parameters()], states
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2, zero=1),
+    Layout(dp_shard=2, zero=3),
+    Layout(tp=2),
+    Layout(pp=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_alike_wherever_states_are(ranks, layout, tmp_path):
+    kinds = ["optimizer", "optimizer-nvme", "activations", *(["states", "states-nvme"] if layout.zero == 3 else [])]
+    wanted = ranks(layout.world_size, _trained, layout, "qwen", str(tmp_path))
+    for offload in kinds:
+        found = ranks(layout.world_size, _trained, replace(layout, offload=offload), "qwen", str(tmp_path))
+        for ours, theirs in zip(found, wanted, strict=True):
+            for mine, other in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
+                assert (mine == other).all(), offload
