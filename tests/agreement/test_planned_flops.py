@@ -98,8 +98,9 @@ def test_ranks_that_share_a_microbatch_compute_it_once_together(name, layout):
     assert forward * layout.tp * layout.cp == pytest.approx(causal, abs=(layout.tp - 1) * routers + 1e-6 * causal)
 
 
-def test_the_ledger_s_operations_are_those_that_run():
-    model = model_of("dense")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_ledger_s_operations_are_those_that_run(name):
+    model = model_of(name)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         Decoder(model)(torch.zeros((2, LENGTH), dtype=torch.int64))
     assert counter.get_total_flops() == ledger.forward_flops(model, 2 * LENGTH, LENGTH)

@@ -44,7 +44,12 @@ def test_float32(name, device):
         assert relative(gradient, expected_gradients[key]) <= 1e-4, key
 
 
-@pytest.mark.parametrize("name", CASES)
+# Rounding decides which experts a token goes to where two are as good.
+WITHOUT_CHOICE = [name for name, (_, changes) in CASES.items() if "num_experts_per_tok" not in changes
+                  and "num_local_experts" not in changes]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_CHOICE)
 def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(name, device):
     _, decoder = build_pair(name)
     ids = tokens(decoder)

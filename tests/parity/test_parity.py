@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,11 +34,36 @@ def test_logits_loss_and_gradients(name):
         assert difference <= 1e-5 * theirs[key].grad.abs().max() + 1e-7, key
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe"])
+def test_the_auxiliary_loss(name):
+    """That of transformers for the last layer alone. Of several, transformers multiplies what all layers together chose
+    with their mean scores; here the loss is the mean of the layers' own."""
+    reference, decoder = build_pair(name)
+    last, coef = decoder.spec.layers[-1].mlp, 3.0
+    balance = list(decoder.model.layers.values())[-1].mlp.gate.balance
+    ids = torch.randint(0, decoder.spec.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+    out = reference(input_ids=ids, use_cache=False, output_router_logits=True)
+    formula = importlib.import_module(type(reference).__module__).load_balancing_loss_func
+    aux = formula(out.router_logits[-1:], last.num_experts, last.num_experts_per_tok)
+    loss = F.cross_entropy(out.logits.flatten(0, 1), ids.roll(-1, dims=1).flatten())
+    (loss + coef * aux).backward()
+    balance.weight = coef / ids.numel()
+    total, _ = decoder(ids, labels=ids.roll(-1, dims=1), token_weights=torch.full(ids.shape, 1 / ids.numel()))
+    (-total).backward()
+    torch.testing.assert_close(balance.loss, coef * aux.detach(), rtol=1e-5, atol=1e-6)
+    theirs = dict(reference.named_parameters())
+    for key, parameter in decoder.named_parameters():
+        difference = (parameter.grad - theirs[key].grad).abs().max()
+        assert difference <= 1e-5 * theirs[key].grad.abs().max() + 1e-6, key
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_ledger_has_the_parameters_of_the_module(name):
     _, decoder = build_pair(name)
     listed = {param.name: param.shape for param in ledger.params(decoder.spec)}
     assert listed == {key: tuple(value.shape) for key, value in decoder.named_parameters()}
+    listed = {buffer.name: buffer.shape for buffer in ledger.buffers(decoder.spec)}
+    assert listed == {key: tuple(value.shape) for key, value in decoder.named_buffers()}
 
 
 @pytest.mark.parametrize("name", CASES)
