@@ -14,12 +14,16 @@ from kumi.errors import SaveError
 from kumi.parallel import bare, build, build_mesh, clip_gradients, fill, init_adamw, optimizer_pieces
 from kumi.parallel.drives import open_drives
 from kumi.parallel.grads import local
+from kumi.parallel.kept import keep_on_host
 from kumi.parallel.mesh import Place
 from kumi.parallel.offload import init_optimizer
+from kumi.plan.activations import ledger
+from kumi.plan.columns import columns
 from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from steps import SPECS, forward_backward, mesh_of
+from planned import job_of
+from steps import SPECS, batch, forward_backward, mesh_of
 
 OPTIM = Optim(lr=1e-2)
 
@@ -127,3 +131,31 @@ def test_layouts_train_alike_wherever_states_are(ranks, layout, tmp_path):
         for ours, theirs in zip(found, wanted, strict=True):
             for mine, other in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
                 assert (mine == other).all(), offload
+
+
+def _kept(recompute, kind):
+    """Bytes that leave in the forward pass of two layers, and the gradients with and without that."""
+    spec = SPECS["llama"]
+    mesh = build_mesh(Layout(recompute=recompute), Place(0, 1, 0, torch.device("cpu")))
+    found = []
+    for moves in (False, True):
+        model = build(spec, mesh, PRECISIONS[kind], weights=0)
+        flow = keep_on_host(list(model.model.layers.values()), mesh.device) if moves else None
+        part = {name: value.repeat(4, 1) for name, value in batch(0).items()}
+        summed, _ = model(**part, token_weights=torch.ones(part["labels"].shape))
+        moved = flow.moved if flow else 0
+        summed.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    return moved, part["labels"].numel(), found
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_layers_keep_leaves_once_and_comes_back(recompute, kind):
+    moved, tokens, (stayed, came) = _kept(recompute, kind)
+    assert all(torch.equal(one, other) for one, other in zip(stayed, came))
+    spec = SPECS["llama"]
+    kept = ledger(job_of(spec, kind=kind), columns([Layout()])).layers[0]
+    said = len(spec.layers) * getattr(kept, recompute)[0] * tokens
+    # Small tensors stay: what attention says of its sums, and where its documents begin.
+    assert 0.9 * said <= moved <= said

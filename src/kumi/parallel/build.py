@@ -14,6 +14,7 @@ from torch import nn
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import linears
 from kumi.parallel import context, data, expert, tensor
+from kumi.parallel.kept import keep_on_host
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.recompute import recompute_layers
 from kumi.parallel.stages import Stages, held_stages, in_stages, share_table, splits_backward, stages_of, tie_group
@@ -100,6 +101,8 @@ def _prepare(
             layer.splits = True
     layers = list(decoder.model.layers.values())
     recompute_layers([layer for layer in layers if layer in recomputed], mesh.layout.recompute)
+    if mesh.layout.offload == "activations":
+        keep_on_host(layers, mesh.device)
     if compile:
         for block in layers:
             block.compile()
