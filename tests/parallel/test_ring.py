@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from kumi.nn import block_attention
 from kumi.nn.attention import attend
 from kumi.nn.where import Segments, segments
-from kumi.parallel.ring import positions_of, ring_over
+from kumi.parallel.ring import _plan, positions_of, ring_over
 
 ROWS = 2
 TOLERANCE = 1e-12
@@ -29,8 +31,15 @@ def _inputs(length, heads, kv_heads, size, v_size, dtype=torch.float64):
 
 
 def _around(length, heads, sizes, lengths, window, strided):
-    """On a rank: result and gradients of its positions, which must equal those of whole rows."""
-    block_attention.BLOCK, block_attention.UNIT, block_attention.ROUND = 4, 2, 2
+    """On a rank: how far result and gradients of its positions are from those of whole rows."""
+    _plan.cache_clear()
+    with patch.multiple(block_attention, BLOCK={"cpu": 4}, UNIT=2, ROUND=2):
+        found = _differences(length, heads, sizes, lengths, window, strided)
+    _plan.cache_clear()
+    return found
+
+
+def _differences(length, heads, sizes, lengths, window, strided):
     *qkv, grad = _inputs(length, *heads, *sizes)
     ids = None if lengths is None else _documents(length, lengths)
     where = segments(torch.zeros(ROWS, length), ids)

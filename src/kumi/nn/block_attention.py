@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kumi.nn.dtypes import wide
 
-# Queries of a block, and keys that its first key is rounded down to; see `kumi.nn.cpu_attention`.
-BLOCK = 128
+# Queries of a block, by device, and keys that its first key is rounded down to; see `kumi.nn.cpu_attention`.
+BLOCK = {"cpu": 128, "cuda": 512}
 UNIT = 64
 # Where documents end inside a block, it is cut after a multiple of so many queries: few shapes, little for nothing.
 ROUND = 32
@@ -77,24 +77,25 @@ def arranged(k: Tensor, v: Tensor, *, backward: bool) -> Part:
     return Part(keys, k.transpose(1, 2), values)
 
 
-def blocks(queries: Tensor, keys: Tensor, earliest: Tensor, piece: int) -> tuple[Block, ...]:
+def blocks(queries: Tensor, keys: Tensor, earliest: Tensor, piece: int, device: torch.device) -> tuple[Block, ...]:
     """The blocks of queries at the positions `queries` (N,) that see any of the keys at the positions `keys` (M,).
 
     `earliest` (B, S) is the first position that each position of a row may see, and never falls along the row. Every
-    `piece` queries are neighbours. All on the host.
+    `piece` queries are neighbours. These are on the host, the blocks' masks on `device`.
     """
     first = torch.searchsorted(keys, earliest[:, queries].contiguous())
     last = torch.searchsorted(keys, queries, right=True)
+    size = BLOCK[device.type]
     found: list[Block] = []
     for row in range(len(earliest)):
         for begin in range(0, len(queries), piece):
-            for start in range(begin, begin + piece, BLOCK):
-                stop = min(start + BLOCK, begin + piece)
-                found += _block(row, start, first[row, start:stop], last[start:stop])
+            for start in range(begin, begin + piece, size):
+                stop = min(start + size, begin + piece)
+                found += _block(row, start, first[row, start:stop], last[start:stop], device)
     return tuple(found)
 
 
-def _block(row: int, start: int, first: Tensor, last: Tensor) -> Iterator[Block]:
+def _block(row: int, start: int, first: Tensor, last: Tensor, device: torch.device) -> Iterator[Block]:
     """The block of the queries from `start` on that see keys `first` to `last`, each; none where they see no key."""
     # Where a key comes after a query, both are of one piece, and the query sees itself; else all end at one key, and
     # the queries from some document on see none.
@@ -108,9 +109,11 @@ def _block(row: int, start: int, first: Tensor, last: Tensor) -> Iterator[Block]
     all_from, all_to = int(first[-1]), int(last[0])
     hidden = []
     if all_from > begin:
-        hidden.append(Hidden(0, all_from - begin, torch.arange(begin, all_from) < first[:, None]))
+        early = torch.arange(begin, all_from) < first[:, None]
+        hidden.append(Hidden(0, all_from - begin, early.to(device)))
     if all_to < end:
-        hidden.append(Hidden(all_to - begin, end - begin, torch.arange(all_to, end) >= last[:, None]))
+        late = torch.arange(all_to, end) >= last[:, None]
+        hidden.append(Hidden(all_to - begin, end - begin, late.to(device)))
     yield Block(row, start, start + size, count, begin, end, tuple(hidden))
 
 
@@ -165,7 +168,7 @@ def _probs(queries: Tensor, part: Part, block: Block) -> tuple[Tensor, Tensor]:
     scores = torch.bmm(rows, part.keys[block.row, :, :, block.first : block.last])
     each_head = scores.view(scores.shape[0], -1, block.stop - block.start, block.last - block.first)
     for hidden in block.hidden:
-        each_head[..., hidden.start : hidden.stop].masked_fill_(hidden.mask.to(scores.device), -torch.inf)
+        each_head[..., hidden.start : hidden.stop].masked_fill_(hidden.mask, -torch.inf)
     probs = torch.softmax(scores, dim=-1)
     # log p = score - log-sum-exp, most accurately for the largest.
     return probs, scores.amax(dim=-1).sub_(probs.amax(dim=-1).log_())

@@ -102,7 +102,9 @@ def _ring(name: str) -> _Ring:
 
 
 @lru_cache(maxsize=64)
-def _plan(bounds: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int) -> tuple[Block, ...]:
+def _plan(
+    bounds: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int, device: torch.device
+) -> tuple[Block, ...]:
     """Which queries of rank `index` see which keys of rank `source`."""
     marks = torch.tensor(bounds)
     length = bounds[-1] // rows
@@ -111,7 +113,7 @@ def _plan(bounds: tuple[int, ...], rows: int, window: int, cp: int, index: int, 
     if window:
         earliest = torch.maximum(earliest, torch.arange(length) - window + 1)
     queries, keys = (positions_of(length, cp, rank) for rank in (index, source))
-    return block_attention.blocks(queries, keys, earliest, length // (2 * cp))
+    return block_attention.blocks(queries, keys, earliest, length // (2 * cp), device)
 
 
 def _rounds(ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int) -> Iterator[_Round]:
@@ -119,7 +121,7 @@ def _rounds(ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int
     for turn in range(ring.size):
         underway = ring.pass_on(both) if turn + 1 < ring.size else None
         source = (ring.index - turn) % ring.size
-        yield both, _plan(tuple(bounds), rows, window, ring.size, ring.index, source)
+        yield both, _plan(tuple(bounds), rows, window, ring.size, ring.index, source, both.device)
         both = underway.arrived() if underway else both
 
 
