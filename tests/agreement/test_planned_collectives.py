@@ -6,9 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kumi.parallel import build, clip_gradients
 from kumi.plan.traffic import collectives
@@ -16,32 +13,13 @@ from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from planned import job_of
 from steps import LENGTH, SEQUENCES, SPECS, forward_backward, mesh_of
+from watch import Sent
 
 DIVIDED = [
     *(Layout(dp_shard=4, zero=zero) for zero in (1, 2, 3)),
     *(Layout(dp_replicate=2, dp_shard=2, zero=zero) for zero in (1, 2, 3)),
 ]
-KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
-# The sum of the loss over all ranks, in float64, is the caller's message and no part of the step.
-LOSS = ("all_reduce", 4, 8)
 MICROBATCHES = (1, 3)
-
-
-class Watch(TorchDispatchMode):
-    """The collectives that run inside, counted by (kind, ranks of the group, bytes of the whole tensor)."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            leaves = tree_leaves(args)
-            group = next(leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject))
-            ranks = torch.distributed.ProcessGroup.unbox(group).size()
-            size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.seen[KINDS[func._opname], ranks, size] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _sent(layout, family, kind):
@@ -52,21 +30,22 @@ def _sent(layout, family, kind):
         # DistributedDataParallel tells its ranks once, in the second step, in which order gradients come.
         forward_backward(model, mesh, 0, 1)
     for microbatches in MICROBATCHES:
-        with Watch() as watch:
+        with Sent() as watch:
             forward_backward(model, mesh, 0, microbatches)
             clip_gradients(model, 1.0, mesh)
-        watch.seen[LOSS] -= 1
+        # The sum of the loss over all ranks, in float64, is the caller's message and no part of the step.
+        watch.seen["all_reduce", layout.world_size, 8] -= 1
         found.append(+watch.seen)
     return found
 
 
-def _planned(layout, family, kind, microbatches):
+def _planned(layout, family, kind, microbatches, pp_rank=0):
     """What the planner lists, counted in the same way."""
     job = job_of(SPECS[family], seq_len=LENGTH, sequences=SEQUENCES, kind=kind)
     layout = replace(layout, microbatch=SEQUENCES // (layout.dp * microbatches))
     assert job.batch.microbatches(layout) == microbatches
     found = Counter()
-    for one in collectives(job, layout):
+    for one in collectives(job, layout, pp_rank):
         found[one.kind, one.degree, one.bytes] += one.count
     return found
 
@@ -84,6 +63,50 @@ def test_divided_states(ranks, family, layout, kind):
     assert {kind for kind, _, _ in said[0]} >= {"all_gather", "reduce_scatter", "all_reduce"}
     for sent in ranks(4, _sent, layout, family, kind):
         assert sent == said
+
+
+CUT = [
+    ("llama", Layout(tp=2)),
+    ("llama", Layout(tp=2, recompute="full")),
+    ("qwen", Layout(tp=4, recompute="selective")),
+    ("qwen", Layout(tp=2, sequence_parallel=False, recompute="full")),
+    ("qwen", Layout(tp=2, dp_shard=2, zero=3)),
+    ("latent", Layout(tp=2, recompute="full")),
+    ("latent", Layout(tp=2, recompute="selective")),
+    ("moe", Layout(dp_shard=2, zero=3, ep=2, recompute="full")),
+    ("moe", Layout(tp=2, ep=2, recompute="selective")),
+    ("moe", Layout(dp_shard=2, tp=2, zero=1, ep=2, expert_tp=2, recompute="full")),
+    ("latent", Layout(dp_shard=2, tp=2, zero=3, ep=4)),
+    ("llama", Layout(cp=2)),
+    ("qwen", Layout(cp=2, tp=2, recompute="full")),
+    ("moe", Layout(cp=2, dp_shard=2, zero=3, ep=2)),
+    ("deep", Layout(pp=2, tp=2, schedule="1f1b")),
+    ("deep-tied", Layout(pp=2, dp_shard=2, zero=3)),
+    ("deep-tied", Layout(pp=2, schedule="zb-v", stages=2, dp_shard=2, zero=1)),
+]
+
+
+def _named(case):
+    return (
+        "-".join(f"{key}{value}" for key, value in vars(case).items() if value != getattr(Layout(), key))
+        if isinstance(case, Layout)
+        else case
+    )
+
+
+@pytest.mark.parametrize(("family", "layout"), CUT, ids=_named)
+def test_layouts_that_cut_the_model(ranks, family, layout):
+    """Rows that go to experts differ from rank to rank; of all ranks together there are as many as the planner says."""
+    found, said = (Counter({kind: 0 for kind in ("count", "bytes")}) for _ in range(2))
+    for rank, sent in enumerate(ranks(layout.world_size, _sent, layout, family, "bf16")):
+        for seen, microbatches in zip(sent, MICROBATCHES, strict=True):
+            listed = _planned(layout, family, "bf16", microbatches, layout.coords(rank)["pp"])
+            for messages, sums in ((seen, found), (listed, said)):
+                for key in [key for key in messages if key[0] == "all_to_all"]:
+                    count = messages.pop(key)
+                    sums.update(count=count, bytes=count * key[2])
+            assert seen == listed
+    assert found == said
 
 
 @pytest.mark.parametrize("family", SPECS)

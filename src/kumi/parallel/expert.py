@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kumi.compat import group_of
 from kumi.nn.decoder import Decoder
 from kumi.nn.moe import MoE, gather_weighted, sorted_places, spread
 from kumi.nn.router import Routing, count
-from kumi.parallel.collectives import gather, gathered, scatter, summed
+from kumi.parallel.collectives import define, gather, gathered, scatter, summed
 from kumi.parallel.mesh import Mesh
 
 
@@ -89,8 +90,7 @@ class Exchange:
         """Rows that go to and come from each rank, and how many come from each rank for each expert here, (n, X/n)."""
         assert self.ep is not None
         mine = counts.view(self.ep.size(), -1)
-        own = torch.empty_like(mine)
-        dist.all_to_all_single(own, mine.contiguous(), group=self.ep)
+        own: Tensor = COUNTS(mine, self.ep.group_name)
         both = torch.stack((mine.sum(1), own.sum(1))).tolist()  # sizes of messages: the host must know them
         return both[0], both[1], own
 
@@ -125,18 +125,32 @@ class _ExchangeRows(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:  # fmt: skip
-        ctx.options = received, sent, group
-        return _all_to_all(rows, sent, received, group)
+        ctx.options = received, sent, group.group_name
+        out: Tensor = ROWS(rows, sent, received, group.group_name)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, *ctx.options), None, None, None
+        return ROWS(grad, *ctx.options), None, None, None
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     out = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group_of(group))
     return out
+
+
+def _tell(counts: Tensor, group: str) -> Tensor:
+    out = torch.empty_like(counts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, counts.contiguous(), group=group_of(group))
+    return out
+
+
+# What selective recomputation keeps, so that nothing is sent again.
+ROWS = define("exchange_rows", "(Tensor rows, int[] sent, int[] received, str group) -> Tensor", _exchange,
+              lambda rows, sent, received, group: rows.new_empty(sum(received), rows.shape[1]))  # fmt: skip
+COUNTS = define("exchange_counts", "(Tensor counts, str group) -> Tensor", _tell,
+                lambda counts, group: torch.empty_like(counts, memory_format=torch.contiguous_format))  # fmt: skip
 
 
 class _Reorder(torch.autograd.Function):

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
 from kumi.parallel.collectives import SCATTER, SUM
+from kumi.parallel.expert import COUNTS as EXCHANGED_COUNTS
+from kumi.parallel.expert import ROWS as EXCHANGED_ROWS
 from kumi.parallel.ring import OPERATOR as RING_ATTENTION
 from kumi.parallel.tensor import LINEARS as GATHERED_LINEARS
 from kumi.parallel.ulysses import OPERATOR as DEALT_HEADS
@@ -33,6 +35,8 @@ KEPT = (
     DEALT_HEADS,
     GATHERED_LINEARS,
     SCATTER,
+    EXCHANGED_ROWS,
+    EXCHANGED_COUNTS,
     SUM,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,

@@ -23,7 +23,7 @@ from kumi.plan.types import MemoryEstimate
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import kind_ops, logit_chunk
+from kumi.spec.ledger import LEAST_CHUNK, LOGITS, kind_ops
 from kumi.spec.op import Dim
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import cut
@@ -83,11 +83,14 @@ def stage_memory(job: Job, x: Columns, share: Share, known: Content | None = Non
     own, kept, passing, optimizer = known.own, known.kept, known.passing, known.states["optimizer"]
     head_gradient = _head_gradient(job, x, share)
     stay, in_hand = _stay(job, x, share, kept), _in_hand(job, x, share, kept)
+    logits, head_gradient = _logits(job, x, share), _head_gradient(job, x, own, share)
+    grads = known.states["grads"]
     sizes = known.states | _fullest({
+        "grads": (np.where(_grads_begin_empty(job, x), 0.0, grads), grads, grads),
         "gathered": (passing.loss, passing.layer, passing.end),
         "optimizer": (optimizer, optimizer, optimizer + known.update),
         "activations": (stay, stay + in_hand, np.zeros(len(x))),
-        "head": (_logits(job, x, share) + head_gradient, head_gradient, head_gradient),
+        "head": (logits + head_gradient, _later(job, x, logits), np.zeros(len(x))),
     })  # fmt: skip
     sizes["weights"] = _weight_copies(job, x, own, share)
     sizes["buffers"] = known.buffers
@@ -165,23 +168,49 @@ def _in_hand(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:
     return np.asarray(tokens_of(job, x) * most)
 
 
+def _grads_begin_empty(job: Job, x: Columns) -> NDArray[np.bool_]:
+    """Whether there are no gradients yet when the loss of the only microbatch is computed: they are made in the
+    backward, unless they have buffers of their own."""
+    own_buffers = job.engine.half_weights | ((x.zero == 0) & (x.dp * x.cp > 1) & (x.pp * x.stages == 1))
+    return np.asarray((microbatches_of(job, x) == 1) & ~own_buffers)
+
+
 def _logits(job: Job, x: Columns, part: Share) -> Floats:
-    """Bytes of logits and what the loss makes of them: of a microbatch, in GPipe of all, or of one chunk at a time."""
+    """Bytes of logits and what the loss makes of them: of a microbatch, in GPipe of all, or of one chunk at a time, as
+    the product gives them and, where these are not the same, in float32, and their probabilities."""
     engine, tokens = job.engine, tokens_of(job, x)
     vocab = cut(Dim("vocab", job.model.vocab_size), np.where(engine.whole_logits, 1, x.tp))
     if engine.logit_bytes:
         each = np.where(x.tp > 1, engine.cut_logit_bytes or engine.logit_bytes, engine.logit_bytes)
         return np.asarray(part.head * each * tokens * vocab * np.where(x.schedule == GPIPE, part.in_flight, 1.0))
-    chunk = np.minimum(tokens, logit_chunk(job.model.vocab_size, job.cluster.device.kind))
-    return np.asarray(part.head * 2 * ITEMSIZE["float32"] * chunk * vocab)
+    chunk = np.minimum(tokens, np.maximum(LEAST_CHUNK, LOGITS[job.cluster.device.kind == "cpu"] // vocab))
+    return np.asarray(part.head * (2 * ITEMSIZE["float32"] + _rounded(job)) * chunk * vocab)
 
 
-def _head_gradient(job: Job, x: Columns, part: Share) -> Floats:
-    """Bytes of the head's gradient, in float32, where it is formed in the forward pass, chunk by chunk."""
+def _rounded(job: Job) -> int:
+    """Bytes of an element of what the loss has besides float32, 0 where it computes in that anyway."""
+    return job.itemsize if job.itemsize < ITEMSIZE["float32"] else 0
+
+
+def _head_gradient(job: Job, x: Columns, own: Held, part: Share) -> Floats:
+    """Bytes of the head's gradients where they are formed in the forward pass, chunk by chunk: of the weight in
+    float32, with a chunk's product and, where it is not gathered, the weight as it is multiplied with; of the hidden
+    states; and in GPipe those of the microbatches before, which wait for their backward."""
     if job.engine.logit_bytes:
         return np.zeros(len(x))
-    vocab = cut(Dim("vocab", job.model.vocab_size), x.tp)
-    return np.asarray(part.head * ITEMSIZE["float32"] * vocab * job.model.hidden_size)
+    matrix = cut(Dim("vocab", job.model.vocab_size), x.tp) * job.model.hidden_size
+    whole = divided(x) > 1
+    found = ITEMSIZE["float32"] + _rounded(job) * (2.0 - whole)
+    kept = np.where(whole, job.itemsize, ITEMSIZE[job.precision.param])
+    waiting = np.where(x.schedule == GPIPE, part.in_flight - 1, 0.0)
+    hidden = job.itemsize * tokens_of(job, x) * job.model.hidden_size
+    return np.asarray(part.head * (matrix * (found + waiting * kept) + hidden * (1 + waiting)))
+
+
+def _later(job: Job, x: Columns, logits: Floats) -> Floats:
+    """Bytes of `logits` that are still there in the backward of the layers: all that an engine holds of GPipe's other
+    microbatches, none where they were formed in chunks."""
+    return np.where(x.schedule == GPIPE, logits, 0.0) if job.engine.logit_bytes else np.zeros(len(x))
 
 
 def _buffers(job: Job, x: Columns) -> Floats:

@@ -196,6 +196,10 @@ def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
     # Summed from one buffer into another, in the dtype of the reduction.
     summed = reduce * (1 + 1 / np.maximum(1, divided(x)))
     in_loss = np.where(shards, compute * (root.padded + layer.padded), every)
+    # The buffer that the last layer came in goes when another unit comes; that of the unit whose gradients were summed
+    # last in the microbatch before, when others are.
+    again = np.where(own.embedding.padded > 0, own.embedding.padded, np.where(root.padded > 0, root.padded, layer.padded))
+    waiting = compute * layer.padded + reduce * np.where((x.zero >= 2) & (microbatches > 1), again, 0.0)
     in_layer = in_loss + compute * (np.where(shards, layer.padded, 0.0) + root.whole + layer.whole)
     if not job.engine.head_stays:
         in_layer = in_layer - compute * (np.where(shards, root.padded, 0.0) + root.whole)
@@ -209,7 +213,7 @@ def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
         compute * np.maximum(own.largest_padded, root.padded),
         kept,
         compute * (root.whole + own.largest_whole),
-        in_loss + kept,
+        in_loss + kept + waiting,
         in_layer + kept + summed * layer.padded,
         at_end + kept,
     )))  # fmt: skip

@@ -158,7 +158,7 @@ def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count
     full, selective = part * (x.recompute == FULL), part * (x.recompute == SELECTIVE)
     again = full * forward + selective * spared(job, cost)[index]
     kernels_again = full * cost.kernels_forward[index] + selective * cost.kernels_forward[index] / 2
-    comm_again = {axis: full * seconds for axis, seconds in comm_forward.items()}
+    comm_again = {axis: full * seconds[index] for axis, seconds in cost.comm_again.items()}
     slack_forward = np.maximum(0.0, launch * cost.kernels_forward[index] - forward - sum(comm_forward.values()))
     host_backward = launch * (cost.kernels_backward[index] + kernels_again)
     busy_backward = backward + weight + again + sum(comm_backward.values()) + sum(comm_again.values())

@@ -14,16 +14,22 @@ from kumi.plan.comm import collective_seconds, link_name
 from kumi.plan.context import dealt_elements, gradient_itemsize, kv_elements
 from kumi.plan.stages import bounds
 from kumi.plan.states import elements
+from kumi.plan.tensor import Regions, regions
 from kumi.plan.types import Collective
 from kumi.plan.update import NORM_BYTES, norm_group
 from kumi.spec.job import Job
-from kumi.spec.layout import Layout
-from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops
+from kumi.spec.layout import AXES, Layout
+from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops, logit_chunk
+from kumi.spec.precision import ITEMSIZE
+from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.schedule import placement
+from kumi.spec.sharding import held_params, local_numel
 
 # Which kind of seconds of a step an axis' traffic is counted as.
-EXCHANGES = ("dispatch", "combine")
-TIME_KIND = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp"}
+INT64 = 8.0
+# What is sent once a step along an axis whose traffic is otherwise every microbatch's: too little to be charged.
+ALIKE, TIED = "gradients held alike", "gradients of the tied table"
+TIME_KIND = {"tp": "tp", "cp": "cp", "ep": "ep", "expert_tp": "ep", "pp": "pp"}
 
 
 def traffic(job: Job, layout: Layout, exposed: dict[str, float], pp_rank: int = 0) -> tuple[Collective, ...]:
@@ -45,7 +51,7 @@ def collectives(job: Job, layout: Layout, pp_rank: int = 0) -> tuple[Collective,
     often it is sent."""
     own = _Own(job, layout, pp_rank)
     counts: dict[Collective, int] = {}
-    for one in (*_data(own), *_tensor(own), *_context(own), *_expert(own), *_pipeline(own)):
+    for one in (*_data(own), *_tensor(own), *_context(own), *_expert(own), *_pipeline(own), *_tied(own)):
         alike = replace(one, count=0)
         counts[alike] = counts.get(alike, 0) + one.count
     return tuple(replace(one, count=count) for one, count in counts.items() if count and one.degree > 1 and one.bytes)
@@ -66,6 +72,7 @@ class _Own:
         self.last = layout.pp * layout.stages - 1 in self.chunks
         self.tokens = layout.microbatch * job.batch.seq_len / layout.cp
         self.size = job.itemsize
+        self.wide = max(4, self.size)
         self.hidden = self.size * self.tokens * job.model.hidden_size
         self.sequence_parallel = layout.sequence_parallel and layout.tp > 1
 
@@ -76,8 +83,11 @@ class _Own:
         found = [("layer", layer_ops(model, index)) for index in self.layers]
         embedding = embedding_ops(model) if self.first else ()
         head = head_ops(model) if self.last else ()
-        if model.tie_word_embeddings and embedding and head:
+        staged = self.layout.pp * self.layout.stages > 1
+        if model.tie_word_embeddings and embedding and head and not staged:
             return [*found, ("root", (*embedding, *head))]
+        if model.tie_word_embeddings and head and not embedding:
+            head = (embedding_ops(model)[0], *head)  # the last stage has a table of its own
         return [*([("embedding", embedding)] if embedding else []), *found, *([("root", head)] if head else [])]
 
 
@@ -126,29 +136,84 @@ def _sizes(job: Job, layout: Layout, ops: Sequence[Op]) -> tuple[float, float]:
 
 
 def _tensor(own: _Own) -> Iterator[Collective]:
-    """Around the attention and the feed-forward of every layer; under SP each all-reduce is cut into its halves."""
-    layout, times = own.layout, own.microbatches * len(own.layers)
-    recomputed = own.microbatches * _recomputed_layers(own) if layout.recompute == "full" else 0
-    if not own.sequence_parallel:
-        yield Collective("all_reduce", "tp", layout.tp, own.hidden, 2 * times, "forward", "activations")
-        yield Collective("all_reduce", "tp", layout.tp, own.hidden, 2 * times, "backward", "activations")
-        yield Collective("all_reduce", "tp", layout.tp, own.hidden, 2 * recomputed, "recompute", "activations")
-    else:
-        for kind in ("all_gather", "reduce_scatter"):
-            yield Collective(kind, "tp", layout.tp, own.hidden, 2 * times, "forward", "activations")
-            yield Collective(kind, "tp", layout.tp, own.hidden, 2 * times, "backward", "activations")
-            yield Collective(kind, "tp", layout.tp, own.hidden, 2 * recomputed, "recompute", "activations")
-        yield Collective("all_gather", "tp", layout.tp, own.hidden, 2 * times, "backward", "inputs of weight gradients")
-    first, last = own.microbatches * own.first, own.microbatches * own.last
-    if not own.sequence_parallel:
-        yield Collective("all_reduce", "tp", layout.tp, own.hidden, first, "forward", "embedding")
-        yield Collective("all_reduce", "tp", layout.tp, own.hidden, last, "backward", "head")
+    """Around the matrices of every layer, at the embedding and at the head, and what ranks hold alike once a step."""
+    if own.layout.tp == 1:
         return
-    yield Collective("reduce_scatter", "tp", layout.tp, own.hidden, first, "forward", "embedding")
-    yield Collective("all_gather", "tp", layout.tp, own.hidden, first, "backward", "embedding")
-    yield Collective("all_gather", "tp", layout.tp, own.hidden, last, "forward", "head")
-    yield Collective("reduce_scatter", "tp", layout.tp, own.hidden, last, "backward", "head")
-    yield Collective("all_gather", "tp", layout.tp, own.hidden, last, "backward", "inputs of weight gradients")
+    every, again = max(1, len(own.layers)), _recomputed_layers(own) if own.layout.recompute != "none" else 0
+    for layer, count in Counter(own.layers).items():
+        found = regions(layer_ops(own.job.model, layer))
+        times = own.microbatches * count
+        yield from _around(own, found, times, round(times * again / every))
+    yield from _ends(own)
+    yield from _alike(own)
+
+
+def _around(own: _Own, found: Regions, times: int, again: int) -> Iterator[Collective]:
+    """The messages of a layer, whose backward makes `again` of its `times` forward passes once more. Selective
+    recomputation keeps what came of messages, but for what a region only reads."""
+    full = own.layout.recompute == "full"
+    entering, kept = (("all_gather", times) if own.sequence_parallel else ("", 0)), again if full else 0
+    for width in found.enter:
+        yield _message(own, entering[0], width, entering[1], "forward", "activations")
+        yield _message(own, entering[0], width, kept, "recompute", "activations")
+        yield _message(own, "reduce_scatter" if own.sequence_parallel else "all_reduce", width, times, "backward",
+                       "activations")  # fmt: skip
+        yield _message(own, entering[0], width, entering[1], "backward", "inputs of weight gradients")
+    for width in found.share:
+        yield _message(own, entering[0], width, entering[1], "forward", "activations")
+        yield _message(own, entering[0], width, again, "recompute", "activations")
+        yield _message(own, "reduce_scatter" if own.sequence_parallel else "all_reduce", width, times, "backward",
+                       "activations")  # fmt: skip
+    for number, width in enumerate(found.leave):
+        # What ends a layer gives nothing that its backward pass reads.
+        repeated = 0 if found.ends and number == len(found.leave) - 1 else kept
+        kind = "reduce_scatter" if own.sequence_parallel else "all_reduce"
+        yield _message(own, kind, width, times, "forward", "activations")
+        yield _message(own, kind, width, repeated, "recompute", "activations")
+        if own.sequence_parallel:
+            yield _message(own, "all_gather", width, times, "backward", "activations")
+    square = own.wide * own.tokens
+    for when, often in (("forward", times), ("backward", times), ("recompute", kept)):
+        yield Collective("all_reduce", "tp", own.layout.tp, square, found.norms * often, when, "norms")
+
+
+def _message(own: _Own, kind: str, width: float, count: int, when: str, what: str) -> Collective:
+    """`width` elements of every token."""
+    size = own.size * own.tokens * width
+    return Collective(kind, "tp", own.layout.tp, size, count if kind else 0, when, what)
+
+
+def _ends(own: _Own) -> Iterator[Collective]:
+    """At the embedding, and at the head, which forms its gradient at once and sends two numbers a token besides."""
+    hidden, first, last = own.job.model.hidden_size, own.microbatches * own.first, own.microbatches * own.last
+    if own.sequence_parallel:
+        yield _message(own, "reduce_scatter", hidden, first, "forward", "embedding")
+        yield _message(own, "all_gather", hidden, first, "backward", "embedding")
+        yield _message(own, "all_gather", hidden, last, "forward", "head")
+        yield _message(own, "reduce_scatter", hidden, last, "backward", "head")
+    else:
+        yield _message(own, "all_reduce", hidden, first, "forward", "embedding")
+        yield _message(own, "all_reduce", hidden, last, "backward", "head")
+    tp, rows = own.layout.tp, -(-own.job.model.vocab_size // own.layout.tp)
+    chunk = min(logit_chunk(rows, own.job.cluster.device.kind), round(own.tokens))
+    each = 2 * tp * own.wide
+    whole, rest = divmod(round(own.tokens), chunk)
+    yield Collective("all_gather", "tp", tp, each * chunk, whole * last, "forward", "log-probs")
+    yield Collective("all_gather", "tp", tp, each * rest, last, "forward", "log-probs")
+
+
+def _alike(own: _Own) -> Iterator[Collective]:
+    """Gradients of what tp ranks hold alike and of which each has a part, in one message. Where several ranks hold one
+    of more key-value heads, all heads have their place in it."""
+    job, layout = own.job, own.layout
+    wanted = set(summed_over_tp(job.model, layout))
+    elements = 0
+    for param in held_params(job.model, layout, layout.rank({**dict.fromkeys(AXES, 0), "pp": own.pp_rank})):
+        if param.name in wanted:
+            parts = layout.tp // tp_copies(param, layout).degree
+            elements += parts * local_numel(param, layout, 0)
+    size = float(ITEMSIZE[job.precision.param] * elements)
+    yield Collective("all_reduce", "tp", layout.tp, size, 1, "backward", ALIKE)
 
 
 def _recomputed_layers(own: _Own) -> int:
@@ -187,29 +252,61 @@ def _exchanged(own: _Own, op: Op, when: str) -> Iterator[tuple[str, float, str]]
 
 
 def _expert(own: _Own) -> Iterator[Collective]:
-    """Tokens go to their experts and come back, in every layer of experts."""
-    layout = own.layout
-    layers = Counter(own.layers)
-    routed = {layer: [op for op in layer_ops(own.job.model, layer) if op.kind in EXCHANGES] for layer in layers}
-    if not any(routed.values()):
-        return
-    passes = next(ops[0].passes for ops in routed.values() if ops)
-    size = own.hidden * passes / (layout.tp if own.sequence_parallel else 1)
-    count = sum(layers[layer] * len(ops) for layer, ops in routed.items()) * own.microbatches
-    yield Collective("all_to_all", "ep", layout.ep, size, count, "forward", "tokens")
-    yield Collective("all_to_all", "ep", layout.ep, size, count, "backward", "gradients of tokens")
-    if layout.recompute == "full":
-        again = round(count * _recomputed_layers(own) / max(1, len(own.layers)))
-        yield Collective("all_to_all", "ep", layout.ep, size, again, "recompute", "tokens")
+    """Tokens go to their experts and come back, in every layer of experts; ranks tell each other first how many.
+
+    Ranks of expert_tp gather each other's tokens, choices and weights before, and divide the sums after.
+    """
+    layout, kinds = own.layout, Counter(own.layers)
+    again = _recomputed_layers(own) / max(1, len(own.layers)) if layout.recompute == "full" else 0
+    for layer, count in kinds.items():
+        ops = layer_ops(own.job.model, layer)
+        passes = next((op.passes for op in ops if op.kind == "dispatch"), 0)
+        if not passes:
+            continue
+        times = own.microbatches * count
+        size = own.hidden * passes / (layout.tp if own.sequence_parallel else 1)
+        experts = max(op.experts for op in ops)
+        for when, often in (("forward", times), ("backward", times), ("recompute", round(times * again))):
+            what = "gradients of tokens" if when == "backward" else "tokens"
+            yield Collective("all_to_all", "ep", layout.ep, size * layout.expert_tp, 2 * often, when, what)
+            if when != "backward":
+                yield Collective("all_to_all", "ep", layout.ep, INT64 * experts, often, when, "counts")
+            yield from _gathered_tokens(own, size, passes, often, when)
+
+
+def _gathered_tokens(own: _Own, size: float, passes: float, often: int, when: str) -> Iterator[Collective]:
+    """Around experts that are cut: hidden states, choices and their weights go to all ranks that have a part, sums come
+    back divided; backward the reverse, without the choices."""
+    parts, tokens = own.layout.expert_tp, own.tokens / (own.layout.tp if own.sequence_parallel else 1)
+    hidden = size / passes * parts
+    weights = tokens * parts * passes * own.wide
+    there, back = ("reduce_scatter", "all_gather") if when == "backward" else ("all_gather", "reduce_scatter")
+    yield Collective(there, "expert_tp", parts, hidden, often, when, "tokens")
+    yield Collective(there, "expert_tp", parts, weights, often, when, "weights")
+    if when != "backward":
+        yield Collective(there, "expert_tp", parts, tokens * parts * passes * INT64, often, when, "choices")
+    if when != "recompute":
+        yield Collective(back, "expert_tp", parts, hidden, often, when, "sums")
 
 
 def _pipeline(own: _Own) -> Iterator[Collective]:
     """Activations to the next stage and their gradients back, for every stage but the last and the first."""
     size = own.hidden / (own.layout.tp if own.sequence_parallel else 1)
-    chunks, last = own.chunks, own.layout.pp * own.layout.stages - 1
-    forward, backward = (sum(chunk != end for chunk in chunks) for end in (last, 0))
+    last = own.layout.pp * own.layout.stages - 1
+    forward = sum(chunk != last and chunk + 1 not in own.chunks for chunk in own.chunks)
+    backward = sum(chunk != 0 and chunk - 1 not in own.chunks for chunk in own.chunks)
     yield Collective("send", "pp", own.layout.pp, size, own.microbatches * forward, "forward", "activations")
     yield Collective("send", "pp", own.layout.pp, size, own.microbatches * backward, "backward", "gradients")
+
+
+def _tied(own: _Own) -> Iterator[Collective]:
+    """The gradients of a table that the first and the last stage hold, where these are on two ranks."""
+    model, layout = own.job.model, own.layout
+    if model.tie_word_embeddings and own.first != own.last:
+        elements = local_numel(embedding_ops(model)[0].params[0], layout, 0)
+        yield Collective(
+            "all_reduce", "pp", 2, float(ITEMSIZE[own.job.precision.param] * elements), 1, "backward", TIED
+        )
 
 
 def stride_of(layout: Layout, axis: str, what: str = "") -> int:
@@ -217,9 +314,11 @@ def stride_of(layout: Layout, axis: str, what: str = "") -> int:
     theirs."""
     if axis in ("dp", "dp_shard"):
         return layout.ep * layout.expert_tp if what == "experts" else layout.tp
+    if what == TIED:
+        return layout.stride("pp") * (layout.pp - 1)
     if axis == "world":
         return int(norm_group(columns([layout]))[1][0])
-    return layout.expert_tp if axis == "ep" else layout.stride(axis)
+    return {"ep": layout.expert_tp, "expert_tp": 1}.get(axis) or layout.stride(axis)
 
 
 def _priced(job: Job, layout: Layout, one: Collective) -> Collective:
@@ -230,4 +329,4 @@ def _priced(job: Job, layout: Layout, one: Collective) -> Collective:
 
 
 def _kind(one: Collective) -> str:
-    return TIME_KIND.get(one.axis, "dp")
+    return "" if one.what in (ALIKE, TIED) else TIME_KIND.get(one.axis, "dp")

@@ -111,7 +111,8 @@ def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backw
 def norm_group(x: Columns) -> tuple[Ints, Ints]:
     """(degree, stride) of the ranks that add up the norm of the gradient: one of each that holds a part of it. Where
     copies of a stage lie between its stages, they stand this far apart in the mean."""
-    degree = x.pp * np.where(x.zero > 0, x.dp_shard * x.cp * x.tp, x.tp)
+    cut = (x.zero > 0) | (x.pp * x.tp * x.ep * x.expert_tp > 1)
+    degree = np.where(cut, x.pp * x.dp_shard * x.cp * x.tp, 1)
     return degree, np.where(x.pp > 1, x.world_size // degree, 1)
 
 

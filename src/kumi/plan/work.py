@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -12,9 +12,10 @@ from kumi.plan.comm import collective_seconds
 from kumi.plan.context import dealt_elements, gradient_itemsize, kv_elements
 from kumi.plan.distinct import distinct
 from kumi.plan.kernels import alignment, matmul_seconds, peak_flops, stream_seconds
+from kumi.plan.tensor import regions
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT
-from kumi.spec.ledger import Op, embedding_ops, head_ops, kind_ops
+from kumi.spec.ledger import Op, embedding_ops, head_ops, kind_ops, logit_chunk
 
 # What decides a layer's cost on a rank; layouts that agree in these share one row of the table.
 KEYS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel", "context")
@@ -48,7 +49,8 @@ class Cost:
 
     Seconds of computing forward, for the input gradients and for the weight gradients; kernels launched; the parts of
     the forward that attention takes (its softmax included), that fused attention takes ("core") and that cheap,
-    element-wise work and unfused attention take; communication that nothing hides, by axis.
+    element-wise work and unfused attention take; communication that nothing hides, by axis: of the forward, of the
+    backward, and what a forward sends again that is recomputed whole.
     """
 
     forward: Floats
@@ -61,12 +63,13 @@ class Cost:
     cheap: Floats
     comm_forward: dict[str, Floats]
     comm_backward: dict[str, Floats]
+    comm_again: dict[str, Floats]
 
     @classmethod
     def zero(cls, rows: int) -> Cost:
         empty = {one.name: np.zeros(rows) for one in fields(cls) if not one.name.startswith("comm")}
-        forward, backward = ({axis: np.zeros(rows) for axis in ("tp", "cp", "ep")} for _ in range(2))
-        return cls(**empty, comm_forward=forward, comm_backward=backward)
+        forward, backward, again = ({axis: np.zeros(rows) for axis in ("tp", "cp", "ep")} for _ in range(3))
+        return cls(**empty, comm_forward=forward, comm_backward=backward, comm_again=again)
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,15 @@ class _Rows:
         self.tokens = x.microbatch * job.batch.seq_len / self.cp
         self.sequences = x.microbatch.astype(np.float64)
         self.size = job.itemsize
+        self.experts = max((op.experts for ops in kind_ops(job.model) for op in ops), default=0)
 
-    def total(self, ops: Iterable[Op], layer: bool = False) -> Cost:
+    def total(self, ops: Sequence[Op], layer: bool = False) -> Cost:
         """The cost of `ops` together; of a layer with its communication."""
         cost = Cost.zero(len(self.tp))
         for op in fused(ops) if self.engine.kernels == "fused" else ops:
             self._add(cost, op)
         if layer:
-            self._tensor_parallel(cost)
+            self._tensor_parallel(cost, ops)
         return cost
 
     def _add(self, cost: Cost, op: Op) -> None:
@@ -201,7 +205,8 @@ class _Rows:
             self._scores(cost, op, 2.0 * each * seq_len, self.tokens * seq_len * op.heads / self.tp)
         ring, hidden = self._ring(op), cost.attention * (1 - 1 / self.cp)
         dealt = sum(self._cp_seconds("all_to_all", self.size * size) for size in dealt_elements(op, self.tp, self.cp))
-        for which, comm, compute in ((0, cost.comm_forward, hidden), (1, cost.comm_backward, 2.5 * hidden)):
+        passes = ((0, cost.comm_forward, hidden), (0, cost.comm_again, hidden), (1, cost.comm_backward, 2.5 * hidden))
+        for which, comm, compute in passes:
             comm["cp"] += np.where(self.ulysses, dealt, np.maximum(0.0, ring[which] - compute))
 
     def _ring(self, op: Op) -> tuple[Floats, Floats]:
@@ -289,7 +294,7 @@ class _Rows:
         cost.kernels_backward += 4
         if self.engine.dropout:
             self._elements(cost, "dropout", elements)
-        self._gather(cost, elements * self.size, (1, 0), (1, 1))
+        self._gather(cost, elements * self.size, (1, 0, 0), (1, 1, 0))
 
     def _head(self, cost: Cost, op: Op) -> None:
         columns = np.ceil(op.target.size / self.tp)
@@ -304,39 +309,98 @@ class _Rows:
         # A loss that keeps float32 copies of the logits makes them one operation after another.
         how = "eager" if self.engine.logit_bytes >= FLOAT_LOGITS else self.engine.kernels
         self._passes(cost, PASSES["logits"][how], self.tokens * columns)
-        self._gather(cost, self.tokens * op.source.size * self.size, (0, 1), (1, 2))
+        self._gather(cost, self.tokens * op.source.size * self.size, (0, 1, 0), (1, 1, 0))
+        self._log_probs(cost, columns)
 
-    def _gather(self, cost: Cost, size: Floats, whole: tuple[int, int], halves: tuple[int, int]) -> None:
-        """Tensor-parallel traffic going forward and backward: so many all-reduces, which SP cuts in two, an all-gather
-        and a reduce-scatter: of these `halves`."""
+    def _log_probs(self, cost: Cost, columns: Floats) -> None:
+        """Two numbers a token, in messages of as many tokens as logits are formed of at a time."""
+        chunk = np.minimum(np.vectorize(logit_chunk)(columns.astype(np.int64), self.device.kind), self.tokens)
+        each = 2.0 * self.tp * max(4, self.size)
+        whole = np.floor(self.tokens / chunk)
+        one, rest = (
+            collective_seconds(self.job.cluster, "all_gather", each * tokens, self.tp, np.ones_like(self.tp))
+            for tokens in (chunk, self.tokens - whole * chunk)
+        )
+        cost.comm_forward["tp"] += whole * one + rest
+
+    def _gather(self, cost: Cost, size: Floats, whole: tuple[int, ...], halves: tuple[int, ...]) -> None:
+        """Tensor-parallel messages going forward, backward and forward again: so many all-reduces or, with SP, of their
+        halves, an all-gather and a reduce-scatter: of these `halves`."""
         one, half = (
             collective_seconds(self.job.cluster, kind, size, self.tp, np.ones_like(self.tp))
             for kind in ("all_reduce", "all_gather")
         )
         calls = np.where(self.tp > 1, COLLECTIVE_LAUNCHES, 0.0)
-        cost.comm_forward["tp"] += np.where(self.parallel, halves[0] * half, whole[0] * one)
-        cost.comm_backward["tp"] += np.where(self.parallel, halves[1] * half, whole[1] * one)
+        for comm, all_of, half_of in zip(
+            (cost.comm_forward, cost.comm_backward, cost.comm_again), whole, halves, strict=True
+        ):
+            comm["tp"] += np.where(self.parallel, half_of * half, all_of * one)
         cost.kernels_forward += calls * np.where(self.parallel, halves[0], whole[0])
         cost.kernels_backward += calls * np.where(self.parallel, halves[1], whole[1])
 
-    def _tensor_parallel(self, cost: Cost) -> None:
-        """Two all-reduces forward and two backward (Shoeybi et al., 2019); with SP their halves, and the inputs of the
-        column-parallel products gathered again for their weight gradients (Korthikanti et al., 2022, section 4.2)."""
-        hidden = self.job.model.hidden_size
-        self._gather(cost, self.tokens * hidden * self.size, (2, 2), (4, 6))
+    def _tensor_parallel(self, cost: Cost, ops: Sequence[Op]) -> None:
+        """What enters and leaves the regions of a layer (see `kumi.plan.tensor`): an all-reduce for each forward and
+        backward (Shoeybi et al., 2019); with SP their halves, and what enters gathered again for the weights' gradients
+        (Korthikanti et al., 2022, section 4.2)."""
+        found, each = regions(ops), self.tokens * self.size
+        for width in found.enter:
+            self._gather(cost, each * width, (0, 1, 0), (1, 2, 1))
+        for width in found.share:
+            self._gather(cost, each * width, (0, 1, 0), (1, 1, 1))
+        for number, width in enumerate(found.leave):
+            again = 0 if found.ends and number == len(found.leave) - 1 else 1
+            self._gather(cost, each * width, (1, 0, again), (1, 1, again))
+        square = collective_seconds(
+            self.job.cluster, "all_reduce", self.tokens * max(4, self.size), self.tp, np.ones_like(self.tp)
+        )
+        for comm in (cost.comm_forward, cost.comm_backward, cost.comm_again):
+            comm["tp"] += found.norms * square
         if self.engine.overlap_tp:
-            for side, comm in (("forward", cost.comm_forward), ("backward", cost.comm_backward)):
-                hidden_part = np.minimum(TP_HIDDEN * comm["tp"], 0.5 * getattr(cost, side))
-                comm["tp"] = comm["tp"] - hidden_part
+            self._hide(cost)
+
+    def _hide(self, cost: Cost) -> None:
+        """Tensor-parallel traffic that pipelined products hide."""
+        sides = (
+            (cost.forward, cost.comm_forward),
+            (cost.backward, cost.comm_backward),
+            (cost.forward, cost.comm_again),
+        )
+        for compute, comm in sides:
+            comm["tp"] = comm["tp"] - np.minimum(TP_HIDDEN * comm["tp"], 0.5 * compute)
 
     def _exchange(self, cost: Cost, op: Op) -> None:
-        """Every token goes to its experts and comes back: an all-to-all among the ranks that share the experts."""
+        """Every token goes to its experts, after word of how many come, or comes back: an all-to-all among the ranks
+        that share the experts."""
         size = self.size * self.tokens * op.passes * self.job.model.hidden_size / np.where(self.parallel, self.tp, 1.0)
         copies = round(op.passes) if self.engine.tokens_once else 1
-        seconds = collective_seconds(self.job.cluster, "all_to_all", size, self.ep, self.expert_tp, copies=copies)
-        cost.comm_forward["ep"] += seconds
+        seconds = self._among_experts(size * self.expert_tp, copies)
+        counts = self._among_experts(np.full_like(self.tp, 8.0 * self.experts), 1) if op.kind == "dispatch" else 0.0
+        cost.comm_forward["ep"] += seconds + counts
+        cost.comm_again["ep"] += seconds + counts
         cost.comm_backward["ep"] += seconds
+        self._expert_parts(cost, op, size)
         self._passes(cost, EXCHANGE, size / self.size)
+
+    def _among_experts(self, size: Floats, copies: int) -> Floats:
+        return collective_seconds(self.job.cluster, "all_to_all", size, self.ep, self.expert_tp, copies=copies)
+
+    def _expert_parts(self, cost: Cost, op: Op, size: Floats) -> None:
+        """Where experts are cut, their ranks gather each other's tokens, weights and choices before (dispatch), and
+        divide the sums after (combine)."""
+        parts, rows = self.expert_tp, size / self.size / self.job.model.hidden_size
+        hidden, weights, choices = (each * rows * parts for each in (size / rows / op.passes, max(4, self.size), 8.0))
+
+        def seconds(bytes_: Floats) -> Floats:
+            return collective_seconds(self.job.cluster, "all_gather", bytes_, parts, np.ones_like(parts))
+
+        if op.kind == "dispatch":
+            both = seconds(hidden) + seconds(weights)
+            cost.comm_forward["ep"] += both + seconds(choices)
+            cost.comm_again["ep"] += both + seconds(choices)
+            cost.comm_backward["ep"] += both
+        else:
+            cost.comm_forward["ep"] += seconds(hidden)
+            cost.comm_backward["ep"] += seconds(hidden)
 
 
 # What bringing tokens to experts, or back, moves besides the exchange, in elements of them: sorted, padded, weighted,
