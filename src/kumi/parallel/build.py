@@ -13,6 +13,7 @@ from torch import nn
 
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import linears
+from kumi.nn.moe import leave_uncompiled
 from kumi.parallel import context, data, expert, tensor
 from kumi.parallel.kept import keep_on_host
 from kumi.parallel.mesh import Mesh
@@ -104,6 +105,7 @@ def _prepare(
     if mesh.layout.offload == "activations":
         keep_on_host(layers, mesh.device)
     if compile:
+        leave_uncompiled(decoder)
         for block in layers:
             block.compile()
     if data.is_divided(mesh):
