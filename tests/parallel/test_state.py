@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kumi.nn.router import routers
 from kumi.parallel import (
     bare,
     build,
@@ -16,7 +17,7 @@ from kumi.parallel import (
     owned,
 )
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import params
+from kumi.spec.ledger import buffers, params, tensors
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, forward_backward, mesh_of
@@ -93,3 +94,22 @@ def test_start_weights_do_not_depend_on_the_layout(ranks, layout):
     whole = _gather(ranks(layout.world_size, _saved, layout, 0))
     alone = _gather(ranks(1, _saved, Layout(), 0))
     assert all(np.array_equal(whole[name], values) for name, values in alone.items())
+
+
+def _saved_model(layout):
+    """What this rank would save of a model with biases that choose experts, after these have moved."""
+    mesh = mesh_of(layout)
+    model = build(SPECS["latent"], mesh, PRECISIONS["bf16"], weights=3)
+    for _, router in routers(model):
+        router.update_bias(torch.arange(8), 0.5)
+    pieces = owned(model_pieces(model, mesh), model, mesh)
+    return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=3), Layout(dp_shard=2, zero=1, ep=2), Layout(pp=2),
+                                    Layout(dp_replicate=2)])  # fmt: skip
+def test_biases_that_choose_experts_are_saved_once_and_whole(ranks, layout):
+    whole = _gather(ranks(layout.world_size, _saved_model, layout))
+    assert whole.keys() == {f"model/{tensor.name}" for tensor in tensors(SPECS["latent"])}
+    for bias in buffers(SPECS["latent"]):
+        assert whole[f"model/{bias.name}"].tolist() == [0.5] * 4 + [-0.5] * 4
