@@ -52,6 +52,7 @@ def test_a_schedule_without_a_pipeline_is_refused_with_the_reason():
         (Layout(cp=8, dp_replicate=2, zero=3), "CP 8 x FSDP (ZeRO-3) over CP in 2 copies"),
         (Layout(cp=8, dp_shard=2, zero=1), "CP 8 x ZeRO-1 over 2 x CP"),
         (Layout(cp=8), "CP 8"),
+        (Layout(cp=8, context="ulysses"), "CP 8 (ulysses)"),
         (Layout(ep=8, expert_tp=2, dp_shard=16, zero=2), "EP 8 x ETP 2 x ZeRO-2 over 16"),
     ],
 )

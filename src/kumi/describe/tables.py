@@ -119,7 +119,8 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     cluster, precision = found["cluster"], found["precision"]
     ranks = cluster["devices_per_node"] * cluster["nodes"]
     dp = layout["dp_replicate"] * layout["dp_shard"]
-    axes = [f"{axis} {layout[axis]}" + f" ({layout['schedule']})" * (axis == "pp")
+    words = {"pp": f" ({layout['schedule']})", "cp": f" ({layout['context']})" if layout["context"] != "ring" else ""}
+    axes = [f"{axis} {layout[axis]}{words.get(axis, '')}"
             for axis in (*AXES, "ep", "expert_tp") if layout[axis] > 1]  # fmt: skip
     kinds = [f"{kind} {format_bytes(size)}" for kind, size in memory.items() if kind != "total" and size]
     offload = f", {layout['offload']} offloaded" if layout["offload"] != "none" else ""

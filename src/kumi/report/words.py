@@ -98,7 +98,7 @@ def _degrees(layout: Layout) -> Iterator[str]:
     if layout.tp > 1:
         yield f"TP {layout.tp}"
     if layout.cp > 1:
-        yield f"CP {layout.cp}"
+        yield f"CP {layout.cp}" + f" ({layout.context})" * (layout.context != "ring")
     if layout.ep > 1:
         yield f"EP {layout.ep}"
     if layout.expert_tp > 1:

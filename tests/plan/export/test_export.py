@@ -287,6 +287,7 @@ def test_every_reason_is_named_at_once():
         ("megatron-lm", {"pp": 2, "dp_shard": 4, "zero": 1, "schedule": "interleaved", "stages": 3, "microbatch": 16},
          "1 microbatches: Megatron interleaves them in groups of pp=2; use a multiple of 2"),
         ("deepspeed", {"cp": 2, "dp_shard": 4, "zero": 3}, "cp=2: DeepSpeed divides sequences"),
+        ("megatron-lm", {"cp": 2, "context": "ulysses"}, "context='ulysses': exports know the ring only"),
         ("deepspeed", {"ep": 2, "dp_shard": 8, "zero": 3}, "AutoEP knows mixtral, .* not llama; set ep = 1"),
         ("deepspeed", {"dp_shard": 4, "dp_replicate": 2, "zero": 1}, "set dp_shard = 8 and dp_replicate = 1"),
         ("accelerate-fsdp", {"pp": 2, "dp_shard": 4, "zero": 3}, "accelerate has no pipeline"),

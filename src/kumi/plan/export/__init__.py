@@ -12,7 +12,7 @@ from types import ModuleType
 
 from kumi.errors import ConfigError, LayoutError
 from kumi.plan.export import accelerate_fsdp, deepspeed, megatron_bridge, megatron_lm, nanotron, torchtitan
-from kumi.plan.export.common import STEPS, unbalanced
+from kumi.plan.export.common import STEPS, deals_heads, unbalanced
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
@@ -28,7 +28,7 @@ TRAINERS: dict[str, ModuleType] = {
 
 def unsupported(job: Job, layout: Layout, trainer: str) -> list[str]:
     """Every reason why `trainer` cannot carry out `layout`, with what it can do instead; empty when it can."""
-    return [*unbalanced(job, layout), *_module(trainer).unsupported(job, layout)]
+    return [*unbalanced(job, layout), *deals_heads(layout), *_module(trainer).unsupported(job, layout)]
 
 
 def export(job: Job, layout: Layout, trainer: str, steps: int = STEPS) -> dict[str, str]:

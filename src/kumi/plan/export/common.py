@@ -68,6 +68,12 @@ def unbalanced(job: Job, layout: Layout) -> Iterator[str]:
         )
 
 
+def deals_heads(layout: Layout) -> Iterator[str]:
+    """Why a layout with Ulysses cannot be exported."""
+    if layout.cp > 1 and layout.context != "ring":
+        yield f"context='{layout.context}': exports know the ring only; set context = 'ring'"
+
+
 def only(name: str, value: object, allowed: Iterable[object], trainer: str, why: str) -> Iterator[str]:
     """A sentence when `value` is none of `allowed`: what the trainer does not do, why, and what it does."""
     choices = [str(choice) for choice in allowed]
