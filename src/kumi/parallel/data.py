@@ -26,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from kumi.compat import ddp_without_buffer_sync, fsdp_after_backward
 from kumi.nn.decoder import Decoder, Embedding
 from kumi.nn.moe import MoE
+from kumi.parallel.compress import low_rank, sum_low_rank
 from kumi.parallel.grads import by_name
 from kumi.parallel.mesh import Mesh
+from kumi.spec.comm import PLAIN, Comm
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
 from kumi.spec.sharding import is_routed
@@ -43,7 +45,7 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision) -> nn.Module:
+def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm = PLAIN) -> nn.Module:
     """`decoder` with whole replicas on all data ranks, which must hold equal weights already."""
     # Copies of experts are on other ranks than those of the rest: `kumi.parallel.reduce` sums them.
     experts = [name for name, _ in decoder.named_parameters() if is_routed(by_name(decoder.spec)[name])]
@@ -54,9 +56,13 @@ def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision) -> nn.Module
         device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         init_sync=False,
+        bucket_cap_mb=comm.bucket_mb,
         **ddp_without_buffer_sync(),
     )
-    model.register_comm_hook((mesh.groups["data"], getattr(torch, precision.reduce)), _sum_bucket)
+    if comm.compress == "powersgd":
+        model.register_comm_hook(low_rank(mesh.groups["data"], comm), sum_low_rank)
+    else:
+        model.register_comm_hook((mesh.groups["data"], getattr(torch, precision.reduce)), _sum_bucket)
     return model
 
 
@@ -69,7 +75,7 @@ def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
     return summed
 
 
-def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
+def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = PLAIN) -> None:
     """Divides the parameters of `decoder` over dp_shard, in place, in the units of `kumi.spec.sharding.units`.
 
     The last unit, gathered first and kept until the backward ends, is the decoder itself. Master weights stay in
@@ -101,6 +107,16 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
             # Gloo has no pre-multiplied sums; a plain sum divided by 1 is what is wanted anyway.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    if comm.prefetch is not None:
+        _gather_ahead([*([decoder.model.embed_tokens] if alone else []), *layers], comm.prefetch)
+
+
+def _gather_ahead(units: list[Any], count: int) -> None:
+    """Has each of `units`, in the order of the forward, gather the `count` after it, or in the backward before it."""
+    for number, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + count])
+        before = units[max(0, number - count) : number][::-1]
+        unit.set_modules_to_backward_prefetch([one for one in before if not isinstance(one, Embedding)])
 
 
 def on_host(layout: Layout) -> bool:
@@ -122,7 +138,8 @@ def _shard_experts(decoder: Decoder, mesh: Mesh, options: dict[str, Any]) -> set
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
-    axes, whole = mesh.device_mesh("dp_replicate", "expert_dp"), set()
+    axes = mesh.device_mesh("dp_replicate", "expert_dp") if "expert_dp" in mesh.groups else None
+    whole: set[nn.Parameter] = set()
     layers = list(decoder.model.layers.values())
     for layer in layers:
         if not isinstance(layer.mlp, MoE):

@@ -2,7 +2,7 @@
 
 ZeRO 1 to 3 (FSDP2) and plain copies (DDP) sum during the backward. What is left:
 
-    routed experts under ZeRO-0                over the ranks that hold the same experts
+    routed experts that nobody divides         over the ranks that hold the same experts
     everything under ZeRO-0 in a pipeline      over the ranks that hold the same stages
     a tied table in a pipeline                 over the ranks of the first and the last stage
     what tp ranks hold alike                   over tp
@@ -31,7 +31,7 @@ BUCKET = 64 * 2**20
 def complete(model: nn.Module, mesh: Mesh) -> None:
     """Makes the gradients of `model` those of the whole step, once every microbatch's are there."""
     bare = getattr(model, "module", model)
-    if mesh.layout.zero == 0:
+    if mesh.layout.zero == 0 or "expert_dp" not in mesh.groups:
         _sum_copies(bare, mesh)
     if isinstance(bare, Stages) and bare.ties is not None:
         table = dict(bare.named_parameters())[f"{bare.spec.names.embedding}.weight"]
@@ -45,7 +45,7 @@ def _sum_copies(model: nn.Module, mesh: Mesh) -> None:
     known, dtype = by_name(model.spec), model.reduce_dtype
     named = [(known[name], value.grad) for name, value in model.named_parameters() if value.grad is not None]
     sum_over([grad for param, grad in named if is_routed(param)], mesh.group("expert_data"), dtype)  # type: ignore[arg-type]
-    if isinstance(model, Stages):
+    if isinstance(model, Stages) and mesh.layout.zero == 0:
         sum_over([grad for param, grad in named if not is_routed(param)], mesh.group("data"), dtype)  # type: ignore[arg-type]
 
 

@@ -199,6 +199,7 @@ def _put_off(
 ) -> Callable[[], None]:  # fmt: skip
     """What is left to do for the weights of several matrices: one gathering of their input for all."""
 
+    @torch.no_grad()
     def finish() -> None:
         whole = gathered(x, group)
         for (weight, bias), grad in zip(pairs, grads, strict=True):

@@ -1,0 +1,113 @@
+"""Every parallel dimension alone, every pair of them, and many of three and four at once train as one process does.
+
+As in test_layouts: losses, gradient norms, gradients, and parameters after three AdamW steps, in float64.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kumi.spec.layout import Layout
+from steps import train
+from test_layouts import TOLERANCE, alone, close
+
+# (layout, model, microbatches a rank has in a step)
+ALONE = [
+    (Layout(tp=2), "llama", 3),
+    (Layout(tp=2, sequence_parallel=False), "qwen", 2),
+    (Layout(tp=4), "qwen", 1),  # more ranks than key-value heads, and a vocabulary that they do not divide
+    (Layout(tp=4, sequence_parallel=False), "llama", 3),
+    (Layout(tp=2), "latent", 2),
+    (Layout(tp=2), "moe", 2),
+    (Layout(cp=2), "qwen", 2),
+    (Layout(cp=4), "llama", 1),
+    (Layout(cp=2, context="ulysses"), "qwen", 2),
+    (Layout(cp=4, context="ulysses"), "llama", 1),
+    (Layout(cp=2), "latent", 2),
+    (Layout(pp=2), "deep", 3),
+    (Layout(pp=4), "deep-tied", 6),
+    (Layout(pp=4), "deep", 1),  # as many stages work in turn
+    (Layout(pp=4), "deep-tied", 2),  # fewer microbatches than stages
+    (Layout(pp=2, schedule="gpipe"), "deep-tied", 4),
+    (Layout(pp=2, schedule="interleaved", stages=3), "deep-tied", 4),
+    (Layout(pp=2, schedule="zb-h1"), "deep", 4),
+    (Layout(pp=2, schedule="zb-h2"), "deep-tied", 4),
+    (Layout(pp=4, schedule="zb-v", stages=2), "deep-tied", 4),
+    (Layout(pp=2, schedule="dualpipe", stages=2), "deep-tied", 6),
+    (Layout(pp=2, stage_layers=(5, 2)), "deep", 3),
+    (Layout(pp=2), "latent", 3),
+    (Layout(dp_shard=2, zero=1, ep=2), "moe", 3),
+    (Layout(dp_shard=4, zero=3, ep=4), "latent", 1),
+]
+PAIRS = [
+    (Layout(tp=2, dp_replicate=2), "qwen", 2),
+    (Layout(tp=2, dp_shard=2, zero=1), "qwen", 2),
+    (Layout(tp=2, dp_shard=2, zero=2), "llama", 3),
+    (Layout(tp=2, dp_shard=2, zero=3), "latent", 2),
+    (Layout(tp=2, dp_shard=2, zero=3, sequence_parallel=False, recompute="full"), "qwen", 2),
+    (Layout(tp=2, cp=2), "qwen", 2),
+    (Layout(tp=2, cp=2, context="ulysses", recompute="selective"), "llama", 2),
+    (Layout(tp=2, cp=2, zero=3), "latent", 2),
+    (Layout(tp=2, pp=2), "deep-tied", 3),
+    (Layout(tp=2, pp=2, sequence_parallel=False), "deep", 3),
+    (Layout(tp=2, pp=2, schedule="zb-v", stages=2), "deep-tied", 4),
+    (Layout(tp=2, pp=2, schedule="interleaved", stages=2, recompute="full"), "deep", 4),
+    (Layout(tp=2, ep=2), "latent", 2),
+    (Layout(tp=2, expert_tp=2), "moe", 2),
+    (Layout(tp=4, ep=2, expert_tp=2), "moe", 1),
+    (Layout(cp=2, dp_replicate=2), "qwen", 3),
+    (Layout(cp=2, dp_shard=2, zero=1), "llama", 2),
+    (Layout(cp=2, dp_shard=2, zero=3), "qwen", 3),
+    (Layout(cp=2, pp=2), "deep-tied", 3),
+    (Layout(cp=2, pp=2, schedule="zb-h1"), "deep", 4),
+    (Layout(cp=2, ep=2), "moe", 2),
+    (Layout(pp=2, dp_replicate=2), "deep-tied", 3),
+    (Layout(pp=2, dp_shard=2, zero=1), "deep-tied", 3),
+    (Layout(pp=2, dp_shard=2, zero=3), "deep", 3),
+    (Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1"), "deep-tied", 3),
+    (Layout(pp=2, dp_shard=2, zero=1, schedule="dualpipe", stages=2), "deep-tied", 6),
+    (Layout(pp=2, dp_shard=2, zero=1, ep=2), "moe", 3),
+    (Layout(dp_replicate=2, ep=1), "moe", 3),
+    (Layout(dp_replicate=2, dp_shard=2, zero=3, ep=2), "moe", 3),
+    (Layout(dp_shard=4, zero=2, ep=2), "moe", 3),
+]
+MORE = [
+    (Layout(tp=2, pp=2, dp_shard=2, zero=1), "deep-tied", 3),
+    (Layout(tp=2, pp=2, dp_replicate=2), "deep", 3),
+    (Layout(tp=2, pp=2, dp_shard=2, zero=3, schedule="zb-v", stages=2), "deep-tied", 3),
+    (Layout(tp=2, pp=2, dp_shard=2, zero=1, schedule="interleaved", stages=2, recompute="selective"), "deep-tied", 2),
+    (Layout(tp=4, pp=2), "deep-tied", 3),
+    (Layout(tp=2, cp=2, dp_shard=2, zero=3), "qwen", 3),
+    (Layout(tp=2, cp=2, pp=2), "deep-tied", 3),
+    (Layout(cp=2, pp=2, dp_shard=2, zero=1), "deep-tied", 3),
+    (Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3), "qwen", 3),
+    (Layout(dp_replicate=2, dp_shard=2, pp=2, zero=1), "deep-tied", 3),
+    (Layout(dp_shard=4, pp=2, zero=3, ep=2), "moe", 3),
+    (Layout(dp_shard=2, tp=2, pp=2, zero=1, ep=2), "moe", 2),
+    (Layout(dp_shard=2, tp=2, cp=2, zero=3, ep=4), "latent", 2),
+    (Layout(dp_shard=2, tp=2, pp=2, zero=1, ep=2, expert_tp=2), "moe", 3),
+    (Layout(tp=2, pp=2, dp_replicate=2, ep=2, schedule="zb-v", stages=2), "latent", 3),
+]
+
+
+def named(layout: Layout) -> str:
+    """What in `layout` is not the default."""
+    return "-".join(f"{key}{value}" for key, value in vars(layout).items() if value != getattr(Layout(), key))
+
+
+CASES = [
+    pytest.param(*case, id=f"{case[0].world_size}-{case[1]}-{case[2]}-{named(case[0])}")
+    for case in sorted([*ALONE, *PAIRS, *MORE], key=lambda case: case[0].world_size)
+]
+
+
+@pytest.mark.parametrize(("layout", "family", "microbatches"), CASES)
+def test_layout_equals_one_process(ranks, layout, family, microbatches):
+    wanted = alone(family)
+    losses, norms = pytest.approx(wanted.losses, rel=TOLERANCE), pytest.approx(wanted.norms, rel=TOLERANCE)
+    for trace in ranks(layout.world_size, train, layout, family, microbatches):
+        assert (trace.losses, trace.norms) == (losses, norms)
+        for mine, whole in zip([*trace.grads, trace.params], [*wanted.grads, wanted.params]):
+            known = {part.name: part for part in whole}
+            assert [part.name for part in mine if not close(part, known[part.name])] == []
+        assert trace.counters == {3.0}
