@@ -11,12 +11,13 @@ from kumi.config.balance import Balance, choose_balance
 from kumi.config.cluster import cluster_spec, of_nodes
 from kumi.config.model import model_folder, read_hf_config
 from kumi.config.schema import OptimSection, PlanConfig, RunConfig
-from kumi.errors import ConfigError
+from kumi.errors import ConfigError, LayoutError
 from kumi.plan.choose import choose_layout
 from kumi.plan.types import Estimate, MemoryEstimate
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device
+from kumi.spec.comm import Comm, engine_with, refusals, sent_in
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
@@ -67,6 +68,11 @@ class Run:
         return choose_balance(self.model, self.config.model)
 
     @property
+    def comm(self) -> Comm:
+        """How gradients and parameters travel."""
+        return comm(self.config)
+
+    @property
     def memory(self) -> MemoryEstimate:
         """What the fullest rank holds."""
         return max(self.estimate.memory, key=lambda one: one.total)
@@ -89,7 +95,11 @@ def resolve(config: RunConfig) -> Run:
     wanted = job(config, hf_config)
     choose_balance(wanted.model, config.model)
     pinned = config.layout.model_dump(exclude_none=True)
-    return Run(config, hf_config, source, wanted, choose_layout(wanted, pinned, of_nodes(config.cluster)))
+    run = Run(config, hf_config, source, wanted, choose_layout(wanted, pinned, of_nodes(config.cluster)))
+    wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout)))
+    if wrong:
+        raise LayoutError("; ".join(wrong))
+    return run
 
 
 def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
@@ -100,9 +110,15 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         model=families.from_hf(read_hf_config(config.model) if hf_config is None else hf_config),
         cluster=cluster,
         batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step),
-        precision=choose_precision(config.precision.kind, cluster.device),
+        precision=sent_in(choose_precision(config.precision.kind, cluster.device), comm(config)),
         optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
+        engine=engine_with(comm(config)),
     )
+
+
+def comm(config: PlanConfig) -> Comm:
+    """How gradients and parameters travel."""
+    return Comm(**config.comm.model_dump())
 
 
 def choose_precision(kind: str, device: Device) -> Precision:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kumi.spec.comm import COMPRESS
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
 from kumi.spec.optim import KINDS
 from kumi.spec.precision import PRECISIONS
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
     Context: TypeAlias = str
     OptimKind: TypeAlias = str
     PrecisionKind: TypeAlias = str
+    Compress: TypeAlias = str
 else:
     Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[SCHEDULES], Literal[OFFLOAD]
     Context = Literal[CONTEXT]
     OptimKind, PrecisionKind = Literal[KINDS], Literal["auto", *PRECISIONS]
+    Compress = Literal[COMPRESS]
 
 
 class Section(BaseModel):
@@ -211,6 +214,27 @@ class LayoutSection(Section):
     )
 
 
+class CommSection(Section):
+    """How gradients and parameters travel between data-parallel ranks."""
+
+    compress: Compress = Field(
+        "none",
+        description="What gradients are rounded to on their way: two bytes ('bf16', 'fp16'), or matrices of low rank "
+        "('powersgd', for whole replicas only).",
+    )
+    powersgd_rank: Positive = Field(4, description="Rank of these matrices.")
+    powersgd_start: Annotated[Positive, Field(ge=2)] = Field(
+        1000, description="Steps of a start that come before, with gradients as they are."
+    )
+    bucket_mb: Annotated[Number, Field(gt=0)] | None = Field(
+        None, description="Size of the messages, in MiB, in which gradients of whole replicas are summed while the "
+        "backward pass goes on; by default PyTorch's 25."
+    )  # fmt: skip
+    prefetch: Positive | None = Field(
+        None, description="How many layers ahead divided parameters are gathered; by default the next one."
+    )
+
+
 class TrainSection(Section):
     """The run."""
 
@@ -283,6 +307,7 @@ class PlanConfig(Section):
     optim: OptimSection = OptimSection()
     precision: PrecisionSection = PrecisionSection()
     layout: LayoutSection = LayoutSection()
+    comm: CommSection = CommSection()
     train: TrainSection | None = None
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -20,20 +20,23 @@ from kumi.parallel.mesh import Mesh
 from kumi.parallel.recompute import recompute_layers
 from kumi.parallel.stages import Stages, held_stages, in_stages, share_table, splits_backward, stages_of, tie_group
 from kumi.parallel.state import Reader, draw, fill, model_pieces
+from kumi.spec.comm import PLAIN, Comm
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
 
 
 def build(
-    spec: ModelSpec, mesh: Mesh, precision: Precision, *, weights: int | Reader, compile: bool = False
-) -> nn.Module:
+    spec: ModelSpec, mesh: Mesh, precision: Precision, *, weights: int | Reader, compile: bool = False,
+    comm: Comm = PLAIN,
+) -> nn.Module:  # fmt: skip
     """The decoder of `spec` on `mesh`, called like `kumi.nn.Decoder`; a rank holds its own part of it only.
 
     `weights` is a seed, from which every layout draws the same values, or a function that reads one part of a tensor,
     `weights("model/<parameter>", start, shape)`. Nothing is communicated, so ranks need not keep step here.
     `compile` compiles each layer by itself: equal layers share what was compiled.
+    `comm` says how gradients and parameters travel.
     """
-    model = assemble(spec, mesh, precision, compile=compile)
+    model = assemble(spec, mesh, precision, compile=compile, comm=comm)
     _give_memory(model, mesh)
     tensor.clear_padding(model, mesh)
     pieces = model_pieces(model, mesh)
@@ -41,7 +44,7 @@ def build(
         draw(pieces, spec, weights)
     else:
         fill(pieces, weights)
-    return replicated(model, mesh, precision)
+    return replicated(model, mesh, precision, comm)
 
 
 def _give_memory(model: nn.Module, mesh: Mesh) -> None:
@@ -52,7 +55,9 @@ def _give_memory(model: nn.Module, mesh: Mesh) -> None:
             setattr(module, name, buffer.to(mesh.device))
 
 
-def assemble(spec: ModelSpec, mesh: Mesh, precision: Precision, *, compile: bool = False) -> Decoder | Stages:
+def assemble(
+    spec: ModelSpec, mesh: Mesh, precision: Precision, *, compile: bool = False, comm: Comm = PLAIN
+) -> Decoder | Stages:
     """What `build` builds, still on the meta device: cut, divided, and without memory."""
     if in_stages(mesh.layout):
         model: Decoder | Stages = _stages(spec, mesh, precision)
@@ -62,14 +67,14 @@ def assemble(spec: ModelSpec, mesh: Mesh, precision: Precision, *, compile: bool
     # The first that the rank holds, whatever stage they belong to.
     recomputed = [layer for one in decoders for layer in one.model.layers.values()][: mesh.layout.recompute_layers]
     for decoder in decoders:
-        _prepare(decoder, mesh, precision, recomputed, compile=compile)
+        _prepare(decoder, mesh, precision, recomputed, compile=compile, comm=comm)
     return model
 
 
-def replicated(model: Decoder | Stages, mesh: Mesh, precision: Precision) -> nn.Module:
+def replicated(model: Decoder | Stages, mesh: Mesh, precision: Precision, comm: Comm = PLAIN) -> nn.Module:
     """`model`, which has its weights; where the data ranks hold whole replicas, as one that sums its gradients."""
     whole = isinstance(model, Stages) or data.is_divided(mesh) or "data" not in mesh.groups
-    return model if whole else data.replicate(model, mesh, precision)
+    return model if whole else data.replicate(model, mesh, precision, comm)
 
 
 def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
@@ -87,7 +92,8 @@ def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
 
 
 def _prepare(
-    decoder: Decoder, mesh: Mesh, precision: Precision, recomputed: Sequence[nn.Module], *, compile: bool
+    decoder: Decoder, mesh: Mesh, precision: Precision, recomputed: Sequence[nn.Module], *, compile: bool,
+    comm: Comm,
 ) -> None:  # fmt: skip
     """Makes a decoder, or a stage of one, compute as the layout says; its memory comes after. Of its layers those in
     `recomputed` are."""
@@ -109,4 +115,4 @@ def _prepare(
         for block in layers:
             block.compile()
     if data.is_divided(mesh):
-        data.shard(decoder, mesh, precision)
+        data.shard(decoder, mesh, precision, comm)

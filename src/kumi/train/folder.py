@@ -27,7 +27,8 @@ CONFIG = "config.toml"
 
 # What may differ between a run and its continuation: nothing here changes what is learned.
 FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "data.workers", "data.cache",
-        "data.on_error", "train.out", "train.compile", "train.trace_step")  # fmt: skip
+        "data.on_error", "train.out", "train.compile", "train.trace_step",
+        "train.offload_dir", "comm.bucket_mb", "comm.prefetch")  # fmt: skip
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
         weights = saved.read
     elif run.source is not None and run.config.model.init == "pretrained":
         weights = weights_reader(run.source, run.model)
-    model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile)
+    model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm)
     folder = Path(os.path.expanduser(run.config.train.offload_dir or run.out / "offload"))
     optimizer = init_optimizer(bare(model).named_parameters(), run.optim, mesh, folder)
     if saved is not None:

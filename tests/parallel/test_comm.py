@@ -1,0 +1,127 @@
+"""How gradients travel between data-parallel ranks: in what, in which pieces, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kumi.parallel import bare, build
+from kumi.parallel.grads import local
+from kumi.spec.comm import PLAIN, Comm, refusals, sent_in
+from kumi.spec.layout import Layout
+from kumi.spec.precision import PRECISIONS
+from steps import SPECS, forward_backward, mesh_of
+
+DDP = Layout(dp_replicate=2)
+
+
+def _gradients(layout, comm, kind="fp64", steps=1, microbatches=1):
+    """This rank's gradients after the last of `steps` steps, as torch tensors of the whole where nothing divides."""
+    mesh = mesh_of(layout)
+    precision = sent_in(PRECISIONS[kind], comm)
+    model = build(SPECS["llama"], mesh, precision, weights=0, comm=comm)
+    for step in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = None
+        forward_backward(model, mesh, step, microbatches, dtype=getattr(torch, precision.param))
+    return {name: local(value.grad).clone() for name, value in bare(model).named_parameters()}
+
+
+def _error(found, wanted):
+    return max(float((found[name] - value).norm() / value.norm()) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "layout", [DDP, Layout(dp_shard=2, zero=2), Layout(dp_shard=2, zero=3), Layout(dp_replicate=2, pp=2)]
+)
+def test_gradients_of_two_bytes_are_nearly_the_same_and_alike_on_all_ranks(ranks, layout, kind):
+    plain = ranks(layout.world_size, _gradients, layout, PLAIN, "fp32")
+    found = ranks(layout.world_size, _gradients, layout, Comm(compress=kind), "fp32")
+    for ours, theirs in zip(found, plain):
+        assert 1e-6 < _error(ours, theirs) < 1e-2
+        assert {value.dtype for value in ours.values()} == {torch.float32}
+    if layout == DDP:
+        assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def test_low_rank_gradients_are_sums_and_alike_on_all_ranks(ranks):
+    """Two steps as they are, then matrices of rank 4 stand for those of 18 x 36 and 250 x 18."""
+    plain = ranks(2, _gradients, DDP, PLAIN, "fp64", 4)
+    found = ranks(2, _gradients, DDP, Comm(compress="powersgd", powersgd_rank=4, powersgd_start=2), "fp64", 4)
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    norms = [sum(float(value.square().sum()) for value in one.values()) ** 0.5 for one in (found[0], plain[0])]
+    assert norms[0] == pytest.approx(norms[1], rel=0.3)
+    assert 1e-6 < _error(found[0], plain[0]) < 1
+    before = ranks(2, _gradients, DDP, Comm(compress="powersgd", powersgd_start=2), "fp64", 2)
+    assert _error(before[0], ranks(2, _gradients, DDP, PLAIN, "fp64", 2)[0]) < 1e-12
+
+
+def _messages(layout, comm, microbatches):
+    """How many sums were begun before each microbatch of a second step, and in all of it."""
+    mesh = mesh_of(layout)
+    model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0, comm=comm)
+    forward_backward(model, mesh, 0, microbatches)
+    begun, counts, names = [], [], ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
+    kept = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+
+    def counted(function):
+        def run(*args, **kwargs):
+            begun.append(function)
+            return function(*args, **kwargs)
+
+        return run
+
+    for name, function in kept.items():
+        setattr(dist, name, counted(function))
+    try:
+        bare(model).register_forward_pre_hook(lambda *_: counts.append(len(begun)))
+        forward_backward(model, mesh, 1, microbatches)
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    return counts, len(begun)
+
+
+@pytest.mark.parametrize("layout", [DDP, Layout(dp_shard=2, zero=1)])
+def test_nothing_is_sent_before_the_last_microbatch(ranks, layout):
+    counts, total = ranks(layout.world_size, _messages, layout, PLAIN, 3)[0]
+    assert counts == [0, 0, 0]
+    assert total > 0
+
+
+def test_small_buckets_make_more_messages(ranks):
+    large, small = (ranks(2, _messages, DDP, Comm(bucket_mb=size), 1)[0][1] for size in (25, 0.01))
+    assert small > large
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=2), Layout(dp_shard=2, zero=3)])
+def test_gathering_further_ahead_changes_nothing(ranks, layout):
+    layout = replace(layout, recompute="full")
+    plain = ranks(2, _gradients, layout, PLAIN, "fp64", 2, 2)
+    found = ranks(2, _gradients, layout, Comm(prefetch=2), "fp64", 2, 2)
+    for ours, theirs in zip(found, plain):
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize(
+    ("comm", "layout", "microbatches", "sentence"),
+    [
+        (Comm(compress="powersgd"), Layout(dp_shard=2, zero=1), 1, "comm.compress='powersgd' with zero=1 and pp=1"),
+        (Comm(compress="powersgd"), Layout(dp_replicate=2, pp=2), 1, "comm.compress='powersgd' with zero=0 and pp=2"),
+        (Comm(compress="bf16"), Layout(dp_shard=2, zero=1), 4, "would add the 4 microbatches of a step up in bfloat16"),
+        (Comm(bucket_mb=1.5), Layout(dp_shard=2, zero=3), 1, "comm.bucket_mb=1.5 with zero=3 and pp=1"),
+        (Comm(prefetch=2), DDP, 1, "comm.prefetch=2 with zero=0: nothing is gathered"),
+    ],
+)
+def test_what_has_no_place_is_refused(comm, layout, microbatches, sentence):
+    (said,) = refusals(comm, layout, microbatches)
+    assert sentence in said
+
+
+def test_what_has_a_place_is_taken():
+    assert list(refusals(Comm(compress="powersgd", bucket_mb=1.0), DDP, 4)) == []
+    assert list(refusals(Comm(compress="bf16", prefetch=1), Layout(dp_shard=2, zero=2), 4)) == []
