@@ -36,8 +36,8 @@ class Balance:
 
     `weight` is what the auxiliary loss of a token is multiplied by: coefficient / (MoE layers * tokens of the step),
     times the loss scale; 0 for no such loss. `per_sequence` counts in each sequence instead of in the microbatch.
-    `sum_counts(counts)` adds up what ranks counted that share these tokens; `part` is which of equal consecutive parts
-    of the tokens of `Where.shape` this rank has.
+    `sum_counts(counts)` adds up what ranks counted that have parts of the same sequences, all of them equally often;
+    `part` is which of equal consecutive parts of the tokens of `Where.shape` this rank has, if it has not all.
 
     `counts` (X,) int64 are choices and `loss` the weighted auxiliary loss since they were last reset, added up in the
     backward pass: recomputation counts nothing twice, evaluation nothing at all.
@@ -169,7 +169,7 @@ def _balance(router: Router, scores: Tensor, ids: Tensor, shape: tuple[int, int]
     if not balance.weight:
         return
     if balance.per_sequence:
-        first = balance.part * len(ids)
+        first = 0 if len(ids) == shape[0] * shape[1] else balance.part * len(ids)
         sequence = torch.arange(first, first + len(ids), device=ids.device) // shape[1]
         counts = balance.sum_counts(count(ids + sequence[:, None] * experts, shape[0] * experts))
         counts = counts.view(shape[0], experts).to(scores.dtype)

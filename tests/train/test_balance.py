@@ -1,0 +1,64 @@
+"""Balancing of experts in every layout: loss, gradient and biases as in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kumi.config.balance import Balance
+from kumi.nn.router import routers
+from kumi.parallel import build, clip_gradients
+from kumi.spec.layout import Layout
+from kumi.spec.precision import PRECISIONS
+from kumi.train import balance
+from ranks import run_ranks
+from steps import LENGTH, SEQUENCES, SPECS, forward_backward, mesh_of
+
+
+def two_steps(layout, microbatches):
+    """Of a step with an auxiliary loss over sequences, and then one that moves biases, what this rank reports: losses,
+    how busy the busiest expert was, gradient norms, and the biases of its layers."""
+    mesh, spec = mesh_of(layout), SPECS["latent"]
+    model = build(spec, mesh, PRECISIONS["fp64"], weights=7)
+    batch, seen = SimpleNamespace(tokens_per_step=SEQUENCES * LENGTH), []
+    for step, wanted in enumerate((Balance("aux", 0.5, True), Balance("loss-free", 0.25))):
+        run = SimpleNamespace(balance=wanted, model=spec, batch=batch)
+        balance.begin(model, run, 1.0)
+        forward_backward(model, mesh, step, microbatches, dtype=torch.float64)
+        found = balance.end(model, run, mesh, 1.0)
+        seen += [found.aux_loss.item(), found.busiest.item(), clip_gradients(model, None, mesh).item()]
+        for parameter in model.parameters():
+            parameter.grad = None
+    return seen, [router.e_score_correction_bias.tolist() for _, router in routers(model)]
+
+
+@cache
+def alone():
+    return run_ranks(1, two_steps, Layout(), 1)[0]
+
+
+LAYOUTS = [
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2, zero=3),
+    Layout(dp_shard=2, zero=1, ep=2),
+    Layout(pp=2),
+    Layout(cp=2),
+    Layout(tp=2),
+    Layout(tp=2, ep=2),
+    Layout(tp=2, expert_tp=2),
+]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
+def test_experts_are_balanced_as_in_one_process(ranks, layout, microbatches):
+    wanted, biases = alone()
+    found = ranks(2, two_steps, layout, microbatches)
+    for seen, _ in found:
+        assert seen == pytest.approx(wanted, rel=1e-10)
+    held = [bias for _, mine in found for bias in mine] if layout.pp > 1 else found[1][1]
+    assert held == biases
+    assert any(value != 0 for value in biases[0])
