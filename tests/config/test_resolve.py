@@ -130,7 +130,6 @@ def quickstart(**sections):
     [
         ({"optim": {"kind": "muon"}}, "optim.kind='muon'"),
         ({"precision": {"kind": "fp8"}}, "precision.kind='fp8'"),
-        ({"layout": {"tp": 2}}, "tp=2"),
     ],
 )
 def test_what_can_only_be_planned_is_described_and_not_trained(sections, choice):

@@ -23,18 +23,31 @@ from kumi.spec.precision import PRECISIONS
 from steps import SPECS, forward_backward, mesh_of
 
 LAYOUTS = [
-    Layout(),
-    Layout(dp_replicate=4),
-    Layout(dp_shard=4, zero=1),
-    Layout(dp_shard=4, zero=3),
-    Layout(dp_replicate=2, dp_shard=2, zero=2),
+    ("qwen", Layout()),
+    ("qwen", Layout(dp_replicate=4)),
+    ("qwen", Layout(dp_shard=4, zero=1)),
+    ("qwen", Layout(dp_shard=4, zero=3)),
+    ("qwen", Layout(dp_replicate=2, dp_shard=2, zero=2)),
+    ("qwen", Layout(tp=4)),
+    ("qwen", Layout(tp=2, cp=2, zero=3)),
+    ("deep-tied", Layout(pp=2, dp_shard=2, zero=1)),
+    ("deep-tied", Layout(pp=2, tp=2, schedule="zb-v", stages=2)),
+    ("latent", Layout(dp_shard=2, tp=2, zero=3, ep=2, expert_tp=2)),
+    ("moe", Layout(pp=2, dp_shard=2, zero=1, ep=2)),
 ]
+# What reads them: of each kind one.
+OTHERS = {
+    "qwen": (Layout(), Layout(dp_shard=2, zero=2), Layout(tp=2, sequence_parallel=False)),
+    "deep-tied": (Layout(), Layout(tp=2, pp=2, schedule="interleaved", stages=2), Layout(dp_shard=2, zero=3)),
+    "latent": (Layout(), Layout(pp=2, tp=2, ep=2)),
+    "moe": (Layout(), Layout(dp_shard=2, tp=2, zero=3, ep=1, expert_tp=2)),
+}
 
 
-def _saved(layout, steps=1):
+def _saved(layout, family="qwen", steps=1):
     """What this rank would save after `steps` steps: (name, shape, start, values)."""
     mesh = mesh_of(layout)
-    model = build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=3)
+    model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=3)
     optimizer = init_adamw(bare(model).named_parameters(), Optim())
     for step in range(steps):
         forward_backward(model, mesh, step, 1, dtype=torch.float64)
@@ -54,7 +67,7 @@ def _gather(parts):
     return whole
 
 
-def _loaded(layout, whole):
+def _loaded(layout, family, whole):
     """Builds and fills from the global tensors, and returns them as this rank would save them."""
     mesh = mesh_of(layout)
 
@@ -62,37 +75,37 @@ def _loaded(layout, whole):
         where = tuple(slice(first, first + size) for first, size in zip(start, shape))
         return torch.from_numpy(np.asarray(whole[name][where]))
 
-    model = build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=read)
+    model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=read)
     optimizer = init_adamw(bare(model).named_parameters(), Optim())
     fill(optimizer_pieces(model, optimizer, mesh), read)
     pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh)
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_element_is_saved_once_and_any_layout_reads_it(ranks, layout):
-    parts = ranks(layout.world_size, _saved, layout)
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+def test_every_element_is_saved_once_and_any_layout_reads_it(ranks, family, layout):
+    parts = ranks(layout.world_size, _saved, layout, family)
     whole = _gather(parts)
-    names = [param.name for param in params(SPECS["qwen"])]
+    names = [param.name for param in params(SPECS[family])]
     states = [f"optim/{name}/{state}" for name in names for state in ("step", "exp_avg", "exp_avg_sq")]
-    assert sorted(whole) == sorted([*(f"model/{name}" for name in names), *states])
+    assert sorted(whole) == sorted([*(f"model/{tensor.name}" for tensor in tensors(SPECS[family])), *states])
     assert all(whole[f"optim/{name}/step"] == 1.0 for name in names)
-    for other in (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2, zero=2)):
-        again = _gather(ranks(other.world_size, _loaded, other, whole))
+    for other in OTHERS[family]:
+        again = _gather(ranks(other.world_size, _loaded, other, family, whole))
         assert all(np.array_equal(again[name], values) for name, values in whole.items())
 
 
 def test_replicated_tensors_are_shared_out_by_bytes(ranks):
     for layout in (Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2, zero=1)):
-        sizes = [sum(piece[3].nbytes for piece in part) for part in ranks(4, _saved, layout, 0)]
+        sizes = [sum(piece[3].nbytes for piece in part) for part in ranks(4, _saved, layout, "qwen", 0)]
         largest = max(param.numel for param in params(SPECS["qwen"])) * 8
         assert max(sizes) - min(sizes) <= largest
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_start_weights_do_not_depend_on_the_layout(ranks, layout):
-    whole = _gather(ranks(layout.world_size, _saved, layout, 0))
-    alone = _gather(ranks(1, _saved, Layout(), 0))
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+def test_start_weights_do_not_depend_on_the_layout(ranks, family, layout):
+    whole = _gather(ranks(layout.world_size, _saved, layout, family, 0))
+    alone = _gather(ranks(1, _saved, Layout(), family, 0))
     assert all(np.array_equal(whole[name], values) for name, values in alone.items())
 
 

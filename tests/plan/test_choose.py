@@ -65,8 +65,6 @@ def test_what_cannot_fit_is_refused_with_the_closest_try():
 def test_an_illegal_pin_is_refused_with_its_reason():
     with pytest.raises(LayoutError, match="dp=7 does not divide the 64 sequences"):
         choose(7, 288, pp=1, cp=1)
-    with pytest.raises(LayoutError, match="tp=2: this version"):
-        choose(8, 80, tp=2)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -168,8 +168,10 @@ def test_every_pipeline_can_be_trained(schedule, stages):
 @pytest.mark.parametrize(
     ("layout", "change", "sentence"),
     [
-        (Layout(tp=2), {}, "tp=2: this version does not train with it; plan it, or set tp = 1"),
-        (Layout(dp_shard=2, zero=1, ep=2), {}, "ep=2: this version does not train with it"),
+        (Layout(tp=2, sequence_parallel=False), {"model": MIXED}, "sequence_parallel=false with tp=2: this"),
+        (Layout(tp=2, zero=1), {"model": MIXED}, "zero=1 would divide the experts only, over 2 tp"),
+        (Layout(dp_shard=3, zero=3), {"model": MIXED}, "zero=3 divides each expert's matrices over 3 ranks"),
+        (Layout(tp=64), {"model": replace(JOB.model, vocab_size=100)}, "tp=64 leaves ranks without any of the vocab"),
         (Layout(dp_shard=2, zero=1, offload="states"), {}, "offload='states' with zero=1 over 2 ranks: this version"),
         (Layout(zero=3, offload="states-nvme"), {}, "offload='states-nvme' with zero=3 over 1 ranks: this version"),
         (Layout(offload="activations", recompute="selective"), {}, "offload='activations' with recompute='selective'"),

@@ -24,7 +24,7 @@ from kumi.spec.schedule import placement, refusal
 from kumi.spec.sharding import AXIS, stage_bounds, zero_degree
 
 TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch", "tiles")
 
 
 def problems(model: ModelSpec, layout: Layout, cluster: ClusterSpec, batch: BatchSpec) -> list[str]:
@@ -52,17 +52,36 @@ def untrainable(job: Job, layout: Layout) -> list[str]:
 
 def untrained(job: Job, layout: Layout) -> list[str]:
     """The same, but for the model."""
-    return [*_untrained_axes(layout), *_untrained_choices(job, layout)]
+    return [*_untrained_axes(job.model, layout), *_untrained_choices(job, layout)]
 
 
-def _untrained_axes(layout: Layout) -> Iterator[str]:
-    for axis in ("tp", "ep", "expert_tp"):
-        if getattr(layout, axis) > 1:
-            yield f"{axis}={getattr(layout, axis)}: this version does not train with it; plan it, or set {axis} = 1"
+def _untrained_axes(model: ModelSpec, layout: Layout) -> Iterator[str]:
+    rows = -(-model.vocab_size // layout.tp)
+    if rows * (layout.tp - 1) >= model.vocab_size:
+        yield (f"tp={layout.tp} leaves ranks without any of the vocab_size={model.vocab_size} tokens, of which others "
+               f"have {rows} each; use a smaller tp")  # fmt: skip
+    if not cuts(model).experts or not _experts_are_legal(model, layout):
+        return
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield (f"sequence_parallel=false with tp={layout.tp}: this version sends each rank's own tokens to experts; "
+               f"set sequence_parallel = true, or tp = 1")  # fmt: skip
+    parts = zero_degree(layout, routed=True)
+    if layout.zero and layout.dp_shard * layout.cp == 1 and parts > 1:
+        yield (f"zero={layout.zero} would divide the experts only, over {parts} tp ranks: dp_shard x cp is 1; "
+               f"set zero = 0")  # fmt: skip
+    for size in sorted({model.hidden_size, *(2 * width // layout.expert_tp for width in cuts(model).width)}):
+        if layout.zero and size % parts:
+            yield (f"zero={layout.zero} divides each expert's matrices over {parts} ranks, which do not divide their "
+                   f"{size} rows; use a larger ep, or another dp_shard")  # fmt: skip
+
+
+def _experts_are_legal(model: ModelSpec, layout: Layout) -> bool:
+    return not list(_experts(model, layout))
 
 
 def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
     yield from _untrained_offload(job.model, layout)
+    yield from _untrained_tiles(job.model, layout)
     if job.optim.kind != "adamw":
         yield f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
     if job.precision.kind not in TRAINED_PRECISIONS:
@@ -84,6 +103,28 @@ def _untrained_offload(model: ModelSpec, layout: Layout) -> Iterator[str]:
     if offload == "activations" and layout.recompute == "selective":
         yield ("offload='activations' with recompute='selective': this version moves what layers keep whole; "
                "set recompute = 'none' or 'full'")  # fmt: skip
+
+
+def _untrained_tiles(model: ModelSpec, layout: Layout) -> Iterator[str]:
+    tiles, widths = layout.tiles, sorted({one.mlp.intermediate_size for one in model.layers if isinstance(one.mlp, MLP)})
+    if tiles == 1:
+        return
+    if not widths:
+        yield f"tiles={tiles}, but the model has no dense feed-forward layers; set tiles = 1"
+    for name, allowed in (("tp", 1), ("schedule", WHOLE), ("recompute", ("none", "full")), ("offload", NOT_STATES)):
+        value = getattr(layout, name)
+        if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
+            words = _words_of(allowed) if isinstance(allowed, tuple) else str(allowed)
+            yield f"tiles={tiles} with {name}={value!r}: this version computes in tiles with {words}; set tiles = 1, or one of these"
+    ranks = layout.dp_shard * layout.cp if layout.zero == 3 else 1
+    if any(width % (ranks * tiles) for width in widths) or model.hidden_size % ranks:
+        most = gcd(*widths) // ranks if not model.hidden_size % ranks and not gcd(*widths) % ranks else 1
+        yield (f"tiles={tiles} does not divide what each of {ranks} ranks has of intermediate_size="
+               f"{_choices(widths)}; use {_choices(divisors(most))}")  # fmt: skip
+
+
+def _words_of(words: tuple[str, ...]) -> str:
+    return ", ".join(f"'{word}'" for word in words)
 
 
 def _copies_of_experts(layout: Layout) -> int:
