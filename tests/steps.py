@@ -23,7 +23,8 @@ from kumi.parallel import (
     total,
 )
 from kumi.parallel.context import cut
-from kumi.parallel.grads import by_name
+from kumi.parallel.grads import by_name, local
+from kumi.parallel.optimizer import AdamW
 from kumi.parallel.state import pieces_of
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
@@ -76,13 +77,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a rank saw: loss, norm and this rank's gradients of every step, then its parameters and step counters."""
+    """What a rank saw: loss, norm and this rank's gradients of every step, then its parameters and step counters; and
+    the bytes of its parameters, gradients and optimizer states before an update."""
 
     losses: list[float]
     norms: list[float]
     grads: list[list[Part]]
     params: list[Part]
     counters: set[float]
+    held: tuple[int, int, int]
 
 
 @cache
@@ -114,10 +117,19 @@ def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", st
         norm = clip_gradients(model, 0.5, mesh, loss_scale=scale.scale)
         norms.append(norm.item())
         grads.append(_grads(model, mesh))
+        held = _held(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     counters = {state["step"].item() for state in optimizer.state.values()}
-    return Trace(losses, norms, grads, _parts(model_pieces(model, mesh)), counters)
+    return Trace(losses, norms, grads, _parts(model_pieces(model, mesh)), counters, held)
+
+
+def _held(model: torch.nn.Module, optimizer: AdamW) -> tuple[int, int, int]:
+    parameters = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    sizes = (sum(local(value).nbytes for value in values)
+             for values in (parameters, [value.grad for value in parameters], states))  # fmt: skip
+    return tuple(sizes)  # type: ignore[return-value]
 
 
 def _grads(model: torch.nn.Module, mesh: Mesh) -> list[Part]:

@@ -1,15 +1,19 @@
 """Every parallel dimension alone, every pair of them, and many of three and four at once train as one process does.
 
-As in test_layouts: losses, gradient norms, gradients, and parameters after three AdamW steps, in float64.
+As in test_layouts: losses, gradient norms, gradients, and parameters after three AdamW steps, in float64; and the bytes
+of the states that every rank holds are those of `kumi.spec.sharding`.
 """
 
 from __future__ import annotations
 
 import pytest
+from test_layouts import TOLERANCE, alone, close
 
 from kumi.spec.layout import Layout
-from steps import train
-from test_layouts import TOLERANCE, alone, close
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
+from kumi.spec.sharding import state_bytes
+from steps import SPECS, train
 
 # (layout, model, microbatches a rank has in a step)
 ALONE = [
@@ -105,7 +109,9 @@ CASES = [
 def test_layout_equals_one_process(ranks, layout, family, microbatches):
     wanted = alone(family)
     losses, norms = pytest.approx(wanted.losses, rel=TOLERANCE), pytest.approx(wanted.norms, rel=TOLERANCE)
-    for trace in ranks(layout.world_size, train, layout, family, microbatches):
+    for rank, trace in enumerate(ranks(layout.world_size, train, layout, family, microbatches)):
+        said = state_bytes(SPECS[family], layout, rank, PRECISIONS["fp64"], Optim())
+        assert trace.held == (said.params, said.grads, said.optimizer)
         assert (trace.losses, trace.norms) == (losses, norms)
         for mine, whole in zip([*trace.grads, trace.params], [*wanted.grads, wanted.params]):
             known = {part.name: part for part in whole}
