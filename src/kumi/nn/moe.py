@@ -90,9 +90,10 @@ class MoE(nn.Module):
 def leave_uncompiled(module: nn.Module) -> None:
     """Keeps the experts in `module` out of what torch.compile makes of it: how many rows an expert gets depends on the
     data, and routers count in the backward pass."""
+    compiler: Any = torch.compiler
     for part in module.modules():
         if isinstance(part, MoE):
-            part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
+            part.forward = compiler.disable(part.forward)  # type: ignore[method-assign]
 
 
 def sorted_places(ids: Tensor) -> Tensor:
