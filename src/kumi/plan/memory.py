@@ -81,9 +81,8 @@ def stage_memory(job: Job, x: Columns, share: Share, known: Content | None = Non
     that is at hand."""
     known = known or content(job, x, share)
     own, kept, passing, optimizer = known.own, known.kept, known.passing, known.states["optimizer"]
-    head_gradient = _head_gradient(job, x, share)
     stay, in_hand = _stay(job, x, share, kept), _in_hand(job, x, share, kept)
-    logits, head_gradient = _logits(job, x, share), _head_gradient(job, x, own, share)
+    logits, head_gradient = _logits(job, x, share), _head_gradient(job, x, share)
     grads = known.states["grads"]
     sizes = known.states | _fullest({
         "grads": (np.where(_grads_begin_empty(job, x), 0.0, grads), grads, grads),
@@ -169,10 +168,13 @@ def _in_hand(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:
 
 
 def _grads_begin_empty(job: Job, x: Columns) -> NDArray[np.bool_]:
-    """Whether there are no gradients yet when the loss of the only microbatch is computed: they are made in the
-    backward, unless they have buffers of their own."""
-    own_buffers = job.engine.half_weights | ((x.zero == 0) & (x.dp * x.cp > 1) & (x.pp * x.stages == 1))
-    return np.asarray((microbatches_of(job, x) == 1) & ~own_buffers)
+    """Whether a rank has no gradients of its own yet when a loss is computed: they are made in the backward of the only
+    microbatch, and under ZeRO-1 of the last, unless they have buffers of their own. `ROUNDING` was found with gradients
+    counted all the time where an engine holds all logits."""
+    own_buffers = (job.engine.half_weights or job.engine.logit_bytes > 0) | (
+        (x.zero == 0) & (x.dp * x.cp > 1) & (x.pp * x.stages == 1)
+    )
+    return np.asarray(((microbatches_of(job, x) == 1) | (x.zero == 1)) & ~own_buffers)
 
 
 def _logits(job: Job, x: Columns, part: Share) -> Floats:
@@ -192,7 +194,7 @@ def _rounded(job: Job) -> int:
     return job.itemsize if job.itemsize < ITEMSIZE["float32"] else 0
 
 
-def _head_gradient(job: Job, x: Columns, own: Held, part: Share) -> Floats:
+def _head_gradient(job: Job, x: Columns, part: Share) -> Floats:
     """Bytes of the head's gradients where they are formed in the forward pass, chunk by chunk: of the weight in
     float32, with a chunk's product and, where it is not gathered, the weight as it is multiplied with; of the hidden
     states; and in GPipe those of the microbatches before, which wait for their backward."""

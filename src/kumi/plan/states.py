@@ -196,10 +196,11 @@ def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
     # Summed from one buffer into another, in the dtype of the reduction.
     summed = reduce * (1 + 1 / np.maximum(1, divided(x)))
     in_loss = np.where(shards, compute * (root.padded + layer.padded), every)
-    # The buffer that the last layer came in goes when another unit comes; that of the unit whose gradients were summed
-    # last in the microbatch before, when others are.
-    again = np.where(own.embedding.padded > 0, own.embedding.padded, np.where(root.padded > 0, root.padded, layer.padded))
-    waiting = compute * layer.padded + reduce * np.where((x.zero >= 2) & (microbatches > 1), again, 0.0)
+    # The buffer that the last layer came in goes when another unit comes, and that of the unit whose gradients were
+    # summed last when others are.
+    came, again = shards | (microbatches == 1), (x.zero >= 2) & (microbatches > 1)
+    summed_last = np.where(own.embedding.padded > 0, own.embedding.padded, np.maximum(root.padded, layer.padded))
+    waiting = compute * np.where(came, layer.padded, 0.0) + reduce * np.where(again, summed_last, 0.0)
     in_layer = in_loss + compute * (np.where(shards, layer.padded, 0.0) + root.whole + layer.whole)
     if not job.engine.head_stays:
         in_layer = in_layer - compute * (np.where(shards, root.padded, 0.0) + root.whole)

@@ -20,6 +20,10 @@ __all__ = ["Activation", "Dim", "Op", "Param", "active_params", "buffers", "embe
            "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "tensors", "train_flops"]  # fmt: skip
 
 
+# Logits that the head holds at a time, on other devices and on a CPU, and tokens that it takes at least.
+LOGITS, LEAST_CHUNK = (2**27, 2**22), 128
+
+
 @lru_cache(maxsize=1024)
 def layer_ops(spec: ModelSpec, index: int) -> tuple[Op, ...]:
     """The operations of layer `index`, in order."""
@@ -103,7 +107,7 @@ def forward_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
 
 def logit_chunk(vocab_size: int, device_kind: str) -> int:
     """How many tokens' logits the head holds at a time: enough for full-speed matrix products, few beside the model."""
-    return max(128, (2**22 if device_kind == "cpu" else 2**27) // vocab_size)
+    return max(LEAST_CHUNK, LOGITS[device_kind == "cpu"] // vocab_size)
 
 
 def train_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
