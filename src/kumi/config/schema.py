@@ -212,6 +212,9 @@ class LayoutSection(Section):
         description="How attention looks beyond a `cp` rank's part of the sequence: keys and values go round all "
         "ranks ('ring', the default), or every rank gets whole sequences of some heads ('ulysses').",
     )
+    tiles: Positive | None = Field(
+        None, description="Dense feed-forward layers are computed in so many tiles of columns, one after the other."
+    )
 
 
 class CommSection(Section):

@@ -14,7 +14,7 @@ from torch import nn
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import linears
 from kumi.nn.moe import leave_uncompiled
-from kumi.parallel import context, data, expert, tensor
+from kumi.parallel import context, data, expert, tensor, tiles
 from kumi.parallel.kept import keep_on_host
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.recompute import recompute_layers
@@ -101,6 +101,7 @@ def _prepare(
     decoder.reduce_dtype = getattr(torch, precision.reduce)
     tensor.cut(decoder, mesh)
     expert.deal(decoder, mesh)
+    tiles.tile(decoder, mesh, precision)
     if "cp" in mesh.groups:
         decoder.attention_over = context.attention_over(mesh)
     if splits_backward(mesh.layout):

@@ -29,6 +29,7 @@ from kumi.nn.moe import MoE
 from kumi.parallel.compress import low_rank, sum_low_rank
 from kumi.parallel.grads import by_name
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.tiles import divided_by_tiles
 from kumi.spec.comm import PLAIN, Comm
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
@@ -94,7 +95,7 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = PLAIN
     layers = list(decoder.model.layers.values())
     # A table that is this stage's head, too, belongs to the root.
     alone = decoder.has_embedding and not (decoder.has_head and decoder.spec.tie_word_embeddings)
-    apart = _shard_experts(decoder, mesh, options)
+    apart = _shard_experts(decoder, mesh, options) | set(divided_by_tiles(decoder, mesh))
     for unit in [*([decoder.model.embed_tokens] if alone else []), *layers]:
         # The backward begins with the last layer: to free it in between would only cost another gathering.
         free = mesh.layout.zero == 3 and unit not in layers[-1:] and not getattr(unit, "shared", False)

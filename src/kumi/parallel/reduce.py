@@ -6,6 +6,7 @@ ZeRO 1 to 3 (FSDP2) and plain copies (DDP) sum during the backward. What is left
     everything under ZeRO-0 in a pipeline      over the ranks that hold the same stages
     a tied table in a pipeline                 over the ranks of the first and the last stage
     what tp ranks hold alike                   over tp
+    ZeRO-3's tiles                             over dp_replicate
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.stages import Stages
+from kumi.parallel.stages import Stages, stages_of
+from kumi.parallel.tiles import divided_by_tiles
 from kumi.spec.model import ModelSpec
 from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.sharding import is_routed
@@ -37,6 +39,9 @@ def complete(model: nn.Module, mesh: Mesh) -> None:
         table = dict(bare.named_parameters())[f"{bare.spec.names.embedding}.weight"]
         assert table.grad is not None
         sum_over([local(table.grad)], bare.ties)
+    if mesh.layout.zero == 3:
+        tiled = [one.grad for stage in stages_of(bare).values() for one in divided_by_tiles(stage, mesh)]
+        sum_over([grad for grad in tiled if grad is not None], mesh.group("dp_replicate"), bare.reduce_dtype)  # type: ignore[arg-type]
     _sum_parts(bare, mesh)
 
 

@@ -43,6 +43,7 @@ class Columns:
     stages: Ints
     offload: Ints
     context: Ints
+    tiles: Ints
 
     @property
     def dp(self) -> Ints:

@@ -104,6 +104,7 @@ def _inner(job: Job, mesh: dict[str, int], experts: set[int], pinned: Pins) -> d
         "microbatch": divisors(each),
         "sequence_parallel": [1],
         "context": [0],
+        "tiles": [1],
     }
     chosen: dict[str, Any] = {name: _pinned(name, values, pinned) for name, values in free.items()}
     return chosen | {"schedule+stages": _schedules(job.model, mesh["pp"], pinned)}

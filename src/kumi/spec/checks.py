@@ -22,6 +22,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op
 from kumi.spec.schedule import placement, refusal
 from kumi.spec.sharding import AXIS, stage_bounds, zero_degree
+from kumi.spec.techniques import untrained_techniques
 
 TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch", "tiles")
@@ -80,55 +81,12 @@ def _experts_are_legal(model: ModelSpec, layout: Layout) -> bool:
 
 
 def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
-    yield from _untrained_offload(job.model, layout)
-    yield from _untrained_tiles(job.model, layout)
+    yield from untrained_techniques(job.model, layout)
     if job.optim.kind != "adamw":
         yield f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
     if job.precision.kind not in TRAINED_PRECISIONS:
         yield (f"precision.kind='{job.precision.kind}': this version trains in {', '.join(TRAINED_PRECISIONS)} only; "
                f"plan it, or set one of these")  # fmt: skip
-
-
-def _untrained_offload(model: ModelSpec, layout: Layout) -> Iterator[str]:
-    offload = layout.offload
-    instead = f"offload = '{offload.replace('states', 'optimizer')}'"
-    if offload.startswith("states") and (layout.zero != 3 or layout.dp_shard * layout.cp == 1):
-        yield (f"offload='{offload}' with zero={layout.zero} over {layout.dp_shard * layout.cp} ranks: this version "
-               f"keeps parameters on the host where zero = 3 divides them over several; set this, or "
-               f"{instead}")  # fmt: skip
-    elif offload.startswith("states") and cuts(model).experts and _copies_of_experts(layout) == 1:
-        yield (f"offload='{offload}' with ep={layout.ep} and expert_tp={layout.expert_tp}: this version keeps on the "
-               f"device what no two ranks hold, as here all experts; use a smaller ep x expert_tp, or "
-               f"{instead}")  # fmt: skip
-    if offload == "activations" and layout.recompute == "selective":
-        yield ("offload='activations' with recompute='selective': this version moves what layers keep whole; "
-               "set recompute = 'none' or 'full'")  # fmt: skip
-
-
-def _untrained_tiles(model: ModelSpec, layout: Layout) -> Iterator[str]:
-    tiles, widths = layout.tiles, sorted({one.mlp.intermediate_size for one in model.layers if isinstance(one.mlp, MLP)})
-    if tiles == 1:
-        return
-    if not widths:
-        yield f"tiles={tiles}, but the model has no dense feed-forward layers; set tiles = 1"
-    for name, allowed in (("tp", 1), ("schedule", WHOLE), ("recompute", ("none", "full")), ("offload", NOT_STATES)):
-        value = getattr(layout, name)
-        if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
-            words = _words_of(allowed) if isinstance(allowed, tuple) else str(allowed)
-            yield f"tiles={tiles} with {name}={value!r}: this version computes in tiles with {words}; set tiles = 1, or one of these"
-    ranks = layout.dp_shard * layout.cp if layout.zero == 3 else 1
-    if any(width % (ranks * tiles) for width in widths) or model.hidden_size % ranks:
-        most = gcd(*widths) // ranks if not model.hidden_size % ranks and not gcd(*widths) % ranks else 1
-        yield (f"tiles={tiles} does not divide what each of {ranks} ranks has of intermediate_size="
-               f"{_choices(widths)}; use {_choices(divisors(most))}")  # fmt: skip
-
-
-def _words_of(words: tuple[str, ...]) -> str:
-    return ", ".join(f"'{word}'" for word in words)
-
-
-def _copies_of_experts(layout: Layout) -> int:
-    return layout.dp_replicate * zero_degree(layout, routed=True)
 
 
 def divisors(number: int) -> list[int]:

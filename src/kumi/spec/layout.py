@@ -30,7 +30,8 @@ class Layout:
     many layers each stage has, in model order, and is empty where they are as even as can be. `offload` moves to the
     host, or on to its NVMe drives, the optimizer states, all states, or the kept activations. `context` says how
     attention looks beyond a cp rank's part of the sequence: keys and values go round ("ring"; Liu et al., 2023,
-    arXiv:2310.01889), or heads are dealt out ("ulysses"; Jacobs et al., 2023, arXiv:2309.14509).
+    arXiv:2310.01889), or heads are dealt out ("ulysses"; Jacobs et al., 2023, arXiv:2309.14509). Dense feed-forward
+    layers are computed in so many `tiles` of their columns, one after the other.
     """
 
     pp: int = 1
@@ -50,6 +51,7 @@ class Layout:
     stage_layers: tuple[int, ...] = ()
     offload: str = "none"
     context: str = "ring"
+    tiles: int = 1
 
     @property
     def degrees(self) -> tuple[int, ...]:

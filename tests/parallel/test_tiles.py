@@ -1,0 +1,130 @@
+"""Feed-forward layers in tiles: the same numbers, and never a whole matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from kumi.nn.mlp import MLP
+from kumi.parallel import bare, build, clip_gradients, init_adamw, model_pieces
+from kumi.parallel.tiles import Tiling, _forward
+from kumi.spec import model
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
+from kumi.spec.techniques import untrained_techniques
+from planned import job_of
+from steps import SPECS, forward_backward, mesh_of
+
+LAYOUTS = [
+    Layout(tiles=6),
+    Layout(dp_replicate=2, tiles=3, recompute="full"),
+    Layout(dp_shard=2, zero=1, tiles=2),
+    Layout(dp_shard=2, zero=3, tiles=9),
+    Layout(dp_shard=2, zero=3, tiles=3, recompute="full", offload="optimizer"),
+    Layout(cp=2, zero=3, tiles=3),
+    Layout(dp_replicate=2, dp_shard=2, zero=3, tiles=2),
+    Layout(pp=2, dp_shard=2, zero=3, tiles=2),
+]
+
+
+def _trained(layout, microbatches):
+    """Losses, norms, and this rank's parts of the parameters after three steps."""
+    mesh = mesh_of(layout)
+    made = build(SPECS["llama"], mesh, PRECISIONS["fp64"], weights=3)
+    optimizer = init_adamw(bare(made).named_parameters(), Optim(lr=1e-2))
+    found = []
+    for step in range(3):
+        found.append(forward_backward(made, mesh, step, microbatches, dtype=torch.float64))
+        found.append(clip_gradients(made, 0.5, mesh).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, [(one.name, one.start, one.data.numpy().copy()) for one in model_pieces(made, mesh)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_with_tiles_train_as_one_process_without(ranks, layout):
+    figures, whole = ranks(1, _trained, Layout(), 1)[0]
+    tensors = {name: values for name, _, values in whole}
+    for found, parts in ranks(layout.world_size, _trained, layout, 2):
+        assert found == pytest.approx(figures, rel=1e-10)
+        for name, start, values in parts:
+            wanted = tensors[name][tuple(slice(a, a + n) for a, n in zip(start, values.shape))]
+            assert np.abs(values - wanted).max() <= 1e-10 * np.abs(tensors[name]).max(), name
+
+
+def _largest(layout):
+    """The most elements that a rank gathers or keeps of the feed-forward matrices in a step, and of one whole."""
+    from kumi.parallel import tiles
+
+    mesh = mesh_of(layout)
+    made = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=3)
+    seen = []
+    gathered = tiles.gathered
+    tiles.gathered = lambda part, group: seen.append(gathered(part, group)) or seen[-1]
+    try:
+        forward_backward(made, mesh, 0, 1)
+    finally:
+        tiles.gathered = gathered
+    mlp = bare(made).model.layers["0"].mlp
+    held = sum(weight.numel() for weight in mlp.parameters())
+    return max(one.numel() for one in seen), len(seen), held
+
+
+def test_a_rank_never_gathers_a_whole_matrix(ranks):
+    spec = SPECS["llama"]
+    whole = spec.hidden_size * spec.layers[0].mlp.intermediate_size
+    for largest, count, held in ranks(2, _largest, Layout(dp_shard=2, zero=3, tiles=9)):
+        assert largest == whole // 9
+        assert count == 2 * 3 * 9 * len(spec.layers)  # forward and backward
+        assert held == 3 * whole // 2
+
+
+def _both(kind):
+    """Output and gradients of a layer with biases, whole and in tiles."""
+    dtype, found = getattr(torch, kind), []
+    for tiling in (None, Tiling(4, None, dtype)):
+        torch.manual_seed(0)
+        mlp = MLP(10, model.MLP(24, bias=True), device=None, dtype=torch.promote_types(dtype, torch.float32))
+        for parameter in mlp.parameters():
+            nn.init.normal_(parameter)
+        x = torch.randn(2, 5, 10, dtype=dtype, requires_grad=True)
+        out = mlp(x) if tiling is None else _forward(mlp, tiling, x)
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad, *(parameter.grad for parameter in mlp.parameters())])
+    return found
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("float64", 1e-12), ("bfloat16", 3e-2)])
+def test_a_layer_with_biases(kind, tolerance):
+    for whole, tiled in zip(*_both(kind)):
+        assert whole.dtype == tiled.dtype
+        assert float((whole - tiled).double().norm() / whole.double().norm()) < tolerance
+
+
+def test_only_the_input_is_kept():
+    mlp = MLP(8, model.MLP(4096), device=None, dtype=torch.float32)
+    x, kept = torch.randn(64, 8, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.numel()) or one, lambda one: one):
+        _forward(mlp, Tiling(8, None, torch.float32), x)
+    assert sum(kept) == x.numel() + sum(parameter.numel() for parameter in mlp.parameters())
+
+
+def test_what_tiles_do_not_go_with_is_said():
+    job: Job = job_of(SPECS["llama"])
+
+    def said(**fields):
+        return "; ".join(untrained_techniques(job.model, replace(Layout(tiles=4), **fields)))
+
+    assert said() == ""
+    assert said(tp=2) == "tiles=4 with tp=2: set tp = 1, or tiles = 1"
+    assert "tiles=4 with recompute='selective'" in said(recompute="selective")
+    assert "tiles=4 with schedule='zb-v'" in said(pp=2, schedule="zb-v", stages=2)
+    assert said(dp_shard=2, zero=3).endswith("intermediate_size=36 that each of 2 ranks has; use 1, 2, 3, 6, 9, 18")
+    assert "4 ranks, which do not divide hidden_size=18" in said(dp_shard=4, zero=3)
+    assert "no dense" in "; ".join(untrained_techniques(SPECS["moe"], Layout(tiles=4)))
