@@ -75,6 +75,12 @@ def test_a_degree_that_does_not_divide(refused):
     assert "LayoutError: dp=3 does not divide the 8 sequences of a step; use 1, 2, 4 or 8 for dp" in error
 
 
+def test_compiled_layers_that_should_put_gradients_off(refused):
+    layout = {"pp": 2, "schedule": "zb-h1"}
+    error = refused(new_run, cluster__devices_per_node=2, layout=layout, train__compile=True)
+    assert "layout.schedule=zb-h1 puts the gradients of weights off, which compiled layers cannot" in error
+
+
 def test_unsupported_architecture(refused):
     error = refused(new_run, model={"init": "random", "config": {"model_type": "mamba", "vocab_size": 320}})
     assert "ModelError" in error

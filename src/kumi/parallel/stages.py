@@ -13,11 +13,8 @@ from kumi.parallel.mesh import Mesh
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
-from kumi.spec.schedule import placement
+from kumi.spec.schedule import WHOLE, placement
 from kumi.spec.sharding import stage_bounds
-
-# Schedules whose backward passes are always whole.
-WHOLE = ("1f1b", "gpipe", "interleaved")
 
 
 class Stages(nn.Module):

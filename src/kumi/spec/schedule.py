@@ -142,6 +142,8 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], Pattern]] = {
     "dualpipe": dualpipe,
 }
 V_SHAPED = ("zb-v", "dualpipe")
+# Whose backwards are all full ones: no weight gradient is put off.
+WHOLE = ("1f1b", "gpipe", "interleaved")
 
 
 def refusal(schedule: str, pp: int, stages: int, microbatches: int) -> str | None:

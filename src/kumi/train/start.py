@@ -12,6 +12,7 @@ from kumi.describe import console, describe, render
 from kumi.errors import OK, LayoutError, ModelError
 from kumi.launch.local import environment
 from kumi.spec.families import check_trained
+from kumi.spec.schedule import WHOLE
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.train.folder import claim
 from kumi.train.prepare import check_data, open_data, prepare_data
@@ -48,6 +49,7 @@ def check(run: Run) -> None:
 
     check_trained(run.model)
     _check_ranks(run, os.environ)
+    _check_compiled(run)
     check_data(run)
     if run.config.model.init == "pretrained":
         _check_weights(run)
@@ -80,6 +82,16 @@ def _check_ranks(run: Run, environ: Mapping[str, str]) -> None:
         raise LayoutError(
             f"the layout needs {needed} ranks and WORLD_SIZE={numbers[1]} were started; start {needed}, or set cluster "
             f"and layout for {numbers[1]}"
+        )
+
+
+def _check_compiled(run: Run) -> None:
+    """Nothing, unless compiled layers are to put off the gradients of their weights."""
+    schedule = run.layout.schedule
+    if run.config.train.compile and schedule not in WHOLE:
+        raise LayoutError(
+            f"layout.schedule={schedule} puts the gradients of weights off, which compiled layers cannot; set "
+            f"train.compile=false, or layout.schedule to {', '.join(WHOLE[:-1])} or {WHOLE[-1]}"
         )
 
 

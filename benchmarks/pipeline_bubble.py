@@ -1,0 +1,189 @@
+"""How long the ranks of a pipeline wait, measured on CPU processes, beside what the planner's simulation says.
+
+    python benchmarks/pipeline_bubble.py [--only "1f1b 4" ...] [--steps 8] [--json FILE]
+
+Two processes train a model of equal stages (a small vocabulary, so that embedding and head weigh nothing) under every
+schedule; a row is a schedule and its microbatches. The bubble is the share of a step that a rank does not compute. It
+is simulated with the medians of the measured seconds of a forward and a backward and messages that take no time, as if all
+stages were equal. Of all steps the shortest counts, for whatever else runs on the machine makes steps longer only; on
+fewer cores than processes the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import machine
+import shapes
+
+from kumi.plan.timeline import Timeline, simulate
+from kumi.spec.layout import Layout
+from kumi.spec.schedule import actions, placement
+
+WARM, BAR = 2, 0.15
+STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2}
+# "schedule microbatches"; one microbatch is model parallelism without a pipeline.
+ROWS = (
+    "1f1b 1",
+    "1f1b 2",
+    "1f1b 4",
+    "1f1b 8",
+    "gpipe 4",
+    "interleaved 4",
+    "zb-h1 4",
+    "zb-h2 4",
+    "zb-v 4",
+    "dualpipe 4",
+)
+SHAPE = shapes.TINY | {
+    "vocab_size": 64, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
+ROWS_OF_TOKENS, SEQ_LEN = 2, 128
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The share of a step in which ranks wait, measured and simulated, and seconds of the step."""
+
+    row: str
+    measured: float
+    simulated: float
+    seconds: float
+    simulated_seconds: float
+
+    @property
+    def error(self) -> float:
+        return self.measured / self.simulated - 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, metavar="ROW",
+                        help=f"rows to measure: {', '.join(ROWS)}")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=8, help=f"steps of every row, after {WARM} that are not counted")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.out:
+        train(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "timelines"
+        run_ranks(out, args)
+        timelines: dict[str, list[Timeline]] = pickle.loads(out.read_bytes())
+    found = [bubble(row, steps) for row, steps in timelines.items()]
+    print(table(found))
+    if args.json:
+        rows = [vars(one) | {"error": one.error} for one in found]
+        args.json.write_text(json.dumps({"machine": machine.describe(), "bar": BAR, "rows": rows}, indent=1) + "\n")
+
+
+def layout_of(row: str) -> tuple[Layout, int]:
+    """The layout of a row, and its microbatches."""
+    schedule, microbatches = row.split()
+    return Layout(pp=2, schedule=schedule, stages=STAGES[schedule]), int(microbatches)
+
+
+def run_ranks(out: Path, args: argparse.Namespace) -> None:
+    """Two processes that measure all rows. Raises SystemExit with what they said when one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [sys.executable, __file__, "--out", str(out), "--steps", str(args.steps), "--only", *args.only]
+    started = []
+    for rank in range(2):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                 "OMP_NUM_THREADS": 1, "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+        environment = os.environ | {key: str(value) for key, value in place.items()}
+        started.append(
+            subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    said = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit("\n".join(said))
+
+
+def train(args: argparse.Namespace) -> None:
+    """On a rank: trains every row; the first writes what all did in every step that counts."""
+    import torch
+
+    from kumi.parallel import bare, build, build_mesh, close_distributed, init_adamw, init_distributed, pipeline
+    from kumi.parallel.record import gather, start
+    from kumi.spec import families
+    from kumi.spec.optim import Optim
+    from kumi.spec.precision import PRECISIONS
+
+    torch.set_num_threads(1)
+    place, spec = init_distributed(), families.from_hf(SHAPE)
+    found: dict[str, list[Timeline]] = {}
+    for row in args.only:
+        layout, microbatches = layout_of(row)
+        mesh = build_mesh(layout, place)
+        model = build(spec, mesh, PRECISIONS["fp32"], weights=0)
+        optimizer = init_adamw(bare(model).named_parameters(), Optim())
+        ids = torch.randint(0, spec.vocab_size, (ROWS_OF_TOKENS, SEQ_LEN))
+        inputs = {"input_ids": ids, "labels": ids, "token_weights": torch.full(ids.shape, -1.0 / ids.numel())}
+        found[row] = []
+        for step in range(WARM + args.steps):
+            record = start(mesh)
+            pipeline.train(model, mesh, [inputs] * microbatches, record)
+            timeline = gather(record, mesh)
+            if timeline is not None and step >= WARM:
+                found[row].append(timeline)
+            optimizer.zero_grad()
+    if place.rank == 0:
+        args.out.write_bytes(pickle.dumps(found))
+    close_distributed()
+
+
+def bubble(row: str, timelines: list[Timeline]) -> Bubble:
+    """The bubble of the shortest of `timelines`, and that of the same list with equal stages."""
+    layout, microbatches = layout_of(row)
+    best = min(timelines, key=lambda one: one.seconds)
+    took = {kind: _median(best, kind) for kind in "FBIW"}
+    inputs, weights = (took["I"], took["W"]) if took["I"] else (took["B"] / 2, took["B"] / 2)
+    lists = actions(layout.schedule, layout.pp, layout.stages, microbatches)
+    held = placement(layout.schedule, layout.pp, layout.stages)
+    wanted = simulate(lists, held, [(took["F"], inputs, weights)] * layout.pp * layout.stages)
+    return Bubble(row, _waiting(best), _waiting(wanted), best.seconds, wanted.seconds)
+
+
+def _median(found: Timeline, kind: str) -> float:
+    """Median seconds of the actions of `kind`; 0 where there are none."""
+    took = [span.end - span.start for rank in found.spans for span in rank if span.action.kind == kind]
+    return statistics.median(took) if took else 0.0
+
+
+def _waiting(found: Timeline) -> float:
+    """The share of the time that ranks wait, on average."""
+    return sum(found.idle) / len(found.idle) / found.seconds
+
+
+def table(found: list[Bubble]) -> str:
+    lines = ["| row | bubble | simulated | difference | step | simulated |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {one.row} | {one.measured:.1%} | {one.simulated:.1%} | {one.error:+.0%} | {one.seconds:.3f} s | "
+        f"{one.simulated_seconds:.3f} s |"
+        for one in found
+    ]
+    worst = max(abs(one.error) for one in found)
+    return "\n".join([*lines, "", f"largest difference {worst:.0%}; at most {BAR:.0%} is wanted"])
+
+
+if __name__ == "__main__":
+    main()
