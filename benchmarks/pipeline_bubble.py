@@ -4,9 +4,9 @@
 
 Two processes train a model of equal stages (a small vocabulary, so that embedding and head weigh nothing) under every
 schedule; a row is a schedule and its microbatches. The bubble is the share of a step that a rank does not compute. It
-is simulated with the medians of the measured seconds of a forward and a backward and messages that take no time, as if all
-stages were equal. Of all steps the shortest counts, for whatever else runs on the machine makes steps longer only; on
-fewer cores than processes the figures mean nothing.
+is simulated with the medians of the measured seconds of a forward and a backward and messages that take no time, as if
+all stages were equal. Of all steps the shortest counts, for whatever else runs on the machine makes steps longer only;
+on fewer cores than processes the figures mean nothing.
 """
 
 from __future__ import annotations
