@@ -1,0 +1,29 @@
+"""The planner counts the messages of a pipeline that the trainer sends."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from kumi.plan.traffic import collectives
+from kumi.spec.batch import BatchSpec
+from kumi.spec.layout import Layout
+from kumi.spec.messages import ACTIVATION, Send, work
+from planned import job_of
+from steps import SPECS
+
+STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2}
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_messages(schedule, pp):
+    layout, microbatches = Layout(pp=pp, schedule=schedule, stages=STAGES[schedule]), 8
+    job = replace(job_of(SPECS["deep"]), batch=BatchSpec(8, 8 * microbatches))
+    for rank, steps in enumerate(work(schedule, pp, layout.stages, microbatches)):
+        sent = Counter(one.message.kind == ACTIVATION for one in steps if isinstance(one, Send))
+        planned = Counter()
+        for one in collectives(job, layout, rank):
+            if one.kind == "send" and one.axis == "pp":
+                planned[one.what == "activations"] += one.count
+        assert planned == sent
