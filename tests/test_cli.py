@@ -26,7 +26,7 @@ def test_verbs_and_flags_are_frozen():
         "plan": ["--calibrate", "--days", "--engine", "--export", "--help", "--html", "--json", "--out", "--save",
                  "--svg", "--tokens", "--top", "--trace", "--trainable", "-h"],
         "data": ["--help", "--json", "-h"],
-        "train": ["--allow-change", "--help", "-h"],
+        "train": ["--allow-change", "--dry-run", "--help", "--json", "--rank", "-h"],
         "convert": ["--help", "--to", "--verify", "-h"],
         "bench": ["--help", "--json", "--out", "--quick", "--ranks", "-h"],
     }  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kumi import __version__
-from kumi.errors import INTERRUPTED, OK, ConfigError, KumiError
+from kumi.errors import INTERRUPTED, OK, ConfigError, FitError, KumiError
 
 if TYPE_CHECKING:
     from kumi.config import Run
@@ -205,6 +205,14 @@ def _train_parser(verbs: Any) -> None:
     parser.add_argument(
         "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key has a new value"
     )
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="carry out a step of one rank without devices: memory, FLOPs and messages beside the planner's",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rank", metavar="R", help="with --dry-run: which rank, or all-stages; default: one of the fullest"
+    )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     parser.set_defaults(verb=_train)
 
 
@@ -294,9 +302,29 @@ def _data(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    if arguments.dry_run:
+        return _dry_run(arguments)
+    for name in ("rank", "json"):
+        if getattr(arguments, name):
+            raise ConfigError(f"train: --{name} is for --dry-run; add that, or leave --{name} out")
     from kumi.train.start import start
 
     return start(_resolve(arguments), allow_change=tuple(arguments.allow_change))
+
+
+def _dry_run(arguments: argparse.Namespace) -> int:
+    from kumi.describe import estimated, show
+    from kumi.dryrun import chosen_ranks, dry_run
+
+    job, estimate = estimated(arguments.run, arguments.overrides)
+    found = dry_run(job, estimate.layout, chosen_ranks(estimate, arguments.rank))
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        from kumi.dryrun.show import render
+
+        show(render(found))
+    return OK if all(rank["memory"]["fits"] for rank in found["ranks"]) else FitError.exit_code
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -50,6 +50,17 @@ def described(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return describe(resolve(load(path, overrides)))
 
 
+def estimated(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
+    """What the run file at `path` trains, and with what layout; without data and steps, too."""
+    from kumi.config import job, load_plan
+    from kumi.config.cluster import of_nodes
+    from kumi.plan.choose import choose_layout
+
+    config = load_plan(path, overrides)
+    wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
+    return wanted, choose_layout(wanted, pinned, of_nodes(config.cluster))
+
+
 def describe(run: Run) -> dict[str, Any]:
     """The model, layout, placement, batch and memory of `run`, as plain data."""
     steps, found = run.config.train.steps, _described(run.config, run.job, run.estimate)

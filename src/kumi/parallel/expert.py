@@ -76,7 +76,7 @@ class Exchange:
             return rows, counts, _Back(places, None, [], [], weights)
         sent, received, own = self._splits(counts)
         rows = exchange_rows(rows, sent, received, self.ep)
-        order = _by_expert(own)
+        order = _by_expert(own, sum(received))
         return reorder(rows, order), own.sum(0), _Back(places, order, sent, received, weights)
 
     def combine(self, rows: Tensor, routing: Routing, back: _Back) -> Tensor:
@@ -95,10 +95,12 @@ class Exchange:
         return both[0], both[1], own
 
 
-def _by_expert(own: Tensor) -> Tensor:
-    """The order that sorts by expert what came sorted by (rank, expert), given how many (n, X/n) there are of each."""
+def _by_expert(own: Tensor, rows: int) -> Tensor:
+    """The order that sorts by expert what came sorted by (rank, expert), given how many (n, X/n) of the `rows` there
+    are of each."""
     experts = torch.arange(own.shape[1], device=own.device).repeat(own.shape[0])
-    return torch.repeat_interleave(experts, own.flatten()).argsort(stable=True)
+    # The host knows how many: the device need not tell.
+    return torch.repeat_interleave(experts, own.flatten(), output_size=rows).argsort(stable=True)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""A dry run's figures as tables for the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kumi.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+def render(found: dict[str, Any]) -> RenderableType:
+    """What `kumi.dryrun.dry_run` returns."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for rank in found["ranks"]:
+        parts += [Text(_title(found, rank), style="bold"), _memory(rank["memory"]), Text()]
+        parts += [Text(_verdict(rank["memory"])), Text(_flops(rank["flops"])), Text()]
+        if rank["collectives"]:
+            parts += [_messages(rank["collectives"]), Text()]
+    cost = found["cost"]
+    parts.append(Text(f"took {cost['cpu_seconds']:.1f} CPU seconds and {format_bytes(cost['host_memory'])} of memory"))
+    return Group(*parts)
+
+
+def _title(found: dict[str, Any], rank: dict[str, Any]) -> str:
+    where = ", ".join(f"{axis} {index}" for axis, index in rank["coordinates"].items() if index)
+    count = rank["microbatches"]
+    some = f"; {count['carried_out']} carried out" if count["carried_out"] < count["step"] else ""
+    place = f" ({where})" if where else ""
+    return f"rank {rank['rank']} of {found['ranks_in_all']}{place}: a step of {count['step']} microbatches{some}"
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number == 0 else "right")
+    return table
+
+
+def _memory(memory: dict[str, Any]) -> Table:
+    table = _table("memory at the peak", "dry run", "planner", "difference")
+    for kind, sizes in memory["kinds"].items():
+        if sizes["measured"] or sizes["planned"]:
+            table.add_row(kind, format_bytes(sizes["measured"]), format_bytes(sizes["planned"]), "")
+    table.add_row("total", format_bytes(memory["measured"]), format_bytes(memory["planned"]),
+                  f"{memory['difference']:+.1%}")  # fmt: skip
+    return table
+
+
+def _verdict(memory: dict[str, Any]) -> str:
+    need = memory["measured"] + memory["reserved"]
+    fits = "fits" if memory["fits"] else "does not fit"
+    return (
+        f"with {format_bytes(memory['reserved'])} for libraries and the allocator's rounding, as the planner counts "
+        f"them, {format_bytes(need)} of {format_bytes(memory['device'])}: it {fits}"
+    )
+
+
+def _flops(flops: dict[str, float]) -> str:
+    model, done = flops["model"], flops["measured"]
+    return (
+        f"{done / 1e12:,.1f} TFLOP a step, {done / model:.3f} times the {model / 1e12:,.1f} of the model: "
+        f"the rest is what is computed again"
+    )
+
+
+def _messages(rows: list[dict[str, Any]]) -> Table:
+    table = _table("message", "over", "bytes", "dry run", "planner", "")
+    for row in rows:
+        size = format_bytes(row["bytes"]) if row["bytes"] else "various"
+        counts = [f"{row[name]:,}" for name in ("sent", "listed")]
+        if not row["bytes"]:
+            counts = [f"{row[name]:,} ({format_bytes(row[f'{name}_bytes'])})" for name in ("sent", "listed")]
+        table.add_row(row["kind"], row["axis"], size, *counts, "" if row["agrees"] else "differs")
+    return table

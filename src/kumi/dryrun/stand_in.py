@@ -1,0 +1,93 @@
+"""What the kernels of a GPU return and keep, in shapes alone, for a model whose tensors are on the CPU and fake.
+
+kumi calls other kernels on the CPU than on a GPU. Here a model is made to keep what it would keep on a GPU: of
+attention queries, keys, values, result and log-sum-exp (flash attention); of norms input and 1 / rms; of the loss the
+chunks of logits that a GPU takes at a time. Experts get equally many tokens, for what they get is not known.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kumi.nn.decoder import Decoder
+from kumi.nn.dtypes import wide
+from kumi.nn.moe import MoE
+from kumi.nn.norm import RMSNorm
+from kumi.nn.router import Routing
+from kumi.parallel.expert import Exchange
+from kumi.parallel.mesh import Mesh
+from kumi.parallel.ulysses import ulysses_over
+
+
+def stand_in(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
+    """Makes `decoder` keep what it keeps on a device of `kind`."""
+    assert isinstance(decoder, Decoder)
+    for module in decoder.modules():
+        if isinstance(module, MoE) and isinstance(module.exchange, Exchange):
+            module.exchange = Balanced(module.exchange.ep, module.exchange.expert_tp)
+        if kind == "cuda" and isinstance(module, RMSNorm) and "forward" not in vars(module):
+            module.forward = partial(_norm, module)  # type: ignore[method-assign]
+    decoder.weighted_sum = partial(decoder.weighted_sum, device_kind=kind)
+    if kind == "cuda":
+        _attention(decoder, mesh)
+
+
+def _attention(decoder: Decoder, mesh: Mesh) -> None:
+    group = mesh.group("cp")
+    if group is None:
+        decoder.attention_over = lambda tokens, document_ids: _flash
+    elif mesh.layout.context == "ulysses":
+        dealt = ulysses_over(_flash, group)
+        decoder.attention_over = lambda tokens, document_ids: dealt
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Flash attention (B, S, H, E'), which takes heads of one size: shorter values are filled up."""
+    missing = q.shape[3] - v.shape[3]
+    q, k, padded = (x.transpose(1, 2) for x in (q, k, F.pad(v, (0, missing)) if missing else v))
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, padded, 0.0, True)[0]
+    return out.transpose(1, 2)[..., : v.shape[3]]
+
+
+def _norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    out: Tensor = _Norm.apply(x, norm.weight.to(x.dtype))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Norm(torch.autograd.Function):
+    """The fused kernel of F.rms_norm: no copies of what it reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=wide(x.dtype))
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class Balanced(Exchange):
+    """An exchange in which every rank sends equally many rows to every other, for nobody knows how many it would."""
+
+    rows = 0
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Any]:
+        self.rows = routing.ids.numel() * (1 if self.expert_tp is None else self.expert_tp.size())
+        return super().dispatch(x, routing)
+
+    def _splits(self, counts: Tensor) -> tuple[list[int], list[int], Tensor]:
+        assert self.ep is not None
+        mine, ranks = counts.view(self.ep.size(), -1), self.ep.size()
+        own = torch.empty_like(mine)
+        dist.all_to_all_single(own, mine.contiguous(), group=self.ep)
+        even = [self.rows // ranks + (index < self.rows % ranks) for index in range(ranks)]
+        return even, even, own
