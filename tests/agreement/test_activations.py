@@ -33,9 +33,9 @@ def held_after_forward(layout, kind):
     return sum(event.self_cpu_memory_usage for event in record.key_averages())
 
 
-def said_kept(recompute, kind, count):
+def said_kept(recompute, kind, count, tiles=1):
     """Bytes a token that the planner's ledger says the model keeps when `count` layers recompute."""
-    kept = ledger(job_of(MODEL, kind=kind), columns([Layout()]))
+    kept = ledger(job_of(MODEL, kind=kind), columns([Layout(tiles=tiles)]))
     again, plain = getattr(kept.layers[0], recompute)[0], kept.layers[0].none[0]
     return float(count * again + (LAYERS - count) * plain + kept.embedding[0] + kept.head[0])
 
@@ -64,3 +64,23 @@ def test_planned_activations_fall_with_every_layer():
     found = [rank_memory(job, layout).activations for layout in layouts]
     assert found[-1] == rank_memory(job, Layout(microbatch=ROWS, recompute="full")).activations
     assert found[1:] == sorted(found[1:], reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_what_tiles_keep(kind):
+    layout = Layout(microbatch=ROWS, tiles=5)
+    job = job_of(MODEL, seq_len=LENGTH, sequences=ROWS, kind=kind, device=Device("", "cpu", 0))
+    head_gradient = 4 * MODEL.vocab_size * MODEL.hidden_size
+    said = said_kept("none", kind, 0, 5) * ROWS * LENGTH + rank_memory(job, layout).weights + head_gradient
+    assert said * 0.97 <= held_after_forward(layout, kind) <= said
+
+
+def test_tiles_are_planned_to_pass_through_one_at_a_time():
+    """Of what ZeRO-3 puts together for a layer, attention stays; without, nothing changes but what is kept."""
+    job = job_of(MODEL, seq_len=LENGTH, sequences=8 * ROWS)
+    whole, tiled = (rank_memory(job, Layout(dp_shard=8, zero=3, tiles=tiles)) for tiles in (1, 5))
+    assert tiled.params == whole.params
+    assert tiled.gathered < whole.gathered
+    plain = rank_memory(job, Layout(dp_shard=8, zero=2, tiles=5))
+    assert plain.gathered == rank_memory(job, Layout(dp_shard=8, zero=2)).gathered
+    assert plain.activations < rank_memory(job, Layout(dp_shard=8, zero=2)).activations

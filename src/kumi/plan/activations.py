@@ -20,6 +20,7 @@ from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Activation, Dim, Op
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import AXIS, cut, style
+from kumi.spec.techniques import is_tiled
 
 # Operations whose results `recompute = "selective"` keeps: they took a matrix product, or communication.
 PRODUCTS = ("linear", "attention", "router", "dispatch", "combine")
@@ -58,7 +59,7 @@ class Ledger:
 
 def ledger(job: Job, x: Columns) -> Ledger:
     """What the parts of the model keep on a rank of every row, each token that the rank sees counted once."""
-    first, index = distinct(x.tp, x.expert_tp, x.sequence_parallel)
+    first, index = distinct(x.tp, x.expert_tp, x.sequence_parallel, x.tiles)
     rank, model = _Rank(job, x.take(first)), job.model
     layers = [rank.layer(ops) for ops in kind_ops(model)]
     embedding, head = (rank.total(rank.saved, ops)[index] for ops in (embedding_ops(model), head_ops(model)))
@@ -72,6 +73,7 @@ class _Rank:
         self.job, self.engine = job, job.engine
         self.tp, self.expert_tp = x.tp.astype(np.float64), x.expert_tp.astype(np.float64)
         self.outside = np.where(x.sequence_parallel > 0, self.tp, 1.0)
+        self.tiles = x.tiles.astype(np.float64)
         self.compute = job.itemsize
         self.sizes = {**ITEMSIZE, "compute": self.compute}
 
@@ -109,6 +111,8 @@ class _Rank:
         """Bytes a token that `op` keeps for its backward."""
         whole = self.engine.gathered_inputs and style(op) == "column" and not op.experts
         own = self._bytes(op.saved, at_home=not op.experts) * (self.outside if whole else 1.0)
+        if is_tiled(self.job.model, op) and op.source.name == "ffn":
+            own = np.where(self.tiles > 1, 0.0, own)  # of tiles only the input is kept
         return own + self.extra(op) + self.scores(op)
 
     def extra(self, op: Op) -> Floats:
@@ -148,6 +152,9 @@ class _Rank:
         """Bytes a token of the gradients of what `op` takes and returns, and of the residual stream."""
         inputs = {"gate": 2, "attention": 1 + op.kv_size / op.source.size}.get(op.kind, 1)
         found: Floats = self.compute * (inputs * self._rows(op, op.source) + self._rows(op, op.target))
+        if op.kind == "gate" and is_tiled(self.job.model, op):
+            # A tile's three results are made again.
+            found = found + np.where(self.tiles > 1, 3 * self.compute * self._rows(op, op.source), 0.0)
         return found + self._score_gradients(op)
 
     def _score_gradients(self, op: Op) -> Floats:
@@ -159,7 +166,8 @@ class _Rank:
     def _rows(self, op: Op, dim: Dim) -> Floats:
         """Elements a token of what `op` takes or returns in `dim`, all its passes together."""
         passes = (Dim("routed", int(op.passes)),) if op.passes > 1 else ()
-        return self.numel((*passes, dim), at_home=not op.experts)
+        tiles = self.tiles if dim.name == "ffn" and is_tiled(self.job.model, op) else 1.0
+        return self.numel((*passes, dim), at_home=not op.experts) / tiles
 
     def numel(self, dims: tuple[Dim, ...], *, at_home: bool = True) -> Floats:
         """Elements a token of a tensor with `dims`.

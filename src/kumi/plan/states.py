@@ -17,6 +17,7 @@ from kumi.spec.op import Op, Param
 from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import cut_shape, is_hidden, is_routed
+from kumi.spec.techniques import is_tiled
 
 
 @dataclass(frozen=True)
@@ -72,28 +73,34 @@ def divided(x: Columns) -> Ints:
 
 def held(job: Job, x: Columns, share: Share) -> Held:
     """The parameters that `share` of the model has on a rank of every row."""
-    first, index = distinct(x.tp, x.ep, x.expert_tp, divided(x), np.minimum(x.zero, 1))
+    first, index = distinct(x.tp, x.ep, x.expert_tp, divided(x), np.minimum(x.zero, 1) + (x.zero == 3), x.tiles)
     rows, model = x.take(first), job.model
     parts = (*kind_ops(model), embedding_ops(model), head_ops(model))
     *layers, table, head = (elements(job, ops, rows).take(index) for ops in parts)
+    at_once = layers
+    if (x.tiles > 1).any():
+        at_once = [elements(job, ops, rows, at_once=True).take(index) for ops in parts[:-2]]
     # A head that shares the token table is one tensor with it; on another stage it is a copy.
     tied = model.tie_word_embeddings
     root = head.times(share.head) + table.times(tied * np.maximum(share.head, share.embedding))
     embedding = table.times((not tied) * share.embedding)
     total, layer = root + embedding, embedding.times(np.zeros(len(x)))
-    for one, count in zip(layers, share.layers, strict=True):
+    for one, passing, count in zip(layers, at_once, share.layers, strict=True):
         total = total + one.times(count)
-        layer = layer.largest(one.times(np.minimum(count, 1.0)))
+        layer = layer.largest(passing.times(np.minimum(count, 1.0)))
     return Held(total, root, layer, embedding)
 
 
-def elements(job: Job, ops: Iterable[Op], x: Columns) -> Elements:
-    """`Elements` of the parameters of `ops`, for every row of `x`."""
+def elements(job: Job, ops: Iterable[Op], x: Columns, *, at_once: bool = False) -> Elements:
+    """`Elements` of the parameters of `ops`, for every row of `x`; `at_once`: of a tile where ZeRO-3 gathers tiles."""
     found = Elements(*(np.zeros(len(x)) for _ in fields(Elements)))
     for op in ops:
         for param in op.params:
             matrix = op.kind == "linear" and is_hidden(job.model, param) and len(param.dims) > 1
-            found = found + _of_param(job, param, x, matrix)
+            tiled = matrix and is_tiled(job.model, op)
+            # Tiles are cast one by one, and none is kept.
+            one = _of_param(job, param, x, np.where(x.tiles > 1, 0.0, 1.0) if tiled else np.full(len(x), float(matrix)))
+            found = found + (one.times(np.where(x.zero == 3, 1.0 / x.tiles, 1.0)) if tiled and at_once else one)
     return found
 
 
@@ -112,7 +119,7 @@ def _local_shape(param: Param, x: Columns) -> list[Ints]:
     return [np.broadcast_to(np.asarray(size), len(x)) for size in cut_shape(param, x.tp, x.ep, x.expert_tp)]
 
 
-def _of_param(job: Job, param: Param, x: Columns, matrix: bool) -> Elements:
+def _of_param(job: Job, param: Param, x: Columns, matrix: Floats) -> Elements:
     """`Elements` of one parameter. Dense tensors are divided by dim 0, experts' by the dim after "experts"."""
     routed = is_routed(param)
     shape = _local_shape(param, x)

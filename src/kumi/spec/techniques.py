@@ -7,11 +7,18 @@ from math import gcd
 
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, ModelSpec, MoE
+from kumi.spec.op import Op
 from kumi.spec.sharding import zero_degree
 
 # What tiles are trained with.
 _WITH_TILES = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "recompute": ("none", "full"),
                "offload": ("none", "optimizer", "optimizer-nvme", "activations")}  # fmt: skip
+
+
+def is_tiled(model: ModelSpec, op: Op) -> bool:
+    """Whether `op` belongs to a dense feed-forward layer, shared experts left out: what `layout.tiles` cuts."""
+    inside = op.name.rpartition(".")[0].endswith(f".{model.names.mlp}")
+    return inside and not op.experts and "ffn" in (op.source.name, op.target.name)
 
 
 def untrained_techniques(model: ModelSpec, layout: Layout) -> Iterator[str]:
