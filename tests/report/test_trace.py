@@ -3,6 +3,7 @@ import json
 import pytest
 from examples import timeline
 
+from kumi.report.lanes import compared
 from kumi.report.trace import trace
 
 
@@ -20,6 +21,26 @@ def test_every_action_is_an_event_of_its_rank_in_microseconds():
         assert [event["name"] for event in own] == [f"{span.action.kind}{span.action.microbatch}" for span in spans]
         assert {event["args"]["stage"] for event in own} == {rank}
     assert max(event["ts"] + event["dur"] for event in events(found)) == pytest.approx(1e6 * made.seconds)
+
+
+def test_what_was_planned_stands_below_what_was_measured():
+    measured, planned = timeline(4), timeline(8)
+    found = trace(measured, planned)
+    assert events(found)[: 4 * 2 * 4] == events(trace(measured))
+    below = [{**event, "pid": event["pid"] - 4, "tid": event["tid"] - 4} for event in events(found)[4 * 2 * 4 :]]
+    assert below == events(trace(planned))
+    named = [event["args"]["name"] for event in events(found, "M") if event["name"] == "process_name"]
+    assert named == [f"{called} {rank}" for called in ("pp rank", "planned pp rank") for rank in range(4)]
+
+
+@pytest.mark.parametrize("planned", [None, timeline(8)], ids=["alone", "beside"])
+def test_the_picture_of_both_has_a_box_for_every_action(planned):
+    measured = timeline(4)
+    drawn = compared(measured, planned, "pipeline")
+    actions = 4 * 2 * 4 + (0 if planned is None else 4 * 2 * 8)
+    assert drawn.count("microbatch ") == actions
+    assert drawn.count(">rank 3<") == (1 if planned is None else 2)
+    assert ("planned: " in drawn) == (planned is not None)
 
 
 def test_ranks_have_names_and_order():
