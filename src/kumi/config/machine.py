@@ -109,6 +109,8 @@ def _gpu(line: str) -> DeviceFile:
         if device.name == name:
             return device.model_copy(update={"memory": int(mebibytes) * 2**20})
     dtypes = ("float32", "bfloat16", "float16") if float(capability) >= 8.0 else ("float32", "float16")
+    if float(capability) >= 8.9:
+        dtypes = (*dtypes, "float8")
     return DeviceFile.model_validate({"name": name, "kind": "cuda", "dtypes": dtypes, **memory})
 
 

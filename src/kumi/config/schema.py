@@ -171,8 +171,8 @@ class PrecisionSection(Section):
     kind: PrecisionKind = Field(
         "auto",
         description="'auto' is bf16 where the device computes it fast, else fp16 where it does that, else fp32. Master "
-        "weights are float32, but in 'bf16-pure', which has none; 'fp8' multiplies matrices in float8. These two can "
-        "be planned, not yet trained.",
+        "weights are float32, but in 'bf16-pure', which has none and can only be planned; 'fp8' multiplies layers' "
+        "matrices in float8, which needs the package torchao and a CUDA device that has it.",
     )
 
 

@@ -21,7 +21,8 @@ Later = list[Callable[[], None]]
 class Linear(nn.Module):
     """y = x W^T + b in the dtype of `x`; the parameters are cast where they are used.
 
-    Where `splits` is set, the backward pass leaves weight gradients to `later`, unless that is None.
+    Where `splits` is set, the backward pass leaves weight gradients to `later`, unless that is None. `multiply` may be
+    a product in fewer bits.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.adds_bias = bias  # tensor parallelism adds it once, after the sum over ranks
+        self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.splits = False
         self.later: Later | None = None
 
@@ -38,7 +40,7 @@ class Linear(nn.Module):
         weight = self.weight.to(x.dtype)
         bias = self.bias.to(x.dtype) if self.bias is not None and self.adds_bias else None
         if not (self.splits and torch.is_grad_enabled()):
-            return F.linear(x, weight, bias)
+            return self.multiply(x, weight, bias)
         out: Tensor = _Split.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return out
 

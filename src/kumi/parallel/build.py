@@ -15,6 +15,7 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.linear import linears
 from kumi.nn.moe import leave_uncompiled
 from kumi.parallel import context, data, expert, tensor, tiles
+from kumi.parallel.float8 import multiply_in_float8
 from kumi.parallel.kept import keep_on_host
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.recompute import recompute_layers
@@ -102,6 +103,8 @@ def _prepare(
     tensor.cut(decoder, mesh)
     expert.deal(decoder, mesh)
     tiles.tile(decoder, mesh, precision)
+    if precision.products == "float8":
+        multiply_in_float8(decoder, mesh.device)
     if "cp" in mesh.groups:
         decoder.attention_over = context.attention_over(mesh)
     if splits_backward(mesh.layout):

@@ -22,9 +22,9 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op
 from kumi.spec.schedule import placement, refusal
 from kumi.spec.sharding import AXIS, stage_bounds, zero_degree
-from kumi.spec.techniques import untrained_techniques
+from kumi.spec.techniques import untrained_float8, untrained_techniques
 
-TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64", "fp8")
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch", "tiles")
 
 
@@ -82,6 +82,7 @@ def _experts_are_legal(model: ModelSpec, layout: Layout) -> bool:
 
 def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
     yield from untrained_techniques(job.model, layout)
+    yield from untrained_float8(job, layout)
     if job.optim.kind != "adamw":
         yield f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
     if job.precision.kind not in TRAINED_PRECISIONS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
+from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, ModelSpec, MoE
 from kumi.spec.op import Op
@@ -13,6 +14,9 @@ from kumi.spec.sharding import zero_degree
 # What tiles are trained with.
 _WITH_TILES = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "recompute": ("none", "full"),
                "offload": ("none", "optimizer", "optimizer-nvme", "activations")}  # fmt: skip
+
+# What products in float8 are trained with: all else multiplies elsewhere than in its layers.
+_WITH_FLOAT8 = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "tiles": (1,)}
 
 
 def is_tiled(model: ModelSpec, op: Op) -> bool:
@@ -26,6 +30,25 @@ def untrained_techniques(model: ModelSpec, layout: Layout) -> Iterator[str]:
     yield from _offload(model, layout)
     if layout.tiles > 1:
         yield from _tiles(model, layout)
+
+
+def untrained_float8(job: Job, layout: Layout) -> Iterator[str]:
+    """Why this version cannot multiply in float8 with `layout`, where `job` wants it."""
+    if job.precision.products != "float8":
+        return
+    if job.cluster.device.kind != "cuda" or "float8" not in job.cluster.device.dtypes:
+        yield (f"precision.kind='fp8': this version multiplies in float8 on CUDA devices that have it, which "
+               f"{job.cluster.device.name or 'this one'} does not say of itself; plan it, or set "
+               f"precision.kind = 'bf16'")  # fmt: skip
+    for name, allowed in _WITH_FLOAT8.items():
+        if getattr(layout, name) not in allowed:
+            words = " or ".join(repr(word) for word in allowed)
+            yield (f"precision.kind='fp8' with {name}={getattr(layout, name)!r}: set {name} = {words}, or "
+                   f"precision.kind = 'bf16'")  # fmt: skip
+    tokens = layout.microbatch * job.batch.seq_len // layout.cp
+    if tokens % 16:
+        yield (f"precision.kind='fp8' with {tokens} tokens of a microbatch on a rank: products in float8 take "
+               f"multiples of 16; change batch.seq_len or layout.microbatch")  # fmt: skip
 
 
 def _offload(model: ModelSpec, layout: Layout) -> Iterator[str]:

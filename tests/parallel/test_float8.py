@@ -1,0 +1,90 @@
+"""Which products go to float8, and that they are refused where there are none. The kernels themselves need a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from kumi.errors import LayoutError
+from kumi.nn.decoder import Decoder
+from kumi.parallel.float8 import multiply_in_float8, swap_products
+from kumi.spec.cluster import Device
+from kumi.spec.layout import Layout
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
+from kumi.spec.techniques import untrained_float8
+from planned import job_of
+
+# The second layer's feed-forward width is no multiple of 16.
+LAYERS = tuple(LayerSpec(Attention(2, 1, 16, Rope(10000.0)), MLP(width)) for width in (48, 40))
+SPEC = ModelSpec("llama", 64, 32, LAYERS, 1e-5, 128)
+
+
+class Recorded(nn.Linear):
+    """A product that rounds its input to bfloat16, and says that it was there."""
+
+    calls: list[tuple[int, int]] = []
+
+    def forward(self, x):
+        self.calls.append(tuple(self.weight.shape))
+        return nn.functional.linear(x.bfloat16().to(x.dtype), self.weight)
+
+
+def _convert(holder):
+    plain = holder[0]
+    holder[0] = Recorded(plain.in_features, plain.out_features, bias=False, device="meta")
+
+
+@pytest.fixture
+def torchao(monkeypatch):
+    """A stand-in for the package, with the one function that is used of it."""
+    package, inner = ModuleType("torchao"), ModuleType("torchao.float8")
+    inner.convert_to_float8_training = _convert
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    monkeypatch.setitem(sys.modules, "torchao.float8", inner)
+    monkeypatch.setattr(Recorded, "calls", [])
+
+
+def test_the_layers_matrices_are_swapped_and_nothing_else(torchao):
+    decoder = Decoder(SPEC)
+    for parameter in decoder.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    names = [name for name, _ in decoder.named_parameters()]
+    ids = torch.randint(0, 64, (2, 16))
+    wanted = decoder(ids)
+    found = swap_products(decoder)
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    assert found == [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in
+                     (*attention, *(["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if layer == 0 else []))]  # fmt: skip
+    assert [name for name, _ in decoder.named_parameters()] == names
+    out = decoder(ids)
+    assert len(Recorded.calls) == len(found)
+    assert not torch.equal(out, wanted)
+    assert torch.allclose(out, wanted, rtol=5e-2, atol=5e-2)
+    out.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+
+
+def test_what_has_no_float8_is_refused():
+    with pytest.raises(LayoutError, match="cpu has no products in float8, .*set precision.kind = 'bf16'"):
+        multiply_in_float8(Decoder(SPEC, device="meta"), torch.device("cpu"))
+    if importlib.util.find_spec("torchao") is None:
+        with pytest.raises(LayoutError, match="needs the package torchao, which is not installed"):
+            swap_products(Decoder(SPEC, device="meta"))
+
+
+def test_what_goes_with_float8_is_said():
+    able = Device("GPU", "cuda", 80 * 2**30, ("float32", "bfloat16", "float8"))
+    job = job_of(SPEC, seq_len=128, kind="fp8", device=able)
+    assert list(untrained_float8(job, Layout())) == []
+    (said,) = untrained_float8(replace(job, cluster=replace(job.cluster, device=Device("", "cpu", 0))), Layout())
+    assert "on CUDA devices that have it, which this one does not say of itself" in said
+    assert "tp=2: set tp = 1" in next(iter(untrained_float8(job, Layout(tp=2))))
+    odd = job_of(SPEC, seq_len=8, kind="fp8", device=able)
+    assert "8 tokens of a microbatch" in next(iter(untrained_float8(odd, Layout())))
+    assert list(untrained_float8(job_of(SPEC, kind="bf16"), Layout(tp=2))) == []
