@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from dataclasses import replace
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ SPEC = ModelSpec("llama", 64, 32, LAYERS, 1e-5, 128)
 class Recorded(nn.Linear):
     """A product that rounds its input to bfloat16, and says that it was there."""
 
-    calls: list[tuple[int, int]] = []
+    calls: ClassVar[list[tuple[int, int]]] = []
 
     def forward(self, x):
         self.calls.append(tuple(self.weight.shape))
