@@ -71,8 +71,9 @@ def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
     """Adds a bucket of gradients up over the group; DDP's own hook would average. DDP inspects this signature."""
     group, dtype = state
     buffer = bucket.buffer()
-    future = dist.all_reduce(buffer.to(dtype), group=group, async_op=True).get_future()
-    summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
+    sent = buffer.to(dtype)
+    future = dist.all_reduce(sent, group=group, async_op=True).get_future()
+    summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: buffer.copy_(sent))
     return summed
 
 

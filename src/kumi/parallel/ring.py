@@ -12,7 +12,7 @@ To PyTorch's dispatcher this is one operator: selective recomputation keeps its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -116,35 +116,44 @@ def _plan(
     return block_attention.blocks(queries, keys, earliest, length // (2 * cp), device)
 
 
-def _rounds(ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int) -> Iterator[_Round]:
+# Which queries see which keys, given what `_plan` is given.
+Plan = Callable[..., tuple[Block, ...]]
+
+
+def _rounds(
+    ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int, plan: Plan
+) -> Iterator[_Round]:  # fmt: skip
     """Round by round, what is at hand of `both`, which goes on to the next rank meanwhile."""
     for turn in range(ring.size):
         underway = ring.pass_on(both) if turn + 1 < ring.size else None
         source = (ring.index - turn) % ring.size
-        yield both, _plan(tuple(bounds), rows, window, ring.size, ring.index, source, both.device)
+        yield both, plan(tuple(bounds), rows, window, ring.size, ring.index, source, both.device)
         both = underway.arrived() if underway else both
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str, plan: Plan = _plan
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     sizes, queries = _Sizes(k.shape, v.shape), split(q, k.shape[2])
     out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    for both, along in _rounds(_ring(group), sizes.packed(k, v), bounds, window, len(q)):
+    for both, along in _rounds(_ring(group), sizes.packed(k, v), bounds, window, len(q), plan):
         if along:
             block_attention.forward(queries, arranged(*sizes.unpacked(both), backward=False), along, out, lse)
     return join(out).to(q.dtype).contiguous(), join(lse[..., None])[..., 0].contiguous()
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], window: int, group: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], window: int, group: str,
+    plan: Plan = _plan,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     ring, sizes, kv_heads, scores = _ring(group), _Sizes(k.shape, v.shape), k.shape[2], wide(q.dtype)
     queries, grads, sums = split(q, kv_heads), split(grad, kv_heads), split(lse[..., None], kv_heads)[..., 0]
     delta = split((grad.to(scores) * out.to(scores)).sum(-1, keepdim=True), kv_heads)[..., 0]
     grad_q = torch.zeros_like(queries, dtype=scores)
     home: Tensor | None = None  # the gradients of this rank's own keys and values
     following: _Underway | None = None  # those of the keys and values that come in next, from the ranks before
-    for both, along in _rounds(ring, sizes.packed(k, v), bounds, window, len(q)):
+    for both, along in _rounds(ring, sizes.packed(k, v), bounds, window, len(q), plan):
         grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=scores) for x in sizes.unpacked(both))
         if along:
             part = arranged(*sizes.unpacked(both), backward=True)
