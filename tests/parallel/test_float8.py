@@ -60,8 +60,8 @@ def test_the_layers_matrices_are_swapped_and_nothing_else(torchao):
     wanted = decoder(ids)
     found = swap_products(decoder)
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
-    assert found == [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in
-                     (*attention, *(["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if layer == 0 else []))]  # fmt: skip
+    first = [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert found == [f"model.layers.{layer}.{name}" for layer, these in enumerate((first, attention)) for name in these]
     assert [name for name, _ in decoder.named_parameters()] == names
     out = decoder(ids)
     assert len(Recorded.calls) == len(found)
@@ -72,7 +72,7 @@ def test_the_layers_matrices_are_swapped_and_nothing_else(torchao):
 
 
 def test_what_has_no_float8_is_refused():
-    with pytest.raises(LayoutError, match="cpu has no products in float8, .*set precision.kind = 'bf16'"):
+    with pytest.raises(LayoutError, match=r"cpu has no products in float8, .*set precision.kind = 'bf16'"):
         multiply_in_float8(Decoder(SPEC, device="meta"), torch.device("cpu"))
     if importlib.util.find_spec("torchao") is None:
         with pytest.raises(LayoutError, match="needs the package torchao, which is not installed"):
