@@ -32,20 +32,34 @@ WARM = 1
 
 @dataclass(frozen=True)
 class Row:
-    """A layout, and how many times one process's CPU seconds a token it may take at most."""
+    """A layout, and how many times one process's CPU seconds a token it may take at most: of a dense model, or of one
+    with experts."""
 
     layout: Layout
     bar: float
+    experts: bool = False
+
+    @property
+    def alone(self) -> str:
+        """The row that this one is compared with."""
+        return ALONE_EXPERTS if self.experts else ALONE
 
 
-ALONE = "one process"
+ALONE, ALONE_EXPERTS = "one process", "one, experts"
 ROWS = {
     ALONE: Row(Layout(), 1.0),
+    ALONE_EXPERTS: Row(Layout(), 1.0, experts=True),
     "dp 2": Row(Layout(dp_replicate=2), 1.15),
     "fsdp 2": Row(Layout(dp_shard=2, zero=3), 1.15),
     "cp 2": Row(Layout(cp=2), 1.15),
     "cp 2 ulysses": Row(Layout(cp=2, context="ulysses"), 1.15),
     "cp 2 zero 1": Row(Layout(cp=2, zero=1), 1.15),
+    "pp 2": Row(Layout(pp=2), 1.1),
+    "pp 2 zb-h1": Row(Layout(pp=2, schedule="zb-h1"), 1.1),
+    "tp 2": Row(Layout(tp=2), 1.3),
+    "tp 2 without sp": Row(Layout(tp=2, sequence_parallel=False), 1.3),
+    "ep 2": Row(Layout(dp_shard=2, zero=1, ep=2), 1.2, experts=True),
+    "ep 2 tp 2": Row(Layout(tp=2, ep=2), 1.3, experts=True),
 }
 
 
@@ -78,7 +92,8 @@ def main() -> None:
     if args.rank_of:
         args.out.write_text(json.dumps(train(args)))
         return
-    rows = [name for name in ROWS if name == ALONE or name in args.only]
+    wanted = {*args.only, *(ROWS[name].alone for name in args.only)}
+    rows = [name for name in ROWS if name in wanted]
     runs = []
     for repeat in range(args.repeats):
         for name in rows:
@@ -150,7 +165,8 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
     # As many tokens in a microbatch of a rank, whatever the layout.
     layout = replace(layout, microbatch=args.sequences // 2 * layout.cp)
     mesh = build_mesh(layout, init_distributed())
-    spec = families.from_hf(shapes.W1 | {"max_position_embeddings": args.seq_len})
+    shape = shapes.W1_EXPERTS if ROWS[args.rank_of].experts else shapes.W1
+    spec = families.from_hf(shape | {"max_position_embeddings": args.seq_len})
     model = build(spec, mesh, PRECISIONS[args.precision], weights=0)
     optimizer = init_adamw(bare(model).named_parameters(), Optim())
     found: dict[str, list[float]] = {"cpu": [], "wall": []}
@@ -192,7 +208,8 @@ def summary(runs: list[Measured], args: argparse.Namespace) -> dict[str, dict[st
     for name in dict.fromkeys(run.row for run in runs):
         steps = [(cpu, wall) for run in runs if run.row == name for cpu, wall in zip(run.cpu, run.wall, strict=True)]
         cpu, wall = (statistics.median(values) / tokens(args) for values in zip(*steps, strict=True))
-        ratio = cpu / found[ALONE]["cpu_s_per_token"] if found else 1.0
+        alone = ROWS[name].alone
+        ratio = cpu / found[alone]["cpu_s_per_token"] if alone in found else 1.0
         found[name] = {"cpu_s_per_token": cpu, "wall_s_per_token": wall, "ratio": ratio, "bar": ROWS[name].bar}
     return found
 

@@ -39,6 +39,15 @@ LLAMA_8B = _LLAMA | {
     "rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
 }  # fmt: skip
 
+# The same with 8 experts, of which a token takes 2 that are together as wide.
+W1_EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024,
+    "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 512, "rope_theta": 10000.0, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
 TINY = _LLAMA | {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
