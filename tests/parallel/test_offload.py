@@ -16,13 +16,16 @@ from kumi.parallel.drives import open_drives
 from kumi.parallel.grads import local
 from kumi.parallel.kept import keep_on_host
 from kumi.parallel.mesh import Place
-from kumi.parallel.offload import init_optimizer
+from kumi.parallel.offload import ALIGNED, init_optimizer
 from kumi.plan.activations import ledger
 from kumi.plan.columns import columns
+from kumi.plan.memory import host_memory
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import params
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from planned import job_of
+from kumi.spec.techniques import ROOMS
+from planned import job_of, share_of
 from steps import SPECS, batch, forward_backward, mesh_of
 
 OPTIM = Optim(lr=1e-2)
@@ -159,3 +162,27 @@ def test_what_layers_keep_leaves_once_and_comes_back(recompute, kind):
     said = len(spec.layers) * getattr(kept, recompute)[0] * tokens
     # Small tensors stay: what attention says of its sums, and where its documents begin.
     assert 0.9 * said <= moved <= said
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer-nvme"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=2, zero=1)])
+def test_bytes_of_the_host_are_those_that_are_planned(ranks, layout, offload, tmp_path):
+    """Up to the elements that are left free in a bucket so that every tensor begins at a cache line."""
+    layout = replace(layout, offload=offload)
+    job = job_of(SPECS["llama"], kind="fp32")
+    (said,) = host_memory(job, *share_of(job, layout))
+    for states, rooms, buckets in ranks(layout.world_size, _host_bytes, layout, str(tmp_path)):
+        held = (0 if offload.endswith("nvme") else states) + rooms * ROOMS / buckets
+        assert said * 0.999 <= held <= said + ROOMS * 4 * 4 * ALIGNED * len(params(SPECS["llama"]))
+
+
+def _host_bytes(layout, folder):
+    """Bytes of a rank's states and of the rooms they are updated in, and how many of those there are."""
+    mesh = mesh_of(layout)
+    model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=3)
+    optimizer = init_optimizer(bare(model).named_parameters(), OPTIM, mesh, Path(folder))
+    states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    tensors = [
+        value for room in optimizer.rooms for value in (room.parameters, room.gradients, room.means, room.squares)
+    ]
+    return states, sum(value.nbytes for value in tensors), len(optimizer.rooms)

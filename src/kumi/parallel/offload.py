@@ -27,12 +27,10 @@ from kumi.parallel.grads import local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optimizer import Optimizer, init_adamw, update
 from kumi.spec.optim import Optim
+from kumi.spec.techniques import BUCKET, ROOMS
 
-# Elements of a bucket: long enough for a link's and a drive's full speed, small beside a model.
-BUCKET = 8 * 2**20
 # Buckets begin, and tensors in them, at multiples of so many elements: a cache line, and what a kernel takes at once.
 ALIGNED = 64
-ROOMS = 3
 
 
 @dataclass(frozen=True)

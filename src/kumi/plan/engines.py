@@ -216,6 +216,7 @@ ENGINES: dict[str, Engine] = {
         _ACCELERATE,
         name="deepspeed",
         half_weights=True,
+        nvme_params=True,
         source=(
             "deepspeed/runtime/zero/{stage_1_and_2,stage3}.py: bfloat16 weights with float32 partitions, overlap_comm, "
             "prefetch buckets; transformers' eager blocks"

@@ -27,6 +27,7 @@ from kumi.spec.ledger import LEAST_CHUNK, LOGITS, kind_ops
 from kumi.spec.op import Dim
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import cut
+from kumi.spec.techniques import BUCKET, ROOMS
 
 NONE, FULL = (WORDS["recompute"].index(word) for word in ("none", "full"))
 GPIPE = WORDS["schedule"].index("gpipe")
@@ -289,18 +290,29 @@ def _offloaded(job: Job, x: Columns, own: Held, sizes: dict[str, Floats], moved:
 
 
 def host_memory(job: Job, x: Columns, share: Share, known: Content | None = None) -> Floats:
-    """Bytes of its host's memory that a rank holding `share` needs for what is offloaded, (rows,). What goes on to the
-    drives passes through room for two of the largest units."""
+    """Bytes of its host's memory that a rank holding `share` needs for what is offloaded, (rows,)."""
     if not x.offload.any():
         return np.zeros(len(x))
     known = known or content(job, x, share)
     own, kept, sizes = known.own, known.kept, known.states
     words, drives = _offload_words(x)
     states = np.where(words == "optimizer", sizes["optimizer"], sizes["params"] + sizes["grads"] + sizes["optimizer"])
-    part = 2 * own.largest_whole / np.maximum(1.0, own.total.whole)
-    states = np.where(drives, np.minimum(1.0, part), 1.0) * states
+    if job.engine.nvme_params:
+        part = 2 * own.largest_whole / np.maximum(1.0, own.total.whole)
+        states = np.where(drives, np.minimum(1.0, part), 1.0) * states
+    else:
+        states = np.where(drives, states - sizes["optimizer"], states) + _rooms(job, x, own)
     activations = np.maximum(0.0, _stay(job, x, share, kept) - _two_layers(job, x, kept))
     return np.where(words == "none", 0.0, np.where(words == "activations", activations, states))
+
+
+def _rooms(job: Job, x: Columns, own: Held) -> Floats:
+    """Bytes of the host through which parameters and gradients pass where the host updates them, and states that come
+    from drives."""
+    words, drives = _offload_words(x)
+    held = np.where(x.zero > 0, own.total.part, own.total.whole)
+    tensors = np.where((words == "optimizer") | drives, np.where(drives, 4, 2), 0)
+    return np.asarray(ROOMS * tensors * ITEMSIZE[job.precision.param] * np.minimum(held, BUCKET))
 
 
 def rank_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEstimate:

@@ -120,7 +120,8 @@ def _add_offload(job: Job, x: Columns, found: Stage, part: Share) -> None:
     rows = x.take(away)
     bandwidth, drives = job.cluster.host.device_bandwidth, job.cluster.host.nvme_bandwidth
     # States on drives pass through a host that has room for two units only: the slower of the two links sets the pace.
-    pace = np.where(rows.offload == STATES_ON_DRIVES, min(bandwidth, drives), bandwidth)
+    through = (rows.offload == STATES_ON_DRIVES) & job.engine.nvme_params
+    pace = np.where(through, min(bandwidth, drives), bandwidth)
     for side, moved in zip((found.forward, found.backward), moved_bytes(job, rows, part.take(away)), strict=True):
         exposed = np.maximum(0.0, moved / pace - HIDES * side[away])
         side[away] += exposed

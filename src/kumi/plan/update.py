@@ -18,6 +18,7 @@ from kumi.spec.layout import OFFLOAD, SCHEDULES
 from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Op
 from kumi.spec.optim import state_bytes
+from kumi.spec.precision import ITEMSIZE
 
 # Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
 # and the memory.
@@ -170,7 +171,9 @@ def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     names = np.array(OFFLOAD)[x.offload]
     on_host, on_nvme = np.isin(names, OFFLOADED), np.char.endswith(names, "-nvme")
     host = job.cluster.host
-    moved = elements * (job.engine.grad_itemsize + job.itemsize)
+    # Masters that are the parameters come and go; else only what is computed with goes back.
+    weights = job.itemsize if job.engine.half_weights else 2 * ITEMSIZE[job.precision.param]
+    moved = elements * (job.engine.grad_itemsize + weights)
     away = (
         moved / host.device_bandwidth + touched / HOST_BANDWIDTH if host.device_bandwidth else np.full(len(x), np.inf)
     )

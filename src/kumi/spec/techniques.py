@@ -11,6 +11,10 @@ from kumi.spec.model import MLP, ModelSpec, MoE
 from kumi.spec.op import Op
 from kumi.spec.sharding import zero_degree
 
+# Elements of a bucket that the host updates at a time: long enough for a link's and a drive's full speed, small beside
+# a model. And rooms that it has for buckets: for one that comes, one that is updated and one that goes.
+BUCKET, ROOMS = 8 * 2**20, 3
+
 # What tiles are trained with.
 _WITH_TILES = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "recompute": ("none", "full"),
                "offload": ("none", "optimizer", "optimizer-nvme", "activations")}  # fmt: skip
