@@ -46,6 +46,7 @@ def tables() -> dict[str, str]:
         "pipeline.schedules": _schedules(), "pipeline.stages": _stages(), "context.degrees": _context(),
         "expert.degrees": _experts(), "memory.recompute": _recompute(), "memory.offload": _offload(),
         "memory.optim": _optim(), "memory.precision": _precision(), "memory.logits": _logits(),
+        "memory.tiles": _tiles(),
     }  # fmt: skip
 
 
@@ -235,6 +236,16 @@ def _offload() -> str:
         rows.append((f'`offload = "{word}"`', format_bytes(states(memory)), format_bytes(memory.activations),
                      format_bytes(found.host_memory)))  # fmt: skip
     return _table(("key", "states on the device", "activations on the device", "memory of the host a rank"), rows)
+
+
+def _tiles() -> str:
+    wanted, rows = llama(), []
+    for count in (1, 4, 16):
+        layout = Layout(dp_shard=8, zero=3, tiles=count)
+        (layer,), memory = ledger(wanted, columns([layout])).layers, estimate(wanted, layout).memory[0]
+        rows.append((f"`tiles = {count}`", f"{layer.none[0]:,.0f}", format_bytes(memory.gathered),
+                     format_bytes(memory.total)))  # fmt: skip
+    return _table(("key", "bytes kept a token and layer", "gathered", "memory of a rank"), rows)
 
 
 def _optim() -> str:
