@@ -36,9 +36,12 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Makes this process `rank` of a world in which collectives communicate with nobody."""
+    """Makes this process `rank` of a world in which collectives communicate with nobody, and are done at once."""
+    from torch._C import _distributed_c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # It can be waited for without end, but says that it is under way for good.
+    _distributed_c10d.FakeWork.is_completed = lambda self: True  # type: ignore[method-assign]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 

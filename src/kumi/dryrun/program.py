@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 
 from kumi.dryrun.messages import Message
-from kumi.dryrun.stand_in import stand_in
+from kumi.dryrun.stand_in import ring_without_attention, stand_in
 from kumi.dryrun.track import Tracker
 from kumi.dryrun.world import rank_of
 from kumi.objectives import lm
@@ -52,6 +53,7 @@ def carry_out(job: Job, layout: Layout, rank: int) -> Measured:
     with rank_of(layout, rank) as mesh:
         model = assemble(job.model, mesh, job.precision)
         mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(fake=True)
+        tracker.inside |= ring_without_attention(tracker.flops)
         with mode, tracker.resizing():
             # What was laid out on the meta device becomes fake here, and only that.
             model.to_empty(device=mesh.device)
@@ -68,7 +70,8 @@ def carry_out(job: Job, layout: Layout, rank: int) -> Measured:
 
 def _measured(model: nn.Module, mesh: Mesh, job: Job, optimizer: AdamW, tracker: Tracker) -> Measured:
     whole = job.batch.microbatches(mesh.layout)
-    some, more = enough(mesh.layout, whole)
+    # DDP chooses its buckets anew after a first step, which takes content.
+    some, more = (whole, 0) if isinstance(model, DistributedDataParallel) else enough(mesh.layout, whole)
     seen: list[tuple[Counter[Message], float]] = []
     for count in (some, some + more) if more else (some,):
         tracker.begin()
@@ -120,7 +123,7 @@ def step(model: nn.Module, mesh: Mesh, job: Job, optimizer: AdamW, tracker: Trac
         for one in inputs:
             one["token_weights"] = lm.token_weights(one["labels"], job.batch.tokens_per_step)
         pipeline.train(model, mesh, inputs)
-        tracker.hold("grads", (one.grad for one in bare(model).parameters() if one.grad is not None))
+        hold(model, optimizer, tracker)  # once more: FSDP2 pads its parts at its first use
         clip_gradients(model, job.optim.grad_clip, mesh)
         optimizer.step()
         optimizer.zero_grad()

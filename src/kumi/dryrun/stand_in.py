@@ -7,6 +7,8 @@ chunks of logits that a GPU takes at a time. Experts get equally many tokens, fo
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,13 +17,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kumi.nn.attention import attend
+from kumi.nn.block_attention import Block
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.moe import MoE
 from kumi.nn.norm import RMSNorm
 from kumi.nn.router import Routing
+from kumi.nn.where import Segments
+from kumi.parallel.collectives import INSIDE
 from kumi.parallel.expert import Exchange
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.ring import OPERATOR as RING
 from kumi.parallel.ulysses import ulysses_over
 
 
@@ -47,8 +54,10 @@ def _attention(decoder: Decoder, mesh: Mesh) -> None:
         decoder.attention_over = lambda tokens, document_ids: dealt
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
     """Flash attention (B, S, H, E'), which takes heads of one size: shorter values are filled up."""
+    if sinks is not None:
+        return attend(Segments(None, None), q, k, v, window, sinks)  # what a GPU computes holds all scores
     missing = q.shape[3] - v.shape[3]
     q, k, padded = (x.transpose(1, 2) for x in (q, k, F.pad(v, (0, missing)) if missing else v))
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, padded, 0.0, True)[0]
@@ -91,3 +100,25 @@ class Balanced(Exchange):
         dist.all_to_all_single(own, mine.contiguous(), group=self.ep)
         even = [self.rows // ranks + (index < self.rows % ranks) for index in range(ranks)]
         return even, even, own
+
+
+def ring_without_attention(flops: Counter[str]) -> dict[Any, Callable[..., Any]]:
+    """Functions for the operators of ring attention that send and make room as these do, and attend to nothing: which
+    queries see which keys takes content. `flops` are counted as those of attention over whole rows."""
+    backward = torch.ops.kumi.ring_attention_backward.default
+
+    def forth(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], *how: Any) -> Any:
+        flops["ring_attention"] += 2 * bounds[-1] * q[0, ..., 0].numel() * (q.shape[3] + v.shape[3])
+        return INSIDE[RING](q, k, v, bounds, *how, plan=_nothing)
+
+    def back(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], *how: Any
+    ) -> Any:  # fmt: skip
+        flops["ring_attention_backward"] += 2 * bounds[-1] * q[0, ..., 0].numel() * (3 * q.shape[3] + 2 * v.shape[3])
+        return INSIDE[backward](grad, q, k, v, out, lse, bounds, *how, plan=_nothing)
+
+    return {RING: forth, backward: back}
+
+
+def _nothing(*_: Any) -> tuple[Block, ...]:
+    return ()

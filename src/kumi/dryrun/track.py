@@ -31,6 +31,8 @@ from kumi.parallel.grads import local
 
 # Kinds that a storage keeps for good once it has one of them.
 STATES = ("params", "grads", "optimizer")
+# What comes whole where autograd does not take it apart: it is looked into.
+WHOLE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 # What a number that is read from a fake tensor is taken for, by the tensor's dtype.
 NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
 
@@ -43,6 +45,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fake = fake
         self.messages: Counter[Message] = Counter()
         self.flops: Counter[str] = Counter()
+        self.inside: dict[Any, Callable[..., Any]] = dict(INSIDE)  # operators that are looked into, and what they do
         self.operations = 0
         self.current = 0
         self.kind = "activations"
@@ -121,11 +124,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default and self.fake:
             return NUMBERS.get(args[0].dtype, 0.5 if args[0].is_floating_point() else 1)
-        if func in INSIDE:
+        if func in self.inside:
             with self:
-                return INSIDE[func](*args, **kwargs)
-        if func is torch.ops.aten.linear.default:
-            with self:  # outside of autograd a linear layer comes whole
+                return self.inside[func](*args, **kwargs)
+        if func in WHOLE:
+            with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         self._seen(func, args, kwargs, out)

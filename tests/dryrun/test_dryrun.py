@@ -1,0 +1,198 @@
+"""A dry run is the real program: to the byte, message for message; and the planner is near it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kumi.cli import main
+from kumi.dryrun import chosen_ranks, dry_run
+from kumi.dryrun.compare import compared
+from kumi.dryrun.program import carry_out, enough, hold, step, watch_head
+from kumi.dryrun.track import Tracker
+from kumi.errors import LayoutError
+from kumi.parallel import bare, build, init_adamw
+from kumi.spec import families
+from kumi.spec.cluster import ClusterSpec, Device
+from kumi.spec.layout import Layout
+from planned import job_of
+from steps import LENGTH, SEQUENCES, SPECS, mesh_of
+
+CPU = Device("CPU", "cpu", 1 << 34, ("float32", "bfloat16"), (("bfloat16", 1e12),))
+COUNT = 20
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+
+
+def _job(family: str):
+    return job_of(SPECS[family], seq_len=LENGTH, sequences=SEQUENCES, device=CPU)
+
+
+def _really(layout: Layout, family: str):
+    """Bytes at the peak by kind, and the messages, of a real step on the rank that calls."""
+    job, mesh = _job(family), mesh_of(layout)
+    model = build(job.model, mesh, job.precision, weights=0)
+    optimizer, tracker = init_adamw(bare(model).named_parameters(), job.optim), Tracker()
+    watch_head(model, tracker)
+    hold(model, optimizer, tracker)
+    tracker.begin()
+    with tracker.resizing():
+        step(model, mesh, job, optimizer, tracker, job.batch.microbatches(layout))
+    sent = Counter()
+    for message, count in tracker.messages.items():
+        sent[message.kind, message.bytes] += count
+    return tracker.peak(), tracker.flops.total(), sent
+
+
+LAYOUTS = [
+    Layout(dp_replicate=2, microbatch=2),
+    Layout(dp_replicate=2, dp_shard=2, zero=3, microbatch=3, recompute="full"),
+    Layout(dp_shard=2, zero=1, microbatch=2, recompute="selective"),
+    Layout(dp_shard=2, zero=2, tp=2, microbatch=2),
+    Layout(tp=2, sequence_parallel=False, microbatch=4),
+    Layout(pp=2, microbatch=2),
+    Layout(pp=2, dp_shard=2, zero=1, microbatch=1, schedule="zb-h1"),
+    Layout(dp_shard=2, zero=3, cp=2, context="ulysses", microbatch=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
+    family = "llama"
+    for rank, (memory, flops, sent) in enumerate(ranks(layout.world_size, _really, layout, family)):
+        found = carry_out(_job(family), layout, rank)
+        dry = Counter()
+        for message, count in found.messages.items():
+            dry[message.kind, message.bytes] += count
+        assert (found.flops, dry) == (flops, sent)
+        if layout.pp == 1:
+            assert found.memory == memory
+            continue
+        # What a rank has sent stays until the other has it: in a dry run that takes no time.
+        waiting = sum(message[1] * count for message, count in sent.items() if message[0] == "send")
+        assert 0 <= sum(memory.values()) - found.peak <= waiting or layout.schedule == "zb-h1"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, zero=3, microbatch=1),
+        Layout(pp=2, stages=2, schedule="interleaved", microbatch=1),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_not_carried_out_to_its_end_costs_what_all_of_it_does(layout, monkeypatch):
+    job = job_of(SPECS["deep"], seq_len=LENGTH, sequences=COUNT * layout.dp)
+    some = carry_out(job, layout, 0)
+    monkeypatch.setattr("kumi.dryrun.program.enough", lambda layout, microbatches: (microbatches, 0))
+    every = carry_out(job, layout, 0)
+    assert some.microbatches < every.microbatches == COUNT
+    assert some.messages == every.messages
+    assert some.flops == every.flops
+    # Of every microbatch the arguments are there from the start: 28 bytes a token.
+    tokens = COUNT * LENGTH
+    assert 0 <= every.peak - some.peak <= 28 * tokens
+
+
+def test_schedules_that_keep_everything_are_carried_out_to_their_end():
+    assert enough(Layout(pp=4, schedule="gpipe"), 100) == (100, 0)
+    assert enough(Layout(pp=4, stages=2, schedule="interleaved"), 100) == (16, 4)
+    assert enough(Layout(), 5) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=64, zero=3, recompute="full"),
+        Layout(dp_shard=8, tp=8, zero=1, recompute="full"),
+    ],
+    ids=["fsdp", "tp"],
+)
+def test_the_planner_is_near_an_8b_model_on_64_ranks(layout):
+    model = families.from_hf(json.loads((MODELS / "llama-3.1-8b" / "config.json").read_text()))
+    job = job_of(model, seq_len=8192, sequences=64 // layout.tp)
+    found = compared(job, layout, 0, carry_out(job, layout, 0))
+    assert abs(found["memory"]["difference"]) < 0.05
+    assert found["collectives"]
+    assert all(row["agrees"] for row in found["collectives"])
+    again = found["flops"]["measured"] / found["flops"]["model"]
+    assert 1.2 < again < 4 / 3 + 0.1  # every layer goes forward twice, and its scores are made a third time
+
+
+def test_experts_get_equally_many_tokens():
+    model = families.from_hf(json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text()))
+    model = replace(model, layers=model.layers[:2])
+    job, layout = job_of(model, seq_len=512, sequences=8), Layout(dp_shard=8, zero=3, ep=8)
+    found = compared(job, layout, 3, carry_out(job, layout, 3))
+    rows = {row["bytes"]: row for row in found["collectives"] if row["kind"] == "all_to_all"}
+    tokens = rows[512 * 8 * 2048 * 2]  # eight experts for each of 512 tokens, 2048 wide, in bfloat16
+    assert tokens["agrees"]
+    assert tokens["sent"] == 2 * 4  # there and back, and their gradients, in two layers
+
+
+def test_ranks_are_chosen_and_refused():
+    from kumi.plan.estimate import estimate
+
+    job, layout = replace(_job("deep"), cluster=ClusterSpec("test", CPU, 4)), Layout(pp=2, dp_shard=2, zero=1)
+    found = estimate(job, layout)
+    assert chosen_ranks(found, "all-stages") == [0, 2]
+    assert chosen_ranks(found, "3") == [3]
+    assert chosen_ranks(found, None)[0] in (0, 2)
+    with pytest.raises(LayoutError, match="--rank first is no rank; give a number"):
+        chosen_ranks(found, "first")
+    with pytest.raises(LayoutError, match="there is no rank 4; the layout has ranks 0 to 3"):
+        dry_run(job, layout, [4])
+    with pytest.raises(LayoutError, match=r"dry run: .*tp.?5"):
+        dry_run(job, replace(layout, tp=5), [0])
+
+
+RUN = """
+[model]
+init = "random"
+[model.config]
+model_type = "llama"
+rms_norm_eps = 1e-5
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+vocab_size = 256
+max_position_embeddings = 128
+[cluster]
+source = "h100-sxm"
+nodes = 2
+[batch]
+seq_len = 64
+tokens_per_step = 4096
+[layout]
+tp = 2
+pp = 2
+zero = 1
+"""
+
+
+def test_the_verb_prints_tables_and_json(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    assert main(["train", "--dry-run", str(file), "--rank", "all-stages", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["coordinates"]["pp"] for rank in found["ranks"]] == [0, 1]
+    assert found["ranks_in_all"] == 16
+    assert main(["train", "--dry-run", str(file)]) == 0
+    said = capsys.readouterr().out
+    for words in ("memory at the peak", "dry run", "planner", "it fits", "CPU seconds", "reduce_scatter"):
+        assert words in said
+    assert main(["train", str(file), "--rank", "1"]) == 2
+    assert "--rank is for --dry-run" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_exit_code_4(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    monkeypatch.setattr("kumi.dryrun.dry_run", lambda *_: {
+        "ranks_in_all": 1, "ranks": [{"memory": {"fits": False}}], "cost": {}})  # fmt: skip
+    assert main(["train", "--dry-run", str(file), "--json"]) == 4
