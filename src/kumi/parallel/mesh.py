@@ -8,7 +8,7 @@ total(tensor, mesh)                         # sum over all ranks, in place
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -26,25 +26,35 @@ from kumi.spec.placement import axis
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 # Groups that stretch over several axes (see kumi.spec.placement): the ranks that see different tokens and sum the
-# gradients of the same weights, of routed experts and of all else; the ranks among which every gradient is found; and
-# those that have parts of the same sequences.
+# gradients of the same weights, of routed experts and of all else; the ranks among which every gradient is found;
+# those that have parts of the same sequences; and stages once more, for what they send back.
 TOGETHER = {
     "data": ("dp_replicate", "zero"),
     "expert_data": ("dp_replicate", "expert_dp"),
     "norm": ("pp", "zero", "tp"),
     "sequence": ("cp", "tp"),
+    "pp_back": ("pp",),
 }
 NAMES = (*AXES, "zero", "expert_dp", "ep", "expert_tp", *TOGETHER)
+# A group of GPUs does one thing after the other. What should go on at the same time has groups of its own there:
+# weights that are gathered and gradients that are summed beside what layers exchange, and the gradients that stages
+# send opposite to their activations.
+BESIDE = {
+    "weights": ("dp_replicate", "dp_shard", "zero", "expert_dp", "data", "expert_data"),
+    "back": ("pp_back",),
+}
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of the run and the device it computes on. `local_rank` counts within the node."""
+    """One rank of the run and the device it computes on. `local_rank` counts within the node. A collective that takes
+    longer than `timeout_s` fails."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
+    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,7 @@ def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> P
                 f"rank {rank} of {world_size} could not meet the others at {where} within {timeout_s:.0f} s ({error}); "
                 f"check that all ranks run and that the address can be reached"
             ) from error
-    return Place(rank, world_size, local_rank, device)
+    return Place(rank, world_size, local_rank, device, timeout_s)
 
 
 def close_distributed() -> None:
@@ -145,23 +155,31 @@ def build_mesh(layout: Layout, place: Place) -> Mesh:
 
 
 def _groups(layout: Layout, place: Place) -> dict[str, dist.ProcessGroup]:
-    """The groups of this rank. Only the members of a group make it, all in the same order, so that thousands of ranks
-    take no longer than a few; axes with the same members share a group."""
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    """The groups of this rank. Only the members of a group make it, so that thousands of ranks take no longer than a
+    few; but all ranks make equally many, in the same order, since NCCL splits each off the group of all ranks, which
+    all must take part in. Axes with the same members share a group, but for those that GPUs use `BESIDE` others."""
+    made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
     found = {}
     for name in NAMES:
         members = members_of(layout, TOGETHER.get(name, (name,)), place.rank)
         if len(members) > 1:
-            if members not in made:
-                made[members] = _new_group(members, place)
-            found[name] = made[members]
+            key = _use(name) if place.device.type == "cuda" else "", members
+            if key not in made:
+                every = dist.group.WORLD if len(members) == place.world_size else None
+                made[key] = new_group(members, place) if every is None or every in made.values() else every
+            found[name] = made[key]
     return found
 
 
-def _new_group(members: tuple[int, ...], place: Place) -> dist.ProcessGroup:
-    if len(members) == place.world_size and dist.group.WORLD is not None:
-        return dist.group.WORLD
-    group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
+def _use(name: str) -> str:
+    return next((use for use, names in BESIDE.items() if name in names), "")
+
+
+def new_group(members: Sequence[int], place: Place) -> dist.ProcessGroup:
+    """A group of `members`, one of them this rank, that waits as long as the group of all ranks. All ranks must make
+    one at the same time."""
+    timeout = timedelta(seconds=place.timeout_s)  # PyTorch's own would be 30 minutes
+    group: dist.ProcessGroup = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
     return group
 
 

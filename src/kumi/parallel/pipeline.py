@@ -36,6 +36,8 @@ from kumi.spec.schedule import Action
 Inputs = Mapping[str, Tensor]
 # Of which kind, of which stage (that makes it), of which microbatch.
 Key = tuple[str, int, int]
+# Which group messages of each kind go through.
+GROUPS = {ACTIVATION: "pp", GRADIENT: "pp_back"}
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def _give(run: _Run, key: Key, target: int, tensor: Tensor) -> None:
 
 def _send(run: _Run, message: Message) -> None:
     tensor = run.outgoing.pop(message[:3]).contiguous()  # what is not would be sent with the wrong strides
-    request = dist.isend(tensor, group=run.mesh.group("pp"), group_dst=message.target)
+    request = dist.isend(tensor, group=run.mesh.group(GROUPS[message.kind]), group_dst=message.target)
     assert request is not None
     run.sent.append((request, tensor))
 
@@ -211,7 +213,7 @@ def _receive(run: _Run, message: Message) -> None:
     decoder: Any = next(iter(run.stages.values()))
     shape = hidden_shape(run.microbatches[message.microbatch], decoder.spec.hidden_size, run.mesh)
     room = torch.empty(shape, dtype=decoder.compute_dtype, device=run.mesh.device)
-    request = dist.irecv(room, group=run.mesh.group("pp"), group_src=message.source)
+    request = dist.irecv(room, group=run.mesh.group(GROUPS[message.kind]), group_src=message.source)
     assert request is not None
     run.posted[message[:3]] = request, room
 

@@ -34,6 +34,8 @@ class Record:
 
 def start(mesh: Mesh) -> Record:
     """An empty record that begins now, on all ranks. Every rank must call it."""
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)  # else it would begin when what was asked of the device before is done
     barrier(mesh)
     return Record(mesh.device, now(mesh.device))
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kumi.nn.decoder import Decoder
-from kumi.parallel.mesh import Mesh
+from kumi.parallel.mesh import Mesh, new_group
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
@@ -94,8 +94,8 @@ def tie_group(spec: ModelSpec, mesh: Mesh) -> dist.ProcessGroup | None:
     if not spec.tie_word_embeddings or len(ends) < 2:
         return None
     coords, tied = layout.coords(mesh.rank), mesh.index("pp") in ends
-    # PyTorch names a group after how many the rank has made, so that all must make equally many: the others one of
-    # their own.
+    # PyTorch names a group after how many the rank has made, and NCCL splits it off the group of all, so that all must
+    # make equally many: the others one of their own.
     ranks = [layout.rank({**coords, "pp": index}) for index in ends] if tied else [mesh.rank]
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    group = new_group(ranks, mesh.place)
     return group if tied else None
