@@ -40,6 +40,14 @@ def _spec(family: str, *, tied: bool, bias: bool, qk_norm: bool, layers: int = 3
     return ModelSpec(family, VOCAB, 18, (layer,) * layers, 1e-5, 128, tie_word_embeddings=tied)
 
 
+def _sinks_spec() -> ModelSpec:
+    """Heads that may look nowhere, in every other layer within a window."""
+    layers = [
+        LayerSpec(Attention(4, 2, 6, Rope(10000.0), sliding_window=window, sinks=True), MLP(36)) for window in (5, None)
+    ]
+    return ModelSpec("llama", VOCAB, 18, tuple(layers) * 2, 1e-5, 128)
+
+
 def _moe_spec() -> ModelSpec:
     layer = LayerSpec(Attention(4, 2, 6, Rope(10000.0), qk_norm=True), MoE(8, 2, 12))
     return ModelSpec("qwen3_moe", VOCAB, 16, (layer,) * 3, 1e-5, 128)
@@ -63,6 +71,7 @@ SPECS = {
     "deep-tied": _spec("qwen3", tied=True, bias=True, qk_norm=True, layers=7),
     "moe": _moe_spec(),
     "latent": _latent_spec(),
+    "sinks": _sinks_spec(),
 }
 
 

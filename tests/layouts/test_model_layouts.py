@@ -28,6 +28,10 @@ ALONE = [
     (Layout(cp=2, context="ulysses"), "qwen", 2),
     (Layout(cp=4, context="ulysses"), "llama", 1),
     (Layout(cp=2), "latent", 2),
+    (Layout(tp=2), "sinks", 2),
+    (Layout(tp=4), "sinks", 1),
+    (Layout(cp=2), "sinks", 2),
+    (Layout(cp=2, context="ulysses"), "sinks", 1),
     (Layout(pp=2), "deep", 3),
     (Layout(pp=4), "deep-tied", 6),
     (Layout(pp=4), "deep", 1),  # as many stages work in turn
@@ -59,6 +63,7 @@ PAIRS = [
     (Layout(tp=2, ep=2), "latent", 2),
     (Layout(tp=2, expert_tp=2), "moe", 2),
     (Layout(tp=4, ep=2, expert_tp=2), "moe", 1),
+    (Layout(tp=2, pp=2), "sinks", 3),
     (Layout(cp=2, dp_replicate=2), "qwen", 3),
     (Layout(cp=2, dp_shard=2, zero=1), "llama", 2),
     (Layout(cp=2, dp_shard=2, zero=3), "qwen", 3),

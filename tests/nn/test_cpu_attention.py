@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from kumi.nn import cpu_attention
-from kumi.nn.attention import attend
+from kumi.nn.attention import attend, visible
 from kumi.nn.cpu_attention import packed_attention
 from kumi.nn.where import Segments, segments
 
@@ -53,6 +53,30 @@ def test_values_may_be_of_another_size_than_keys(value_size):
     assert cpu_attention.OPERATOR(q, k, v, [0, LENGTH, 2 * LENGTH], 0).shape == found.shape
 
 
+def _plainly(q, k, v, sinks, window):
+    """Attention with sinks in the simplest words: a softmax over scores and the sink, whose weight is dropped."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bshe,bthe->bhst", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible(DOCUMENTS, LENGTH, window, q.device), -torch.inf)
+    column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    return torch.einsum("bhst,bthe->bshe", weights, v)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (3, 1)])
+@pytest.mark.parametrize("window", [None, 2, 5])
+@pytest.mark.parametrize("bounds", ["here", "other devices"])
+def test_sinks(heads, window, bounds):
+    qkv, grad = inputs(*heads, value_size=6)
+    sinks = torch.linspace(-2, 3, heads[0], dtype=torch.float64).requires_grad_()
+    where = segments(torch.zeros(ROWS, LENGTH), DOCUMENTS) if bounds == "here" else Segments(DOCUMENTS, None)
+    found, expected = attend(where, *qkv, window, sinks), _plainly(*qkv, sinks, window)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(out, [*qkv, sinks], grad) for out in (found, expected)))
+    # A sink that nobody looks at changes nothing.
+    torch.testing.assert_close(attend(where, *qkv, window, sinks - 100), attend(where, *qkv, window))
+
+
 def test_the_mask_of_other_devices_is_right():
     qkv, _ = inputs(2, 2)
     out = attend(Segments(DOCUMENTS, None), *qkv, 3)
@@ -83,6 +107,7 @@ def test_bfloat16_is_as_close_as_the_kernel_of_pytorch():
 def test_the_operator_is_well_formed():
     qkv, _ = inputs(4, 2, torch.float32)
     torch.library.opcheck(cpu_attention.OPERATOR, (*qkv, [0, 4, 11, 22], 0))
+    torch.library.opcheck(cpu_attention.OPERATOR, (*qkv, [0, 4, 11, 22], 0, torch.randn(4, requires_grad=True)))
 
 
 def test_flops_are_counted_as_those_of_sdpa():

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from kumi.nn.attention import attend
 from kumi.nn.where import Segments
@@ -24,7 +25,7 @@ DOCUMENTS = torch.stack([(torch.arange(LENGTH) >= 5).int() + (torch.arange(LENGT
                          torch.zeros(LENGTH, dtype=torch.int32)])  # fmt: skip
 
 
-def _attended(layout, heads, v_size, documents, window):
+def _attended(layout, heads, v_size, documents, window, *score):
     """On a rank: how far result and gradients of its positions are from those of whole rows."""
     random, mesh = torch.Generator().manual_seed(0), mesh_of(layout)
     shapes = [(heads[0], 6), (heads[1], 6), (heads[1], v_size), (heads[0], v_size)]
@@ -32,11 +33,15 @@ def _attended(layout, heads, v_size, documents, window):
     ids = DOCUMENTS if documents else None
     mine = positions_of(LENGTH, layout.cp, mesh.index("cp"))
     parts = [x[:, mine].requires_grad_() for x in qkv]
-    whole = attend(Segments(ids, None), *(x.requires_grad_() for x in qkv), window)
-    out = attention_over(mesh)(torch.zeros(ROWS, len(mine)), ids)(*parts, window)
-    wanted = [whole, *torch.autograd.grad(whole, qkv, grad)]
-    found = [out, *torch.autograd.grad(out, parts, grad[:, mine])]
-    return max(float((a - b[:, mine]).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
+    sinks = [torch.linspace(*score, heads[0], dtype=torch.float64).requires_grad_()] if score else []
+    whole = attend(Segments(ids, None), *(x.requires_grad_() for x in qkv), window, *sinks)
+    out = attention_over(mesh)(torch.zeros(ROWS, len(mine)), ids)(*parts, window, *sinks)
+    wanted = [whole, *torch.autograd.grad(whole, [*qkv, *sinks], grad)]
+    found = [out, *torch.autograd.grad(out, [*parts, *sinks], grad[:, mine])]
+    for one in found[4:]:  # every rank has its own tokens' part
+        dist.all_reduce(one)
+    wanted = [*(x[:, mine] for x in wanted[:4]), *wanted[4:]]
+    return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,12 @@ def _attended(layout, heads, v_size, documents, window):
 def test_attention_equals_that_of_whole_rows(ranks, how, cp, heads, v_size, documents, window):
     layout = Layout(cp=cp, context=how)
     assert max(ranks(cp, _attended, layout, heads, v_size, documents, window)) < 1e-12
+
+
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
+@pytest.mark.parametrize(("cp", "heads", "window"), [(2, (4, 2), 5), (4, (4, 2), None)])
+def test_sinks_are_those_of_whole_rows(ranks, how, cp, heads, window):
+    assert max(ranks(cp, _attended, Layout(cp=cp, context=how), heads, 6, True, window, -2.0, 3.0)) < 1e-12
 
 
 @cache

@@ -150,7 +150,6 @@ LLAMA = families.from_hf(PUBLISHED["Llama-3.1-8B"][0])
     ({"mlp": MoE(4, 2, 64, bias=True)}, r"MoE\.bias=True"),
     ({"mlp": MLP(64, gated=False)}, r"MLP\.gated=False"),
     ({"mlp": MLP(64, hidden_act="gelu")}, r"MLP\.hidden_act='gelu'"),
-    ({"attention": replace(LLAMA.layers[0].attention, sinks=True)}, r"Attention\.sinks=True"),
     ({"attention": replace(LLAMA.layers[0].attention, rope=None)}, r"Attention without rotary embeddings"),
     ({"attention": replace(LLAMA.layers[0].attention, rope=Rope(1e4, partial_rotary_factor=0.5))},
      r"Rope\.partial_rotary_factor=0\.5"),
@@ -160,6 +159,13 @@ def test_a_part_that_the_trainer_does_not_compute_is_named(change, words):
     last = replace(LLAMA.layers[-1], **{key: value for key, value in change.items() if key not in own})
     with pytest.raises(ModelError, match=words):
         families.check_trained(replace(LLAMA, layers=(*LLAMA.layers[:-1], last), **own))
+
+
+def test_sinks_are_trained_but_no_config_of_a_trained_family_has_them():
+    layers = tuple(replace(layer, attention=replace(layer.attention, sinks=True)) for layer in LLAMA.layers)
+    families.check_trained(replace(LLAMA, layers=layers))
+    with pytest.raises(ModelError, match=r"this model cannot be written as a llama config\.json"):
+        families.to_hf(replace(LLAMA, layers=layers))
 
 
 def test_gpt_by_its_dimensions():

@@ -32,6 +32,8 @@ class Attention(nn.Module):
         sizes = (heads, kv_heads) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
         self.q_norm = RMSNorm(sizes[0], eps, device=device, dtype=dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(sizes[1], eps, device=device, dtype=dtype) if spec.qk_norm else None
+        count = spec.num_attention_heads
+        self.sinks = nn.Parameter(torch.empty(count, device=device, dtype=dtype)) if spec.sinks else None
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         """Of the hidden states `x` (B, S, D), or (B * S, D), in the same shape."""
@@ -46,15 +48,19 @@ class Attention(nn.Module):
         if turn is not None:
             cos, sin = where.tables[turn]
             q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        out = where.attend(q, k, v, self.spec.sliding_window)
+        out = where.attend(q, k, v, self.spec.sliding_window, self.sinks)
         return self.region.leave(out.flatten(2), self.o_proj).view(x.shape)
 
 
-def attend(segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def attend(
+    segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E'), each position over its
-    document's past."""
+    document's past and, where there are `sinks` (H,), over nothing with that score."""
     if isinstance(segments.bounds, list):
-        return packed_attention(q, k, v, segments.bounds, window)
+        return packed_attention(q, k, v, segments.bounds, window, sinks)
+    if sinks is not None:
+        return _with_sinks(segments.document_ids, q, k, v, window, sinks)
     plain = segments.document_ids is None and (window is None or window >= q.shape[1])
     if not plain and segments.bounds is not None and has_varlen(q):
         # The kernel takes heads of one size: shorter values are made as long as keys with zeros.
@@ -69,6 +75,21 @@ def attend(segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | No
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, enable_gqa=plain)
     return out.transpose(1, 2)
+
+
+def _with_sinks(
+    document_ids: Tensor | None, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor
+) -> Tensor:
+    """As `attend`, with one more key of no content, whose score the mask has. All S x S scores are held, for no fused
+    kernel of PyTorch has sinks."""
+    mask = visible(document_ids, q.shape[1], window, q.device)
+    scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    shape = (mask.shape[0], q.shape[2], q.shape[1])
+    column = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*shape, 1)
+    bias = torch.cat([scores.expand(*shape, -1), column], dim=-1)
+    k, v = (F.pad(x.repeat_interleave(q.shape[2] // x.shape[2], dim=2), (0, 0, 0, 0, 0, 1)) for x in (k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
 def visible(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:

@@ -134,6 +134,21 @@ def forward(queries: Tensor, part: Part, along: tuple[Block, ...], out: Tensor, 
         torch.logaddexp(before, sums, out=before)
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Merges into `out` (B, K, G, N, E') and `lse` (B, K, G, N) a key whose score is that of its head in `sinks` (H,),
+    and whose value is zero: all of a row's keys must be in them already."""
+    score = sinks.to(lse.dtype).view(*lse.shape[1:3], 1)
+    out.mul_(torch.sigmoid(lse - score)[..., None])
+    torch.logaddexp(lse, score.expand_as(lse), out=lse)
+
+
+def grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient (H,) of `sinks`, given that of the result `out`, both (B, N, H, E'), and `lse` (B, N, H), which have
+    them. That of everything else is what `backward` makes of the three."""
+    through = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1) * torch.exp(sinks.to(lse.dtype) - lse)
+    return -through.sum((0, 1)).to(sinks.dtype)
+
+
 def backward(
     queries: Tensor, part: Part, along: tuple[Block, ...], grad: Tensor, lse: Tensor, delta: Tensor,
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor,

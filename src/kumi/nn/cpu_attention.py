@@ -39,46 +39,55 @@ class _Block(NamedTuple):
     seen_by_all: int
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], window: int | None) -> Tensor:
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
     `bounds` are the tokens, numbered through the batch, at which documents begin, and T at the end; a row begins one.
-    A position sees the `window` latest positions of its document, itself included.
+    A position sees the `window` latest positions of its document, itself included; and a key whose score is that of
+    its head in `sinks` (H,), and whose value is zero.
     """
-    out: Tensor = OPERATOR(q, k, v, list(bounds), window or 0)
+    out: Tensor = OPERATOR(q, k, v, list(bounds), window or 0, sinks)
     return out
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None) -> Tensor:
     queries, keys, values = _split(q, k.shape[2]), _scaled_keys(k), v.flatten(0, 1).transpose(0, 1).contiguous()
     out = queries.new_empty(*queries.shape[:-1], v.shape[-1])
     future, earliest = _future(keys.dtype), _earliest(bounds, window)
     for block in _blocks(earliest):
-        weights = _weights(_rows(queries, block), keys, block, earliest, future).to(q.dtype)
-        _put(out, block, torch.bmm(weights, values[:, block.first : block.stop]))
+        weights, _ = _weights(_rows(queries, block), keys, block, earliest, future, sinks)
+        _put(out, block, torch.bmm(weights.to(q.dtype), values[:, block.first : block.stop]))
     return out.view(*q.shape[:-1], -1)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k)
     narrow_keys = keys.transpose(1, 2).to(q.dtype).contiguous()
     values = v.flatten(0, 1).permute(1, 2, 0).contiguous()
     grad_q, future, earliest = torch.empty_like(queries), _future(keys.dtype), _earliest(bounds, window)
     grad_k, grad_v = (keys.new_zeros(*narrow_keys.shape[:-1], x.shape[-1]) for x in (k, v))
+    grad_sinks = keys.new_zeros(0 if sinks is None else sinks.shape[0])
     for block in _blocks(earliest):
         seen = slice(block.first, block.stop)
         rows, out_rows = _rows(queries, block), _rows(grads, block)
-        weights = _weights(rows, keys, block, earliest, future).to(q.dtype)
+        weights, nowhere = _weights(rows, keys, block, earliest, future, sinks)
+        weights = weights.to(q.dtype)
         grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), out_rows)
         grad_weights = torch.bmm(out_rows, values[:, :, seen])
+        if nowhere is not None:
+            lost = (grad_weights * weights).sum(-1, dtype=keys.dtype) * nowhere
+            grad_sinks -= lost.view(sinks.shape[0], -1).sum(-1)  # type: ignore[union-attr]
+        # The sinks' column is left out: their value is zero, and so is the gradient of its weight.
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
         _put(grad_q, block, torch.bmm(grad_scores, narrow_keys[:, seen]))
         grad_k[:, seen] += torch.bmm(grad_scores.transpose(1, 2), rows)
     grad_k *= k.shape[-1] ** -0.5
     grad_k, grad_v = (g.transpose(0, 1).to(x.dtype).contiguous().view(x.shape) for g, x in ((grad_k, k), (grad_v, v)))
-    return grad_q.view(q.shape), grad_k, grad_v
+    return grad_q.view(q.shape), grad_k, grad_v, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
 
 def _earliest(bounds: Sequence[int], window: int) -> Tensor:
@@ -95,8 +104,11 @@ def _blocks(earliest: Tensor) -> Iterator[_Block]:
         yield _Block(first - first % UNIT, start, stop, int(earliest[stop - 1]))
 
 
-def _weights(rows: Tensor, keys: Tensor, block: _Block, earliest: Tensor, future: Tensor) -> Tensor:
-    """The attention probabilities (K, G * n, m) of a block's queries over the m keys from its first on.
+def _weights(
+    rows: Tensor, keys: Tensor, block: _Block, earliest: Tensor, future: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The attention probabilities (K, G * n, m) of a block's queries over the m keys from its first on, and over the
+    sinks (K, G * n).
 
     `future` (BLOCK, BLOCK) is -inf where a key comes after the query.
     """
@@ -107,8 +119,11 @@ def _weights(rows: Tensor, keys: Tensor, block: _Block, earliest: Tensor, future
     if block.seen_by_all > block.first:
         early = torch.arange(block.first, block.seen_by_all) < earliest[block.start : block.stop, None]
         each_head[..., : early.shape[1]].masked_fill_(early, -torch.inf)
-    weights: Tensor = torch.softmax(scores, dim=-1)
-    return weights
+    if sinks is None:
+        return torch.softmax(scores, dim=-1), None
+    column = sinks.to(keys.dtype).view(keys.shape[0], -1, 1).repeat_interleave(count, dim=1)
+    weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
+    return weights[..., :-1], weights[..., -1]
 
 
 def _split(x: Tensor, kv_heads: int) -> Tensor:
@@ -138,22 +153,27 @@ def _scaled_keys(k: Tensor) -> Tensor:
     return keys * scale
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None) -> Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def _fake_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
+def _fake_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    of_inputs = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *of_inputs, q.new_empty(0, dtype=wide(q.dtype)) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.bounds, ctx.window = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.bounds, ctx.window, sinks = inputs
+    ctx.save_for_backward(*tensors, sinks)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     operator = torch.ops.kumi.packed_attention_backward.default
-    return *operator(grad, *ctx.saved_tensors, ctx.bounds, ctx.window), None, None
+    *tensors, sinks = ctx.saved_tensors
+    *of_tensors, of_sinks = operator(grad, *tensors, ctx.bounds, ctx.window, sinks)
+    return *of_tensors, None, None, None if sinks is None else of_sinks
 
 
 def _flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
@@ -181,9 +201,9 @@ def _define(name: str, schema: str, function: Any, fake: Any, flops: Any) -> Non
     register_flop_formula(getattr(torch.ops.kumi, name.removeprefix("kumi::")))(flops)
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, int[] bounds, int window"
+_INPUTS = "Tensor q, Tensor k, Tensor v, int[] bounds, int window, Tensor? sinks=None"
 _define("kumi::packed_attention", f"({_INPUTS}) -> Tensor", _attention, _fake, _flops)
-_define("kumi::packed_attention_backward", f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+_define("kumi::packed_attention_backward", f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
         _backward, _fake_backward, _backward_flops)  # fmt: skip
 torch.library.register_autograd("kumi::packed_attention", _differentiate, setup_context=_save)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +12,18 @@ from torch import Tensor
 from kumi.nn import rope
 from kumi.spec.model import Attention, LatentAttention, Rope
 
-# attend(q (B, S, H, E), k (B, S, K, E), v (B, S, K, E'), window) gives (B, S, H, E'): of each query over its past.
-Attend = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
 # Which rotation, of how many dims of a head.
 Rotary = tuple[Rope, int]
+
+
+class Attend(Protocol):
+    """Attention of a batch."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, /) -> Tensor:
+        """(B, S, H, E'), of each query `q` (B, S, H, E) over its past in `k` (B, S, K, E) and `v` (B, S, K, E').
+
+        `sinks` (H,): the score of looking nowhere, as if each query saw one more key, whose value is zero.
+        """
 
 
 @dataclass(frozen=True)

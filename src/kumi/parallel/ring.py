@@ -39,8 +39,8 @@ def ring_over(bounds: list[int], group: dist.ProcessGroup) -> Attend:
     """The attention of rows of which the ranks of `group` have their positions; documents begin at the tokens `bounds`,
     numbered through the whole rows, which also end with the count of tokens."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        out: Tensor = OPERATOR(q, k, v, bounds, window or 0, group.group_name)[0]
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
+        out: Tensor = OPERATOR(q, k, v, bounds, window or 0, group.group_name, sinks)[0]
         return out
 
     return attend
@@ -132,7 +132,8 @@ def _rounds(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str, plan: Plan = _plan
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str, sinks: Tensor | None = None,
+    plan: Plan = _plan,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     sizes, queries = _Sizes(k.shape, v.shape), split(q, k.shape[2])
     out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
@@ -140,6 +141,8 @@ def _forward(
     for both, along in _rounds(_ring(group), sizes.packed(k, v), bounds, window, len(q), plan):
         if along:
             block_attention.forward(queries, arranged(*sizes.unpacked(both), backward=False), along, out, lse)
+    if sinks is not None:
+        block_attention.add_sinks(out, lse, sinks)
     return join(out).to(q.dtype).contiguous(), join(lse[..., None])[..., 0].contiguous()
 
 
@@ -169,7 +172,9 @@ def _backward(
     return join(grad_q * factor).to(q.dtype).contiguous(), (total_k * factor).to(k.dtype), total_v.to(v.dtype)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str) -> tuple[Tensor, Tensor]:
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
@@ -178,14 +183,16 @@ def _fake_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.bounds, ctx.window, ctx.group = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.bounds, ctx.window, ctx.group, sinks = inputs
+    ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     operator = torch.ops.kumi.ring_attention_backward.default
-    return *operator(grad, *ctx.saved_tensors, ctx.bounds, ctx.window, ctx.group), None, None, None
+    *tensors, out, lse, sinks = ctx.saved_tensors
+    of_sinks = None if sinks is None else block_attention.grad_of_sinks(grad, out, lse, sinks)
+    return *operator(grad, *tensors, out, lse, ctx.bounds, ctx.window, ctx.group), None, None, None, of_sinks
 
 
 def _define(name: str, schema: str, function: Any, fake: Any) -> None:
@@ -196,7 +203,8 @@ def _define(name: str, schema: str, function: Any, fake: Any) -> None:
 
 
 _HOW = "int[] bounds, int window, str group"
-_define("kumi::ring_attention", f"(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)", _forward, _fake)
+_define("kumi::ring_attention", f"(Tensor q, Tensor k, Tensor v, {_HOW}, Tensor? sinks=None) -> (Tensor, Tensor)",
+        _forward, _fake)  # fmt: skip
 _define(
     "kumi::ring_attention_backward",
     f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> (Tensor, Tensor, Tensor)",

@@ -49,7 +49,7 @@ _COMPUTED = {
                "initializer_range bos_token_id eos_token_id pad_token_id notes",
     LayerSpec: "attention mlp",
     Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm qk_norm_whole "
-               "sliding_window",
+               "sliding_window sinks",
     LatentAttention: "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope "
                      "bias rope_interleave mscale_all_dim",
     MLP: "intermediate_size bias",
