@@ -22,6 +22,7 @@ from kumi.report.binding import WORTH, binding, levers
 from kumi.report.planning import plan
 from kumi.report.report import Report
 from kumi.report.summary import headline
+from kumi.spec.checks import untrained
 from kumi.spec.layout import Layout
 
 
@@ -124,6 +125,10 @@ def test_what_a_trainer_rules_out_is_not_blamed_on_pins():
 
 
 def test_what_this_version_does_not_train_is_ruled_out_where_that_is_asked_for():
-    report = plan(job(of=model(8, hidden=2048)), {}, trainable=True)
-    found = next(item for item in report.expected if item.layout.tp > 1)
-    assert "ruled out: tp=2: this version does not train with it" in verdict(found, report.best)
+    """Rows of experts that the ranks of a shard do not divide: legal, and not trained."""
+    wanted = job(of=model(8, hidden=2052, experts=8))
+    report = plan(wanted, {}, trainable=True)
+    assert all(not untrained(wanted, one.layout) for one in (report.best, *report.others))
+    ruled_out = [item for item in report.expected if item.estimate and untrained(wanted, item.layout)]
+    assert ruled_out
+    assert all("ruled out: zero=" in verdict(item, report.best) for item in ruled_out)

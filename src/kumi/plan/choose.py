@@ -9,6 +9,7 @@ from kumi.plan.refusal import does_not_fit, why_illegal
 from kumi.plan.remedies import Grow
 from kumi.plan.search import search
 from kumi.plan.space import Pins
+from kumi.plan.supported import accepted
 from kumi.plan.types import Estimate
 from kumi.spec.checks import untrainable, untrained
 from kumi.spec.cluster import Device
@@ -17,8 +18,6 @@ from kumi.spec.layout import Layout
 
 # What is taken where nothing else is pinned: it is for the user to want.
 TRAINED: Pins = {"sequence_parallel": True, "offload": "none"}
-# How many of the best layouts are looked at for one that this version trains.
-TRIED = 64
 
 # FLOP/s of a device of which nothing is known: layouts of the data axes differ by what they send and keep.
 SOME_FLOPS = 1e14
@@ -34,15 +33,13 @@ def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
     if reasons:
         raise LayoutError("; ".join(reasons))
     job = replace(job, cluster=replace(job.cluster, device=timed(job.cluster.device, job.precision.matmul_dtype)))
-    found = search(job, {**TRAINED, **pinned}, top=TRIED, front=False)
-    able = [(one, untrained(job, one.layout)) for one in found.plans]
-    trained = [one for one, wrong in able if not wrong]
-    if trained:
-        return trained[0]
-    if able:
-        raise LayoutError(able[0][1][0])
+    found = search(job, {**TRAINED, **pinned}, top=1, front=False, accept=accepted(job, untrained))
+    if found.plans:
+        return found.plans[0]
     if not found.count:
         raise LayoutError(why_illegal(job, pinned))
+    if found.smallest is not None and (reasons := untrained(job, found.smallest)):
+        raise LayoutError("; ".join(reasons))
     raise FitError(does_not_fit(job, pinned, found, TRAINED, grow))
 
 

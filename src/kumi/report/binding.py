@@ -22,6 +22,8 @@ GAIN = 0.03
 HALF = 0.5
 # A kind of time that takes a smaller part of a step is not named.
 MINOR = 0.02
+# By how much the slowest stage of a pipeline may have more of something than the mean of its stages.
+UNEVEN = 0.1
 # What saves less of a step than this is not worth a line.
 WORTH = 0.002
 
@@ -127,9 +129,10 @@ def _recompute(best: Estimate) -> Iterator[Lever]:
 
 
 def _waits(best: Estimate) -> float:
-    """How many times as much a step is shortened by what every microbatch saves: a pipeline's waits grow with it."""
+    """How many times as much a step is shortened by what every microbatch saves: a pipeline's waits grow with it, the
+    more where the slowest stage saves more than the mean of all."""
     every = spent(best, *words.COMPUTE, "recompute", "tp", "cp", "ep", "host")
-    return 1 + spent(best, "bubble") / every if every else 1.0
+    return 1 + (1 + UNEVEN) * spent(best, "bubble") / every if every else 1.0
 
 
 def _batch(report: Report) -> Iterator[Lever]:

@@ -45,6 +45,7 @@ def plan(
     every = trained(job, pinned) if trainable else pinned
     if unsupported is not None:
         refuse_unsupported(job, pinned, unsupported)
+    unsupported = untrained if trainable else unsupported
     found = alone(job, only) if only is not None else search(
         job, every, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress
     )  # fmt: skip
@@ -55,7 +56,7 @@ def plan(
         job=job,
         best=best,
         others=tuple(others),
-        expected=tuple(_carried_out(job, item, trainable, unsupported) for item in expected(job)),
+        expected=tuple(_carried_out(job, item, unsupported) for item in expected(job)),
         searched=found.count,
         fitting=found.fitting,
         timeline=timeline_of(job, best),
@@ -64,12 +65,11 @@ def plan(
     )
 
 
-def _carried_out(job: Job, item: Expected, trainable: bool, unsupported: Unsupported | None) -> Expected:
+def _carried_out(job: Job, item: Expected, unsupported: Unsupported | None) -> Expected:
     """`item`, with what keeps the trainer that is asked for from carrying it out."""
-    if item.estimate is None:
+    if item.estimate is None or unsupported is None:
         return item
-    reasons = untrained(job, item.layout) if trainable else unsupported(job, item.layout) if unsupported else []
-    return replace(item, problems=tuple(reasons))
+    return replace(item, problems=tuple(unsupported(job, item.layout)))
 
 
 def _no_plan(
