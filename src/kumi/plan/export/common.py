@@ -72,6 +72,8 @@ def deals_heads(layout: Layout) -> Iterator[str]:
     """Why a layout with Ulysses cannot be exported."""
     if layout.cp > 1 and layout.context != "ring":
         yield f"context='{layout.context}': exports know the ring only; set context = 'ring'"
+    if layout.tiles > 1:
+        yield f"tiles={layout.tiles}: exports know no tiles; set tiles = 1"
 
 
 def only(name: str, value: object, allowed: Iterable[object], trainer: str, why: str) -> Iterator[str]:
