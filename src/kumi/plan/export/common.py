@@ -69,7 +69,7 @@ def unbalanced(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def deals_heads(layout: Layout) -> Iterator[str]:
-    """Why a layout with Ulysses cannot be exported."""
+    """Why a layout with Ulysses or tiles cannot be exported."""
     if layout.cp > 1 and layout.context != "ring":
         yield f"context='{layout.context}': exports know the ring only; set context = 'ring'"
     if layout.tiles > 1:
