@@ -18,6 +18,7 @@ from kumi.spec.engine import KUMI, Engine
 # masters to the optimizer; the loss keeps float32 probabilities beside bfloat16 logits and their gradient.
 _MEGATRON = Engine(
     name="megatron-lm",
+    recompute_whole=True,
     half_weights=True,
     kernels="fused",
     attention="flash-3",
@@ -40,6 +41,7 @@ _MEGATRON = Engine(
 _MEGATRON_DEEPSPEED = replace(
     _MEGATRON,
     name="megatron-deepspeed",
+    recompute_whole=True,
     grad_itemsize=2,
     bucket_bytes=1e9,
     update_itemsize=4,
@@ -148,6 +150,7 @@ ENGINES: dict[str, Engine] = {
     "scaling": replace(
         _MEGATRON,
         name="scaling",
+        recompute_whole=True,
         grad_itemsize=2,
         kernels="eager",
         autograd=("norm", "gate", "attention"),
@@ -170,6 +173,7 @@ ENGINES: dict[str, Engine] = {
     # data parallelism take the time of both.
     "nanotron": Engine(
         name="nanotron",
+        recompute_whole=True,
         half_weights=True,
         half_grads=True,
         autograd=("norm", "gate"),

@@ -166,7 +166,8 @@ def _around(own: _Own, found: Regions, times: int, again: int) -> Iterator[Colle
                        "activations")  # fmt: skip
     for number, width in enumerate(found.leave):
         # What ends a layer gives nothing that its backward pass reads.
-        repeated = 0 if found.ends and number == len(found.leave) - 1 else kept
+        ends = found.ends and number == len(found.leave) - 1 and not own.job.engine.recompute_whole
+        repeated = 0 if ends else kept
         kind = "reduce_scatter" if own.sequence_parallel else "all_reduce"
         yield _message(own, kind, width, times, "forward", "activations")
         yield _message(own, kind, width, repeated, "recompute", "activations")
@@ -191,6 +192,8 @@ def _ends(own: _Own) -> Iterator[Collective]:
         yield _message(own, "all_gather", hidden, first, "backward", "embedding")
         yield _message(own, "all_gather", hidden, last, "forward", "head")
         yield _message(own, "reduce_scatter", hidden, last, "backward", "head")
+        again = last * own.job.engine.recompute_whole
+        yield _message(own, "all_gather", hidden, again, "backward", "inputs of weight gradients")
     else:
         yield _message(own, "all_reduce", hidden, first, "forward", "embedding")
         yield _message(own, "all_reduce", hidden, last, "backward", "head")

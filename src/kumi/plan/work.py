@@ -309,7 +309,8 @@ class _Rows:
         # A loss that keeps float32 copies of the logits makes them one operation after another.
         how = "eager" if self.engine.logit_bytes >= FLOAT_LOGITS else self.engine.kernels
         self._passes(cost, PASSES["logits"][how], self.tokens * columns)
-        self._gather(cost, self.tokens * op.source.size * self.size, (0, 1, 0), (1, 1, 0))
+        again = 1 + self.engine.recompute_whole
+        self._gather(cost, self.tokens * op.source.size * self.size, (0, 1, 0), (1, again, 0))
         self._log_probs(cost, columns)
 
     def _log_probs(self, cost: Cost, columns: Floats) -> None:
@@ -348,7 +349,8 @@ class _Rows:
         for width in found.share:
             self._gather(cost, each * width, (0, 1, 0), (1, 1, 1))
         for number, width in enumerate(found.leave):
-            again = 0 if found.ends and number == len(found.leave) - 1 else 1
+            ends = found.ends and number == len(found.leave) - 1 and not self.engine.recompute_whole
+            again = int(not ends)
             self._gather(cost, each * width, (1, 0, again), (1, 1, again))
         square = collective_seconds(
             self.job.cluster, "all_reduce", self.tokens * max(4, self.size), self.tp, np.ones_like(self.tp)
