@@ -34,9 +34,9 @@ class Engine:
     gradient divided, only after the backward of all layers; `stage_output`, what a pipeline stage has sent on stays
     until its backward; `gathered_inputs`, under sequence parallelism matrices cut by columns keep their inputs as
     gathered, not the rank's part; `recompute_whole`, a layer that is recomputed sends its last message again, too, and
-    the head's input is gathered again for the gradient of its weights; `nvme_params`, `offload = "states-nvme"` moves parameters and gradients on to the
-    drives, too, and what passes through the host is of two of the largest units; else the optimizer's states alone go
-    there, and pass through the rooms of `kumi.spec.techniques`.
+    the head's input is gathered again for the gradient of its weights; `nvme_params`, `offload = "states-nvme"` moves
+    parameters and gradients on to the drives, too, and what passes through the host is of two of the largest units;
+    else the optimizer's states alone go there, and pass through the rooms of `kumi.spec.techniques`.
     """
 
     name: str = "kumi"
