@@ -125,7 +125,7 @@ def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", st
         losses.append(forward_backward(model, mesh, step, microbatches, dtype=dtype, scale=scale.scale))
         norm = clip_gradients(model, 0.5, mesh, loss_scale=scale.scale)
         norms.append(norm.item())
-        grads.append(_grads(model, mesh))
+        grads.append(gradients(model, mesh))
         held = _held(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -141,7 +141,8 @@ def _held(model: torch.nn.Module, optimizer: AdamW) -> tuple[int, int, int]:
     return tuple(sizes)  # type: ignore[return-value]
 
 
-def _grads(model: torch.nn.Module, mesh: Mesh) -> list[Part]:
+def gradients(model: torch.nn.Module, mesh: Mesh) -> list[Part]:
+    """This rank's part of the gradients."""
     known = by_name(bare(model).spec)
     named = bare(model).named_parameters()
     return _parts(piece for name, value in named for piece in pieces_of(name, known[name], value.grad, mesh))

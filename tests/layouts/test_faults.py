@@ -1,0 +1,311 @@
+"""Faults that users found where dimensions meet, in trainers of all kinds: each has the smallest case that shows it.
+
+A step on many ranks against the same step in one process, in float64. Every case says which wrong implementation it is
+there to catch; what else could be wrong, test_model_layouts would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_layouts import close
+
+from kumi.nn.attention import attend
+from kumi.nn.linear import Linear
+from kumi.nn.router import count, routers
+from kumi.nn.where import segments
+from kumi.parallel import build, clip_gradients, collectives, expert, greatest, reduce, total
+from kumi.parallel.ring import ring_over
+from kumi.parallel.stages import stages_of
+from kumi.parallel.tensor import SharedRegion
+from kumi.parallel.ulysses import ulysses_over
+from kumi.parallel.vocab import VocabularyPart
+from kumi.spec.layout import Layout
+from kumi.spec.model import ModelSpec
+from kumi.spec.precision import PRECISIONS
+from ranks import run_ranks
+from steps import LENGTH, SEQUENCES, SPECS, Part, forward_backward, gradients, mesh_of
+
+BOUND = 0.1  # of the norm, which is larger: gradients are clipped
+
+
+def _one_key_head(spec: ModelSpec) -> ModelSpec:
+    layers = (replace(layer, attention=replace(layer.attention, num_key_value_heads=1)) for layer in spec.layers)
+    return replace(spec, layers=tuple(layers))
+
+
+MODELS = SPECS | {"one key head": _one_key_head(SPECS["qwen"])}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one step: the loss, the norm, and this rank's part of the gradients before and after clipping."""
+
+    loss: float
+    norm: float
+    grads: list[Part]
+    clipped: list[Part]
+
+
+def step(
+    layout: Layout, family: str, microbatches: int = 1, kind: str = "fp64", scale: float = 1.0, aux: float = 0.0,
+    change: Callable[[torch.nn.Module], None] | None = None,
+) -> Seen:  # fmt: skip
+    """A forward and a backward of MODELS[family], whose loss is multiplied by `scale`, and clipping."""
+    mesh, precision = mesh_of(layout), PRECISIONS[kind]
+    model = build(MODELS[family], mesh, precision, weights=7)
+    if change is not None:
+        change(model)
+    for _, router in routers(model):
+        router.balance.weight = aux * scale / (SEQUENCES * LENGTH)
+    dtype = getattr(torch, precision.param)
+    loss = forward_backward(model, mesh, 0, microbatches, dtype=dtype, scale=scale)
+    clip_gradients(model, None, mesh, loss_scale=scale)
+    grads = gradients(model, mesh)
+    norm = clip_gradients(model, BOUND, mesh).item()
+    return Seen(loss, norm, grads, gradients(model, mesh))
+
+
+@cache
+def alone(family: str, *how: Any) -> Seen:
+    """What one process sees."""
+    return run_ranks(1, step, Layout(), family, *how)[0]
+
+
+def differing(ranks, layout, family, *how, of=""):
+    """Checks loss, norm and what clipping left of every gradient; the gradients whose names hold `of` that differ."""
+    wanted = alone(family, 1, *how[1:])
+    assert wanted.norm > BOUND
+    seen = ranks(layout.world_size, step, layout, family, *how)
+    known, clipped = ({part.name: part for part in parts} for parts in (wanted.grads, wanted.clipped))
+    named = [part for one in seen for part in one.grads if of in part.name]
+    assert named, f"no gradient is named {of}"
+    found = [part.name for part in named if not close(part, known[part.name])]
+    if not found:
+        assert [one.loss for one in seen] == pytest.approx([wanted.loss] * len(seen), rel=1e-10)
+        assert [one.norm for one in seen] == pytest.approx([wanted.norm] * len(seen), rel=1e-10)
+        assert [part.name for one in seen for part in one.clipped if not close(part, clipped[part.name])] == []
+    return found
+
+
+# Each rank has the gradient of its own tokens (between the regions) or heads (q_norm and k_norm): one that does not add
+# them up trains with a part of the gradient, and the ranks' copies drift apart.
+@pytest.mark.parametrize(("layout", "family"), [
+    (Layout(tp=2), "llama"),
+    (Layout(tp=4), "qwen"),
+    (Layout(tp=2, sequence_parallel=False), "qwen"),
+    (Layout(tp=2), "latent"),
+])  # fmt: skip
+def test_gradients_of_norms_under_tensor_and_sequence_parallelism(ranks, layout, family):
+    assert differing(ranks, layout, family, of="norm") == []
+
+
+# Catches a norm that counts what is replicated once for every rank that holds it (norms over tp, a key head that two tp
+# ranks copy, replicas), or counts what is sharded on one rank only.
+@pytest.mark.parametrize("layout", [
+    Layout(tp=2, dp_shard=2, zero=1),
+    Layout(tp=2, dp_replicate=2),
+    Layout(tp=2, dp_replicate=2, dp_shard=2, zero=3),
+])  # fmt: skip
+def test_clip_norm_of_sharded_and_replicated_parameters(ranks, layout):
+    assert differing(ranks, layout, "one key head") == []
+
+
+# A router sees a rank's own tokens, as norms do; and how busy experts are must be counted over all ranks that share a
+# microbatch, for the loss is a product of two sums over its tokens, which is not the sum of the ranks' products.
+@pytest.mark.parametrize("family", ["moe", "latent"])  # counted in the microbatch, and in each sequence
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, ep=2), Layout(tp=4, ep=2, expert_tp=2)])
+def test_router_and_auxiliary_loss_under_tensor_and_sequence_parallelism(ranks, layout, family):
+    assert differing(ranks, layout, family, 1, "fp64", 1.0, 50.0, of="gate.weight") == []
+    assert alone(family, 1, "fp64", 1.0, 50.0).norm != pytest.approx(alone(family, 1, "fp64", 1.0).norm, rel=1e-3)
+
+
+# Catches a loss that is a mean over each rank's own tokens, gradients that are averaged over cp or summed over it
+# twice, and a loss scale that is divided out once too often.
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=2, context="ulysses"), Layout(cp=2, zero=3)])
+def test_loss_scale_under_context_parallelism(ranks, layout):
+    scale = 1024.0
+    assert differing(ranks, layout, "qwen", 1, "fp64", scale) == []
+    wanted = alone("qwen", 1, "fp16", scale)
+    for seen in ranks(2, step, layout, "qwen", 1, "fp16", scale):
+        assert seen.loss == pytest.approx(wanted.loss, rel=1e-3)
+        assert seen.norm == pytest.approx(wanted.norm, rel=1e-2)
+    assert wanted.norm == pytest.approx(alone("qwen", 1, "fp64", scale).norm, rel=1e-2)
+
+
+# Experts have copies on other ranks than the rest: one count of copies for all, or none, is wrong for one of the two.
+@pytest.mark.parametrize("layout", [
+    Layout(tp=2, ep=2),
+    Layout(tp=2, expert_tp=2),
+    Layout(dp_shard=2, tp=2, ep=2, zero=1),
+    Layout(dp_replicate=2, tp=2, ep=2),
+])  # fmt: skip
+def test_gradient_norm_under_expert_and_tensor_parallelism(ranks, layout):
+    assert differing(ranks, layout, "moe") == []
+
+
+# Catches sinks that are left whole beside heads that are cut, so that every rank takes those of the first heads.
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4), Layout(tp=2, cp=2, context="ulysses")])
+def test_attention_sinks_under_tensor_parallelism(ranks, layout):
+    assert differing(ranks, layout, "sinks", of="sinks") == []
+
+
+# Both ends of the pipeline have a gradient of the one table: the sum of the two, counted once in the norm, whatever is
+# between them, and wherever virtual stages put them (apart, or both on the first rank, which must not add them twice).
+@pytest.mark.parametrize("layout", [
+    Layout(pp=4),
+    Layout(pp=2, schedule="interleaved", stages=2),
+    Layout(pp=4, schedule="zb-v", stages=2),
+])  # fmt: skip
+def test_tied_embeddings_with_many_and_virtual_stages(ranks, layout):
+    assert differing(ranks, layout, "deep-tied", 4, of="embed_tokens") == []
+
+
+# Documents of 3, 6 and 7 tokens in rows that are cut every 4 or 2: catches positions that start again with a piece,
+# ends of documents that only one piece knows, and later stages that know none.
+@pytest.mark.parametrize("layout", [
+    Layout(cp=2),
+    Layout(cp=2, context="ulysses"),
+    Layout(cp=4),
+    Layout(pp=2),
+    Layout(cp=2, pp=2),
+])  # fmt: skip
+def test_packed_documents_under_context_and_pipeline_parallelism(ranks, layout):
+    assert differing(ranks, layout, "deep", 2) == []
+
+
+# Catches warm-ups that wait for microbatches that never come, and gradients summed with "the last" microbatch of a full
+# pipeline only.
+@pytest.mark.parametrize(("layout", "microbatches"), [
+    (Layout(pp=4), 1),
+    (Layout(pp=4), 3),
+    (Layout(pp=4, schedule="gpipe"), 2),
+    (Layout(pp=4, schedule="zb-h1"), 2),
+    (Layout(pp=4, schedule="zb-v", stages=2), 1),
+    (Layout(pp=2, dp_shard=2, zero=3), 1),
+    (Layout(pp=2, dp_replicate=2, schedule="zb-h1"), 1),
+])  # fmt: skip
+def test_fewer_microbatches_than_stages(ranks, layout, microbatches):
+    assert differing(ranks, layout, "deep", microbatches) == []
+
+
+def _laid(shape: tuple[int, ...], how: str, seed: int) -> torch.Tensor:
+    """A tensor whose elements do not lie in order: its dims are the other way round, or it is one row many times."""
+    random = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    if how == "expanded":
+        return torch.randn(1, *shape[1:], generator=random, dtype=torch.float64).expand(shape)
+    whole = torch.randn(*reversed(shape), generator=random, dtype=torch.float64)
+    return whole.permute(*reversed(range(len(shape))))
+
+
+def _changed(function: Callable[..., Any], *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `function` returns of a tensor, or has made of it."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        found = function(x, *args)
+        return x if found is None else found
+
+    return run
+
+
+def _enter(x: torch.Tensor) -> torch.Tensor:
+    layers = [Linear(6, 5, bias=True, device=None, dtype=torch.float64) for _ in range(2)]
+    for layer in layers:
+        for parameter in layer.parameters():
+            torch.nn.init.ones_(parameter)
+    return torch.stack(SharedRegion(dist.group.WORLD, True).enter(x, layers))
+
+
+def _dispatch(x: torch.Tensor) -> torch.Tensor:
+    scores = torch.arange(8.0).sin().view(4, 2)
+    ids = (scores > 0).long() + torch.tensor([0, 2])
+    exchange = expert.Exchange(dist.group.WORLD, None)
+    routing = expert.Routing(ids, scores.double(), count(ids, 4))
+    rows, _, back = exchange.dispatch(x, routing)
+    return exchange.combine(rows, routing, back)
+
+
+def _functions() -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]]:
+    """Everything that communicates: the shape of what it is given on each of two ranks, and the function."""
+    group, mesh = dist.group.WORLD, mesh_of(Layout(cp=2))
+    ring, whole = ring_over([0, 3, 8, 16], group), segments(torch.zeros(2, 8), None)
+    ulysses = ulysses_over(lambda *given: attend(whole, *given), group)
+    region, part = SharedRegion(group, True), VocabularyPart(group, 10, True)
+    rows: dict[str, Any] = {
+        name: lambda x, name=name: getattr(collectives, name)(x, group)
+        for name in ("gathered", "scattered", "summed", "gather", "scatter", "total", "fan_out")
+    }
+    rows |= {
+        "over all ranks": _changed(total, mesh), "greatest": _changed(greatest, mesh),
+        "sum_over": _changed(lambda x: reduce.sum_over([x], group)),
+        "rows of experts": lambda x: expert.exchange_rows(x, [1, 3], [1 + 2 * dist.get_rank()] * 2, group)
+        if dist.get_rank() == 0 else expert.exchange_rows(x, [1, 3], [3, 3], group),
+        "counts of experts": lambda x: expert.COUNTS(x, group.group_name), "experts": _dispatch,
+        "a region's beginning": _enter, "what a region shares": lambda x: region.share(x),
+        "the head's input": part.gather, "the head's gradient": part.reduce,
+        "logits": lambda x: part.logits(x, torch.ones(5, 6, dtype=torch.float64)),
+    }  # fmt: skip
+    heads: dict[str, Any] = {
+        "ring": lambda x: ring(x, x[:, :, :2], x[:, :, 1:3], None),
+        "ulysses": lambda x: ulysses(x, x[:, :, :2], x[:, :, 1:3], None),
+    }
+    return {name: ((4, 6), function) for name, function in rows.items()} | {
+        name: ((2, 4, 4, 6), function) for name, function in heads.items()
+    }
+
+
+FUNCTIONS = (
+    "gathered", "scattered", "summed", "gather", "scatter", "total", "fan_out", "over all ranks", "greatest",
+    "sum_over", "rows of experts", "counts of experts", "experts", "a region's beginning", "what a region shares",
+    "the head's input", "the head's gradient", "logits", "ring", "ulysses",
+)  # fmt: skip
+WITHOUT_GRADIENT = {
+    "gathered", "scattered", "summed", "over all ranks", "greatest", "sum_over", "counts of experts",
+    "the head's input", "the head's gradient", "logits",
+}  # fmt: skip
+
+
+def given(name: str, how: str) -> float:
+    """On a rank: how far the result and the gradient of the function `name` are from those of contiguous tensors."""
+    shape, function = _functions()[name]
+    results = []
+    for order in (lambda x: x, lambda x: x.contiguous()):
+        x = order(_laid(shape, how, 1)).requires_grad_(name not in WITHOUT_GRADIENT)
+        out = function(x)
+        found = [out.detach()]
+        if out.requires_grad:
+            # One that is laid out like what was given, as far as it can be.
+            found += torch.autograd.grad(out, x, order(_laid(tuple(out.shape), how, 2)))
+        results.append(found)
+    return max(float((mine - wanted).abs().max()) for mine, wanted in zip(*results, strict=True))
+
+
+# No gradient that is written to has one element in many places.
+LAID = [
+    (name, how) for name in FUNCTIONS for how in ("transposed", "expanded") if (name, how) != ("sum_over", "expanded")
+]
+
+
+# Backends send memory as it lies: a function that hands them a view sends other elements, or too few.
+@pytest.mark.parametrize(("name", "how"), LAID)
+def test_tensors_that_are_not_contiguous_enter_a_collective(ranks, name, how):
+    assert max(ranks(2, given, name, how)) < 1e-12
+
+
+def _turned(model: torch.nn.Module) -> None:
+    """Makes every stage return its hidden states, and take the gradients of them, in another order of memory."""
+    for stage in stages_of(model).values():
+        stage.register_forward_hook(
+            lambda module, _, out: out if isinstance(out, tuple) else out.transpose(0, 1).contiguous().transpose(0, 1)
+        )
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, tp=2)])
+def test_tensors_that_are_not_contiguous_enter_a_pipeline(ranks, layout):
+    assert differing(ranks, layout, "deep", 3, "fp64", 1.0, 0.0, _turned) == []
