@@ -16,6 +16,7 @@ from kumi.parallel.context import attention_over, cut, whole_sequences
 from kumi.parallel.ring import positions_of
 from kumi.parallel.ulysses import in_order, in_pieces
 from kumi.spec.layout import Layout
+from nn.test_flash_parts import ON_CPU
 from ranks import run_ranks
 from steps import Part, Trace, mesh_of, train
 
@@ -65,6 +66,16 @@ def test_attention_equals_that_of_whole_rows(ranks, how, cp, heads, v_size, docu
 @pytest.mark.parametrize(("cp", "heads", "window"), [(2, (4, 2), 5), (4, (4, 2), None)])
 def test_sinks_are_those_of_whole_rows(ranks, how, cp, heads, window):
     assert max(ranks(cp, _attended, Layout(cp=cp, context=how), heads, 6, True, window, -2.0, 3.0)) < 1e-12
+
+
+def _attended_by_kernels(*args):
+    with ON_CPU:
+        return _attended(*args)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_sinks_where_a_device_has_fused_kernels(ranks, documents):
+    assert max(ranks(2, _attended_by_kernels, RING, (4, 2), 6, documents, None, -2.0, 3.0)) < 1e-12
 
 
 @cache

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,3 +50,23 @@ def test_groups_are_those_of_the_layout(ranks, layout):
             assert members == (wanted if len(wanted) > 1 else None)
         assert summed == [[6.0, 18.0], [12.0, 24.0]]
         assert largest == 3
+
+
+def _shared(layout, kind):
+    """On a rank of a mesh of devices of a `kind`: which of the layout's groups are one."""
+    place = init_distributed()
+    mesh = build_mesh(layout, replace(place, device=torch.device(kind)))
+    return {(one, other) for one, other in combinations(mesh.groups, 2) if mesh.groups[one] is mesh.groups[other]}
+
+
+def test_gpus_have_groups_of_their_own_for_what_goes_on_at_the_same_time(ranks):
+    """NCCL does what one group is told one after the other."""
+    piped, contexts = Layout(pp=2), Layout(cp=2, zero=3)
+    assert ("pp", "pp_back") in ranks(2, _shared, piped, "cpu")[0]
+    assert ("cp", "zero") in ranks(2, _shared, contexts, "cpu")[0]
+    found = ranks(2, _shared, piped, "cuda")[0]
+    assert ("pp", "norm") in found
+    assert ("pp", "pp_back") not in found
+    found = ranks(2, _shared, contexts, "cuda")[0]
+    assert ("zero", "data") in found
+    assert ("cp", "zero") not in found

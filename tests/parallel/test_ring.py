@@ -12,6 +12,7 @@ from kumi.nn import block_attention
 from kumi.nn.attention import attend
 from kumi.nn.where import Segments, segments
 from kumi.parallel.ring import _plan, positions_of, ring_over
+from nn.test_flash_parts import ON_CPU
 
 ROWS = 2
 TOLERANCE = 1e-12
@@ -82,6 +83,17 @@ def test_equals_whole_rows(ranks, cp, name):
 
 def test_tensors_may_lie_anyhow(ranks):
     assert max(ranks(2, _around, 24, (4, 2), (6, 10), (5, 9), 7, True)) < TOLERANCE
+
+
+def _around_by_kernels(lengths):
+    """On a rank: as `_around`, where a device has fused kernels."""
+    with ON_CPU:
+        return _differences(24, (4, 2), (8, 8), lengths, None, True)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 9, 1, 7)])
+def test_fused_kernels_go_round(ranks, lengths):
+    assert max(ranks(2, _around_by_kernels, lengths)) < TOLERANCE
 
 
 def test_positions():

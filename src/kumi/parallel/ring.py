@@ -15,18 +15,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kumi.compat import group_of
-from kumi.nn import block_attention
+from kumi.nn import block_attention, flash_parts
 from kumi.nn.block_attention import Block, arranged, join, split
 from kumi.nn.dtypes import wide
+from kumi.nn.flash_parts import Tile
 from kumi.nn.where import Attend
 from kumi.parallel.collectives import INSIDE
+
+# What says which queries see which keys: blocks of products, or tiles of fused kernels.
+Seen = TypeVar("Seen")
 
 
 def positions_of(length: int, cp: int, index: int) -> Tensor:
@@ -78,10 +82,6 @@ class _Ring:
         return _Underway(mine, coming, dist.batch_isend_irecv(ends))
 
 
-# Keys and values at hand, as one flat tensor, and which queries see which of them.
-_Round = tuple[Tensor, tuple[Block, ...]]
-
-
 class _Sizes(NamedTuple):
     """Shapes of keys (B, M, K, E) and values (B, M, K, E'), which travel as one flat tensor."""
 
@@ -121,9 +121,10 @@ Plan = Callable[..., tuple[Block, ...]]
 
 
 def _rounds(
-    ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int, plan: Plan
-) -> Iterator[_Round]:  # fmt: skip
-    """Round by round, what is at hand of `both`, which goes on to the next rank meanwhile."""
+    ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int, plan: Callable[..., Seen]
+) -> Iterator[tuple[Tensor, Seen]]:  # fmt: skip
+    """Round by round, keys and values at hand of `both`, one flat tensor that goes on to the next rank meanwhile, and
+    which queries see which of them."""
     for turn in range(ring.size):
         underway = ring.pass_on(both) if turn + 1 < ring.size else None
         source = (ring.index - turn) % ring.size
@@ -135,6 +136,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str, sinks: Tensor | None = None,
     plan: Plan = _plan,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if plan is _plan and _fused(q, v, bounds, window):
+        return _fused_forward(q, k, v, bounds, group, sinks)
     sizes, queries = _Sizes(k.shape, v.shape), split(q, k.shape[2])
     out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
     lse = out.new_full(out.shape[:-1], -torch.inf)
@@ -150,26 +153,83 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], window: int, group: str,
     plan: Plan = _plan,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if plan is _plan and _fused(q, v, bounds, window):
+        return _fused_backward(grad, q, k, v, out, lse, bounds, group)
     ring, sizes, kv_heads, scores = _ring(group), _Sizes(k.shape, v.shape), k.shape[2], wide(q.dtype)
     queries, grads, sums = split(q, kv_heads), split(grad, kv_heads), split(lse[..., None], kv_heads)[..., 0]
     delta = split((grad.to(scores) * out.to(scores)).sum(-1, keepdim=True), kv_heads)[..., 0]
     grad_q = torch.zeros_like(queries, dtype=scores)
-    home: Tensor | None = None  # the gradients of this rank's own keys and values
-    following: _Underway | None = None  # those of the keys and values that come in next, from the ranks before
-    for both, along in _rounds(ring, sizes.packed(k, v), bounds, window, len(q), plan):
-        grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=scores) for x in sizes.unpacked(both))
-        if along:
-            part = arranged(*sizes.unpacked(both), backward=True)
-            block_attention.backward(queries, part, along, grads, sums, delta, grad_q, grad_k, grad_v)
-        added = sizes.packed(grad_k.transpose(1, 2), grad_v.transpose(1, 2))
+
+    def parts() -> Iterator[Tensor]:
+        for both, along in _rounds(ring, sizes.packed(k, v), bounds, window, len(q), plan):
+            grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=scores) for x in sizes.unpacked(both))
+            if along:
+                part = arranged(*sizes.unpacked(both), backward=True)
+                block_attention.backward(queries, part, along, grads, sums, delta, grad_q, grad_k, grad_v)
+            yield sizes.packed(grad_k.transpose(1, 2), grad_v.transpose(1, 2))
+
+    total_k, total_v = sizes.unpacked(_home(ring, parts()))
+    factor = q.shape[-1] ** -0.5
+    return join(grad_q * factor).to(q.dtype).contiguous(), (total_k * factor).to(k.dtype), total_v.to(v.dtype)
+
+
+def _home(ring: _Ring, parts: Iterator[Tensor]) -> Tensor:
+    """The sum over ranks of the gradients of this rank's own keys and values, given what each round, the first of these
+    keys, adds to those at hand."""
+    home: Tensor | None = None
+    following: _Underway | None = None  # the gradients of the keys that come in next, from the ranks before
+    for added in parts:
         if home is None:
             home = added
         else:
             following = ring.pass_on(added if following is None else added.add_(following.arrived()))
     assert home is not None
-    total_k, total_v = sizes.unpacked(home if following is None else home.add_(following.arrived()))
-    factor = q.shape[-1] ** -0.5
-    return join(grad_q * factor).to(q.dtype).contiguous(), (total_k * factor).to(k.dtype), total_v.to(v.dtype)
+    return home if following is None else home.add_(following.arrived())
+
+
+def _fused(q: Tensor, v: Tensor, bounds: list[int], window: int) -> bool:
+    """Whether fused kernels compute this attention, whose rows have bounds[-1] / B positions."""
+    return flash_parts.takes(q, v) and not 0 < window < bounds[-1] // len(q)
+
+
+@lru_cache(maxsize=64)
+def _tiles(
+    bounds: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int, device: torch.device
+) -> tuple[Tile, ...]:
+    """What the queries of rank `index` see of the keys of rank `source`, without a window."""
+    own, other = (positions_of(bounds[-1] // rows, cp, rank) for rank in (index, source))
+    return flash_parts.tiles(bounds, rows, own, other, device)
+
+
+def _fused_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], group: str, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `_forward`, by fused kernels."""
+    q, sizes = q.contiguous(), _Sizes(k.shape, v.shape)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
+    lse = out.new_full(out.shape[:-1], -torch.inf)
+    for both, along in _rounds(_ring(group), sizes.packed(k, v), bounds, 0, len(q), _tiles):
+        flash_parts.forward(q, *sizes.unpacked(both), along, out, lse)
+    if sinks is not None:
+        block_attention.add_sinks(out.transpose(1, 2)[:, :, None], lse.transpose(1, 2)[:, :, None], sinks)
+    return out.to(q.dtype), lse
+
+
+def _fused_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], group: str
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_backward`, by fused kernels."""
+    grad, q, ring, sizes, scores = grad.contiguous(), q.contiguous(), _ring(group), _Sizes(k.shape, v.shape), lse.dtype
+    grad_q = torch.zeros_like(q, dtype=scores)
+
+    def parts() -> Iterator[Tensor]:
+        for both, along in _rounds(ring, sizes.packed(k, v), bounds, 0, len(q), _tiles):
+            added = torch.zeros_like(both, dtype=scores)
+            flash_parts.backward(grad, q, *sizes.unpacked(both), along, out, lse, grad_q, *sizes.unpacked(added))
+            yield added
+
+    total_k, total_v = sizes.unpacked(_home(ring, parts()))
+    return grad_q.to(q.dtype), total_k.to(k.dtype), total_v.to(v.dtype)
 
 
 def _fake(

@@ -1,0 +1,116 @@
+"""Parts of attention by fused kernels add up to the whole, whichever stretches of rows they are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from kumi.nn import flash_parts
+from kumi.nn.attention import attend
+from kumi.nn.flash_parts import Kernels
+from kumi.nn.where import Segments
+from kumi.parallel.ring import positions_of
+
+ROWS = 2
+
+
+def _documents(marks, rows, length):
+    bounds = range(0, rows * length + 1, length) if marks is None else marks.bounds.tolist()
+    return [slice(first, last) for first, last in pairwise(bounds)]
+
+
+def _heads(x, heads):
+    """`x` (T, K, E) as the CPU's kernel takes it, (1, H, T, E)."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1).transpose(0, 1)[None]
+
+
+def forward(q, k, v, causal, marks):
+    """What `Kernels.forward` is, by the CPU's own kernel, document by document."""
+    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+    flat_q, flat_k, flat_v, flat_out, flat_lse = (x.flatten(0, 1) for x in (q, k, v, out, lse))
+    ends = zip(_documents(marks, *q.shape[:2]), _documents(marks, *k.shape[:2]), strict=True)
+    for queries, keys in ends:
+        tensors = [_heads(x, q.shape[2]) for x in (flat_q[queries], flat_k[keys], flat_v[keys])]
+        one, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal)
+        flat_out[queries], flat_lse[queries] = one[0].transpose(0, 1), sums[0].T
+    return out, lse
+
+
+def backward(grad, q, k, v, out, lse, causal, marks):
+    """What `Kernels.backward` is."""
+    found = [torch.empty_like(x) for x in (q, k, v)]
+    flat = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse, *found)]
+    ends = zip(_documents(marks, *q.shape[:2]), _documents(marks, *k.shape[:2]), strict=True)
+    for queries, keys in ends:
+        where = (queries, queries, keys, keys, queries)
+        tensors = [_heads(x[places], q.shape[2]) for x, places in zip(flat[:5], where)]
+        sums = flat[5][queries].T[None].contiguous()
+        one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, sums, 0.0, causal)
+        for target, places, part in zip(flat[6:], (queries, keys, keys), one):
+            target[places] = part[0].transpose(0, 1).unflatten(1, (target.shape[1], -1)).sum(2)
+    return found
+
+
+ON_CPU = patch.dict(flash_parts.KERNELS, cpu=Kernels(lambda q, v: q.shape[-1] == v.shape[-1], forward, backward))
+LENGTHS = {
+    "whole rows": None,
+    "across pieces": (5, 9, 1, 7),
+    "ending with pieces": (4, 8, 12),
+    "short": (1, 2, 3),
+    "of a row": (40,),
+}
+
+
+def _bounds(length, lengths):
+    """Document ids (ROWS, length): one row of documents of `lengths`, repeated, and one whole; and where they begin."""
+    again = torch.tensor((lengths or (length,)) * length)
+    ids = torch.repeat_interleave(torch.arange(len(again)), again)[:length]
+    ids = torch.stack([ids, torch.zeros_like(ids)])
+    first = torch.cat([torch.ones(ROWS, 1, dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
+    return ids, (*first.flatten().nonzero()[:, 0].tolist(), ROWS * length)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_parts_add_up(cp, name):
+    length = 12 * cp
+    random = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(ROWS, length, heads, 8, generator=random, dtype=torch.float64) for heads in (4, 2, 2, 4)
+    )
+    ids, bounds = _bounds(length, LENGTHS[name])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    whole = attend(Segments(ids, None), *leaves, None)
+    wanted = torch.autograd.grad(whole, leaves, grad)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    with ON_CPU:
+        for index in range(cp):
+            own = positions_of(length, cp, index)
+            out, lse = torch.zeros_like(q[:, own]), torch.full((ROWS, len(own), 4), -torch.inf, dtype=torch.float64)
+            seen = [
+                (other, flash_parts.tiles(bounds, ROWS, own, other, q.device))
+                for other in (positions_of(length, cp, (index - turn) % cp) for turn in range(cp))
+            ]
+            for other, tiles in seen:
+                flash_parts.forward(q[:, own], k[:, other], v[:, other], tiles, out, lse)
+            assert (out - whole[:, own]).abs().max() < 1e-12
+            for other, tiles in seen:
+                parts = [torch.zeros_like(x[:, at]) for x, at in zip((q, k, v), (own, other, other))]
+                ends = grad[:, own], q[:, own], k[:, other], v[:, other]
+                flash_parts.backward(*ends, tiles, out, lse, *parts)
+                for total, at, part in zip(grads, (own, other, other), parts):
+                    total[:, at] += part
+    assert max(float((a - b).abs().max()) for a, b in zip(grads, wanted, strict=True)) < 1e-12
+
+
+def test_one_kernel_a_round_where_rows_are_whole():
+    """Of earlier ranks all queries see the first piece, of later ones the last piece sees all."""
+    places = [positions_of(48, 3, index) for index in range(3)]
+    found = [flash_parts.tiles((0, 48, 96), ROWS, places[1], other, torch.device("cpu")) for other in places]
+    every, rows = slice(0, 16), slice(None)
+    assert found[0] == (flash_parts.Tile(rows, every, slice(0, 8)),)
+    assert found[1] == (flash_parts.Tile(rows, rows, rows, causal=True),)
+    assert found[2] == (flash_parts.Tile(rows, slice(8, 16), every),)
