@@ -15,7 +15,9 @@ from kumi.dryrun.compare import compared
 from kumi.dryrun.program import carry_out, enough, hold, step, watch_head
 from kumi.dryrun.track import Tracker
 from kumi.errors import LayoutError
-from kumi.parallel import bare, build, init_adamw
+from kumi.parallel import bare, init_adamw
+from kumi.parallel.build import assemble, replicated
+from kumi.parallel.grads import local
 from kumi.spec import families
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.layout import Layout
@@ -34,8 +36,12 @@ def _job(family: str):
 def _really(layout: Layout, family: str):
     """Bytes at the peak by kind, and the messages, of a real step on the rank that calls."""
     job, mesh = _job(family), mesh_of(layout)
-    model = build(job.model, mesh, job.precision, weights=0)
-    optimizer, tracker = init_adamw(bare(model).named_parameters(), job.optim), Tracker()
+    laid, tracker = assemble(job.model, mesh, job.precision).to_empty(device=mesh.device), Tracker()
+    for parameter in laid.parameters():
+        local(parameter.detach()).fill_(0.01)
+    with tracker:
+        model = replicated(laid, mesh, job.precision)
+    optimizer = init_adamw(bare(model).named_parameters(), job.optim)
     watch_head(model, tracker)
     hold(model, optimizer, tracker)
     tracker.begin()

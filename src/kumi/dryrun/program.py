@@ -59,7 +59,8 @@ def carry_out(job: Job, layout: Layout, rank: int) -> Measured:
             model.to_empty(device=mesh.device)
             mode.allow_non_fake_inputs = False
             tensor.clear_padding(model, mesh)
-            made = replicated(model, mesh, job.precision)
+            with tracker:  # DDP makes its buckets here
+                made = replicated(model, mesh, job.precision)
             for stage in stages_of(bare(made)).values():
                 stand_in(stage, mesh, job.cluster.device.kind)
             watch_head(made, tracker)

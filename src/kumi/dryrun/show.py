@@ -65,8 +65,9 @@ def _verdict(memory: dict[str, Any]) -> str:
 
 def _flops(flops: dict[str, float]) -> str:
     model, done = flops["model"], flops["measured"]
+    unit, size = ("TFLOP", 1e12) if model >= 1e12 else ("GFLOP", 1e9)
     return (
-        f"{done / 1e12:,.1f} TFLOP a step, {done / model:.3f} times the {model / 1e12:,.1f} of the model: "
+        f"{done / size:,.1f} {unit} a step, {done / model:.3f} times the {model / size:,.1f} of the model: "
         f"the rest is what is computed again"
     )
 
