@@ -73,7 +73,7 @@ def test_pictures_are_as_drawn():
 def test_every_page_has_its_picture_and_is_in_the_index():
     index = PAGES["README"].read_text()
     for name, page in PAGES.items():
-        assert re.search(r"^!\[.+\]\(\.\./images/parallelism/\w+\.svg\)$", page.read_text(), re.M), page
+        assert re.search(r"^!\[.+\]\(\.\./images/(parallelism|tutorial)/[\w-]+\.svg\)$", page.read_text(), re.M), page
         assert name == "README" or f"({name}.md)" in index
 
 

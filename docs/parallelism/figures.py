@@ -8,6 +8,7 @@ A table stands in a page between `<!-- computed: NAME -->` and `<!-- end -->`. R
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,7 @@ def tables() -> dict[str, str]:
         "pipeline.schedules": _schedules(), "pipeline.stages": _stages(), "context.degrees": _context(),
         "expert.degrees": _experts(), "memory.recompute": _recompute(), "memory.offload": _offload(),
         "memory.optim": _optim(), "memory.precision": _precision(), "memory.logits": _logits(),
-        "memory.tiles": _tiles(),
+        "memory.tiles": _tiles(), "tutorial.layouts": _tutorial(),
     }  # fmt: skip
 
 
@@ -61,6 +62,20 @@ def llama(*, seq_len: int = 8192, tokens: int = 2**18) -> Job:
     source = f"model.source=examples/models/llama-{version}-8b"
     wanted = job(load_plan("examples/plan/llama-3-8b.toml", [source, "cluster.nodes=1"]))
     return replace(wanted, batch=BatchSpec(seq_len, tokens))
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The kumi commands in the code blocks of a page, as lists of words."""
+    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [shlex.split(line) for block in blocks for line in block.splitlines() if line.startswith("kumi ")]
+
+
+def trained(words: Sequence[str]) -> tuple[str, Job, Layout]:
+    """What a `kumi train` command of the tutorial trains: the folder of the run, the job, and the layout."""
+    found = load_plan(words[2], [word for word in words[3:] if not word.startswith("-") and "=" in word])
+    assert found.train is not None
+    name = Path(found.train.out).name
+    return name, job(found), Layout(**found.layout.model_dump(exclude_none=True))
 
 
 def mixtral() -> Job:
@@ -270,6 +285,22 @@ def _logits() -> str:
     rows = [("all logits of a sequence, in float32", format_bytes(whole)),
             (f"{chunk:,} tokens at a time, and their gradients", format_bytes(parts))]  # fmt: skip
     return _table(("held at the loss", "bytes"), rows)
+
+
+def _tutorial() -> str:
+    rows = {}
+    for words in commands(PAGES / "tutorial.md"):
+        if words[1] != "train" or "--dry-run" in words:
+            continue
+        name, wanted, layout = trained(words)
+        found = [one for one in collectives(wanted, layout) if one.what != "norm"]
+        kinds = dict.fromkeys((one.axis, one.kind) for one in found)
+        counts = (f"{sum(one.count for one in found if (one.axis, one.kind) == kind)} {kind[1]} ({kind[0]})"
+                  for kind in kinds)  # fmt: skip
+        row = (f"`{name}`", layout.world_size, format_bytes(states(estimate(wanted, layout).memory[0])),
+               volume(sent(found, *{one.axis for one in found})), ", ".join(counts) or "-")  # fmt: skip
+        rows.setdefault(name, row)  # a run that goes on under another layout has its first one's
+    return _table(("run", "ranks", "states of rank 0", "sent by it a step", "messages a step (axis)"), rows.values())
 
 
 if __name__ == "__main__":
