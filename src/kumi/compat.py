@@ -97,6 +97,10 @@ def has_varlen(q: Tensor) -> bool:
     )
 
 
+# What PyTorch's dispatcher calls it.
+VARLEN_ATTENTION = "torch_attn::_varlen_attn"
+
+
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, longest: int, window: int | None) -> Tensor:
     """Causal attention (T, H, E) of `q` (T, H, E) over `k`, `v` (T, K, E) within the documents that begin at `bounds`.
 
@@ -136,3 +140,37 @@ def flash_backward(
     backward = torch.ops.aten._flash_attention_backward
     found: tuple[Tensor, Tensor, Tensor] = backward(grad, q, k, v, out, lse, *sizes, 0.0, causal, drawn, unused)
     return found
+
+
+def share_memory(group: dist.ProcessGroup) -> None:
+    """Lets the ranks of `group`, each with a GPU, read each other's memory. PyTorch needs no telling from the version
+    on that deprecates it."""
+    from torch.distributed import _symmetric_memory
+
+    enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
+    if enable is not None and not hasattr(enable, "__deprecated__"):
+        enable(group.group_name)
+
+
+def gathered_products(
+    x: Tensor, matrices: list[Tensor], group: str, *, keep: bool
+) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
+    """The products with each of `matrices` (D, O) of the parts `x` (T/n, D) of all ranks, (T, O), fetched while others
+    are multiplied; and the parts themselves, (T, D), for those who `keep` them."""
+    from torch.distributed import _symmetric_memory  # it defines the operators
+
+    assert _symmetric_memory is not None
+    made: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
+        x, matrices, 0, group, return_A=keep
+    )
+    return made
+
+
+def scattered_product(x: Tensor, matrix: Tensor, group: str) -> Tensor:
+    """This rank's part (T/n, O) of the sum over ranks of `x` (T, F) times `matrix` (F, O), sent while other parts are
+    multiplied."""
+    from torch.distributed import _symmetric_memory  # it defines the operators
+
+    assert _symmetric_memory is not None
+    made: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group)
+    return made

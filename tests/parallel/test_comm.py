@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from kumi.parallel import bare, build
+from kumi.errors import LayoutError
+from kumi.parallel import Mesh, Place, bare, build, overlap
 from kumi.parallel.grads import local
+from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.comm import PLAIN, Comm, refusals, sent_in
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
@@ -120,6 +123,59 @@ def test_gathering_further_ahead_changes_nothing(ranks, layout):
 def test_what_has_no_place_is_refused(comm, layout, microbatches, sentence):
     (said,) = refusals(comm, layout, microbatches)
     assert sentence in said
+
+
+def test_products_overlap_with_messages_between_gpus_of_a_node_only():
+    """On CPUs, without sequence parallelism, and across nodes a sentence says what to set."""
+    overlapped = Comm(async_tp=True)
+    eight, cpu = (ClusterSpec(kind, Device(kind, kind, 2**30), 8) for kind in ("cuda", "cpu"))
+    assert list(refusals(overlapped, Layout(tp=2), 1, eight)) == []
+    for layout, cluster, sentence in (
+        (Layout(tp=2), cpu, "overlap on CUDA devices only; set comm.async_tp = false"),
+        (Layout(tp=2, sequence_parallel=False), eight, "tp=2 and sequence_parallel=false: no tokens are gathered"),
+        (Layout(dp_shard=2, zero=1), eight, "tp=1 and sequence_parallel=true: no tokens are gathered"),
+        (Layout(tp=16), eight, "tp=16 on nodes of 8 devices"),
+    ):
+        (said,) = refusals(overlapped, layout, 1, cluster)
+        assert sentence in said
+    with pytest.raises(LayoutError, match=r"comm\.async_tp=true on cpu with tp=2"):
+        build(SPECS["llama"], Mesh(Layout(tp=2), Place(0, 2, 0, torch.device("cpu")), {}), PRECISIONS["fp32"],
+              weights=0, comm=overlapped)  # fmt: skip
+
+
+def _overlapped(schedule):
+    """On a rank of two, by what PyTorch computes where memory is not shared: the gradients with and without overlap,
+    of a pipeline of one that leaves weight gradients for later where the `schedule` says so."""
+    mesh = mesh_of(Layout(tp=2, schedule=schedule, recompute="selective" if schedule == "1f1b" else "none"))
+    found = []
+    for use in (False, True):
+        model = build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=0)
+        if use:
+            overlap.use(model, mesh.groups["tp"])
+            kinds = [type(part.region) for part in model.modules() if hasattr(part, "region")]
+            assert kinds == [overlap.OverlappedRegion] * 6  # attention and feed-forward of three layers
+        with patch.multiple(overlap, gathered_products=_gathered, scattered_product=_scattered):
+            loss = forward_backward(model, mesh, 0, 2)
+        found.append({"loss": torch.tensor(loss)} | {name: one.grad for name, one in model.named_parameters()})
+    return found
+
+
+def _gathered(x, matrices, group, *, keep):
+    from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback as compute
+
+    return compute(x, matrices, 0, group, return_A=keep)
+
+
+def _scattered(x, matrix, group):
+    from torch.distributed._symmetric_memory import _fused_matmul_reduce_scatter_fallback as compute
+
+    return compute(x, matrix, "sum", 0, group)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_overlapped_products_are_the_same(ranks, schedule):
+    for plain, found in ranks(2, _overlapped, schedule):
+        assert all(torch.allclose(found[name], value, rtol=1e-10, atol=1e-14) for name, value in plain.items())
 
 
 def test_what_has_a_place_is_taken():

@@ -92,11 +92,16 @@ def resolve(config: RunConfig) -> Run:
     """What `config` will run. Raises ConfigError, ModelError, LayoutError or FitError, each with its reason."""
     source = None if config.model.source is None else model_folder(config.model.source, "model.source")
     hf_config = read_hf_config(config.model, source)
+    if config.train.trace_step > config.train.steps:
+        raise ConfigError(
+            f"train.trace_step={config.train.trace_step} comes after the last of train.steps={config.train.steps}; "
+            f"use 1 to {config.train.steps}, or 0 to record none"
+        )
     wanted = job(config, hf_config)
     choose_balance(wanted.model, config.model)
     pinned = config.layout.model_dump(exclude_none=True)
     run = Run(config, hf_config, source, wanted, choose_layout(wanted, pinned, of_nodes(config.cluster)))
-    wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout)))
+    wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if wrong:
         raise LayoutError("; ".join(wrong))
     return run

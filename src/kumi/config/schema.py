@@ -203,8 +203,8 @@ class LayoutSection(Section):
     stages: Positive | None = Field(None, description="Pipeline stages that every pipeline rank holds.")
     stage_layers: Annotated[tuple[NotNegative, ...], Field(min_length=1)] | None = Field(
         None,
-        description="Layers of every stage, in model order; by default as even as can be. With it `kumi plan` searches "
-        "nothing: what is not pinned is at its default.",
+        description="Layers of every stage, in model order; by default as even as can be. With it nothing is searched: "
+        "what is not pinned is at its default.",
     )
     offload: Offload | None = Field(None, description="What is kept on the host, or on its NVMe drives.")
     context: Context | None = Field(
@@ -218,7 +218,7 @@ class LayoutSection(Section):
 
 
 class CommSection(Section):
-    """How gradients and parameters travel between data-parallel ranks."""
+    """How gradients and parameters travel between data-parallel ranks, and tokens between tensor-parallel ones."""
 
     compress: Compress = Field(
         "none",
@@ -235,6 +235,11 @@ class CommSection(Section):
     )  # fmt: skip
     prefetch: Positive | None = Field(
         None, description="How many layers ahead divided parameters are gathered; by default the next one."
+    )
+    async_tp: Switch = Field(
+        False,
+        description="Tensor-parallel GPUs of one node gather and sum tokens while they multiply others; needs "
+        "`layout.sequence_parallel`.",
     )
 
 

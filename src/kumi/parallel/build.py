@@ -18,6 +18,7 @@ from kumi.parallel import context, data, expert, tensor, tiles
 from kumi.parallel.float8 import multiply_in_float8
 from kumi.parallel.kept import keep_on_host
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.overlap import overlap
 from kumi.parallel.recompute import recompute_layers
 from kumi.parallel.stages import Stages, held_stages, in_stages, share_table, splits_backward, stages_of, tie_group
 from kumi.parallel.state import Reader, draw, fill, model_pieces
@@ -101,6 +102,8 @@ def _prepare(
     decoder.compute_dtype = getattr(torch, precision.compute)
     decoder.reduce_dtype = getattr(torch, precision.reduce)
     tensor.cut(decoder, mesh)
+    if comm.async_tp:
+        overlap(decoder, mesh)
     expert.deal(decoder, mesh)
     tiles.tile(decoder, mesh, precision)
     if precision.products == "float8":

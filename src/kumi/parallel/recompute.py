@@ -16,10 +16,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from kumi.compat import VARLEN_ATTENTION
 from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
 from kumi.parallel.collectives import SCATTER, SUM
 from kumi.parallel.expert import COUNTS as EXCHANGED_COUNTS
 from kumi.parallel.expert import ROWS as EXCHANGED_ROWS
+from kumi.parallel.overlap import PRODUCTS as OVERLAPPED_PRODUCTS
+from kumi.parallel.overlap import SCATTERED as OVERLAPPED_SUM
 from kumi.parallel.ring import OPERATOR as RING_ATTENTION
 from kumi.parallel.tensor import LINEARS as GATHERED_LINEARS
 from kumi.parallel.ulysses import OPERATOR as DEALT_HEADS
@@ -34,6 +37,8 @@ KEPT = (
     RING_ATTENTION,
     DEALT_HEADS,
     GATHERED_LINEARS,
+    OVERLAPPED_PRODUCTS,
+    OVERLAPPED_SUM,
     SCATTER,
     EXCHANGED_ROWS,
     EXCHANGED_COUNTS,
@@ -43,6 +48,8 @@ KEPT = (
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 )
+# To import what defines it takes longer than all else.
+KEPT_BY_NAME = (VARLEN_ATTENTION,)
 
 
 def recompute_layers(layers: Iterable[nn.Module], how: str) -> None:
@@ -69,4 +76,5 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = op in KEPT or op.name() in KEPT_BY_NAME
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
