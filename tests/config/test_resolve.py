@@ -11,6 +11,7 @@ from kumi.config import from_dict, job, plan_from_dict, resolve
 from kumi.config import model as reading
 from kumi.config.cluster import cluster_spec
 from kumi.config.model import model_folder, read_hf_config
+from kumi.config.pinned import pinned_to
 from kumi.config.resolve import choose_optim, choose_precision
 from kumi.config.schema import ClusterSection, ModelSection, OptimSection
 from kumi.errors import ConfigError, ModelError
@@ -123,6 +124,13 @@ def test_an_inline_config_is_taken_as_it_is():
 def quickstart(**sections):
     written = tomllib.loads(QUICKSTART.read_text())
     return from_dict(written | {name: written.get(name, {}) | section for name, section in sections.items()})
+
+
+def test_stages_are_divided_as_the_run_file_says():
+    run = resolve(quickstart(cluster={"devices_per_node": 2}, layout={"pp": 2, "stage_layers": [1, 5]}))
+    assert (run.layout.stage_layers, run.layout.schedule, run.layout.stages) == ((1, 5), "1f1b", 1)
+    # What was chosen is what is read again.
+    assert resolve(pinned_to(run.config, run.layout)).layout == run.layout
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,20 @@ def test_a_degree_that_does_not_divide(refused):
     assert "LayoutError: dp=3 does not divide the 8 sequences of a step; use 1, 2, 4 or 8 for dp" in error
 
 
+@pytest.mark.parametrize(("sizes", "sentence"), [
+    ([1, 2], "stage_layers adds up to 3 layers, the model has 2; divide these"),
+    ([2], "stage_layers has 1 entries for pp x stages = 2 stages; give one for each"),
+])  # fmt: skip
+def test_stages_that_are_not_those_of_the_model(refused, sizes, sentence):
+    layout = {"pp": 2, "stage_layers": sizes}
+    assert sentence in refused(new_run, cluster__devices_per_node=2, layout=layout)
+
+
+def test_a_trace_of_a_step_that_never_comes(refused):
+    sentence = "train.trace_step=9 comes after the last of train.steps=6; use 1 to 6, or 0 to record none"
+    assert sentence in refused(new_run, train__trace_step=9)
+
+
 def test_compiled_layers_that_should_put_gradients_off(refused):
     layout = {"pp": 2, "schedule": "zb-h1"}
     error = refused(new_run, cluster__devices_per_node=2, layout=layout, train__compile=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.refusal import does_not_fit, why_illegal
+from kumi.plan.columns import WORDS, columns
+from kumi.plan.estimate import estimate
+from kumi.plan.fitting import bases_of
+from kumi.plan.refusal import does_not_fit, from_pins, why_illegal
 from kumi.plan.remedies import Grow
-from kumi.plan.search import search
+from kumi.plan.search import Found, search
 from kumi.plan.space import Pins
 from kumi.plan.supported import accepted
 from kumi.plan.types import Estimate
-from kumi.spec.checks import untrainable, untrained
+from kumi.spec.checks import problems, untrainable, untrained
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -33,7 +36,12 @@ def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
     if reasons:
         raise LayoutError("; ".join(reasons))
     job = replace(job, cluster=replace(job.cluster, device=timed(job.cluster.device, job.precision.matmul_dtype)))
-    found = search(job, {**TRAINED, **pinned}, top=1, front=False, accept=accepted(job, untrained))
+    only = pinned_layout(job, pinned)
+    if only is not None and (reasons := untrained(job, only)):
+        raise LayoutError("; ".join(reasons))
+    found = alone(job, only) if only is not None else search(
+        job, {**TRAINED, **pinned}, top=1, front=False, accept=accepted(job, untrained)
+    )  # fmt: skip
     if found.plans:
         return found.plans[0]
     if not found.count:
@@ -41,6 +49,26 @@ def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
     if found.smallest is not None and (reasons := untrained(job, found.smallest)):
         raise LayoutError("; ".join(reasons))
     raise FitError(does_not_fit(job, pinned, found, TRAINED, grow))
+
+
+def pinned_layout(job: Job, pinned: Pins) -> Layout | None:
+    """The layout that `pinned` leaves no choice about; None where there is one. Raises LayoutError where it is
+    illegal. Fields that no run file needs to name are at their defaults."""
+    if "stage_layers" not in pinned:
+        return None
+    layout = from_pins(job, pinned)
+    wrong = problems(job.model, layout, job.cluster, job.batch)
+    if wrong:
+        raise LayoutError("; ".join(wrong))
+    return layout
+
+
+def alone(job: Job, layout: Layout) -> Found:
+    """What a search of one layout finds."""
+    one = estimate(job, layout)
+    held = bases_of(job, columns([layout])).held(WORDS["offload"].index(layout.offload))[0]
+    fits = one.fits and bool(held)
+    return Found((one,) if fits else (), (), 1, int(fits), 1, layout if held else None)
 
 
 def trained(job: Job, pinned: Pins) -> Pins:

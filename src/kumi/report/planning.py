@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.choose import TRAINED, trained
-from kumi.plan.columns import WORDS, columns
+from kumi.plan.choose import TRAINED, alone, pinned_layout, trained
 from kumi.plan.estimate import estimate, timeline_of
-from kumi.plan.fitting import bases_of
-from kumi.plan.refusal import does_not_fit, from_pins, why_illegal
+from kumi.plan.refusal import does_not_fit, why_illegal
 from kumi.plan.remedies import Grow
 from kumi.plan.search import Found, search
 from kumi.plan.space import Pins
@@ -18,9 +16,8 @@ from kumi.plan.supported import Unsupported, accepted, none_supported, refuse_un
 from kumi.plan.types import Estimate
 from kumi.report.expected import expected
 from kumi.report.report import Expected, Report
-from kumi.spec.checks import problems, untrained
+from kumi.spec.checks import untrained
 from kumi.spec.job import Job
-from kumi.spec.layout import Layout
 
 
 def plan(
@@ -81,26 +78,6 @@ def _no_plan(
     if unsupported is not None and found.pareto:
         return LayoutError(none_supported(job, found.pareto[0].layout, unsupported))
     return FitError(does_not_fit(job, pinned, found, fixed, grow))
-
-
-def pinned_layout(job: Job, pinned: Pins) -> Layout | None:
-    """The layout that `pinned` leaves no choice about; None where there is one. Raises LayoutError where it is
-    illegal. Fields that no run file needs to name are at their defaults."""
-    if "stage_layers" not in pinned:
-        return None
-    layout = from_pins(job, pinned)
-    wrong = problems(job.model, layout, job.cluster, job.batch)
-    if wrong:
-        raise LayoutError("; ".join(wrong))
-    return layout
-
-
-def alone(job: Job, layout: Layout) -> Found:
-    """What a search of one layout finds."""
-    one = estimate(job, layout)
-    held = bases_of(job, columns([layout])).held(WORDS["offload"].index(layout.offload))[0]
-    fits = one.fits and bool(held)
-    return Found((one,) if fits else (), (), 1, int(fits), 1, layout if held else None)
 
 
 def _lacking(job: Job, found: Found, best: Estimate) -> tuple[Estimate, ...]:
