@@ -62,19 +62,23 @@ def attend(
     if sinks is not None:
         return _with_sinks(segments.document_ids, q, k, v, window, sinks)
     plain = segments.document_ids is None and (window is None or window >= q.shape[1])
+    own = v.shape[3]
+    if has_varlen(q) and own < q.shape[3]:
+        # Flash kernels take heads of one size: shorter values are made as long as keys with zeros.
+        v = F.pad(v, (0, q.shape[3] - own))
     if not plain and segments.bounds is not None and has_varlen(q):
-        # The kernel takes heads of one size: shorter values are made as long as keys with zeros.
-        missing = q.shape[3] - v.shape[3]
-        tokens = q.flatten(0, 1), k.flatten(0, 1), (F.pad(v, (0, missing)) if missing else v).flatten(0, 1)
+        tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         out = varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window)
-        return out.view(q.shape)[..., : v.shape[3]]
+        return out.view(q.shape)[..., :own]
     mask = None if plain else visible(segments.document_ids, q.shape[1], window, q.device)
     if not plain:
         # No kernel takes both a mask and fewer key heads without holding all S x S scores.
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, enable_gqa=plain)
-    return out.transpose(1, 2)
+    # Not every kernel that takes as many key heads as query heads takes fewer.
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, enable_gqa=grouped)
+    return out.transpose(1, 2)[..., :own]
 
 
 def _with_sinks(
