@@ -11,7 +11,7 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "parity"), str(TESTS.parent / "benchmarks")]
+sys.path[:0] = [str(TESTS / "parity"), str(TESTS / "gpu"), str(TESTS.parent / "benchmarks")]
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ LENGTHS = {
 }
 
 
-def _bounds(length, lengths):
+def documents_of(length, lengths):
     """Document ids (ROWS, length): one row of documents of `lengths`, repeated, and one whole; and where they begin."""
     again = torch.tensor((lengths or (length,)) * length)
     ids = torch.repeat_interleave(torch.arange(len(again)), again)[:length]
@@ -81,7 +81,7 @@ def test_parts_add_up(cp, name):
     q, k, v, grad = (
         torch.randn(ROWS, length, heads, 8, generator=random, dtype=torch.float64) for heads in (4, 2, 2, 4)
     )
-    ids, bounds = _bounds(length, LENGTHS[name])
+    ids, bounds = documents_of(length, LENGTHS[name])
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     whole = attend(Segments(ids, None), *leaves, None)
     wanted = torch.autograd.grad(whole, leaves, grad)

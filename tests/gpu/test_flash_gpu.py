@@ -1,0 +1,60 @@
+"""What a ring of GPUs does in its rounds, on one GPU: parts by fused kernels add up to attention over whole rows."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from kumi.nn import flash_parts
+from kumi.nn.attention import attend
+from kumi.nn.where import Segments
+from kumi.parallel.ring import positions_of
+from nn.test_flash_parts import LENGTHS, ON_CPU, ROWS, documents_of
+
+# Relative to the norm, of bf16's 2^-8 a rounding and a few of them.
+TOLERANCE = 2e-2
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double().cpu() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(("heads", "sizes"), [((8, 2), (64, 64)), ((4, 4), (192, 128))], ids=str)
+def test_parts_add_up(name, heads, sizes, device):
+    if device.type != "cuda" and sizes[0] != sizes[1]:
+        pytest.skip("the CPU's kernel takes heads of one size")
+    cp, length = 2, 256
+    random = torch.Generator().manual_seed(0)
+    shapes = [(heads[0], sizes[0]), (heads[1], sizes[0]), (heads[1], sizes[1]), (heads[0], sizes[1])]
+    exact = [torch.randn(ROWS, length, *shape, generator=random).bfloat16() for shape in shapes]
+    *qkv, grad = (x.double() for x in exact)
+    ids, bounds = documents_of(length, LENGTHS[name])
+    whole = attend(Segments(ids, None), *(x.requires_grad_() for x in qkv), None)
+    wanted = torch.autograd.grad(whole, qkv, grad)
+    q, k, v, grad = (x.to(device) for x in exact)
+    total, grads = torch.zeros_like(grad), [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    with nullcontext() if device.type == "cuda" else ON_CPU:
+        assert flash_parts.takes(q, v)
+        for index in range(cp):
+            own = positions_of(length, cp, index)
+            out = torch.zeros_like(grad[:, own], dtype=torch.float32)
+            lse = torch.full_like(out[..., 0], -torch.inf)
+            seen = [
+                (other, flash_parts.tiles(bounds, ROWS, own, other, device))
+                for other in (positions_of(length, cp, (index - turn) % cp) for turn in range(cp))
+            ]
+            for other, tiles in seen:
+                flash_parts.forward(q[:, own], k[:, other], v[:, other], tiles, out, lse)
+            total[:, own] = out.to(total.dtype)
+            for other, tiles in seen:
+                parts = [torch.zeros_like(x[:, at]) for x, at in zip(grads, (own, other, other))]
+                ends = grad[:, own], q[:, own], k[:, other], v[:, other]
+                flash_parts.backward(*ends, tiles, total[:, own], lse, *parts)
+                for one, at, part in zip(grads, (own, other, other), parts):
+                    one[:, at] += part
+    assert relative(total, whole.detach()) <= TOLERANCE
+    for found, one in zip(grads, wanted, strict=True):
+        assert relative(found, one) <= TOLERANCE
