@@ -144,7 +144,7 @@ def test_loss_scale_under_context_parallelism(ranks, layout):
     Layout(tp=2, ep=2),
     Layout(tp=2, expert_tp=2),
     Layout(dp_shard=2, tp=2, ep=2, zero=1),
-    Layout(dp_replicate=2, tp=2, ep=2),
+    Layout(tp=4, ep=2),  # copies of experts on two tp ranks, which have no copies of other matrices
 ])  # fmt: skip
 def test_gradient_norm_under_expert_and_tensor_parallelism(ranks, layout):
     assert differing(ranks, layout, "moe") == []
