@@ -120,25 +120,28 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, longest
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest_q: int, longest_k: int, *, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest_q: int, longest_k: int, *, causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result like `q` and the log-sum-exp, float32, of attention of `q` (B, N, H, E) over `k` and `v` (B, M, K, E),
-    (B, H, N); or, within the documents of (T, H, E) and (T, K, E) that begin at `bounds` (int32), (H, T)."""
-    sizes = bounds, bounds, longest_q, longest_k
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, 0.0, causal, False)
+    (B, H, N); or, within the documents of (T, H, E) and (T, K, E) that begin at `bounds` (int32), (H, T). A `window`
+    is of causal attention."""
+    sizes, left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
+    forward = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = forward(q, k, v, *sizes, 0.0, causal, False, window_size_left=left)
     return out, lse
 
 
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None, longest_q: int,
-    longest_k: int, *, causal: bool,
+    longest_k: int, *, causal: bool, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `q`, `k` and `v`, given those of `flash_forward`'s result."""
     # What a kernel with dropout would draw from; there is none.
     drawn, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    sizes = bounds, bounds, longest_q, longest_k
-    backward = torch.ops.aten._flash_attention_backward
-    found: tuple[Tensor, Tensor, Tensor] = backward(grad, q, k, v, out, lse, *sizes, 0.0, causal, drawn, unused)
+    sizes, left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
+    tensors, backward = (grad, q, k, v, out, lse), torch.ops.aten._flash_attention_backward
+    found: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *sizes, 0.0, causal, drawn, unused, window_size_left=left)
     return found
 
 

@@ -27,19 +27,30 @@ def _heads(x, heads):
     return x.repeat_interleave(heads // x.shape[1], dim=1).transpose(0, 1)[None]
 
 
-def forward(q, k, v, causal, marks):
+def _mask(causal, window, length):
+    """What the CPU's kernel takes for a causal mask, or for a window in its stead."""
+    if window is None:
+        return causal, None
+    place = torch.arange(length)
+    distance = place[:, None] - place
+    hidden = (distance < 0) | (distance >= window)
+    return False, torch.zeros(length, length, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+
+
+def forward(q, k, v, causal, marks, window):
     """What `Kernels.forward` is, by the CPU's own kernel, document by document."""
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     flat_q, flat_k, flat_v, flat_out, flat_lse = (x.flatten(0, 1) for x in (q, k, v, out, lse))
     ends = zip(_documents(marks, *q.shape[:2]), _documents(marks, *k.shape[:2]), strict=True)
     for queries, keys in ends:
         tensors = [_heads(x, q.shape[2]) for x in (flat_q[queries], flat_k[keys], flat_v[keys])]
-        one, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal)
+        plain, mask = _mask(causal, window, len(flat_q[queries]))
+        one, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, plain, attn_mask=mask)
         flat_out[queries], flat_lse[queries] = one[0].transpose(0, 1), sums[0].T
     return out, lse
 
 
-def backward(grad, q, k, v, out, lse, causal, marks):
+def backward(grad, q, k, v, out, lse, causal, marks, window):
     """What `Kernels.backward` is."""
     found = [torch.empty_like(x) for x in (q, k, v)]
     flat = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse, *found)]
@@ -48,7 +59,9 @@ def backward(grad, q, k, v, out, lse, causal, marks):
         where = (queries, queries, keys, keys, queries)
         tensors = [_heads(x[places], q.shape[2]) for x, places in zip(flat[:5], where)]
         sums = flat[5][queries].T[None].contiguous()
-        one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, sums, 0.0, causal)
+        plain, mask = _mask(causal, window, len(flat[1][queries]))
+        compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        one = compute(*tensors, sums, 0.0, plain, attn_mask=mask)
         for target, places, part in zip(flat[6:], (queries, keys, keys), one):
             target[places] = part[0].transpose(0, 1).unflatten(1, (target.shape[1], -1)).sum(2)
     return found
@@ -114,3 +127,22 @@ def test_one_kernel_a_round_where_rows_are_whole():
     assert found[0] == (flash_parts.Tile(rows, every, slice(0, 8)),)
     assert found[1] == (flash_parts.Tile(rows, rows, rows, causal=True),)
     assert found[2] == (flash_parts.Tile(rows, slice(8, 16), every),)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_sinks_scale_what_a_kernel_gives(name, window):
+    length = 24
+    random = torch.Generator().manual_seed(0)
+    *qkv, grad = (torch.randn(ROWS, length, heads, 8, generator=random, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    leaves = [*qkv, torch.linspace(-2, 3, 4, dtype=torch.float64)]
+    ids, bounds = documents_of(length, LENGTHS[name])
+    for one in leaves:
+        one.requires_grad_()
+    wanted = attend(Segments(ids, None), *leaves[:3], window, leaves[3])
+    with ON_CPU:
+        found = attend(Segments(ids, torch.tensor(bounds, dtype=torch.int32)), *leaves[:3], window, leaves[3])
+        grads = torch.autograd.grad(found, leaves, grad)
+    assert (found - wanted).abs().max() < 1e-12
+    for one, other in zip(grads, torch.autograd.grad(wanted, leaves, grad), strict=True):
+        assert (one - other).abs().max() < 1e-12

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kumi.compat import has_varlen, varlen_attention
-from kumi.nn import rope
+from kumi.nn import flash_parts, rope
 from kumi.nn.cpu_attention import packed_attention
 from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
@@ -59,6 +59,8 @@ def attend(
     document's past and, where there are `sinks` (H,), over nothing with that score."""
     if isinstance(segments.bounds, list):
         return packed_attention(q, k, v, segments.bounds, window, sinks)
+    if sinks is not None and segments.bounds is not None and flash_parts.takes(q, v):
+        return flash_parts.with_sinks(q, k, v, window, sinks, segments.bounds)
     if sinks is not None:
         return _with_sinks(segments.document_ids, q, k, v, window, sinks)
     plain = segments.document_ids is None and (window is None or window >= q.shape[1])
@@ -84,8 +86,7 @@ def attend(
 def _with_sinks(
     document_ids: Tensor | None, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor
 ) -> Tensor:
-    """As `attend`, with one more key of no content, whose score the mask has. All S x S scores are held, for no fused
-    kernel of PyTorch has sinks."""
+    """As `attend`, with one more key of no content, whose score the mask has. All S x S scores are held."""
     mask = visible(document_ids, q.shape[1], window, q.device)
     scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     shape = (mask.shape[0], q.shape[2], q.shape[1])

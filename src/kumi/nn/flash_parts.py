@@ -10,13 +10,14 @@ et al., 2023, arXiv:2310.01889).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kumi.compat import flash_backward, flash_forward, has_varlen
+from kumi.nn.block_attention import grad_of_sinks
 
 # Heads of more elements have no kernel.
 LARGEST_HEAD = 256
@@ -41,12 +42,13 @@ class Tile(NamedTuple):
     marks: Marks | None = None
 
 
-# (q (B, N, H, E), k (B, M, K, E), v (B, M, K, E'), causal, marks) -> result (B, N, H, E'), log-sum-exp (B, N, H)
-Forward = Callable[[Tensor, Tensor, Tensor, bool, Marks | None], tuple[Tensor, Tensor]]
-# (gradient and result (B, N, H, E'), log-sum-exp (B, N, H), and the same again) -> gradients of q, k and v
+# (q (B, N, H, E), k (B, M, K, E), v (B, M, K, E'), causal, marks, window of causal attention) gives the result
+# (B, N, H, E') and the log-sum-exp (B, N, H).
+Forward = Callable[[Tensor, Tensor, Tensor, bool, Marks | None, int | None], tuple[Tensor, Tensor]]
+# (gradient (B, N, H, E'), q, k, v, result, log-sum-exp, causal, marks, window) gives the gradients of q, k and v.
 Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Marks | None], tuple[Tensor, Tensor, Tensor]
-]  # fmt: skip
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Marks | None, int | None], tuple[Tensor, Tensor, Tensor]
+]
 
 
 class Kernels(NamedTuple):
@@ -67,7 +69,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], out: Tenso
     yet, what `q` (B, N, H, E) sees of `k` (B, M, K, E) and `v` (B, M, K, E')."""
     for rows, queries, keys, causal, marks in tiles:
         run = KERNELS[q.device.type].forward
-        seen, sums = run(q[rows, queries], k[rows, keys], v[rows, keys], causal, marks)
+        seen, sums = run(q[rows, queries], k[rows, keys], v[rows, keys], causal, marks, None)
         before, result = lse[rows, queries], out[rows, queries]
         result.lerp_(seen.to(out.dtype), torch.sigmoid(sums - before)[..., None])
         torch.logaddexp(before, sums, out=before)
@@ -82,10 +84,42 @@ def backward(
     for rows, queries, keys, causal, marks in tiles:
         ends = grad[rows, queries], q[rows, queries], k[rows, keys], v[rows, keys]
         run = KERNELS[q.device.type].backward
-        of_q, of_k, of_v = run(*ends, out[rows, queries], lse[rows, queries], causal, marks)
+        of_q, of_k, of_v = run(*ends, out[rows, queries], lse[rows, queries], causal, marks, None)
         grad_q[rows, queries] += of_q
         grad_k[rows, keys] += of_k
         grad_v[rows, keys] += of_v
+
+
+def with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor, bounds: Tensor
+) -> Tensor:  # fmt: skip
+    """Causal attention (B, S, H, E') within the documents that begin at `bounds` (int32) and the `window`, where each
+    query also looks at nothing, with its head's score in `sinks` (H,)."""
+    out: Tensor = _WithSinks.apply(q, k, v, sinks, Marks(bounds, q.shape[1]), window)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WithSinks(torch.autograd.Function):
+    """No kernel has sinks; but they only scale the result, and the log-sum-exp tells how much."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, marks: Marks, window: int | None
+    ) -> Tensor:  # fmt: skip
+        ctx.marks, ctx.window = marks, window
+        out, lse = KERNELS[q.device.type].forward(q, k, v, True, marks, window)
+        score = sinks.to(lse.dtype)
+        out = (out * torch.sigmoid(lse - score)[..., None]).to(q.dtype)
+        lse = torch.logaddexp(lse, score)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grad = grad.contiguous()
+        found = KERNELS[q.device.type].backward(grad, q, k, v, out, lse, True, ctx.marks, ctx.window)
+        return *found, grad_of_sinks(grad, out, lse, sinks), None, None
 
 
 def tiles(bounds: tuple[int, ...], rows: int, own: Tensor, other: Tensor, device: torch.device) -> tuple[Tile, ...]:
@@ -149,27 +183,34 @@ def _wide(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, marks: Marks | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, marks: Marks | None, window: int | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     own, v = v.shape[-1], _wide(v, q.shape[-1])
     if marks is None:
-        out, lse = flash_forward(q, k, v, None, q.shape[1], k.shape[1], causal=causal)
+        out, lse = flash_forward(q, k, v, None, q.shape[1], k.shape[1], causal=causal, window=window)
         return out[..., :own], lse.transpose(1, 2)
     sizes = marks.bounds, marks.longest, marks.longest
-    out, lse = flash_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *sizes, causal=causal)
+    out, lse = flash_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *sizes, causal=causal, window=window)
     return out.view(q.shape)[..., :own], lse.T.view(q.shape[:3])
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, marks: Marks | None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, marks: Marks | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     own, (grad, v, out) = v.shape[-1], (_wide(x, q.shape[-1]) for x in (grad, v, out))
     if marks is None:
         sums = lse.transpose(1, 2).contiguous()
-        of_q, of_k, of_v = flash_backward(grad, q, k, v, out, sums, None, q.shape[1], k.shape[1], causal=causal)
+        of_q, of_k, of_v = flash_backward(
+            grad, q, k, v, out, sums, None, q.shape[1], k.shape[1], causal=causal, window=window
+        )
         return of_q, of_k, of_v[..., :own]
     flat_grad, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (grad, q, k, v, out))
     sums, sizes = lse.flatten(0, 1).T.contiguous(), (marks.bounds, marks.longest, marks.longest)
-    of_q, of_k, of_v = flash_backward(flat_grad, flat_q, flat_k, flat_v, flat_out, sums, *sizes, causal=causal)
+    of_q, of_k, of_v = flash_backward(
+        flat_grad, flat_q, flat_k, flat_v, flat_out, sums, *sizes, causal=causal, window=window
+    )
     return of_q.view(q.shape), of_k.view(k.shape), of_v.view(v.shape)[..., :own]
 
 
