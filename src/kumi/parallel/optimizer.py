@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from kumi.parallel.grads import local
 from kumi.spec.optim import Optim
@@ -27,6 +28,17 @@ class Optimizer(Protocol):
 
     def zero_grad(self) -> None:
         """Drops the gradients and their memory."""
+
+
+@torch.no_grad()
+def forget_gradients(model: nn.Module, optimizer: Optimizer) -> None:
+    """Drops the gradients of a step. Those of whole replicas lie in the buckets that they travel in: they are set to
+    zero there, for the next step's would otherwise lie beside these until its last microbatch."""
+    if not isinstance(model, DistributedDataParallel):
+        optimizer.zero_grad()
+        return
+    gradients = [value.grad for value in model.parameters() if value.grad is not None]
+    torch._foreach_zero_(gradients)
 
 
 @dataclass(frozen=True)

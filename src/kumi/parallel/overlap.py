@@ -49,7 +49,7 @@ def use(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Gives the shared regions of `model` their overlapped kind."""
     for module in model.modules():
         if isinstance(getattr(module, "region", None), SharedRegion):
-            module.region = OverlappedRegion(group, True)  # type: ignore[assignment]
+            module.region = OverlappedRegion(group, True, bool(module.region.selective))  # type: ignore[assignment,union-attr]
 
 
 class OverlappedRegion(SharedRegion):

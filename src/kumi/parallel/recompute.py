@@ -25,6 +25,7 @@ from kumi.parallel.overlap import PRODUCTS as OVERLAPPED_PRODUCTS
 from kumi.parallel.overlap import SCATTERED as OVERLAPPED_SUM
 from kumi.parallel.ring import OPERATOR as RING_ATTENTION
 from kumi.parallel.tensor import LINEARS as GATHERED_LINEARS
+from kumi.parallel.tensor import SUMMED_LINEAR
 from kumi.parallel.ulysses import OPERATOR as DEALT_HEADS
 
 _aten = torch.ops.aten
@@ -37,6 +38,7 @@ KEPT = (
     RING_ATTENTION,
     DEALT_HEADS,
     GATHERED_LINEARS,
+    SUMMED_LINEAR,
     OVERLAPPED_PRODUCTS,
     OVERLAPPED_SUM,
     SCATTER,

@@ -30,7 +30,18 @@ from kumi.nn.decoder import Decoder, Embedding
 from kumi.nn.linear import Linear, add_gradients
 from kumi.nn.norm import RMSNorm
 from kumi.nn.region import Region
-from kumi.parallel.collectives import GATHER, define, fan_out, gather, gathered, scatter, scattered, total
+from kumi.parallel.collectives import (
+    GATHER,
+    SCATTER,
+    SUM,
+    define,
+    fan_out,
+    gather,
+    gathered,
+    scatter,
+    scattered,
+    total,
+)
 from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.vocab import VocabularyPart
@@ -49,7 +60,7 @@ def cut(decoder: Decoder, mesh: Mesh) -> None:
     if group is None:
         return
     sequence_parallel = mesh.layout.sequence_parallel
-    region = SharedRegion(group, sequence_parallel)
+    region = SharedRegion(group, sequence_parallel, mesh.layout.recompute == "selective")
     for module, last in _regions(decoder):
         module.region = region
         last.adds_bias = False
@@ -113,10 +124,15 @@ def _embed(
 
 class SharedRegion(Region):
     """A region whose matrices are dealt out over `group`. With `sequence_parallel` hidden states come and go as this
-    rank's part of all tokens, (T/n, D)."""
+    rank's part of all tokens, (T/n, D).
 
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-        self.group, self.sequence_parallel = group, sequence_parallel
+    `selective` recomputation keeps the results of operators: what leaves is then one operator, so that the sum is kept
+    and not what goes into it. Recomputed whole, a layer stops at the last tensor that its backward pass reads: what
+    leaves is then two, so that its last sum is not made again.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, selective: bool) -> None:
+        self.group, self.sequence_parallel, self.selective = group, sequence_parallel, selective
 
     def enter(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
         if not self.sequence_parallel:
@@ -131,9 +147,36 @@ class SharedRegion(Region):
         return gather(x, self.group) if self.sequence_parallel else fan_out(x, self.group)
 
     def leave(self, x: Tensor, layer: Linear) -> Tensor:
-        summed = scatter if self.sequence_parallel else total
-        out = summed(layer(x.flatten(0, -2) if self.sequence_parallel else x), self.group)
+        if self.selective:
+            weight = layer.weight.to(x.dtype)
+            out: Tensor = _SummedLinear.apply(x, weight, layer, self.group, self.sequence_parallel)  # type: ignore[no-untyped-call]
+        else:
+            summed = scatter if self.sequence_parallel else total
+            out = summed(layer(x.flatten(0, -2) if self.sequence_parallel else x), self.group)
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+
+class _SummedLinear(torch.autograd.Function):
+    """A matrix whose results are summed over the ranks, each of which gets all tokens' or, `divide`, its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: Linear, group: dist.ProcessGroup, divide: bool
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.group, ctx.divide = layer, group, divide
+        out: Tensor = SUMMED_LINEAR(x, weight, divide, group.size(), group.group_name)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = (gathered(grad, ctx.group) if ctx.divide else grad).flatten(0, -2)
+        of_x = (grad @ weight).view(x.shape)
+        if ctx.layer.later is not None:
+            ctx.layer.later.append(partial(add_gradients, ctx.layer.weight, None, x.flatten(0, -2), grad))
+            return of_x, None, None, None, None
+        return of_x, grad.T @ x.flatten(0, -2), None, None, None
 
 
 class _GatheredLinears(torch.autograd.Function):
@@ -191,6 +234,25 @@ def _flops(x: tuple[int, ...], weights: list[tuple[int, ...]], biases: Any, size
 
 
 register_flop_formula(torch.ops.kumi.gathered_linears)(_flops)
+
+
+def _summed_linear(x: Tensor, weight: Tensor, divide: bool, size: int, group: str) -> Tensor:
+    out = F.linear(x.flatten(0, -2) if divide else x, weight)
+    summed: Tensor = SCATTER(out, size, group) if divide else SUM(out, group)
+    return summed
+
+
+def _fake_summed_linear(x: Tensor, weight: Tensor, divide: bool, size: int, group: str) -> Tensor:
+    rows = (x.shape[:-1].numel() // size,) if divide else x.shape[:-1]
+    return x.new_empty(*rows, weight.shape[0])
+
+
+# One operator here, too: selective recomputation keeps the sum, not what goes into it.
+SUMMED_LINEAR = define("summed_linear", "(Tensor x, Tensor weight, bool divide, int size, str group) -> Tensor",
+                       _summed_linear, _fake_summed_linear)  # fmt: skip
+register_flop_formula(torch.ops.kumi.summed_linear)(
+    lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
+)  # fmt: skip
 
 
 def _put_off(

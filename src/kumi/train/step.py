@@ -16,6 +16,7 @@ from kumi.objectives import lm
 from kumi.parallel import context, pipeline
 from kumi.parallel.grads import clip_gradients
 from kumi.parallel.mesh import Mesh, counts_once, total
+from kumi.parallel.optimizer import forget_gradients
 from kumi.parallel.record import gather, start
 from kumi.train import balance
 from kumi.train.balance import Balanced
@@ -88,7 +89,7 @@ def _update(parts: Parts, state: TrainState) -> tuple[Tensor, float]:
         parts.optimizer.step()
     if scaling:
         state.scale = state.scale.after(norm)
-    parts.optimizer.zero_grad()
+    forget_gradients(parts.model, parts.optimizer)
     return norm, lr
 
 
