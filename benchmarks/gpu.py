@@ -1,4 +1,5 @@
-"""kumi and the bare loop on one GPU: the GPU tests, then speed and memory of Llama-3.2-1B and Llama-3.1-8B shapes.
+"""kumi and the bare loop on one GPU: the GPU tests, then speed and memory of Llama-3.2-1B and Llama-3.1-8B shapes and
+of experts like Qwen3-30B-A3B's; layouts where there are several GPUs.
 
     python benchmarks/gpu.py [--budget 460] [--out FILE] [--only TEXT] [--device cpu --tiny]
 
@@ -12,10 +13,12 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -34,7 +37,7 @@ MEASURED = 3.0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()), allow_abbrev=False)
     parser.add_argument("--budget", type=float, default=460.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, help="JSON file; by default benchmarks/results/gpu_<device>_<time>.json")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
@@ -56,20 +59,51 @@ def check_packages() -> dict[str, str]:
     return {"amp": without["bare"], "bf16": without["bare"]} if without else {}
 
 
-def python(*args: str, limit: float) -> subprocess.CompletedProcess[str] | None:
-    """What a Python process with kumi on its path did; None when it took longer than `limit` seconds."""
+def python(*args: str, limit: float, ranks: int = 1) -> subprocess.CompletedProcess[str] | None:
+    """What a Python process with kumi on its path did, or of `ranks` that form a group the first that failed, or else
+    the first; None when they took longer than `limit` seconds."""
     code = f"import sys, runpy; sys.path[:0] = {[str(HERE), str(ROOT / 'src')]}; sys.argv = sys.argv[1:]; "
     code += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
     env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-c", code, *args]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True, **pipes) as process:
-        try:
-            output, errors = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
+    until, shared = time.monotonic() + limit, {} if ranks == 1 else group_of(ranks)
+    with ExitStack() as stack, TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{rank}.{name}" for rank in range(ranks) for name in ("out", "err")]
+        pipes = [stack.enter_context(file.open("w")) for file in files]
+        started = [
+            subprocess.Popen(
+                command, env=env | shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {}), cwd=ROOT,
+                start_new_session=True, stdout=pipes[2 * rank], stderr=pipes[2 * rank + 1],
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        in_time = all_end(started, until)
+        done = [subprocess.CompletedProcess(command, process.returncode, *(file.read_text() for file in pair))
+                for process, pair in zip(started, zip(files[::2], files[1::2], strict=True), strict=True)]  # fmt: skip
+    # Of ranks that failed, one that was killed because another had failed says nothing.
+    return next((one for one in done if one.returncode > 0), done[0]) if in_time else None
+
+
+def group_of(ranks: int) -> dict[str, str]:
+    """What processes on this machine must know to form a group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+
+
+def all_end(started: list[subprocess.Popen], until: float) -> bool:
+    """Waits for processes, whose failure ends the others; whether they ended of themselves before `until`."""
+    while time.monotonic() < until and any(process.poll() is None for process in started):
+        if any(process.poll() for process in started):
+            break
+        time.sleep(0.05)
+    in_time = time.monotonic() < until
+    for process in started:
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # the compiler's worker processes, too
-            return None
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+        process.wait()
+    return in_time
 
 
 def run_tests(limit: float) -> dict:
@@ -84,13 +118,15 @@ def run_tests(limit: float) -> dict:
     return {"status": status, "seconds": time.monotonic() - began, "output": done.stdout[-3000:]}
 
 
-def run_case(case: Case, device: str, limit: float) -> dict:
-    """What benchmarks/gpu_case.py measured, or why it did not."""
+def run_case(case: Case, device: str, limit: float, devices: int = 1) -> dict:
+    """What benchmarks/gpu_case.py measured on some of the `devices`, or why it did not."""
+    if case.ranks > devices:
+        return {"status": "skipped", "reason": f"takes {case.ranks} devices, and there are {devices}"}
     with TemporaryDirectory() as folder:
         out = Path(folder) / "case.json"
         seconds = str(MEASURED if device == "cuda" else 0.1)
         options = [json.dumps(asdict(case)), str(out), "--device", device, "--seconds", seconds]
-        done = python("gpu_case", *options, limit=limit)
+        done = python("gpu_case", *options, limit=limit, ranks=case.ranks)
         if done is None:
             return {"status": "out of time", "reason": f"took longer than {limit:.0f} s"}
         if done.returncode != 0:
@@ -109,7 +145,7 @@ def run_cases(
     """Runs `cases` in order while `left()` seconds allow it; `save` gets the entry of every case, run or not."""
     slowest = 0.0
     for case in cases:
-        entry = {"name": case.name, **asdict(case)}
+        entry = {"name": case.name, **asdict(case), "ranks": case.ranks}
         began = left()
         if case.system in skipped:
             save(entry | {"status": "skipped", "reason": skipped[case.system]})
@@ -136,7 +172,7 @@ def line(entry: dict, peak: float | None) -> str:
     """One line of the table."""
     if entry["status"] != "ok":
         return f"{entry['name']:<52} {entry['status']}: {entry.get('reason', '').strip().splitlines()[-1][:80]}"
-    mfu = f"{100 * entry['flops_per_s'] / peak:5.1f}" if peak else "  n/a"
+    mfu = f"{100 * entry['flops_per_s'] / peak / entry.get('ranks', 1):5.1f}" if peak else "  n/a"
     memory = f"{entry['peak_bytes'] / 2**30:7.1f}" if entry["peak_bytes"] else "    n/a"
     estimate = f"{entry['estimated_bytes'] / 2**30:7.1f}" if entry["estimated_bytes"] else "      -"
     low, high = entry["step_s_range"]
@@ -172,7 +208,12 @@ def main() -> None:
         print(f"tests/gpu {result['tests']['status']}\n{result['tests'].get('output', '')[-800:]}", flush=True)
     cases = [gpu_cases.tiny(case) if args.tiny else case for case in gpu_cases.all_cases()]
     cases = [case for case in cases if args.only in case.name]
-    run_cases(cases, lambda case, limit: run_case(case, args.device, limit), skipped=skipped, left=left, save=save)
+    devices = found.get("devices", os.cpu_count())
+
+    def one(case: Case, limit: float) -> dict:
+        return run_case(case, args.device, limit, devices)
+
+    run_cases(cases, one, skipped=skipped, left=left, save=save)
     print(f"{time.monotonic() - began:.0f} s; written to {out}")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,15 +26,17 @@ def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     """kumi's own train step on random weights, and its estimate of the peak memory in bytes."""
     from kumi_parts import make_parts, synthetic
 
+    from kumi.spec.layout import Layout
     from kumi.train.state import TrainState
     from kumi.train.step import StepCounts, train_step
 
     parts = make_parts(
         case.config(), device, seq_len=case.seq_len, microbatch=case.microbatch, recompute=case.recompute,
-        compile=case.compile, precision="bf16",
+        compile=case.compile, precision="bf16", layout=Layout(**case.layout), microbatches=case.microbatches,
+        async_tp=case.async_tp,
     )  # fmt: skip
-    batch = synthetic(case.microbatch, case.seq_len, case.config()["vocab_size"], case.documents)
-    counts = StepCounts(batch, int(np.count_nonzero(batch.labels >= 0)), None, 0.0)
+    batch = synthetic(case.microbatch * case.microbatches, case.seq_len, case.config()["vocab_size"], case.documents)
+    counts = StepCounts(batch, int(np.count_nonzero(batch.labels >= 0)) * parts.run.layout.dp, None, 0.0)
     state = TrainState()
     return (lambda: train_step(parts, state, counts, None).loss), parts.run.memory.total - parts.run.memory.reserved
 
@@ -65,7 +68,7 @@ def timed(step: Callable[[], torch.Tensor], device: torch.device, seconds: float
     step().item()
     began = time.perf_counter()
     step().item()
-    size = max(1, round(seconds / GROUPS / max(time.perf_counter() - began, 1e-6)))
+    size = agreed(max(1, round(seconds / GROUPS / max(time.perf_counter() - began, 1e-6))))
     groups = []
     for _ in range(GROUPS):
         began = time.perf_counter()
@@ -75,6 +78,15 @@ def timed(step: Callable[[], torch.Tensor], device: torch.device, seconds: float
         groups.append((time.perf_counter() - began) / size)
     return {"step_s": median(groups), "step_s_range": [min(groups), max(groups)], "steps": GROUPS * size,
             "first_step_s": first, "first_loss": first_loss, "last_loss": last_loss}  # fmt: skip
+
+
+def agreed(steps: int) -> int:
+    """The largest of what ranks say, so that all do as many steps."""
+    if torch.distributed.is_initialized():
+        most = torch.tensor(steps)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        return int(most)
+    return steps
 
 
 def memory(device: torch.device) -> dict:
@@ -87,9 +99,11 @@ def memory(device: torch.device) -> dict:
 def run(case: Case, device: torch.device, seconds: float = 3.0) -> dict:
     """What was measured of `case`; running out of memory is a result, too."""
     from kumi.spec import families, ledger
+    from kumi.spec.layout import Layout
 
     torch.manual_seed(0)
-    spec, tokens = families.from_hf(case.config()), case.microbatch * case.seq_len
+    spec, layout = families.from_hf(case.config()), Layout(**case.layout)
+    tokens = case.microbatch * case.microbatches * layout.dp * case.seq_len
     flops = ledger.train_flops(spec, tokens, case.seq_len)
     found = {"status": "ok", "parameters": ledger.num_params(spec), "tokens": tokens, "flops": flops,
              "estimated_bytes": None}  # fmt: skip
@@ -111,8 +125,10 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=3.0, help="time for the measured steps")
     args = parser.parse_args()
-    found = run(Case(**json.loads(args.case)), torch.device(args.device), args.seconds)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0"))) if args.device == "cuda" else "cpu"
+    found = run(Case(**json.loads(args.case)), torch.device(device), args.seconds)
+    if os.environ.get("RANK", "0") == "0":
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

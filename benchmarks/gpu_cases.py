@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
 
 import shapes
 
-SHAPES = {"1b": shapes.LLAMA_1B, "8b": shapes.LLAMA_8B, "tiny": shapes.TINY}
+SHAPES = {"1b": shapes.LLAMA_1B, "8b": shapes.LLAMA_8B, "30b-a3b": shapes.QWEN_30B_A3B, "tiny": shapes.TINY,
+          "tiny-experts": shapes.TINY_EXPERTS}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training configuration on one device.
+    """One training configuration on one device, or on as many as its `layout` has ranks.
 
     `system` is "kumi" (bf16 compute, float32 master weights and states), "amp" (the bare loop under bf16 autocast, with
     float32 weights and states) or "bf16" (the bare loop with weights and states in bf16, which is half the memory and
     another numeric result). `layers` cuts the model where the whole does not fit. With `documents` > 1 every sequence
-    holds that many documents that must not see one another; the bare loop cannot do that.
+    holds that many documents that must not see one another; the bare loop cannot do that. `layout` are fields of
+    kumi's Layout; a rank then has `microbatches` a step, and with `async_tp` overlaps products with messages.
     """
 
     system: str
@@ -27,6 +31,14 @@ class Case:
     layers: int | None = None
     seq_len: int = 4096
     documents: int = 1
+    layout: dict[str, Any] = field(default_factory=dict)
+    microbatches: int = 1
+    async_tp: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many devices it takes."""
+        return prod(self.layout.get(axis, 1) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
 
     @property
     def name(self) -> str:
@@ -35,6 +47,9 @@ class Case:
         parts += [f"mb {self.microbatch}", f"recompute {self.recompute}"]
         parts += ["compile"] * self.compile
         parts += [f"{self.documents} documents"] if self.documents > 1 else []
+        parts += [" ".join(f"{key} {value}" for key, value in self.layout.items())] if self.layout else []
+        parts += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        parts += ["async tp"] * self.async_tp
         return ", ".join(parts)
 
     def config(self) -> dict:
@@ -53,6 +68,9 @@ def all_cases() -> list[Case]:
         Case("kumi", "1b", 4, "selective"),
         *_pair(Case("kumi", "1b", 4, "full")),
         Case("kumi", "1b", 4, documents=8),
+        Case("kumi", "30b-a3b", 1, layers=4),
+        Case("kumi", "30b-a3b", 4, "selective", layers=4),
+        *on_several(),
         *_pair(Case("kumi", "1b", 1)),
         *_pair(Case("kumi", "1b", 8)),
         # The whole model with float32 master weights: 16 bytes a parameter and more, on the edge of 141 GB.
@@ -67,10 +85,30 @@ def all_cases() -> list[Case]:
     ]
 
 
+def on_several() -> list[Case]:
+    """Every dimension on two GPUs, beside the same work on one, and two that need four."""
+    dense, experts = Case("kumi", "8b", 1, "full", layers=8), Case("kumi", "30b-a3b", 1, layers=4)
+    of_dense: list[dict[str, Any]] = [
+        {"dp_shard": 2, "zero": 3}, {"tp": 2}, {"cp": 2, "zero": 1}, {"cp": 2, "zero": 1, "context": "ulysses"},
+        {"tp": 2, "dp_shard": 2, "zero": 3},
+    ]  # fmt: skip
+    piped: list[dict[str, Any]] = [{"pp": 2}, {"pp": 2, "schedule": "zb-v", "stages": 2}, {"pp": 2, "tp": 2}]
+    return [
+        dense,
+        *(replace(dense, layout=layout) for layout in of_dense),
+        replace(dense, layout={"tp": 2}, async_tp=True),
+        *(replace(dense, layout=layout, microbatches=8) for layout in piped),
+        replace(experts, layout={"dp_shard": 2, "ep": 2, "zero": 1}),
+        replace(experts, layout={"dp_shard": 4, "ep": 4, "zero": 1}),
+    ]
+
+
 def _pair(case: Case) -> list[Case]:
     return [case, replace(case, system="amp")]
 
 
 def tiny(case: Case) -> Case:
     """The same case with a shape that any machine runs at once."""
-    return replace(case, shape="tiny", seq_len=64, layers=None if case.layers is None else 1)
+    shape = "tiny-experts" if case.shape == "30b-a3b" else "tiny"
+    layers = None if case.layers is None else case.layout.get("pp", 1) * case.layout.get("stages", 1)
+    return replace(case, shape=shape, seq_len=64, layers=layers)

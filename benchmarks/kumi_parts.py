@@ -14,7 +14,7 @@ from kumi.config.resolve import choose_optim
 from kumi.data import Batch
 from kumi.parallel.build import build
 from kumi.parallel.data import bare
-from kumi.parallel.mesh import Place, build_mesh
+from kumi.parallel.mesh import Place, build_mesh, init_distributed
 from kumi.parallel.optimizer import init_adamw
 from kumi.plan.choose import timed
 from kumi.plan.estimate import estimate
@@ -25,39 +25,46 @@ from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from kumi.train.state import Parts
 
+ALONE = Layout()
+
 
 def make_run(
-    config: dict[str, Any], *, seq_len: int, microbatch: int, recompute: str, compile: bool, precision: str
-) -> Run:
-    """A run of one rank and one microbatch a step, whether or not the planner would say that it fits."""
+    config: dict[str, Any], *, seq_len: int, microbatch: int, recompute: str, compile: bool, precision: str,
+    layout: Layout = ALONE, microbatches: int = 1, async_tp: bool = False,
+) -> Run:  # fmt: skip
+    """A run of `layout` with so many microbatches a step, whether or not the planner would say that it fits."""
+    tokens = seq_len * microbatch * microbatches * layout.dp
     written = from_dict({
         "name": "benchmark",
         "model": {"config": config, "init": "random"},
-        "batch": {"seq_len": seq_len, "tokens_per_step": seq_len * microbatch},
+        "batch": {"seq_len": seq_len, "tokens_per_step": tokens},
+        "comm": {"async_tp": async_tp},
         "data": {"sources": [{"path": "unused"}], "tokenizer": "unused"},
         "optim": {"schedule": "constant"},
         "train": {"steps": 1, "out": "unused", "compile": compile},
     })  # fmt: skip
-    cluster = replace(cluster_spec(written.cluster), devices_per_node=1)
+    cluster = replace(cluster_spec(written.cluster), devices_per_node=layout.world_size)
     optim = choose_optim(written.optim, 1)
-    job = Job(families.from_hf(config), cluster, BatchSpec(seq_len, seq_len * microbatch), PRECISIONS[precision], optim)
+    job = Job(families.from_hf(config), cluster, BatchSpec(seq_len, tokens), PRECISIONS[precision], optim)
     device = timed(cluster.device, job.precision.matmul_dtype)
-    layout = Layout(microbatch=microbatch, recompute=recompute)
+    layout = replace(layout, microbatch=microbatch, recompute=recompute)
     found = estimate(replace(job, cluster=replace(cluster, device=device)), layout)
     return Run(written, config, None, job, found)
 
 
 def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> Parts:
-    """A decoder and its optimizer on `device`, with random weights drawn there."""
+    """A decoder and its optimizer on `device`, with random weights drawn there; on a rank of several, this rank's part
+    of them."""
     run = make_run(config, **options)
-    mesh = build_mesh(run.layout, Place(0, 1, 0, device))
+    alone = run.layout.world_size == 1
+    mesh = build_mesh(run.layout, Place(0, 1, 0, device) if alone else init_distributed(device.type))
 
     def weights(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=device)
         return torch.randn(shape, device=device) * run.model.initializer_range
 
-    model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile)
+    model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm)
     optimizer = init_adamw(bare(model).named_parameters(), run.optim)
     return Parts(run, mesh, model, optimizer, None, None, None)
 

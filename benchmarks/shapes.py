@@ -39,7 +39,16 @@ LLAMA_8B = _LLAMA | {
     "rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
 }  # fmt: skip
 
-# The same with 8 experts, of which a token takes 2 that are together as wide.
+# Qwen3-30B-A3B: 128 experts, of which a token takes 8.
+QWEN_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+# W1 with 8 experts, of which a token takes 2 that are together as wide.
 W1_EXPERTS: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False, "vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024,
@@ -52,6 +61,12 @@ TINY = _LLAMA | {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
     "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+TINY_EXPERTS = W1_EXPERTS | {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32,
 }  # fmt: skip
 
 

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import gpu_case
 import gpu_cases
+import kumi_parts
 import pytest
 import torch
 from gpu_cases import Case
 
 import gpu
+from kumi.spec.checks import problems
+from kumi.spec.layout import Layout
 
 CPU = torch.device("cpu")
 
@@ -22,6 +25,8 @@ CPU = torch.device("cpu")
     Case("kumi", "tiny", 2, "none", seq_len=32),
     Case("kumi", "tiny", 2, "selective", seq_len=32, documents=4),
     Case("kumi", "tiny", 1, "full", seq_len=32, layers=1),
+    Case("kumi", "tiny-experts", 2, seq_len=32),
+    Case("kumi", "tiny", 1, seq_len=32, layout={"schedule": "zb-h1"}, microbatches=3),
     Case("amp", "tiny", 2, "full", seq_len=32),
     Case("bf16", "tiny", 1, seq_len=32),
 ], ids=lambda case: case.name)  # fmt: skip
@@ -65,6 +70,34 @@ def test_the_first_cases_are_the_headline():
     assert wanted <= {(case.shape, case.recompute) for case in cases}
     assert {True, False} == {case.compile for case in cases}
     assert "8b/24 layers" in cases[4].name
+
+
+@pytest.mark.parametrize("case", [
+    Case("kumi", "tiny", 1, seq_len=32, layout={"pp": 2}, microbatches=2),
+    Case("kumi", "tiny-experts", 1, seq_len=32, layout={"dp_shard": 2, "ep": 2, "zero": 1}),
+], ids=lambda case: case.name)  # fmt: skip
+def test_several_ranks_train_together(case):
+    found = gpu.run_case(case, "cpu", 100.0, devices=2)
+    assert found["status"] == "ok", found
+    assert found["last_loss"] != found["first_loss"]
+    assert found["tokens"] == 64
+    assert gpu.run_case(case, "cpu", 100.0, devices=1)["reason"] == "takes 2 devices, and there are 1"
+
+
+def test_a_rank_that_fails_ends_the_others():
+    case = Case("kumi", "tiny", 1, seq_len=32, layout={"tp": 2}, async_tp=True)
+    found = gpu.run_case(case, "cpu", 100.0, devices=2)
+    assert found["status"] == "failed"
+    assert "comm.async_tp=true on cpu with tp=2" in found["reason"]
+
+
+def test_layouts_are_legal():
+    for case in gpu_cases.on_several():
+        run = kumi_parts.make_run(
+            case.config(), seq_len=case.seq_len, microbatch=case.microbatch, recompute=case.recompute,
+            compile=case.compile, precision="bf16", layout=Layout(**case.layout), microbatches=case.microbatches,
+        )  # fmt: skip
+        assert problems(run.model, run.layout, run.job.cluster, run.job.batch) == [], case.name
 
 
 def test_the_script_writes_its_results(tmp_path):
