@@ -88,15 +88,23 @@ def sum_over(grads: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: to
     """
     if group is None or not grads:
         return
-    works = []
+    underway: tuple[list[Tensor], Tensor, dist.Work] | None = None
     for bucket in _buckets(grads):
         flat = torch.cat([grad.reshape(-1).to(dtype or grad.dtype) for grad in bucket])
-        works.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for bucket, flat, work in works:
+        work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
-        work.wait()
-        for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
-            grad.copy_(part.view(grad.shape))
+        if underway is not None:  # room for two messages, not for all gradients once more
+            _arrive(*underway)
+        underway = bucket, flat, work
+    assert underway is not None
+    _arrive(*underway)
+
+
+def _arrive(bucket: Sequence[Tensor], flat: Tensor, work: dist.Work) -> None:
+    """Puts the sums in `flat` in their places in `bucket`, once they are there."""
+    work.wait()
+    for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
+        grad.copy_(part.view(grad.shape))
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
