@@ -119,6 +119,8 @@ def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> P
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Stages send one message after the other in a group for each direction, as they should.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if world_size > 1 and not dist.is_initialized():
         try:
             dist.init_process_group(
