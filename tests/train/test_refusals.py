@@ -172,6 +172,14 @@ def test_a_damaged_checkpoint(refused, harm, ranks):
     assert "step_000002" in error
 
 
+@pytest.mark.parametrize("key", ["nonsense", "optim.lrr"])
+def test_a_change_of_what_there_is_not(small, tmp_path, capfd, key):
+    folder = small.copy(tmp_path)
+    with contextlib.chdir(folder):
+        assert main(["train", str(run_file(folder)), "--allow-change", key]) == 2
+    assert f"RefusedError: --allow-change {key}: no key of a run file has this name" in capfd.readouterr().err
+
+
 def test_allow_change_goes_on_with_the_new_value(small, tmp_path):
     folder = small.copy(tmp_path)
     with contextlib.chdir(folder):

@@ -39,6 +39,7 @@ def claim(out: Path, config: RunConfig, allow_change: Sequence[str] = ()) -> Ite
     what is learned and that `allow_change` does not name, or when another process is training there. Nothing is written
     before all of that is clear.
     """
+    _check_names(allow_change)
     _check(out, config, allow_change)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
@@ -86,6 +87,16 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str]]:
     before, after = _flat(old), _flat(new)
     keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
     return [(key, f"{key}: {before.get(key, 'unset')!r} -> {after.get(key, 'unset')!r}") for key in keys]
+
+
+def _check_names(keys: Sequence[str]) -> None:
+    """Raises RefusedError where one of the dotted `keys` names nothing that a run file can say."""
+    for key in keys:
+        section, *inner = key.split(".")
+        field = RunConfig.model_fields.get(section)
+        within: Any = getattr(field and field.annotation, "model_fields", None)
+        if field is None or (inner and within is not None and inner[0] not in within):
+            raise RefusedError(f"--allow-change {key}: no key of a run file has this name; name one, as in optim.lr")
 
 
 def _allowed(key: str, allow_change: Sequence[str]) -> bool:
