@@ -288,7 +288,7 @@ def _logits() -> str:
 
 
 def _tutorial() -> str:
-    rows = {}
+    rows: dict[str, tuple[object, ...]] = {}
     for words in commands(PAGES / "tutorial.md"):
         if words[1] != "train" or "--dry-run" in words:
             continue
