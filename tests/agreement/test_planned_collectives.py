@@ -97,7 +97,7 @@ def _named(case):
 @pytest.mark.parametrize(("family", "layout"), CUT, ids=_named)
 def test_layouts_that_cut_the_model(ranks, family, layout):
     """Rows that go to experts differ from rank to rank; of all ranks together there are as many as the planner says."""
-    found, said = (Counter({kind: 0 for kind in ("count", "bytes")}) for _ in range(2))
+    found, said = (Counter(dict.fromkeys(("count", "bytes"), 0)) for _ in range(2))
     for rank, sent in enumerate(ranks(layout.world_size, _sent, layout, family, "bf16")):
         for seen, microbatches in zip(sent, MICROBATCHES, strict=True):
             listed = _planned(layout, family, "bf16", microbatches, layout.coords(rank)["pp"])

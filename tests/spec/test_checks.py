@@ -177,7 +177,7 @@ def test_every_pipeline_can_be_trained(schedule, stages):
         (Layout(offload="activations", recompute="selective"), {}, "offload='activations' with recompute='selective'"),
         (Layout(), {"optim": Optim(kind="muon")}, "optim.kind='muon': this version trains with adamw; plan it, or set "
                                                   "optim.kind = 'adamw'"),
-        (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8': this version multiplies in float8 on CUDA "),
+        (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8': this version multiplies in float8 on CUDA"),
         (Layout(), {"precision": PRECISIONS["bf16-pure"]}, "precision.kind='bf16-pure': this version trains in bf16"),
         (Layout(), {"model": replace(MIXED, family="gpt_oss")}, "a gpt_oss model can be planned for but not trained"),
     ],
