@@ -1,4 +1,8 @@
-"""Matrix products of many experts at once: rows that lie sorted by expert, each group with its own matrix."""
+"""Matrix products of many experts at once: rows that lie sorted by expert, each group with its own matrix.
+
+To PyTorch's dispatcher each is one operator, whether there is a kernel for it or a product for every expert: selective
+recomputation, FLOP counting and runs without content see it whole.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -23,14 +27,15 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, counts)
-        return _times(rows, weight.transpose(1, 2), counts)
+        out: Tensor = TIMES(rows, weight.transpose(1, 2), counts)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weight, counts = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_rows = _times(grad, weight, counts) if ctx.needs_input_grad[0] else None
-        grad_weight = _outer(grad, rows, counts) if ctx.needs_input_grad[1] else None
+        grad_rows = TIMES(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        grad_weight = OUTER(grad, rows, counts) if ctx.needs_input_grad[1] else None
         return grad_rows, grad_weight, None
 
 
@@ -51,19 +56,32 @@ def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     return torch.stack([torch.mm(of_out.T, of_in) for of_out, of_in in parts])
 
 
-def _flops(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Two for each element of `a` (N, in) and column of its matrix of `b` (X, in, out), or of `a` (out, N) and column
-    of `b` (N, in)."""
-    return 2 * a[0] * a[1] * b[-1]
-
-
-# PyTorch's counter knows the kernel from some version on.
-if torch.ops.aten._grouped_mm not in flop_registry:
-    register_flop_formula(torch.ops.aten._grouped_mm)(_flops)
-
-
 def _has_kernel(rows: Tensor, width: int) -> bool:
     """Whether PyTorch's grouped product takes `rows` (N, in) and matrices with `width` columns: none in float64, none
     that has no rows, and none whose rows do not begin at multiples of 16 bytes."""
     aligned = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[1], width))
     return rows.dtype != torch.float64 and len(rows) > 0 and aligned
+
+
+def _define(name: str, schema: str, function: Any, fake: Any) -> Any:
+    torch.library.define(f"kumi::{name}", schema)
+    torch.library.impl(f"kumi::{name}", "CompositeExplicitAutograd", function)
+    torch.library.register_fake(f"kumi::{name}", fake)
+    return getattr(torch.ops.kumi, name).default
+
+
+TIMES = _define("grouped_times", "(Tensor rows, Tensor matrices, Tensor counts) -> Tensor", _times,
+                lambda rows, matrices, counts: rows.new_empty(rows.shape[0], matrices.shape[2]))  # fmt: skip
+OUTER = _define("grouped_outer", "(Tensor grad, Tensor rows, Tensor counts) -> Tensor", _outer,
+                lambda grad, rows, counts: rows.new_empty(counts.shape[0], grad.shape[1], rows.shape[1]))  # fmt: skip
+
+
+@register_flop_formula(torch.ops.kumi.grouped_times)
+def _times_flops(rows: tuple[int, ...], matrices: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Two for each element of the rows and column of its matrix."""
+    return 2 * rows[0] * rows[1] * matrices[2]
+
+
+@register_flop_formula(torch.ops.kumi.grouped_outer)
+def _outer_flops(grad: tuple[int, ...], rows: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * rows[0] * rows[1] * grad[1]

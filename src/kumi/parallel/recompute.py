@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from kumi.compat import VARLEN_ATTENTION
 from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
+from kumi.nn.grouped import TIMES as GROUPED_PRODUCTS
 from kumi.parallel.collectives import SCATTER, SUM
 from kumi.parallel.expert import COUNTS as EXCHANGED_COUNTS
 from kumi.parallel.expert import ROWS as EXCHANGED_ROWS
@@ -33,7 +34,7 @@ KEPT = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
-    _aten._grouped_mm.default,
+    GROUPED_PRODUCTS,
     PACKED_ATTENTION,
     RING_ATTENTION,
     DEALT_HEADS,
