@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import Ranks, run_ranks
 
-# A background shell starts its jobs with Ctrl-C ignored, which the tests of signals must not inherit.
+# A background shell starts its jobs with Ctrl-C ignored, and nohup with SIGHUP, which the tests of signals must not
+# inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("kumi", deadline=None)

@@ -26,4 +26,5 @@ def test_rows_are_compared_with_one_process_by_their_medians():
 def test_one_process_is_measured_first_and_the_others_are_two():
     first, *others = layouts_cpu.ROWS.values()
     assert first.layout == Layout()
-    assert {row.layout.world_size for row in others} == {2}
+    assert {row.layout.world_size for row in others if row is not layouts_cpu.ROWS[row.alone]} == {2}
+    assert {layouts_cpu.ROWS[row.alone].layout for row in others} == {Layout()}

@@ -9,6 +9,7 @@ from other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -59,15 +60,57 @@ KEPT_BY_NAME = (VARLEN_ATTENTION,)
 def recompute_layers(layers: Iterable[nn.Module], how: str) -> None:
     """Makes each layer recompute as `how` says ("none", "selective" or "full"). Module and parameter names stay.
 
-    Call it before the layers are sharded, so that the sharding's hooks run outside of what is recomputed.
+    Call it before the layers are sharded, so that the sharding's hooks run outside of what is recomputed; where a part
+    of a layer is sharded by itself, see `keep_aside`.
     """
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # a decoder draws no random numbers
     if how == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        for layer in layers:
+            aside = Aside()
+            layer.aside = aside  # type: ignore[assignment]
+            layer.forward = _recomputed(layer.forward, options | {"context_fn": partial(_contexts, aside)})
+        return
     for layer in layers:
         layer.forward = _recomputed(layer.forward, options)
+
+
+@dataclass
+class Aside:
+    """Whether what runs now is none of recomputation's business: not the same the second time."""
+
+    on: bool = False
+
+
+def keep_aside(module: nn.Module, aside: Aside) -> None:
+    """Has the hooks of `module`, which gather and free its parameters, run aside of the layer that recomputes."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = partial(_run_aside, aside, hook)
+
+
+def _run_aside(aside: Aside, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, aside.on = aside.on, True
+    try:
+        return hook(*args, **kwargs)
+    finally:
+        aside.on = before
+
+
+def _contexts(aside: Aside) -> tuple[Any, Any]:
+    """PyTorch's two modes of selective recomputation, of the forward and of its repetition, blind to what is aside."""
+    modes: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    for mode in modes:
+        kind = type(mode)
+
+        def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None, kind: Any = kind) -> Any:
+            if aside.on:
+                return func(*args, **(kwargs or {}))
+            return kind.__torch_dispatch__(self, func, types, args, kwargs)
+
+        mode.__class__ = type(kind.__name__, (kind,), {"__torch_dispatch__": dispatch})
+    return modes
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
