@@ -2,11 +2,11 @@
 
     python benchmarks/pipeline_bubble.py [--only "1f1b 4" ...] [--steps 8] [--json FILE]
 
-Two processes train a model of equal stages (a small vocabulary, so that embedding and head weigh nothing) under every
+Two processes train a model of equal stages (a small vocabulary, so that embedding and head weigh little) under every
 schedule; a row is a schedule and its microbatches. The bubble is the share of a step that a rank does not compute. It
-is simulated with the medians of the measured seconds of a forward and a backward and messages that take no time, as if
-all stages were equal. Of all steps the shortest counts, for whatever else runs on the machine makes steps longer only;
-on fewer cores than processes the figures mean nothing.
+is simulated with the medians of the measured seconds of each stage's forwards and backwards, and messages that take no
+time. Of all steps the shortest counts, for whatever else runs on the machine makes steps longer only; on fewer cores
+than processes the figures mean nothing.
 """
 
 from __future__ import annotations
@@ -152,20 +152,24 @@ def train(args: argparse.Namespace) -> None:
 
 
 def bubble(row: str, timelines: list[Timeline]) -> Bubble:
-    """The bubble of the shortest of `timelines`, and that of the same list with equal stages."""
+    """The bubble of the shortest of `timelines`, and that of the same list with each stage's own seconds."""
     layout, microbatches = layout_of(row)
     best = min(timelines, key=lambda one: one.seconds)
-    took = {kind: _median(best, kind) for kind in "FBIW"}
-    inputs, weights = (took["I"], took["W"]) if took["I"] else (took["B"] / 2, took["B"] / 2)
     lists = actions(layout.schedule, layout.pp, layout.stages, microbatches)
     held = placement(layout.schedule, layout.pp, layout.stages)
-    wanted = simulate(lists, held, [(took["F"], inputs, weights)] * layout.pp * layout.stages)
+    wanted = simulate(lists, held, [_durations(best, stage) for stage in range(layout.pp * layout.stages)])
     return Bubble(row, _waiting(best), _waiting(wanted), best.seconds, wanted.seconds)
 
 
-def _median(found: Timeline, kind: str) -> float:
-    """Median seconds of the actions of `kind`; 0 where there are none."""
-    took = [span.end - span.start for rank in found.spans for span in rank if span.action.kind == kind]
+def _durations(found: Timeline, stage: int) -> tuple[float, float, float]:
+    """Median seconds of a forward, of the input gradients and of the weight gradients of a stage."""
+    forward, whole, inputs, weights = (_median(found, stage, kind) for kind in "FBIW")
+    return (forward, inputs, weights) if inputs else (forward, whole / 2, whole / 2)
+
+
+def _median(found: Timeline, stage: int, kind: str) -> float:
+    """Median seconds of a stage's actions of `kind`; 0 where there are none."""
+    took = [span.end - span.start for rank in found.spans for span in rank if span.action[:2] == (kind, stage)]
     return statistics.median(took) if took else 0.0
 
 
