@@ -1,7 +1,5 @@
 """Every schedule trains as one process does, and does what its list says."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
@@ -13,30 +11,20 @@ from kumi.spec.ledger import params
 from kumi.spec.messages import needed
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedule import actions, placement
-from layouts.test_layouts import TOLERANCE, close
+from layouts.test_layouts import alone, equal
 from ranks import run_ranks
-from steps import SPECS, Trace, batch, mesh_of, train
+from steps import SPECS, batch, mesh_of, train
 
 SCHEDULES = {
     "1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2,
 }  # fmt: skip
 
 
-@cache
-def alone(family: str) -> Trace:
-    """What one process sees."""
-    return run_ranks(1, train, Layout(), family, 1)[0]
-
-
 def compare(ranks, layout, family, microbatches):
     wanted = alone(family)
     found: set[str] = set()
     for trace in ranks(layout.world_size, train, layout, family, microbatches):
-        assert trace.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
-        assert trace.norms == pytest.approx(wanted.norms, rel=TOLERANCE)
-        for mine, whole in zip([*trace.grads, trace.params], [*wanted.grads, wanted.params]):
-            known = {part.name: part for part in whole}
-            assert [part.name for part in mine if not close(part, known[part.name])] == []
+        equal(trace, wanted)
         found |= {part.name for part in trace.params}
     assert found == {part.name for part in wanted.params}
 

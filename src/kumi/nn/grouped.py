@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from kumi.nn.operators import define
+
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows (N, out) of `rows` (N, in) times the transposed matrices of `weight` (X, out, in), in the dtype of `rows`.
@@ -63,16 +65,9 @@ def _has_kernel(rows: Tensor, width: int) -> bool:
     return rows.dtype != torch.float64 and len(rows) > 0 and aligned
 
 
-def _define(name: str, schema: str, function: Any, fake: Any) -> Any:
-    torch.library.define(f"kumi::{name}", schema)
-    torch.library.impl(f"kumi::{name}", "CompositeExplicitAutograd", function)
-    torch.library.register_fake(f"kumi::{name}", fake)
-    return getattr(torch.ops.kumi, name).default
-
-
-TIMES = _define("grouped_times", "(Tensor rows, Tensor matrices, Tensor counts) -> Tensor", _times,
+TIMES = define("grouped_times", "(Tensor rows, Tensor matrices, Tensor counts) -> Tensor", _times,
                 lambda rows, matrices, counts: rows.new_empty(rows.shape[0], matrices.shape[2]))  # fmt: skip
-OUTER = _define("grouped_outer", "(Tensor grad, Tensor rows, Tensor counts) -> Tensor", _outer,
+OUTER = define("grouped_outer", "(Tensor grad, Tensor rows, Tensor counts) -> Tensor", _outer,
                 lambda grad, rows, counts: rows.new_empty(counts.shape[0], grad.shape[1], rows.shape[1]))  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kumi.compat import group_of, one_tensor_collectives
+from kumi.nn import operators
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -69,10 +70,7 @@ INSIDE: dict[Any, Callable[..., Any]] = {}
 
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """`function` as the operator kumi::`name` on every device, whose results look like those of `fake`."""
-    torch.library.define(f"kumi::{name}", schema)
-    torch.library.impl(f"kumi::{name}", "CompositeExplicitAutograd", function)
-    torch.library.register_fake(f"kumi::{name}", fake)
-    operator = getattr(torch.ops.kumi, name).default
+    operator = operators.define(name, schema, function, fake)
     INSIDE[operator] = function
     return operator
 
