@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from held import held
 from kumi.parallel import build, build_mesh
 from kumi.parallel.mesh import Place
 from kumi.plan.activations import ledger
@@ -26,11 +26,10 @@ def held_after_forward(layout, kind):
     model = build(MODEL, mesh, PRECISIONS[kind], weights=0)
     input_ids = torch.randint(0, MODEL.vocab_size, (ROWS, LENGTH))
     weights = torch.ones((ROWS, LENGTH))
-    # One cycle has nothing to accumulate, but without `acc_events` PyTorch before 2.13 warns that it does not.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+    with held() as found:
         kept = model(input_ids, labels=input_ids, token_weights=weights)
     assert kept[0].requires_grad
-    return sum(event.self_cpu_memory_usage for event in record.key_averages())
+    return found.bytes
 
 
 def said_kept(recompute, kind, count, tiles=1):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from held import held
 from kumi.parallel import build, build_mesh
 from kumi.parallel.mesh import Place
 from kumi.spec.layout import Layout
@@ -19,23 +19,21 @@ def _forward_backward(how: str, family: str, kind: str = "fp32") -> tuple[int, d
     mesh = build_mesh(Layout(recompute=how), Place(0, 1, 0, torch.device("cpu")))
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=0)
     part = batch(0)
-    # One cycle has nothing to accumulate, but without `acc_events` PyTorch before 2.13 warns that it does not.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+    with held() as found:
         summed, _ = model(**part, token_weights=torch.ones(part["labels"].shape))
-    held = sum(event.self_cpu_memory_usage for event in record.key_averages())
     summed.backward()
-    return held, {name: parameter.grad for name, parameter in model.named_parameters()}
+    return found.bytes, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_gradients_and_names_stay_and_memory_falls(family, kind):
-    held, grads = zip(*(_forward_backward(how, family, kind) for how in ("none", "selective", "full")))
+    kept, grads = zip(*(_forward_backward(how, family, kind) for how in ("none", "selective", "full")))
     assert sorted(grads[0]) == sorted(param.name for param in params(SPECS[family]))
     for other in grads[1:]:
         assert list(other) == list(grads[0])
         assert all(torch.equal(other[name], grad) for name, grad in grads[0].items())
-    assert held[0] > held[1] > held[2]
+    assert kept[0] > kept[1] > kept[2]
 
 
 def test_evaluation_does_not_recompute():
@@ -47,10 +45,10 @@ def test_evaluation_does_not_recompute():
 
 def test_only_the_first_layers_recompute():
     """Each further layer that does keeps less, and all of them as much as without a number."""
-    held = []
+    counts = []
     for count in (0, 1, 2, None):
         mesh = build_mesh(Layout(recompute="full", recompute_layers=count), Place(0, 1, 0, torch.device("cpu")))
         model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=0)
         forwards = [layer.forward.__qualname__ for layer in model.model.layers.values()]
-        held.append(sum(name.startswith("_recomputed") for name in forwards))
-    assert held == [0, 1, 2, len(SPECS["llama"].layers)]
+        counts.append(sum(name.startswith("_recomputed") for name in forwards))
+    assert counts == [0, 1, 2, len(SPECS["llama"].layers)]
