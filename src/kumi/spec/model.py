@@ -14,9 +14,11 @@ class Rope:
     """Rotary position embedding: the base, and how its frequencies are stretched for longer contexts.
 
     `scaling` is None (plain), "linear" (Chen et al., 2023, arXiv:2306.15595), "llama3" (Llama 3.1: low frequencies
-    divided by `factor`, high ones kept, a smooth ramp between) or "yarn" (Peng et al., 2023, arXiv:2309.00071). Fields
-    after `factor` are None where the scaling does not use them. `partial_rotary_factor` is the share of every head that
-    is turned.
+    divided by `factor`, high ones kept, a smooth ramp between), "yarn" (Peng et al., 2023, arXiv:2309.00071) or
+    "longrope" (Ding et al., 2024, arXiv:2402.13753: each pair's frequency divided by its own number, of `long_factor`
+    in rows longer than the original context, else of `short_factor`). Fields after `factor` are None where the scaling
+    does not use them. `partial_rotary_factor` is the share of every head that is turned. `interleave`: pairs to turn
+    are neighbours, not half the turned dimensions apart.
     """
 
     rope_theta: float
@@ -30,6 +32,9 @@ class Rope:
     attention_factor: float | None = None
     truncate: bool = True
     partial_rotary_factor: float = 1.0
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    interleave: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,9 @@ class Attention:
     once with `qk_norm_whole`. `rope` is None where positions enter otherwise: learned ones at the embedding, or with
     `alibi` a bias on the scores that grows with the distance (Press et al., 2021, arXiv:2108.12409). `fused_qkv`: one
     matrix makes queries, keys and values. `sinks`: every head has a learned score of looking nowhere.
+
+    Scores are multiplied by `score_scale`, 1 / sqrt(head_dim) where that is None, and with `softcap` become
+    softcap * tanh(score / softcap) before the mask (Gemma 2, arXiv:2408.00118).
     """
 
     num_attention_heads: int
@@ -55,6 +63,8 @@ class Attention:
     alibi: bool = False
     fused_qkv: bool = False
     sinks: bool = False
+    score_scale: float | None = None
+    softcap: float | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -132,7 +142,9 @@ class MoE:
     experts.
 
     With `topk_method` "noaux_tc" a bias that is no parameter joins the scores where experts are chosen, and a group is
-    as good as its two best experts; otherwise as its best. `router_aux_loss_coef` is the weight of the loss that keeps
+    as good as its two best experts; otherwise as its best. Experts that are not `gated` are down(act(up(x))). With
+    `act_limit` gate and up are clamped, and gated as in gpt-oss: gate * sigmoid(`act_alpha` * gate) * (up + 1).
+    `router_aux_loss_coef` is the weight of the loss that keeps
     experts equally busy (see `kumi.nn.router`), over the tokens of a batch, or with `seq_aux` over each sequence's.
     """
 
@@ -150,6 +162,9 @@ class MoE:
     topk_method: str = "greedy"
     router_aux_loss_coef: float = 0.0
     seq_aux: bool = False
+    gated: bool = True
+    act_limit: float | None = None
+    act_alpha: float = 1.702
 
     @property
     def has_correction_bias(self) -> bool:
@@ -162,7 +177,8 @@ class LayerSpec:
     """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     `parallel`: x + attention(norm(x)) + mlp(other_norm(x)), as in GPT-NeoX; with `shared_norm` both norms are one.
-    `post_norms`: what attention and mlp return is normalised, too, as in Gemma 2.
+    `post_norms`: what attention and mlp return is normalised, too, as in Gemma 2; without `pre_norms` nothing else is,
+    as in OLMo 2.
     """
 
     attention: Attention | LatentAttention
@@ -170,14 +186,18 @@ class LayerSpec:
     parallel: bool = False
     shared_norm: bool = False
     post_norms: bool = False
+    pre_norms: bool = True
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A decoder: embedding, layers, final norm, head. Equal layers are equal objects.
 
-    `norm` is "rmsnorm", or "layernorm" with a bias. `learned_positions` is how many positions have a learned embedding
-    of their own, 0 where none has; `embedding_norm`: the embeddings are normalised. `names` says what the parameters
+    `norm` is "rmsnorm", or "layernorm", with a bias unless `norm_bias` is off; with `zero_centered_norm` norms multiply
+    by 1 + weight. `learned_positions` is how many positions have a learned embedding of their own, 0 where none has;
+    `embedding_norm`: the embeddings are normalised. Embeddings are multiplied by `embedding_scale`, what attention and
+    mlp add to the residual stream by `residual_scale`, logits by `logit_scale`; with `logit_softcap` they then become
+    softcap * tanh(logit / softcap). `names` says what the parameters
     are called. `notes` are sentences about what was left out when the model was read.
     """
 
@@ -195,6 +215,12 @@ class ModelSpec:
     norm: str = "rmsnorm"
     learned_positions: int = 0
     embedding_norm: bool = False
+    norm_bias: bool = True
+    zero_centered_norm: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     names: Names = LLAMA
     notes: tuple[str, ...] = field(default=(), compare=False)
 
