@@ -43,7 +43,7 @@ def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
     """The embedding of tokens, the rotary tables (cosine and sine) that all layers share, and learned positions."""
     vocab, embed, names = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size), spec.names
     table = Param(f"{names.embedding}.weight", (vocab, embed))
-    attentions = [layer.attention for layer in spec.layers]
+    attentions = [layer.attends for layer in spec.layers if layer.attends is not None]
     sizes = {(att.rope, att.rotary_dim): att.rotary_dim for att in attentions if att.rope is not None}
     rotary = tuple(Activation((Dim("head_dim", 2 * size),), "float32") for size in sizes.values())
     found = [Op(names.embedding, "embedding", vocab, embed, (table,), (Activation((), "int64"), *rotary))]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import log
+from math import inf, log
 
+from kumi.errors import ModelError
 from kumi.spec.names import LLAMA, Names
 
 
@@ -119,6 +120,33 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """A Mamba-2 mixer (Dao and Gu, 2024, arXiv:2405.21060): a convolution over time and a linear recurrence of heads.
+
+    Each of `num_heads` heads has `head_dim` channels and a state of `state_size` numbers a channel; heads of a group
+    (of `n_groups`) share what writes into their states and what reads from them. `conv_kernel` positions go into the
+    convolution. The recurrence is worked out `chunk_size` positions at a time, and the time step kept within
+    `time_step_limit`. `bias` is on the projections, `conv_bias` on the convolution.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    n_groups: int
+    conv_kernel: int
+    chunk_size: int
+    conv_bias: bool = True
+    bias: bool = False
+    hidden_act: str = "silu"
+    time_step_limit: tuple[float, float] = (0.0, inf)
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class MLP:
     """Feed-forward layer: down(act(gate(x)) * up(x)) (Shazeer, 2020, arXiv:2002.05202) or, plain, down(act(up(x))).
 
@@ -176,17 +204,29 @@ class MoE:
 class LayerSpec:
     """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
+    `attention` may be a Mamba mixer instead. A half that is None is left out, and its norm with it.
+
     `parallel`: x + attention(norm(x)) + mlp(other_norm(x)), as in GPT-NeoX; with `shared_norm` both norms are one.
     `post_norms`: what attention and mlp return is normalised, too, as in Gemma 2; without `pre_norms` nothing else is,
     as in OLMo 2.
     """
 
-    attention: Attention | LatentAttention
-    mlp: MLP | MoE
+    attention: Attention | LatentAttention | Mamba | None
+    mlp: MLP | MoE | None
     parallel: bool = False
     shared_norm: bool = False
     post_norms: bool = False
     pre_norms: bool = True
+
+    @property
+    def attends(self) -> Attention | LatentAttention | None:
+        """The attention, if the layer has one."""
+        return self.attention if isinstance(self.attention, Attention | LatentAttention) else None
+
+    @property
+    def window(self) -> int | None:
+        """The latest positions that the layer's attention sees; None where it sees all, or there is none."""
+        return None if self.attends is None else self.attends.sliding_window
 
 
 @dataclass(frozen=True)
@@ -227,6 +267,22 @@ class ModelSpec:
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def first_attention(self) -> Attention | LatentAttention:
+        """The attention of the first layer that has one; ModelError where none has."""
+        found = next((layer.attends for layer in self.layers if layer.attends is not None), None)
+        if found is None:
+            raise ModelError(f"this {self.family} model has attention in none of its layers; use one that has")
+        return found
+
+    @property
+    def first_mlp(self) -> MLP | MoE:
+        """The feed-forward part of the first layer that has one; ModelError where none has."""
+        found = next((layer.mlp for layer in self.layers if layer.mlp is not None), None)
+        if found is None:
+            raise ModelError(f"this {self.family} model has an mlp in none of its layers; use one that has")
+        return found
 
     def __hash__(self) -> int:
         return self._hash

@@ -32,22 +32,27 @@ class Alike:
 
 @lru_cache(maxsize=64)
 def alike(model: ModelSpec) -> Alike | None:
-    """What the layers of `model` have in common; None where they differ in more than `Alike` can say."""
+    """What the layers of `model` have in common; None where they differ in more than `Alike` can say, or one of them is
+    not attention with an mlp."""
     kinds, of_layer = model.layer_kinds()
+    if any(layer.attends is None or layer.mlp is None for layer in kinds):
+        return None
     attentions = {_attention(layer) for layer in kinds}
     shapes = {(layer.parallel, layer.shared_norm, layer.post_norms) for layer in kinds}
     dense = {layer.mlp for layer in kinds if isinstance(layer.mlp, MLP)}
     moe = {layer.mlp for layer in kinds if isinstance(layer.mlp, MoE)}
-    windows = tuple(kinds[index].attention.sliding_window for index in of_layer)
+    windows = tuple(kinds[index].window for index in of_layer)
     if max(len(attentions), len(shapes), len(dense), len(moe), len(set(windows) - {None})) > 1:
         return None
     experts = tuple(isinstance(kinds[index].mlp, MoE) for index in of_layer)
-    layer = replace(kinds[0], attention=_attention(kinds[0]))
-    return Alike(layer, layer.attention, next(iter(dense), None), next(iter(moe), None), windows, experts)
+    attention = _attention(kinds[0])
+    layer = replace(kinds[0], attention=attention)
+    return Alike(layer, attention, next(iter(dense), None), next(iter(moe), None), windows, experts)
 
 
 def _attention(layer: LayerSpec) -> Attention | LatentAttention:
-    attention = layer.attention
+    attention = layer.attends
+    assert attention is not None, "alike() asks for attention in every layer"
     return attention if isinstance(attention, LatentAttention) else replace(attention, sliding_window=None)
 
 

@@ -57,7 +57,7 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
 
 
 def _latent(job: Job) -> bool:
-    return isinstance(job.model.layers[0].attention, LatentAttention)
+    return isinstance(job.model.first_attention, LatentAttention)
 
 
 def model_arguments(job: Job, layout: Layout) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def model_arguments(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _positions(job: Job) -> dict[str, Any]:
-    rope = job.model.layers[0].attention.rope
+    rope = job.model.first_attention.rope
     if rope is None:
         return {"position_embedding_type": "learned_absolute" if job.model.learned_positions else "none"}
     if _latent(job):

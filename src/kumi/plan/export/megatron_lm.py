@@ -10,7 +10,7 @@ from typing import Any
 
 import kumi.plan.export.megatron as megatron
 import kumi.plan.export.megatron_model as megatron_model
-from kumi.plan.export.alike import runs
+from kumi.plan.export.alike import alike, runs
 from kumi.plan.export.common import MADE_UP, floor, only, reduces_in_half, title, torchrun
 from kumi.plan.export.text import arguments, bash_array, comment
 from kumi.spec.job import Job
@@ -37,10 +37,10 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _rope_problems(job: Job) -> Iterator[str]:
-    attention = job.model.layers[0].attention
-    rope = attention.rope
-    if rope is None:
+    found = alike(job.model)
+    if found is None or found.attention.rope is None:
         return
+    attention, rope = found.attention, found.attention.rope
     if rope.rope_theta != int(rope.rope_theta):
         yield f"rope_theta={rope.rope_theta}: Megatron-LM's --rotary-base is a whole number"
     if isinstance(attention, LatentAttention) and rope.scaling == "yarn":
@@ -121,7 +121,7 @@ def _model(job: Job) -> dict[str, Any]:
 
 
 def _positions(job: Job) -> dict[str, Any]:
-    attention = job.model.layers[0].attention
+    attention = job.model.first_attention
     if attention.rope is None:
         return {"position-embedding-type": "learned_absolute" if job.model.learned_positions else "none"}
     found = {"position-embedding-type": "rope", "rotary-base": int(attention.rope.rope_theta)}

@@ -21,8 +21,9 @@ def problems(model: ModelSpec) -> Iterator[str]:
     """What of `model` Megatron-Core's GPT model cannot be told to be."""
     found = alike(model)
     if found is None:
-        yield ("the layers differ in more than windows and experts; Megatron-Core describes one kind of layer "
-               "(windows by --window-attn-skip-freq, experts by --moe-layer-freq)")  # fmt: skip
+        yield ("the layers differ in more than windows and experts, or are not attention with an mlp each; "
+               "Megatron-Core's GPT model has one kind of layer (windows by --window-attn-skip-freq, experts by "
+               "--moe-layer-freq)")  # fmt: skip
         return
     yield from _block_problems(model, found)
     if found.dense is not None:

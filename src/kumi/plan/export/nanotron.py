@@ -39,7 +39,8 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 def _model(model: ModelSpec) -> Iterator[str]:
     found = alike(model)
     if found is None or found.moe is not None or not isinstance(found.attention, Attention):
-        yield "experts, latent attention or layers that differ: kumi writes nanotron's Llama, whose layers are alike"
+        yield ("experts, latent attention, or layers that differ or are not attention with an mlp each: kumi writes "
+               "nanotron's Llama, whose layers are alike")  # fmt: skip
         return
     wrong = [what for what, there in _foreign(model, found, found.attention).items() if there]
     if wrong:
@@ -94,7 +95,7 @@ def _recompute(layout: Layout) -> Iterator[str]:
 
 def missing_in_04(job: Job, layout: Layout) -> list[str]:
     """Why release 0.4, older than what `unsupported` speaks of, cannot carry the plan out."""
-    rope = job.model.layers[0].attention.rope
+    rope = job.model.first_attention.rope
     found = []
     if rope is None or rope.rope_theta != THETA_04:
         found.append(f"rope_theta={None if rope is None else rope.rope_theta} (it has {THETA_04:g} built in)")
@@ -125,7 +126,7 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
 
 def configuration(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
     """The configuration file as data, as the repository reads it."""
-    rope = job.model.layers[0].attention.rope
+    rope = job.model.first_attention.rope
     adam = {"name": "adamW", **_adam(job)}
     model = {**_llama(job.model), "rope_theta": None if rope is None else rope.rope_theta, "rope_interleaved": False}
     return {

@@ -68,7 +68,7 @@ def _microbatches(count: int, layout: Layout) -> Iterator[str]:
 
 
 def _degrees(job: Job, layout: Layout) -> Iterator[str]:
-    heads = {layer.attention.num_key_value_heads for layer in job.model.layers}
+    heads = {layer.attends.num_key_value_heads for layer in job.model.layers if layer.attends is not None}
     if any(count % layout.tp for count in heads):
         yield f"tp={layout.tp} does not divide num_key_value_heads={min(heads)}, which {NAME} wants; use a divisor"
     pieces = (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)

@@ -15,7 +15,8 @@ def problems(model: ModelSpec) -> Iterator[str]:
     """What of `model` torchtitan's Llama 3 and Qwen 3 are not."""
     found = alike(model)
     if found is None or (found.moe is not None and found.dense is not None):
-        yield "the layers differ; torchtitan's Llama 3 and Qwen 3, which kumi writes, have one kind of layer"
+        yield ("the layers differ, or are not attention with an mlp each; torchtitan's Llama 3 and Qwen 3, which kumi "
+               "writes, have one kind of layer")  # fmt: skip
         return
     if not isinstance(found.attention, Attention):
         yield "latent attention: kumi writes torchtitan's Llama 3 and Qwen 3, not its DeepSeek-V3"

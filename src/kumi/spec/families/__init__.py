@@ -81,8 +81,8 @@ def check_trained(spec: ModelSpec) -> None:
 
 
 def _parts(layer: LayerSpec) -> tuple[object, ...]:
-    rope = layer.attention.rope
-    return layer, layer.attention, layer.mlp, *(() if rope is None else (rope,))
+    rope = None if layer.attends is None else layer.attends.rope
+    return tuple(part for part in (layer, layer.attention, layer.mlp, rope) if part is not None)
 
 
 def _not_computed(part: Any) -> str:

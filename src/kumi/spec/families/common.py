@@ -70,7 +70,7 @@ def model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec], *
 
 def to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[str, Any]:
     """The keys that every family writes, from the first layer: a family adds its own."""
-    attention, mlp, eos = spec.layers[0].attention, spec.layers[0].mlp, spec.eos_token_id
+    attention, mlp, eos = spec.first_attention, spec.first_mlp, spec.eos_token_id
     assert attention.rope is not None
     return {
         "architectures": [architecture],

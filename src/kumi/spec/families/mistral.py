@@ -36,6 +36,4 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
-        "sliding_window": spec.layers[0].attention.sliding_window
-    }
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {"sliding_window": spec.layers[0].window}

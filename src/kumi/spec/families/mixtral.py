@@ -41,6 +41,6 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_tok,
         "router_aux_loss_coef": moe.router_aux_loss_coef,
-        "sliding_window": spec.layers[0].attention.sliding_window,
+        "sliding_window": spec.layers[0].window,
     }
     return common_to_hf(spec, ARCHITECTURE, moe.moe_intermediate_size) | own

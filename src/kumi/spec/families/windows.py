@@ -38,7 +38,7 @@ def from_values(values: Mapping[str, Any]) -> list[int | None]:
 
 def to_values(spec: ModelSpec) -> dict[str, Any]:
     """The keys that say the same to older and newer readers."""
-    windows = [layer.attention.sliding_window for layer in spec.layers]
+    windows = [layer.window for layer in spec.layers]
     sliding = [index for index, window in enumerate(windows) if window is not None]
     return {
         "use_sliding_window": bool(sliding),
