@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,16 +16,15 @@ from torch import Tensor
 from kumi.convert.card import model_card
 from kumi.convert.hf_write import write
 from kumi.errors import ModelError
+from kumi.spec.ledger import EMBEDDING, HEAD
 from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
-from kumi.spec.weights import Part, parts
-from kumi.spec.weights import whole as whole_part
+from kumi.spec.weights import Part, parts, stored_name
 
 __all__ = ["Entry", "Stored", "check", "entries", "model_card", "read", "read_tensors", "write"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 # safetensors' names of the dtypes that weights may have, and torch's.
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -99,14 +98,24 @@ def _overlap(part: Part, start: tuple[int, ...], shape: tuple[int, ...]) -> _Ove
 
 def _read_part(tensors: Any, part: Part, entry: Entry, found: _Overlap) -> Tensor:
     """The elements `found` of `part`, from its open file, in the shape that they have in the whole tensor."""
-    if found.shape == part.extent:
+    if part.is_whole and found.shape == part.extent:
         whole: Tensor = tensors.get_tensor(entry.name)
         return whole.view(part.extent)
-    # Dims that only the whole tensor has, of size 1 in the part, come before those of the file.
-    first = len(part.extent) - len(part.shape)
-    bounds = tuple(slice(a - b, a - b + n) for a, b, n in zip(found.start, part.start, found.shape))[first:]
-    piece: Tensor = tensors.get_slice(entry.name)[bounds]
-    return piece.view(found.shape)
+    offsets = [a - b for a, b in zip(found.start, part.start)]
+    if part.in_order:
+        # Dims that only the whole tensor has, of size 1 in the part, come before those of the file.
+        first = len(part.extent) - len(part.shape)
+        inner = zip(part.at, offsets[first:], found.shape[first:], strict=True)
+        piece: Tensor = tensors.get_slice(entry.name)[tuple(slice(a + b, a + b + n) for a, b, n in inner)]
+        return piece.view(found.shape)
+    seen = tensors.get_tensor(entry.name).view(part.view)[_box(part.at, part.size)]
+    taken: Tensor = seen.permute(part.order).reshape(part.extent)[_box(offsets, found.shape)]
+    return taken
+
+
+def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The rectangle of `shape` from `start` on, as indices."""
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -121,11 +130,15 @@ def check(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
     ModelError for a tensor that is missing, unknown or of another shape. Accepted besides: the rotary tables that old
     versions of transformers saved, and a copy of the tied embedding.
     """
-    stored, head = check_headers(folder, spec), entries(folder).get(TIED_HEAD)
+    stored, head = check_headers(folder, spec), entries(folder).get(stored_name(spec, HEAD))
     if spec.tie_word_embeddings and head is not None and not _read_entry(head).equal(read(stored[EMBEDDING])):
-        raise ModelError(f"{head.file}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but config.json ties them; "
-                         f"set tie_word_embeddings to false")  # fmt: skip
+        raise _untied(spec, head)
     return stored
+
+
+def _untied(spec: ModelSpec, head: Entry) -> ModelError:
+    return ModelError(f"{head.file}: {head.name!r} differs from {stored_name(spec, EMBEDDING)!r}, but config.json ties "
+                      f"them; set tie_word_embeddings to false")  # fmt: skip
 
 
 def _read_entry(entry: Entry) -> Tensor:
@@ -137,27 +150,38 @@ def _read_entry(entry: Entry) -> Tensor:
 def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
     """Where every tensor of `spec` is stored, once it is sure that the names and shapes in `folder` are those of
     `spec`; no tensor is read."""
-    found = entries(folder)
+    found = _with_base(spec, entries(folder))
     stored = {param.name: _stored(folder, spec, param, found) for param in tensors_of(spec)}
     wanted = {part.name: part.shape for one in stored.values() for part, _ in one.parts}
     for name in found.keys() - wanted.keys():
-        if name.endswith(".rotary_emb.inv_freq"):
+        if name.endswith(spec.weights.ignored):
             continue
-        if name != TIED_HEAD or not spec.tie_word_embeddings:
+        if name != stored_name(spec, HEAD) or not spec.tie_word_embeddings:
             raise ModelError(f"{found[name].file}: {name!r} {found[name].shape} has no place in the {spec.family} "
                              f"model of this config.json; kumi would drop it")  # fmt: skip
-        if found[name].shape != wanted[EMBEDDING]:
-            raise ModelError(f"{found[name].file}: {name!r} differs from {EMBEDDING!r}, but config.json ties them; "
-                             f"set tie_word_embeddings to false")  # fmt: skip
+        if found[name].shape != wanted[stored_name(spec, EMBEDDING)]:
+            raise _untied(spec, found[name])
     return stored
 
 
+def _with_base(spec: ModelSpec, found: dict[str, Entry]) -> dict[str, Entry]:
+    """`found` under the names that a model with a head has, where it was saved without one."""
+    base = spec.weights.base
+    if not base or any(name.startswith(base) for name in found):
+        return found
+    head = stored_name(spec, HEAD)
+    return {name if name == head else base + name: entry for name, entry in found.items()}
+
+
 def _stored(folder: str | Path, spec: ModelSpec, param: Param, found: Mapping[str, Entry]) -> Stored:
-    """Where `param` is in `found`: in parts, or as it is, as transformers 5 can store experts, too."""
-    kept = (whole_part(param),) if param.name in found else parts(spec, param)
+    """Where `param` is in `found`; experts there are several tensors, or one as transformers 5 can store them, too."""
+    kept = parts(spec, param, stacked=True)
+    if kept[0].name not in found:
+        kept = parts(spec, param)
     for part in kept:
         if part.name not in found:
-            raise ModelError(f"{folder}: {part.name!r} is missing from the weights; {_missing_hint(part.name, found)}")
+            hint = _missing_hint(spec, part.name, found)
+            raise ModelError(f"{folder}: {part.name!r} is missing from the weights; {hint}")
         entry = found[part.name]
         if entry.shape != part.shape:
             raise ModelError(f"{folder}: {part.name!r} is {entry.shape} in {entry.file.name}, {part.shape} in the "
@@ -168,8 +192,8 @@ def _stored(folder: str | Path, spec: ModelSpec, param: Param, found: Mapping[st
     return Stored(param.shape, found[kept[0].name].dtype, tuple((part, found[part.name]) for part in kept))
 
 
-def _missing_hint(name: str, found: Mapping[str, Entry]) -> str:
-    if name == TIED_HEAD:
+def _missing_hint(spec: ModelSpec, name: str, found: Mapping[str, Entry]) -> str:
+    if name == stored_name(spec, HEAD):
         return "a model whose head is its embedding has tie_word_embeddings: true"
     bare = name.removeprefix("model.")
     return (

@@ -112,7 +112,7 @@ def _write_tensors(
             raise ModelError(f"{part}: {name!r} is {tuple(tensor.shape)}, {shape} in the model; nothing was written")
         for piece in kept:
             data = tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.extent))]
-            put(part / place[piece.name], shards[place[piece.name]], piece.name, data.reshape(piece.shape))
+            put(part / place[piece.name], shards[place[piece.name]], piece, data)
     if waiting:
         raise ModelError(f"{part}: {next(iter(waiting))!r} and {len(waiting) - 1} more never came; nothing was written")
     if len(shards) > 1:

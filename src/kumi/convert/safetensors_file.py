@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kumi.spec.precision import ITEMSIZE
+from kumi.spec.weights import Part
 
 NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -56,13 +58,24 @@ def create(path: Path, layout: Layout) -> None:
         file.truncate(layout.size)
 
 
-def put(path: Path, layout: Layout, name: str, tensor: Tensor) -> None:
-    """Write `tensor`, cast to its dtype in `layout`, to its place."""
-    assert tuple(tensor.shape) == layout.shapes[name], f"{name}: {tuple(tensor.shape)} != {layout.shapes[name]}"
-    data = tensor.detach().to("cpu", getattr(torch, layout.dtypes[name])).contiguous()
-    with path.open("r+b") as file:
-        file.seek(layout.offsets[name])
-        file.write(data.flatten().view(torch.uint8).numpy().data)
+def put(path: Path, layout: Layout, part: Part, tensor: Tensor) -> None:
+    """Write `tensor`, the native elements of `part`, cast to its dtype in `layout`, to its place."""
+    assert tuple(tensor.shape) == part.extent, f"{part.name}: {tuple(tensor.shape)} != {part.extent}"
+    assert part.shape == layout.shapes[part.name], f"{part.name}: {part.shape} != {layout.shapes[part.name]}"
+    data = tensor.detach().to("cpu", getattr(torch, layout.dtypes[part.name])).contiguous()
+    offset = layout.offsets[part.name]
+    if part.is_whole:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data.flatten().view(torch.uint8).numpy().data)
+        return
+    # NumPy has no bfloat16; bits are bits.
+    bits = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
+    turned = [part.size[dim] for dim in part.order]
+    bits = bits.reshape(turned).permute([part.order.index(dim) for dim in range(len(turned))])
+    place = np.memmap(path, dtype=bits.numpy().dtype, mode="r+", offset=offset, shape=part.view)
+    place[tuple(slice(a, a + n) for a, n in zip(part.at, part.size, strict=True))] = bits.numpy()
+    place.flush()
 
 
 def sync(path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from kumi.errors import LayoutError
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import Linear
-from kumi.spec.ledger import ops
+from kumi.spec.ledger import LAYERS, ops
 from kumi.spec.model import ModelSpec
 
 # The kernels take matrices whose sides are multiples of this.
@@ -58,8 +58,7 @@ def swap_products(decoder: Decoder) -> list[str]:
 
 
 def _in_layers(spec: ModelSpec) -> set[str]:
-    prefix = f"{spec.names.layers}."
-    return {op.name for op in ops(spec) if op.kind == "linear" and not op.experts and op.name.startswith(prefix)}
+    return {op.name for op in ops(spec) if op.kind == "linear" and not op.experts and op.name.startswith(LAYERS)}
 
 
 def _multiply(holder: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

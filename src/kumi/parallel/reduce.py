@@ -21,6 +21,7 @@ from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.stages import Stages, stages_of
 from kumi.parallel.tiles import divided_by_tiles
+from kumi.spec.ledger import EMBEDDING
 from kumi.spec.model import ModelSpec
 from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.sharding import is_routed
@@ -36,7 +37,7 @@ def complete(model: nn.Module, mesh: Mesh) -> None:
     if mesh.layout.zero == 0 or "expert_dp" not in mesh.groups:
         _sum_copies(bare, mesh)
     if isinstance(bare, Stages) and bare.ties is not None:
-        table = dict(bare.named_parameters())[f"{bare.spec.names.embedding}.weight"]
+        table = dict(bare.named_parameters())[EMBEDDING]
         assert table.grad is not None
         sum_over([local(table.grad)], bare.ties)
     if mesh.layout.zero == 3:

@@ -96,7 +96,7 @@ def elements(job: Job, ops: Iterable[Op], x: Columns, *, at_once: bool = False) 
     found = Elements(*(np.zeros(len(x)) for _ in fields(Elements)))
     for op in ops:
         for param in op.params:
-            matrix = op.kind == "linear" and is_hidden(job.model, param) and len(param.dims) > 1
+            matrix = op.kind == "linear" and is_hidden(param) and len(param.dims) > 1
             tiled = matrix and is_tiled(job.model, op)
             # Tiles are cast one by one, and none is kept.
             one = _of_param(job, param, x, np.where(x.tiles > 1, 0.0, 1.0) if tiled else np.full(len(x), float(matrix)))
@@ -129,7 +129,7 @@ def _of_param(job: Job, param: Param, x: Columns, matrix: Floats) -> Elements:
     rows = -(-shape[routed] // degree)
     whole = np.asarray(prod(shape), np.float64)
     own = [*shape[:routed], rows, *shape[routed + 1 :]]
-    states = optimizer_bytes(job.optim, own, ITEMSIZE[job.precision.param], hidden=is_hidden(job.model, param))
+    states = optimizer_bytes(job.optim, own, ITEMSIZE[job.precision.param], hidden=is_hidden(param))
     part = np.asarray(prod(own), np.float64)
     states = np.broadcast_to(np.asarray(states, np.float64), len(x))
     return Elements(whole, part * degree, part, whole * matrix, states)

@@ -6,51 +6,40 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kumi.spec.model import Attention, LatentAttention, LayerSpec, ModelSpec
-from kumi.spec.op import Activation, Dim, Op, Param, linear, norm
+from kumi.spec.op import Activation, Dim, Op, Param, block_norm, linear, norm
 
 
 def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
     """The operations of the attention half of the layer called `prefix`, in order."""
-    embed, names = Dim("embed", spec.hidden_size), spec.names
-    name = f"{prefix}.{names.attention}"
-    yield norm(f"{prefix}.{names.attention_norm}", spec.norm, embed)
+    embed, name = Dim("embed", spec.hidden_size), f"{prefix}.self_attn"
+    if layer.pre_norms:
+        yield block_norm(spec, f"{prefix}.input_layernorm", embed)
     if isinstance(layer.attention, LatentAttention):
         yield from _latent(spec, layer.attention, name)
     else:
         yield from _grouped(spec, layer.attention, name)
     if layer.post_norms:
-        yield norm(f"{prefix}.{names.attention_post_norm}", spec.norm, embed)
+        yield block_norm(spec, f"{prefix}.self_attn_post_norm", embed)
     yield Op(f"{name}.add", "add", embed, embed)
 
 
 def _grouped(spec: ModelSpec, att: Attention, name: str) -> Iterator[Op]:
     """Grouped-query attention on the normalised input."""
-    embed, names = Dim("embed", spec.hidden_size), spec.names
+    embed = Dim("embed", spec.hidden_size)
     heads = Dim("heads", att.num_attention_heads * att.head_dim, att.head_dim)
     kv_heads = Dim("kv_heads", att.num_key_value_heads * att.head_dim, att.head_dim)
-    yield from _projections(spec, att, name, heads, kv_heads)
+    yield linear(f"{name}.q_proj", embed, heads, bias=att.qkv_bias, saved=(Activation((embed,)),))
+    yield linear(f"{name}.k_proj", embed, kv_heads, bias=att.qkv_bias)
+    yield linear(f"{name}.v_proj", embed, kv_heads, bias=att.qkv_bias)
     if att.qk_norm:
         for which, dim in (("q_norm", heads), ("k_norm", kv_heads)):
             weight = dim if att.qk_norm_whole else Dim("head_dim", att.head_dim)
-            yield norm(f"{name}.{which}", "rmsnorm", dim, weight=weight)
+            init = "zeros" if spec.zero_centered_norm else "ones"
+            yield norm(f"{name}.{which}", "rmsnorm", dim, weight=weight, init=init)
     if att.rope is not None:
         yield Op(f"{name}.rope", "rope", heads, heads)
     yield _attention(name, heads, heads, (kv_heads, kv_heads), window=att.sliding_window, sinks=att.sinks)
-    yield linear(f"{name}.{names.out}", heads, embed, bias=att.out_bias, transposed=names.transposed)
-
-
-def _projections(spec: ModelSpec, att: Attention, name: str, heads: Dim, kv_heads: Dim) -> Iterator[Op]:
-    """Queries, keys and values from the hidden state. Fused, a piece is a key head with its value and queries."""
-    embed, names, bias = Dim("embed", spec.hidden_size), spec.names, att.qkv_bias
-    kept = (Activation((embed,)),)
-    if att.fused_qkv:
-        width = heads.size + 2 * kv_heads.size
-        fused = Dim("kv_heads", width, width // att.num_key_value_heads)
-        yield linear(f"{name}.{names.qkv}", embed, fused, bias=bias, saved=kept, transposed=names.transposed)
-    else:
-        yield linear(f"{name}.{names.q}", embed, heads, bias=bias, saved=kept)
-        yield linear(f"{name}.{names.k}", embed, kv_heads, bias=bias)
-        yield linear(f"{name}.{names.v}", embed, kv_heads, bias=bias)
+    yield linear(f"{name}.o_proj", heads, embed, bias=att.out_bias)
 
 
 def _latent(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op]:

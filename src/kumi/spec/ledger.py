@@ -14,12 +14,16 @@ from functools import lru_cache
 from kumi.spec.attention_ops import attention_ops
 from kumi.spec.mlp_ops import mlp_ops
 from kumi.spec.model import ModelSpec
-from kumi.spec.op import Activation, Dim, Op, Param, norm
+from kumi.spec.op import Activation, Dim, Op, Param, block_norm
 
 __all__ = ["Activation", "Dim", "Op", "Param", "active_params", "buffers", "embedding_ops", "forward_flops", "head_ops",
            "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "tensors", "train_flops"]  # fmt: skip
 
 
+# The token table, which is the head's too where they are tied, and the head.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What names of tensors within layers begin with; a number follows.
+LAYERS = "model.layers."
 # Logits that the head holds at a time, on other devices and on a CPU, and tokens that it takes at least.
 LOGITS, LEAST_CHUNK = (2**27, 2**22), 128
 
@@ -27,7 +31,7 @@ LOGITS, LEAST_CHUNK = (2**27, 2**22), 128
 @lru_cache(maxsize=1024)
 def layer_ops(spec: ModelSpec, index: int) -> tuple[Op, ...]:
     """The operations of layer `index`, in order."""
-    layer, prefix = spec.layers[index], f"{spec.names.layers}.{index}"
+    layer, prefix = spec.layers[index], f"{LAYERS}{index}"
     return (*attention_ops(spec, layer, prefix), *mlp_ops(spec, layer, prefix))
 
 
@@ -41,28 +45,28 @@ def kind_ops(spec: ModelSpec) -> tuple[tuple[Op, ...], ...]:
 @lru_cache(maxsize=1024)
 def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
     """The embedding of tokens, the rotary tables (cosine and sine) that all layers share, and learned positions."""
-    vocab, embed, names = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size), spec.names
-    table = Param(f"{names.embedding}.weight", (vocab, embed))
+    vocab, embed = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size)
+    table = Param(EMBEDDING, (vocab, embed))
     attentions = [layer.attends for layer in spec.layers if layer.attends is not None]
     sizes = {(att.rope, att.rotary_dim): att.rotary_dim for att in attentions if att.rope is not None}
     rotary = tuple(Activation((Dim("head_dim", 2 * size),), "float32") for size in sizes.values())
-    found = [Op(names.embedding, "embedding", vocab, embed, (table,), (Activation((), "int64"), *rotary))]
+    found = [Op("model.embed_tokens", "embedding", vocab, embed, (table,), (Activation((), "int64"), *rotary))]
     if spec.learned_positions:
         positions = Dim("positions", spec.learned_positions)
-        table = Param(f"{names.positions}.weight", (positions, embed))
-        found.append(Op(names.positions, "positions", positions, embed, (table,), (Activation((), "int64"),)))
+        table = Param("model.embed_positions.weight", (positions, embed))
+        found.append(Op("model.embed_positions", "positions", positions, embed, (table,), (Activation((), "int64"),)))
     if spec.embedding_norm:
-        found.append(norm(names.embedding_norm, spec.norm, embed))
+        found.append(block_norm(spec, "model.embed_norm", embed))
     return tuple(found)
 
 
 @lru_cache(maxsize=1024)
 def head_ops(spec: ModelSpec) -> tuple[Op, ...]:
     """The final norm, the output projection and the log-probabilities, whose logits are never held whole."""
-    vocab, embed, names = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size), spec.names
-    weight = () if spec.tie_word_embeddings else (Param(f"{names.head}.weight", (vocab, embed)),)
-    head = Op(names.head, "log_prob", embed, vocab, weight, (Activation((embed,)),))
-    return (norm(names.norm, spec.norm, embed), head)
+    vocab, embed = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size)
+    weight = () if spec.tie_word_embeddings else (Param(HEAD, (vocab, embed)),)
+    head = Op("lm_head", "log_prob", embed, vocab, weight, (Activation((embed,)),))
+    return (block_norm(spec, "model.norm", embed), head)
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
-from kumi.spec.op import Activation, Dim, Op, Param, linear, norm
+from kumi.spec.op import Activation, Dim, Op, Param, block_norm, linear
 
 # Activations whose backward needs only their result, which the matrix after them keeps.
 RESULT_IS_ENOUGH = ("relu",)
@@ -14,38 +14,32 @@ RESULT_IS_ENOUGH = ("relu",)
 
 def mlp_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
     """The operations of the feed-forward half of the layer called `prefix`, in order."""
-    embed, names = Dim("embed", spec.hidden_size), spec.names
-    name = f"{prefix}.{names.mlp}"
-    if not layer.shared_norm:
+    embed, name = Dim("embed", spec.hidden_size), f"{prefix}.mlp"
+    if layer.pre_norms and not layer.shared_norm:
         # The norms of a parallel layer have one input, which the first of them keeps.
-        yield norm(f"{prefix}.{names.mlp_norm}", spec.norm, embed, keeps_input=not layer.parallel)
+        yield block_norm(spec, f"{prefix}.post_attention_layernorm", embed, keeps_input=not layer.parallel)
     if isinstance(layer.mlp, MoE):
         yield from _experts(spec, layer.mlp, name)
     else:
         yield from _dense(spec, layer.mlp, name, keeps_input=not layer.shared_norm)
     if layer.post_norms:
-        yield norm(f"{prefix}.{names.mlp_post_norm}", spec.norm, embed)
+        yield block_norm(spec, f"{prefix}.mlp_post_norm", embed)
     yield Op(f"{name}.add", "add", embed, embed)
 
 
 def _dense(spec: ModelSpec, mlp: MLP, name: str, *, keeps_input: bool = True) -> Iterator[Op]:
     """Two matrices with an activation between, or three with a gated one."""
-    embed, ffn, names = Dim("embed", spec.hidden_size), Dim("ffn", mlp.intermediate_size), spec.names
+    embed, ffn = Dim("embed", spec.hidden_size), Dim("ffn", mlp.intermediate_size)
     kept = (Activation((embed,)),) if keeps_input else ()
-    if mlp.gated and mlp.fused:
-        yield linear(f"{name}.{names.gate_up}", embed, _pair(ffn), bias=mlp.bias, saved=kept)
-    elif mlp.gated:
-        yield linear(f"{name}.{names.gate}", embed, ffn, bias=mlp.bias, saved=kept)
-        yield linear(f"{name}.{names.up}", embed, ffn, bias=mlp.bias)
-    else:
-        yield linear(f"{name}.{names.up}", embed, ffn, bias=mlp.bias, saved=kept, transposed=names.transposed)
     if mlp.gated:
+        yield linear(f"{name}.gate_proj", embed, ffn, bias=mlp.bias, saved=kept)
+        yield linear(f"{name}.up_proj", embed, ffn, bias=mlp.bias)
         yield Op(f"{name}.gate", "gate", ffn, ffn, saved=(Activation((ffn,)), Activation((ffn,))))
     else:
+        yield linear(f"{name}.up_proj", embed, ffn, bias=mlp.bias, saved=kept)
         inputs = () if mlp.hidden_act in RESULT_IS_ENOUGH else (Activation((ffn,)),)
         yield Op(f"{name}.activation", "activation", ffn, ffn, saved=inputs)
-    yield linear(f"{name}.{names.down}", ffn, embed, bias=mlp.bias, saved=(Activation((ffn,)),),
-                 transposed=names.transposed)  # fmt: skip
+    yield linear(f"{name}.down_proj", ffn, embed, bias=mlp.bias, saved=(Activation((ffn,)),))
 
 
 def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
@@ -54,10 +48,10 @@ def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
     Nothing is dropped: a token has `num_experts_per_tok` rows on the way. Each row's result is kept for the gradient of
     its weight.
     """
-    embed, names, passes = Dim("embed", spec.hidden_size), spec.names, moe.num_experts_per_tok
+    embed, passes = Dim("embed", spec.hidden_size), moe.num_experts_per_tok
     scores, routed = Dim("scores", moe.num_experts), Dim("routed", passes)
     inputs = (Activation((embed,)), Activation((scores,), "float32"))
-    router = linear(f"{name}.{names.router}", embed, scores, bias=moe.bias, saved=inputs, kind="router")
+    router = linear(f"{name}.gate", embed, scores, bias=moe.bias, saved=inputs, kind="router")
     bias = Param(f"{router.name}.e_score_correction_bias", (scores,), "zeros")
     yield replace(router, buffers=(bias,) if moe.has_correction_bias else ())
     # The number of each expert, and the place of its row among all that are sorted by expert.
@@ -68,25 +62,29 @@ def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
     yield Op(f"{name}.combine", "combine", embed, embed, saved=results, passes=passes)
     if moe.shared_intermediate_size:
         # Its input is the router's.
-        shared = MLP(moe.shared_intermediate_size, hidden_act=moe.hidden_act)
-        yield from _dense(spec, shared, f"{name}.{names.shared_experts}", keeps_input=False)
-        yield Op(f"{name}.{names.shared_experts}.add", "add", embed, embed)
+        shared = MLP(moe.shared_intermediate_size, hidden_act=moe.hidden_act, gated=moe.gated)
+        yield from _dense(spec, shared, f"{name}.shared_experts", keeps_input=False)
+        yield Op(f"{name}.shared_experts.add", "add", embed, embed)
 
 
 def _expert_matrices(spec: ModelSpec, moe: MoE, name: str, routed: Dim) -> Iterator[Op]:
     """The experts on their rows; gate and up are one matrix, and all experts' matrices one tensor."""
     embed, ffn = Dim("embed", spec.hidden_size), Dim("ffn", moe.moe_intermediate_size)
-    halves = (Activation((routed, ffn)), Activation((routed, ffn)))
-    yield _stacked(spec, moe, f"{name}.gate_up_proj", embed, _pair(ffn), Activation((routed, embed)))
-    yield Op(f"{name}.gate", "gate", ffn, ffn, saved=halves, passes=routed.size)
-    yield _stacked(spec, moe, f"{name}.down_proj", ffn, embed, Activation((routed, ffn)))
+    rows, width = Activation((routed, embed)), Activation((routed, ffn))
+    if moe.gated:
+        yield _stacked(moe, f"{name}.gate_up_proj", embed, _pair(ffn), rows)
+        yield Op(f"{name}.gate", "gate", ffn, ffn, saved=(width, width), passes=routed.size)
+    else:
+        yield _stacked(moe, f"{name}.up_proj", embed, ffn, rows)
+        inputs = () if moe.hidden_act in RESULT_IS_ENOUGH else (width,)
+        yield Op(f"{name}.activation", "activation", ffn, ffn, saved=inputs, passes=routed.size)
+    yield _stacked(moe, f"{name}.down_proj", ffn, embed, width)
 
 
-def _stacked(spec: ModelSpec, moe: MoE, name: str, source: Dim, target: Dim, kept: Activation) -> Op:
+def _stacked(moe: MoE, name: str, source: Dim, target: Dim, kept: Activation) -> Op:
     """The matrix products of all experts from `source` to `target`."""
     experts = Dim("experts", moe.num_experts)
-    matrix = (source, target) if spec.names.experts_transposed else (target, source)
-    params: tuple[Param, ...] = (Param(name, (experts, *matrix)),)
+    params: tuple[Param, ...] = (Param(name, (experts, target, source)),)
     if moe.bias:
         params = (*params, Param(f"{name}_bias", (experts, target), "zeros"))
     return Op(name, "linear", source, target, params, (kept,), moe.num_experts_per_tok, moe.num_experts)

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import inf, log
 
 from kumi.errors import ModelError
-from kumi.spec.names import LLAMA, Names
+from kumi.spec.rules import PLAIN, Weights
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Attention:
     A position sees the `sliding_window` latest positions, itself included, or all earlier ones when it is None.
     `qk_norm` is an RMSNorm over the head dimension of every query and key head, before the rotation; over all heads at
     once with `qk_norm_whole`. `rope` is None where positions enter otherwise: learned ones at the embedding, or with
-    `alibi` a bias on the scores that grows with the distance (Press et al., 2021, arXiv:2108.12409). `fused_qkv`: one
-    matrix makes queries, keys and values. `sinks`: every head has a learned score of looking nowhere.
+    `alibi` a bias on the scores that grows with the distance (Press et al., 2021, arXiv:2108.12409). `sinks`:
+    every head has a learned score of looking nowhere.
 
     Scores are multiplied by `score_scale`, 1 / sqrt(head_dim) where that is None, and with `softcap` become
     softcap * tanh(score / softcap) before the mask (Gemma 2, arXiv:2408.00118).
@@ -62,7 +62,6 @@ class Attention:
     sliding_window: int | None = None
     qk_norm_whole: bool = False
     alibi: bool = False
-    fused_qkv: bool = False
     sinks: bool = False
     score_scale: float | None = None
     softcap: float | None = None
@@ -150,14 +149,13 @@ class Mamba:
 class MLP:
     """Feed-forward layer: down(act(gate(x)) * up(x)) (Shazeer, 2020, arXiv:2002.05202) or, plain, down(act(up(x))).
 
-    `hidden_act` is Hugging Face's name of the activation. `fused`: gate and up are one matrix.
+    `hidden_act` is Hugging Face's name of the activation.
     """
 
     intermediate_size: int
     bias: bool = False
     hidden_act: str = "silu"
     gated: bool = True
-    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,8 +235,8 @@ class ModelSpec:
     by 1 + weight. `learned_positions` is how many positions have a learned embedding of their own, 0 where none has;
     `embedding_norm`: the embeddings are normalised. Embeddings are multiplied by `embedding_scale`, what attention and
     mlp add to the residual stream by `residual_scale`, logits by `logit_scale`; with `logit_softcap` they then become
-    softcap * tanh(logit / softcap). `names` says what the parameters
-    are called. `notes` are sentences about what was left out when the model was read.
+    softcap * tanh(logit / softcap). `weights` says how files
+    hold the tensors. `notes` are sentences about what was left out when the model was read.
     """
 
     family: str
@@ -261,7 +259,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    names: Names = LLAMA
+    weights: Weights = PLAIN
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property

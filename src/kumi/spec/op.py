@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from kumi.spec.model import ModelSpec
+
 KINDS = ("embedding", "positions", "norm", "linear", "rope", "attention", "gate", "activation", "add", "router",
          "dispatch", "combine", "log_prob")  # fmt: skip
 
@@ -29,7 +31,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: its native (Hugging Face) name, its dims, and how it starts: "normal", "zeros" or "ones".
+    """A parameter: its native name (see `kumi.spec.rules`), its dims, and how it starts: "normal", "zeros" or "ones".
 
     Parameters of routed experts have a leading dim named "experts".
     """
@@ -117,26 +119,36 @@ def linear(
     *,
     bias: bool = False,
     saved: tuple[Activation, ...] = (),
-    transposed: bool = False,
     kind: str = "linear",
 ) -> Op:
-    """The matrix product `name`, its weight stored as (target, source), or (source, target) when `transposed`."""
-    weight = Param(f"{name}.weight", (source, target) if transposed else (target, source))
+    """The matrix product `name`, its weight stored as (target, source)."""
+    weight = Param(f"{name}.weight", (target, source))
     params = (weight, Param(f"{name}.bias", (target,), "zeros")) if bias else (weight,)
     return Op(name, kind, source, target, params, saved)
 
 
-def norm(name: str, style: str, dim: Dim, *, weight: Dim | None = None, keeps_input: bool = True) -> Op:
+def norm(
+    name: str, style: str, dim: Dim, *, weight: Dim | None = None, keeps_input: bool = True, bias: bool = True,
+    init: str = "ones",
+) -> Op:  # fmt: skip
     """The normalisation `name` of `dim`, "rmsnorm" or "layernorm", with parameters of `weight` (else of `dim`).
+
+    A layer norm has a bias unless `bias` is off; `init` is how the weight starts.
 
     Kept are the statistics of each vector of `weight`'s size in float32, and the input, unless another operation keeps
     that already.
     """
     weight = weight or dim
-    params: tuple[Param, ...] = (Param(f"{name}.weight", (weight,), "ones"),)
+    params: tuple[Param, ...] = (Param(f"{name}.weight", (weight,), init),)
     vectors: tuple[Dim, ...] = () if weight.size == dim.size else (Dim(dim.name, dim.size // weight.size),)
     if style == "layernorm":
-        params = (*params, Param(f"{name}.bias", (weight,), "zeros"))
+        params = (*params, Param(f"{name}.bias", (weight,), "zeros")) if bias else params
         vectors = (*vectors, Dim("mean_and_scale", 2))
     kept = (Activation((dim,)), Activation(vectors, "float32")) if keeps_input else (Activation(vectors, "float32"),)
     return Op(name, "norm", dim, dim, params, kept)
+
+
+def block_norm(spec: ModelSpec, name: str, dim: Dim, *, keeps_input: bool = True) -> Op:
+    """The normalisation `name` of hidden states, as `spec` normalises them."""
+    init = "zeros" if spec.zero_centered_norm else "ones"
+    return norm(name, spec.norm, dim, keeps_input=keeps_input, bias=spec.norm_bias, init=init)

@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import ops
+from kumi.spec.ledger import EMBEDDING, ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.placement import Axis, axis
@@ -120,7 +120,7 @@ def copies(param: Param, layout: Layout) -> tuple[Axis, ...]:
 def tied_copies(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, ...]:
     """The two pipeline ranks that hold `param` where it is a token table, also the head, and its stages are apart."""
     ends = layout.pp > 1 and layout.schedule not in V_SHAPED
-    if not (ends and model.tie_word_embeddings and param.name == f"{model.names.embedding}.weight"):
+    if not (ends and model.tie_word_embeddings and param.name == EMBEDDING):
         return ()
     return (Axis("pp", 2, layout.stride("pp") * (layout.pp - 1)),)
 

@@ -21,7 +21,7 @@ from math import prod
 from typing import Any
 
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import embedding_ops, head_ops, layer_ops, params
+from kumi.spec.ledger import LAYERS, embedding_ops, head_ops, layer_ops, params
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.optim import Optim
@@ -181,9 +181,9 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
-def is_hidden(model: ModelSpec, param: Param) -> bool:
+def is_hidden(param: Param) -> bool:
     """Whether `param` belongs to a layer, not to the embedding or the head."""
-    return param.name.startswith(f"{model.names.layers}.")
+    return param.name.startswith(LAYERS)
 
 
 def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precision, optim: Optim) -> StateBytes:
@@ -192,7 +192,7 @@ def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precisio
     Under FSDP2 a rank whose shard of a tensor is empty keeps only the optimizer's step counter for it.
     """
     itemsize, found = ITEMSIZE[precision.param], held_params(model, layout, rank)
-    shapes = [(local_shape(param, layout, rank), is_hidden(model, param)) for param in found]
+    shapes = [(local_shape(param, layout, rank), is_hidden(param)) for param in found]
     size = itemsize * sum(prod(shape) for shape, _ in shapes)
     states = sum(optimizer_bytes(optim, shape, itemsize, hidden=hidden) for shape, hidden in shapes)
     return StateBytes(size, size, states)

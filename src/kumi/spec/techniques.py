@@ -25,7 +25,7 @@ _WITH_FLOAT8 = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "tiles
 
 def is_tiled(model: ModelSpec, op: Op) -> bool:
     """Whether `op` belongs to a dense feed-forward layer, shared experts left out: what `layout.tiles` cuts."""
-    inside = op.name.rpartition(".")[0].endswith(f".{model.names.mlp}")
+    inside = op.name.rpartition(".")[0].endswith(".mlp")
     return inside and not op.experts and "ffn" in (op.source.name, op.target.name)
 
 

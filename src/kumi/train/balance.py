@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kumi.config import Run
 from kumi.nn.router import Router, routers
 from kumi.parallel.mesh import Mesh, total
+from kumi.spec.ledger import LAYERS
 from kumi.spec.model import ModelSpec, MoE
 
 
@@ -70,4 +71,4 @@ def _experts(model: ModelSpec) -> int:
 def _numbered(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[int, Router]]:
     """The routers of `model`, whatever it is wrapped in, and the numbers of their layers."""
     for name, router in routers(model):
-        yield int(name.rpartition(f"{spec.names.layers}.")[2].partition(".")[0]), router
+        yield int(name.rpartition(LAYERS)[2].partition(".")[0]), router

@@ -46,7 +46,7 @@ FAMILIES = TRAINED | PLANNED
 # The fields that the trainer reads; a model in which another one has been set is not a model that it computes.
 _COMPUTED = {
     ModelSpec: "family vocab_size hidden_size layers norm_eps max_position_embeddings tie_word_embeddings "
-               "initializer_range bos_token_id eos_token_id pad_token_id notes",
+               "initializer_range bos_token_id eos_token_id pad_token_id notes weights",
     LayerSpec: "attention mlp",
     Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm qk_norm_whole "
                "sliding_window sinks",

@@ -9,7 +9,7 @@ from kumi.errors import ModelError
 from kumi.spec.families.common import check_sizes, grouped_attention, model
 from kumi.spec.families.keys import Key, neutral, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
-from kumi.spec.names import BLOOM
+from kumi.spec.rules import QKV, Groups, Rename, Weights
 
 ARCHITECTURE = "BloomForCausalLM"
 # Two spellings each of three sizes.
@@ -41,6 +41,20 @@ KEYS = {
     "skip_bias_add_qkv": Key("true or false", False),
 }
 
+WEIGHTS = Weights(
+    (
+        Groups(QKV, "self_attention.query_key_value"),
+        Rename("self_attn.o_proj", "self_attention.dense"),
+        Rename("mlp.up_proj", "mlp.dense_h_to_4h"),
+        Rename("mlp.down_proj", "mlp.dense_4h_to_h"),
+    ),
+    prefixes=(
+        ("model.layers.", "transformer.h."), ("model.embed_tokens.", "transformer.word_embeddings."),
+        ("model.embed_norm.", "transformer.word_embeddings_layernorm."), ("model.norm.", "transformer.ln_f."),
+    ),
+    base="transformer.",
+)  # fmt: skip
+
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "bloom" describes."""
@@ -48,10 +62,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     check_sizes(values)
     neutral("bloom", values, apply_residual_connection_post_layernorm=False, n_inner=None)
     heads = {"num_key_value_heads": values["num_attention_heads"]}
-    attention = grouped_attention(values | heads, None, qkv_bias=True, out_bias=True, fused_qkv=True, alibi=True)
+    attention = grouped_attention(values | heads, None, qkv_bias=True, out_bias=True, alibi=True)
     mlp = MLP(4 * values["hidden_size"], True, "gelu_pytorch_tanh", gated=False)
     layers = [LayerSpec(attention, mlp)] * values["num_hidden_layers"]
-    return model("bloom", values, layers, norm="layernorm", embedding_norm=True, names=BLOOM,
+    return model("bloom", values, layers, norm="layernorm", embedding_norm=True, weights=WEIGHTS,
                  norm_eps=float(values["layer_norm_epsilon"]),
                  max_position_embeddings=values["seq_length"])  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
@@ -11,7 +10,7 @@ from kumi.spec.families import rope
 from kumi.spec.families.common import check_sizes, grouped_attention, model
 from kumi.spec.families.keys import Key, activation, neutral, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
-from kumi.spec.names import FALCON
+from kumi.spec.rules import QKV, Groups, Rename, Rule, Weights
 
 ARCHITECTURE = "FalconForCausalLM"
 KEYS = {
@@ -55,13 +54,27 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     embedding = None if values["alibi"] else rope.from_hf("falcon", values)
     heads = {"num_key_value_heads": _key_heads(values)}
     attention = grouped_attention(values | heads, embedding, qkv_bias=values["bias"], out_bias=values["bias"],
-                                  fused_qkv=True, alibi=values["alibi"])  # fmt: skip
+                                  alibi=values["alibi"])  # fmt: skip
     act = activation("falcon", "activation", values["activation"])
     mlp = MLP(values["ffn_hidden_size"] or 4 * values["hidden_size"], values["bias"], act, gated=False)
     layer = LayerSpec(attention, mlp, parallel=values["parallel_attn"], shared_norm=norms == 1)
-    names = replace(FALCON, attention_norm="ln_attn", mlp_norm="ln_mlp") if norms == 2 else FALCON
-    return model("falcon", values, [layer] * values["num_hidden_layers"], norm="layernorm", names=names,
+    return model("falcon", values, [layer] * values["num_hidden_layers"], norm="layernorm", weights=_weights(norms),
                  norm_eps=float(values["layer_norm_epsilon"]))  # fmt: skip
+
+
+def _weights(norms: int) -> Weights:
+    """How files hold the tensors of models with `norms` norms before a parallel layer."""
+    named = (Rename("input_layernorm", "ln_attn"), Rename("post_attention_layernorm", "ln_mlp")) if norms == 2 else ()
+    rules: tuple[Rule, ...] = (
+        Groups(QKV, "self_attention.query_key_value"),
+        Rename("self_attn.o_proj", "self_attention.dense"),
+        Rename("mlp.up_proj", "mlp.dense_h_to_4h"),
+        Rename("mlp.down_proj", "mlp.dense_4h_to_h"),
+        *named,
+    )
+    prefixes = (("model.layers.", "transformer.h."), ("model.embed_tokens.", "transformer.word_embeddings."),
+                ("model.norm.", "transformer.ln_f."))  # fmt: skip
+    return Weights(rules, prefixes, base="transformer.")
 
 
 def _key_heads(values: Mapping[str, Any]) -> int:

@@ -7,7 +7,14 @@ from typing import Any
 
 from kumi.spec.families.keys import DECODER, Key, activation
 from kumi.spec.model import MLP
+from kumi.spec.rules import Rename, Weights
 
+# Files call the norm after attention what other families call the one before the MLP.
+WEIGHTS = Weights((
+    Rename("self_attn_post_norm", "post_attention_layernorm"),
+    Rename("post_attention_layernorm", "pre_feedforward_layernorm"),
+    Rename("mlp_post_norm", "post_feedforward_layernorm"),
+))  # fmt: skip
 GEMMA_KEYS = {
     **DECODER,
     "num_key_value_heads": Key("integer?", 4),

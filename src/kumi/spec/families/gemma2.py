@@ -10,7 +10,6 @@ from kumi.spec.families import gemma
 from kumi.spec.families.common import check_layer_types, check_sizes, model, windowed
 from kumi.spec.families.keys import Key, read
 from kumi.spec.model import ModelSpec
-from kumi.spec.names import GEMMA
 
 ARCHITECTURE = "Gemma2ForCausalLM"
 KEYS = {**gemma.GEMMA_KEYS, "sliding_window": Key("integer", 4096), "sliding_window_size": Key("integer?", None)}
@@ -27,4 +26,4 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
               for index in range(values["num_hidden_layers"])]  # fmt: skip
     windows = [values["sliding_window"] if slide else None for slide in slides]
     layers = windowed("gemma2", values, windows, gemma.mlp("gemma2", values), qkv_bias=bias, out_bias=bias)
-    return model("gemma2", values, [replace(layer, post_norms=True) for layer in layers], names=GEMMA)
+    return model("gemma2", values, [replace(layer, post_norms=True) for layer in layers], weights=gemma.WEIGHTS)

@@ -10,7 +10,6 @@ from kumi.spec.families import gemma, rope
 from kumi.spec.families.common import check_layer_types, check_sizes, grouped_attention, model
 from kumi.spec.families.keys import Key, neutral, read
 from kumi.spec.model import LayerSpec, ModelSpec, Rope
-from kumi.spec.names import GEMMA
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 KEYS = {
@@ -36,7 +35,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         )
         for kind, window in (("sliding_attention", values["sliding_window"]), ("full_attention", None))
     }  # fmt: skip
-    return model("gemma3_text", values, [layer[kind] for kind in _types(values)], names=GEMMA)
+    return model("gemma3_text", values, [layer[kind] for kind in _types(values)], weights=gemma.WEIGHTS)
 
 
 def _types(values: Mapping[str, Any]) -> list[str]:

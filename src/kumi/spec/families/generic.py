@@ -39,8 +39,8 @@ def gpt(
     width = 4 * hidden if ffn is None else ffn
     sizes = _sizes(layers, hidden, heads, kv_heads, width, vocab, seq_len)
     rope = Rope(10_000.0) if positions == "rope" else None
-    attention = grouped_attention(sizes, rope, qkv_bias=bias, out_bias=bias, fused_qkv=True, alibi=positions == "alibi")
-    mlp = MLP(width, bias, "silu" if gated else hidden_act, gated=gated, fused=gated)
+    attention = grouped_attention(sizes, rope, qkv_bias=bias, out_bias=bias, alibi=positions == "alibi")
+    mlp = MLP(width, bias, "silu" if gated else hidden_act, gated=gated)
     return ModelSpec("gpt", vocab, hidden, (LayerSpec(attention, mlp),) * layers, 1e-5, seq_len, tied, norm=norm,
                      learned_positions=seq_len if positions == "learned" else 0)  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 from kumi.spec.families.common import check_sizes, grouped_attention, model
 from kumi.spec.families.keys import Key, activation, neutral, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
-from kumi.spec.names import GPT2
+from kumi.spec.rules import QKV, Rename, Rows, Weights
 
 ARCHITECTURE = "GPT2LMHeadModel"
 KEYS = {
@@ -41,6 +41,23 @@ KEYS = {
     "summary_first_dropout": Key("number", 0.1),
 }
 
+WEIGHTS = Weights(
+    (
+        Rows(QKV, "attn.c_attn", transposed=True),
+        Rename("self_attn.o_proj", "attn.c_proj", transposed=True),
+        Rename("mlp.up_proj", "mlp.c_fc", transposed=True),
+        Rename("mlp.down_proj", "mlp.c_proj", transposed=True),
+        Rename("input_layernorm", "ln_1"),
+        Rename("post_attention_layernorm", "ln_2"),
+    ),
+    prefixes=(
+        ("model.layers.", "transformer.h."), ("model.embed_tokens.", "transformer.wte."),
+        ("model.embed_positions.", "transformer.wpe."), ("model.norm.", "transformer.ln_f."),
+    ),
+    base="transformer.",
+    ignored=(".attn.bias", ".attn.masked_bias"),
+)  # fmt: skip
+
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "gpt2" describes."""
@@ -49,9 +66,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     neutral("gpt2", values, reorder_and_upcast_attn=False)
     hidden, heads = values["n_embd"], values["n_head"]
     same = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads}
-    attention = grouped_attention(same, None, qkv_bias=True, out_bias=True, fused_qkv=True)
+    attention = grouped_attention(same, None, qkv_bias=True, out_bias=True)
     act = activation("gpt2", "activation_function", values["activation_function"])
     layer = LayerSpec(attention, MLP(values["n_inner"] or 4 * hidden, True, act, gated=False))
-    return model("gpt2", values | same, [layer] * values["n_layer"], norm="layernorm", names=GPT2,
+    return model("gpt2", values | same, [layer] * values["n_layer"], norm="layernorm", weights=WEIGHTS,
                  norm_eps=float(values["layer_norm_epsilon"]), max_position_embeddings=values["n_positions"],
                  learned_positions=values["n_positions"])  # fmt: skip

@@ -9,7 +9,7 @@ from kumi.spec.families import rope
 from kumi.spec.families.common import check_sizes, grouped_attention, model
 from kumi.spec.families.keys import DECODER, Key, activation, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
-from kumi.spec.names import GPT_NEOX
+from kumi.spec.rules import QKV, Groups, Rename, Weights
 
 ARCHITECTURE = "GPTNeoXForCausalLM"
 KEYS = {
@@ -28,6 +28,21 @@ KEYS = {
     "hidden_dropout_prob": Key("number", 0.0),
 }
 
+WEIGHTS = Weights(
+    (
+        Groups(QKV, "attention.query_key_value"),
+        Rename("self_attn.o_proj", "attention.dense"),
+        Rename("mlp.up_proj", "mlp.dense_h_to_4h"),
+        Rename("mlp.down_proj", "mlp.dense_4h_to_h"),
+    ),
+    prefixes=(
+        ("model.layers.", "gpt_neox.layers."), ("model.embed_tokens.", "gpt_neox.embed_in."),
+        ("model.norm.", "gpt_neox.final_layer_norm."), ("lm_head.", "embed_out."),
+    ),
+    base="gpt_neox.",
+    ignored=(".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
+)  # fmt: skip
+
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "gpt_neox" describes."""
@@ -36,9 +51,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     heads = {"num_key_value_heads": values["num_attention_heads"], "rope_theta": values["rotary_emb_base"]}
     embedding = rope.partial_from_hf("gpt_neox", values | heads, values["rotary_pct"], 0.25)
     bias = values["attention_bias"]
-    attention = grouped_attention(values | heads, embedding, qkv_bias=bias, out_bias=bias, fused_qkv=True)
+    attention = grouped_attention(values | heads, embedding, qkv_bias=bias, out_bias=bias)
     act = activation("gpt_neox", "hidden_act", values["hidden_act"])
     mlp = MLP(values["intermediate_size"], True, act, gated=False)
     layer = LayerSpec(attention, mlp, parallel=values["use_parallel_residual"])
-    return model("gpt_neox", values, [layer] * values["num_hidden_layers"], norm="layernorm", names=GPT_NEOX,
+    return model("gpt_neox", values, [layer] * values["num_hidden_layers"], norm="layernorm", weights=WEIGHTS,
                  norm_eps=float(values["layer_norm_eps"]))  # fmt: skip

@@ -9,7 +9,7 @@ from kumi.spec.families.common import check_layer_types, check_sizes, model, win
 from kumi.spec.families.experts import COUNT, check_experts, count
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
 from kumi.spec.model import ModelSpec, MoE
-from kumi.spec.names import GPT_OSS
+from kumi.spec.rules import Pairs, Rename, Weights
 
 ARCHITECTURE = "GptOssForCausalLM"
 KEYS = {
@@ -32,6 +32,13 @@ KEYS = {
     "quantization_config": Key("table?", None),
 }
 
+WEIGHTS = Weights((
+    Rename("mlp.gate", "mlp.router"),
+    Pairs("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj"),
+    Pairs("mlp.experts.gate_up_proj_bias", "mlp.experts.gate_up_proj_bias"),
+    Rename("mlp.experts.down_proj", "mlp.experts.down_proj", transposed=True),
+))  # fmt: skip
+
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "gpt_oss" describes."""
@@ -40,7 +47,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     moe = MoE(count("gpt_oss", values), values["num_experts_per_tok"], values["intermediate_size"], bias=True)
     bias = values["attention_bias"]
     layers = windowed("gpt_oss", values, _windows(values), check_experts(moe), qkv_bias=bias, out_bias=bias, sinks=True)
-    return model("gpt_oss", values, layers, names=GPT_OSS)
+    return model("gpt_oss", values, layers, weights=WEIGHTS)
 
 
 def _windows(values: Mapping[str, Any]) -> list[int | None]:

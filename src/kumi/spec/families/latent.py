@@ -12,6 +12,7 @@ from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.experts import check_experts
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, neutral
 from kumi.spec.model import MLP, LatentAttention, LayerSpec, ModelSpec, MoE
+from kumi.spec.rules import EXPERTS
 
 LATENT_KEYS = {
     **DECODER,
@@ -64,7 +65,7 @@ def build(
     routed = LayerSpec(attention, check_experts(_experts(family, values, scoring)))
     first = values["first_k_dense_replace"]
     layers = [dense if index < first else routed for index in range(values["num_hidden_layers"])]
-    return model(family, values, layers, notes=notes)
+    return model(family, values, layers, notes=notes, weights=EXPERTS)
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.experts import aux_loss_coef, check_experts, routed
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
 from kumi.spec.model import ModelSpec, MoE
+from kumi.spec.rules import Rename, Stack, Weights
 
 ARCHITECTURE = "MixtralForCausalLM"
 KEYS = {
@@ -23,6 +24,13 @@ KEYS = {
     "eos_token_id": Key("integer or list of integers?", 2),
 }
 
+WEIGHTS = Weights((
+    Rename("mlp.gate", "block_sparse_moe.gate"),
+    Stack("mlp.experts.gate_up_proj",
+          ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight")),
+    Stack("mlp.experts.down_proj", ("block_sparse_moe.experts.{}.w2.weight",)),
+))  # fmt: skip
+
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "mixtral" describes."""
@@ -31,7 +39,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     moe = MoE(values["num_local_experts"], values["num_experts_per_tok"], values["intermediate_size"],
               router_aux_loss_coef=aux_loss_coef("mixtral", values, "router_aux_loss_coef", 0.001))  # fmt: skip
     windows = [values["sliding_window"]] * values["num_hidden_layers"]
-    return model("mixtral", values, windowed("mixtral", values, windows, check_experts(moe)))
+    return model("mixtral", values, windowed("mixtral", values, windows, check_experts(moe)), weights=WEIGHTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:

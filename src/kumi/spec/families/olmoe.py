@@ -10,6 +10,7 @@ from kumi.spec.families.common import check_sizes, grouped, model, windowed
 from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, neutral, read
 from kumi.spec.model import ModelSpec, MoE
+from kumi.spec.rules import EXPERTS
 
 ARCHITECTURE = "OlmoeForCausalLM"
 KEYS = {
@@ -36,7 +37,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
     layers = windowed("olmoe", values, windows, experts.check_experts(moe), qkv_bias=bias, out_bias=bias,
                       qk_norm=True, qk_norm_whole=True)  # fmt: skip
-    return model("olmoe", values, layers)
+    return model("olmoe", values, layers, weights=EXPERTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:

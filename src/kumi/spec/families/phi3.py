@@ -10,6 +10,7 @@ from kumi.spec.families import rope
 from kumi.spec.families.common import check_sizes, grouped_attention, model
 from kumi.spec.families.keys import DECODER, Key, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
+from kumi.spec.rules import QKV, Rows, Weights
 
 ARCHITECTURE = "Phi3ForCausalLM"
 KEYS = {
@@ -26,13 +27,17 @@ KEYS = {
     "embd_pdrop": Key("number", 0.0),
 }
 
+WEIGHTS = Weights(
+    (Rows(QKV, "self_attn.qkv_proj"), Rows(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"))
+)  # fmt: skip
+
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "phi3" describes; `attention_bias` is not read by its modules."""
     values = read("phi3", config, KEYS)
     check_sizes(values)
     embedding = rope.partial_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
-    attention = grouped_attention(values, embedding, fused_qkv=True)
+    attention = grouped_attention(values, embedding)
     layer = LayerSpec(replace(attention, sliding_window=values["sliding_window"]),
-                      MLP(values["intermediate_size"], fused=True))  # fmt: skip
-    return model("phi3", values, [layer] * values["num_hidden_layers"])
+                      MLP(values["intermediate_size"]))  # fmt: skip
+    return model("phi3", values, [layer] * values["num_hidden_layers"], weights=WEIGHTS)

@@ -13,6 +13,7 @@ from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
 from kumi.spec.families.windows import WINDOW_KEYS, from_values, to_values
 from kumi.spec.model import MLP, ModelSpec, MoE
+from kumi.spec.rules import EXPERTS
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 KEYS = {
@@ -43,7 +44,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
                       out_bias=bias, qk_norm=True)  # fmt: skip
     sparse = _sparse(values)
     return model("qwen3_moe", values, [layer if routed else replace(layer, mlp=dense)
-                                       for layer, routed in zip(layers, sparse)])  # fmt: skip
+                                       for layer, routed in zip(layers, sparse)], weights=EXPERTS)  # fmt: skip
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
