@@ -26,7 +26,8 @@ from kumi.storage.folders import (
     step_of,
     temporary_folder,
 )
-from kumi.storage.read import Checkpoint, StoredTensor, open
+from kumi.storage.index import StoredTensor
+from kumi.storage.read import Checkpoint, open
 from kumi.storage.write import Piece, commit, write_pieces, write_sealed
 
 __all__ = [

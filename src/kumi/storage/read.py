@@ -10,7 +10,8 @@ import difflib
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,42 +20,9 @@ import torch
 
 from kumi.errors import RefusedError
 from kumi.storage.folders import list_complete
-from kumi.storage.write import DTYPES, FORMAT, as_bytes, blocks, read_sealed
-
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class StoredPiece:
-    """Where a piece of a tensor lies: `offset` bytes into `file`, `sums` the CRC-32 of its blocks."""
-
-    file: str
-    start: tuple[int, ...]
-    extent: tuple[int, ...]
-    offset: int
-    sums: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A global tensor's dtype, shape and pieces."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[StoredPiece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A shard: its size, and the length and CRC-32 of its header."""
-
-    size: int
-    header: int
-    crc32: int
+from kumi.storage.index import IndexFault, StoredFile, StoredPiece, StoredTensor, checked_files, checked_tensors
+from kumi.storage.untrusted import inside, open_regular
+from kumi.storage.write import FORMAT, as_bytes, blocks, read_sealed
 
 
 @dataclass(frozen=True)
@@ -112,10 +80,9 @@ class Checkpoint:
                 row_shape = piece.extent[1:]
                 step = max((high - low for low, high in self._blocks(piece, tensor.dtype)), default=0)
                 buffer = torch.empty((step, *row_shape), dtype=tensor.dtype)
-                with (self.folder / piece.file).open("rb", buffering=0) as handle:
-                    self._verify_header(handle.fileno(), piece.file)
+                with self._opened(piece.file) as handle:
                     for index, (low, high) in enumerate(self._blocks(piece, tensor.dtype)):
-                        self._load_block(handle.fileno(), name, piece, index, low, buffer[: high - low])
+                        self._load_block(handle, name, piece, index, low, buffer[: high - low])
 
     def _blocks(self, piece: StoredPiece, dtype: torch.dtype) -> list[tuple[int, int]]:
         rows = piece.extent[0] if piece.extent else 1
@@ -135,19 +102,18 @@ class Checkpoint:
         whole_rows = all(b - a == n == m for a, b, n, m in zip(low[1:], high[1:], extent[1:], out.shape[1:]))
         direct = whole_rows and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu"
         buffer = torch.empty(0, dtype=dtype)
-        with (self.folder / piece.file).open("rb", buffering=0) as handle:
-            self._verify_header(handle.fileno(), piece.file)
+        with self._opened(piece.file) as handle:
             for index, (row, end) in enumerate(self._blocks(piece, dtype)):
                 first, last = max(row + origin[0], low[0]), min(end + origin[0], high[0])
                 if first >= last:
                     continue
                 target = out[first - start[0] : last - start[0]]
                 if direct and last - first == end - row:
-                    self._load_block(handle.fileno(), name, piece, index, row, target)
+                    self._load_block(handle, name, piece, index, row, target)
                     continue
                 if buffer.numel() < (end - row) * math.prod(extent[1:]):
                     buffer = torch.empty((end - row, *extent[1:]), dtype=dtype)
-                self._load_block(handle.fileno(), name, piece, index, row, buffer[: end - row])
+                self._load_block(handle, name, piece, index, row, buffer[: end - row])
                 target[(slice(None), *inner_out)].copy_(
                     buffer[(slice(first - origin[0] - row, last - origin[0] - row), *inner_piece)]
                 )
@@ -160,6 +126,19 @@ class Checkpoint:
         row_bytes = len(view) // target.shape[0] if target.shape[0] else 0
         _read_all(handle, view, piece.offset + row * row_bytes)
         self._compare(piece.file, repr(name), zlib.crc32(view), piece.sums[index])
+
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[int]:
+        """A handle on the shard `file`, its header verified."""
+        try:
+            handle = open_regular(inside(self.folder, file, RefusedError))
+        except OSError as error:
+            raise damaged(self.folder, file, error.strerror or str(error)) from None
+        try:
+            self._verify_header(handle, file)
+            yield handle
+        finally:
+            os.close(handle)
 
     def _verify_header(self, handle: int, file: str) -> None:
         if file in self._verified_headers:
@@ -183,17 +162,19 @@ def open(folder: Path | str) -> Checkpoint:
     if not folder.is_dir():
         raise RefusedError(f"{folder}: no such checkpoint folder")
     index = _read_json(folder, "index.json")
-    if index["format"] != FORMAT:
-        raise RefusedError(f"{folder}: its format is {index['format']}, known is {FORMAT}; use the kumi that wrote it")
-    files = {file["name"]: StoredFile(file["size"], file["header"], file["crc32"]) for file in index["files"]}
-    for name, file in files.items():
-        path = folder / name
-        if not path.exists():
-            raise damaged(folder, name, "the file is missing")
-        if path.stat().st_size != file.size:
-            raise damaged(folder, name, f"{path.stat().st_size} bytes on disk, {file.size} were written")
-    tensors = {name: _stored_tensor(entry) for name, entry in index["tensors"].items()}
-    return Checkpoint(folder, _read_json(folder, "meta.json")["meta"], tensors, files)
+    if index.get("format") != FORMAT:
+        raise RefusedError(
+            f"{folder}: its format is {index.get('format')!r}, known is {FORMAT}; use the kumi that wrote it"
+        )
+    try:
+        files = checked_files(folder, index)
+        tensors = checked_tensors(index, files)
+    except IndexFault as fault:
+        raise damaged(folder, fault.file or "index.json", str(fault)) from None
+    meta = _read_json(folder, "meta.json").get("meta")
+    if not isinstance(meta, dict):
+        raise damaged(folder, "meta.json", "it holds no object")
+    return Checkpoint(folder, meta, tensors, files)
 
 
 def damaged(folder: Path, file: str, what: str) -> RefusedError:
@@ -204,20 +185,12 @@ def damaged(folder: Path, file: str, what: str) -> RefusedError:
     return RefusedError(f"{folder / file}: the checkpoint is damaged: {what}; delete the folder {folder} {remedy}")
 
 
-def _stored_tensor(entry: Mapping[str, Any]) -> StoredTensor:
-    pieces = tuple(
-        StoredPiece(one["file"], tuple(one["start"]), tuple(one["extent"]), one["offset"], tuple(one["crc32"]))
-        for one in entry["pieces"]
-    )
-    return StoredTensor(_TORCH[entry["dtype"]], tuple(entry["shape"]), pieces)
-
-
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return read_sealed(folder / name)
+        return read_sealed(inside(folder, name, RefusedError))
     except FileNotFoundError as error:
         raise damaged(folder, name, "the file is missing") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise damaged(folder, name, str(error)) from error
 
 

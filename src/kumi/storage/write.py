@@ -24,9 +24,12 @@ import torch
 
 from kumi.errors import SaveError
 from kumi.storage.folders import sync_folder
+from kumi.storage.untrusted import read_regular, strict_json
 
 FORMAT = 1
 BLOCK_BYTES = 4 * 2**20
+# An index has a checksum for each block: a terabyte of tensors has 250,000, in 3 MB of JSON.
+MAX_INDEX_BYTES = 2 * 10**9
 _SEAL = ',\n"crc32": "%08x"}\n'
 
 DTYPES = {
@@ -113,11 +116,13 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """What `write_sealed` wrote; ValueError with the reason when the file is not that."""
-    raw = path.read_bytes()
+    raw = read_regular(path, MAX_INDEX_BYTES)
     text, mark, _ = raw.rpartition(_SEAL[:12].encode())
     if not mark or raw != text + (_SEAL % zlib.crc32(text)).encode():
         raise ValueError(f"its {len(raw)} bytes do not match the checksum at its end")
-    content: dict[str, Any] = json.loads(raw)
+    content: dict[str, Any] = strict_json(raw)
+    if not isinstance(content, dict):
+        raise ValueError("it is no object")
     return content
 
 
