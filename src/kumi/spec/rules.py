@@ -70,6 +70,7 @@ class Weights:
     prefixes: tuple[tuple[str, str], ...] = ()
     base: str = ""
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    carried: tuple[str, ...] = ()
 
 
 PLAIN = Weights()

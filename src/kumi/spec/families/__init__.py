@@ -12,34 +12,42 @@ from typing import Any
 from kumi.errors import ModelError
 from kumi.spec.families import (
     bloom,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
     falcon,
     gemma2,
     gemma3_text,
+    glm4_moe,
     gpt2,
     gpt_neox,
     gpt_oss,
+    granite,
     llama,
+    ministral,
     mistral,
     mixtral,
+    olmo2,
     olmoe,
     phi3,
     qwen2,
     qwen3,
     qwen3_moe,
+    smollm3,
+    starcoder2,
 )
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
 
 # model_type -> module with ARCHITECTURE, from_hf(config) -> ModelSpec and to_hf(spec) -> config
 TRAINED: dict[str, ModuleType] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "mixtral": mixtral, "qwen3_moe": qwen3_moe,
-    "olmoe": olmoe, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3,
+    "olmoe": olmoe, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "ministral": ministral,
 }  # fmt: skip
 # Those that can be planned for, but not trained: modules with ARCHITECTURE and from_hf(config) -> ModelSpec.
 PLANNED: dict[str, ModuleType] = {
     "bloom": bloom, "falcon": falcon, "gemma2": gemma2, "gemma3_text": gemma3_text, "gpt2": gpt2, "gpt_neox": gpt_neox,
-    "gpt_oss": gpt_oss, "phi3": phi3,
+    "gpt_oss": gpt_oss, "phi3": phi3, "glm4_moe": glm4_moe, "olmo2": olmo2, "granite": granite, "smollm3": smollm3,
+    "cohere2": cohere2, "starcoder2": starcoder2,
 }  # fmt: skip
 FAMILIES = TRAINED | PLANNED
 

@@ -71,7 +71,7 @@ def model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec], *
 def to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[str, Any]:
     """The keys that every family writes, from the first layer: a family adds its own."""
     attention, mlp, eos = spec.first_attention, spec.first_mlp, spec.eos_token_id
-    assert attention.rope is not None
+    turned = [layer.attends.rope for layer in spec.layers if layer.attends is not None and layer.attends.rope]
     return {
         "architectures": [architecture],
         "model_type": spec.family,
@@ -89,7 +89,7 @@ def to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[st
         "use_cache": True,
         "tie_word_embeddings": spec.tie_word_embeddings,
         "attention_dropout": 0.0,
-        **rope.to_hf(attention.rope),
+        **(rope.to_hf(turned[0]) if turned else {}),
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "pad_token_id": spec.pad_token_id,

@@ -52,6 +52,13 @@ def from_hf(family: str, values: Mapping[str, Any]) -> Rope:
     return new
 
 
+def with_base(values: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """`values` with the base `theta`, for families that assume another than `DEFAULT_THETA` where none is given."""
+    tables = [values[key] or {} for key in ("rope_parameters", "rope_scaling")]
+    said = values["rope_theta"] is not None or any(table.get("rope_theta") is not None for table in tables)
+    return dict(values) if said else {**values, "rope_theta": theta}
+
+
 def mscale_all_dim(values: Mapping[str, Any]) -> float:
     """The YaRN key of latent attention that lengthens all scores; 0 where it is not given."""
     tables = [values[key] for key in ("rope_parameters", "rope_scaling") if values[key]]

@@ -44,5 +44,15 @@ def to_values(spec: ModelSpec) -> dict[str, Any]:
         "use_sliding_window": bool(sliding),
         "sliding_window": windows[sliding[0]] if sliding else None,
         "max_window_layers": sliding[0] if sliding else len(windows),
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "layer_types": kinds(spec),
     }
+
+
+def kinds(spec: ModelSpec) -> list[str]:
+    """The word of `layer_types` for every layer."""
+    return ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers]
+
+
+def width(spec: ModelSpec) -> int | None:
+    """The window of the first layer that has one; None where all see everything before."""
+    return next((layer.window for layer in spec.layers if layer.window is not None), None)

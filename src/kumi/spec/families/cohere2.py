@@ -1,0 +1,81 @@
+"""Cohere's Command R7B and A: attention and mlp side by side after one layer norm; only layers with a window turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families import rope, windows
+from kumi.spec.families.common import check_layer_types, check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, neutral, read
+from kumi.spec.model import MLP, LayerSpec, ModelSpec
+
+ARCHITECTURE = "Cohere2ForCausalLM"
+# What published configs say besides, and what no other value of is computed.
+FIXED = {
+    "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_embedding_sharing": True,
+    "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True, "use_qk_norm": False,
+    "order_of_interleaved_layers": "local_attn_first",
+}  # fmt: skip
+KEYS = {
+    **{name: key for name, key in DECODER.items() if name != "rms_norm_eps"},
+    **{name: Key({str: "text", bool: "true or false"}.get(type(value), "number"), value)
+       for name, value in FIXED.items()},
+    "num_key_value_heads": Key("integer?", None),
+    "layer_norm_eps": Key("number", 1e-5),
+    "logit_scale": Key("number", 0.0625),
+    "attention_bias": Key("true or false", False),
+    "sliding_window": Key("integer", 4096),
+    "sliding_window_pattern": Key("integer", 4),
+    "layer_switch": Key("integer?", None),
+    "layer_types": Key("list?", None),
+    "tie_word_embeddings": Key("true or false", True),
+    "bos_token_id": Key("integer?", 5),
+    "eos_token_id": Key("integer or list of integers?", 255001),
+    "pad_token_id": Key("integer?", 0),
+    "cache_implementation": Key("text?", None),
+}  # fmt: skip
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "cohere2" describes."""
+    values = read("cohere2", config, KEYS)
+    check_sizes(values)
+    neutral("cohere2", values, **FIXED)
+    bias, turned = values["attention_bias"], replace(rope.from_hf("cohere2", values), interleave=True)
+    attention = grouped_attention(values, turned, qkv_bias=bias, out_bias=bias, sliding_window=values["sliding_window"])
+    mlp = MLP(values["intermediate_size"])
+    layer = {
+        "sliding_attention": LayerSpec(attention, mlp, parallel=True, shared_norm=True),
+        "full_attention": LayerSpec(replace(attention, rope=None, sliding_window=None), mlp, parallel=True,
+                                    shared_norm=True),
+    }  # fmt: skip
+    return model("cohere2", values, [layer[kind] for kind in _types(values)], norm="layernorm", norm_bias=False,
+                 norm_eps=float(values["layer_norm_eps"]), logit_scale=float(values["logit_scale"]))  # fmt: skip
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    written = common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
+        "layer_norm_eps": spec.norm_eps,
+        "logit_scale": spec.logit_scale,
+        "attention_bias": grouped(spec).qkv_bias,
+        "sliding_window": windows.width(spec) or 4096,
+        "layer_types": windows.kinds(spec),
+    }
+    return {name: value for name, value in written.items() if name != "rms_norm_eps"}
+
+
+def _types(values: Mapping[str, Any]) -> list[str]:
+    """Each layer's kind: every so many sees everything, unless the config lists them."""
+    pattern, switch = values["sliding_window_pattern"], values["layer_switch"]
+    if values["layer_types"] is not None:
+        return check_layer_types(values)
+    if pattern < 1 or switch not in (None, pattern):
+        raise ModelError(f"config.json: sliding_window_pattern={pattern} and layer_switch={switch} of a cohere2 model "
+                         f"must be one number above 0: after how many layers one sees everything")  # fmt: skip
+    return ["sliding_attention" if (index + 1) % pattern else "full_attention"
+            for index in range(values["num_hidden_layers"])]  # fmt: skip

@@ -1,0 +1,49 @@
+"""Ministral: Mistral with sliding windows in some layers, as its list of layers says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families import windows
+from kumi.spec.families.common import build, check_layer_types, dense
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.model import ModelSpec
+
+ARCHITECTURE = "MinistralForCausalLM"
+KEYS = {
+    **DECODER,
+    "num_key_value_heads": Key("integer?", 8),
+    "sliding_window": Key("integer?", 4096),
+    "layer_types": Key("list?", None),
+    "bos_token_id": Key("integer?", 1),
+    "eos_token_id": Key("integer or list of integers?", 2),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "ministral" describes."""
+    values = read("ministral", config, KEYS)
+    return build("ministral", values, windows=_windows(values))
+
+
+def _windows(values: Mapping[str, Any]) -> list[int | None]:
+    """Each layer's window; without a list, every layer has that of `sliding_window`."""
+    window = values["sliding_window"]
+    if values["layer_types"] is None:
+        return [window] * values["num_hidden_layers"]
+    slides = [kind == "sliding_attention" for kind in check_layer_types(values)]
+    if window is None and any(slides):
+        raise ModelError("config.json: layer_types of a ministral model has sliding_attention, but sliding_window is "
+                         "null; give a window, or make every layer full_attention")  # fmt: skip
+    return [window if slide else None for slide in slides]
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
+        "sliding_window": windows.width(spec),
+        "layer_types": windows.kinds(spec),
+    }

@@ -1,0 +1,44 @@
+"""OLMo 2: what attention and mlp return is normalised, not what they are given (arXiv:2501.00656)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kumi.spec.families.common import check_sizes, dense, grouped, model, windowed
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.model import MLP, ModelSpec
+from kumi.spec.rules import Rename, Weights
+
+ARCHITECTURE = "Olmo2ForCausalLM"
+KEYS = {
+    **DECODER,
+    "num_key_value_heads": Key("integer?", None),
+    "attention_bias": Key("true or false", False),
+    "rms_norm_eps": Key("number", 1e-5),
+    "pad_token_id": Key("integer?", 1),
+    "eos_token_id": Key("integer or list of integers?", 50279),
+}
+WEIGHTS = Weights((
+    Rename("self_attn_post_norm", "post_attention_layernorm"),
+    Rename("mlp_post_norm", "post_feedforward_layernorm"),
+))  # fmt: skip
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "olmo2" describes."""
+    values = read("olmo2", config, KEYS)
+    check_sizes(values)
+    bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
+    layers = windowed("olmo2", values, windows, MLP(values["intermediate_size"]), qkv_bias=bias, out_bias=bias,
+                      qk_norm=True, qk_norm_whole=True)  # fmt: skip
+    layers = [replace(layers[0], pre_norms=False, post_norms=True)] * len(layers)
+    return model("olmo2", values, layers, weights=WEIGHTS)
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    own = {"attention_bias": grouped(spec).qkv_bias}
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own

@@ -1,0 +1,63 @@
+"""StarCoder2: layer norms, biases everywhere, a plain GELU, and a sliding window (arXiv:2402.19173)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families.common import check_sizes, dense, model, windowed
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, activation, neutral, read
+from kumi.spec.model import MLP, ModelSpec
+from kumi.spec.rules import Rename, Weights
+
+ARCHITECTURE = "Starcoder2ForCausalLM"
+KEYS = {
+    **{name: key for name, key in DECODER.items() if name != "rms_norm_eps"},
+    "num_key_value_heads": Key("integer", 2),
+    "hidden_act": Key("text", "gelu_pytorch_tanh"),
+    "norm_epsilon": Key("number", 1e-5),
+    "initializer_range": Key("number", 0.018042),
+    "use_bias": Key("true or false", True),
+    "sliding_window": Key("integer?", None),
+    "tie_word_embeddings": Key("true or false", True),
+    "bos_token_id": Key("integer?", 50256),
+    "eos_token_id": Key("integer or list of integers?", 50256),
+    # Whether a trainer drops anything is not the model's affair.
+    "attention_dropout": Key("number", 0.0),
+    "residual_dropout": Key("number", 0.0),
+    "embedding_dropout": Key("number", 0.0),
+    # Published beside the others; transformers reads none of them.
+    "activation_function": Key("text?", None),
+    "attention_softmax_in_fp32": Key("true or false", True),
+    "layer_norm_epsilon": Key("number", 1e-5),
+    "mlp_type": Key("text", "default"),
+    "norm_type": Key("text", "layer_norm"),
+    "scale_attention_softmax_in_fp32": Key("true or false", True),
+    "scale_attn_weights": Key("true or false", True),
+}
+WEIGHTS = Weights((Rename("mlp.up_proj", "mlp.c_fc"), Rename("mlp.down_proj", "mlp.c_proj")))
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "starcoder2" describes."""
+    values = read("starcoder2", config, KEYS)
+    check_sizes(values | {"layer_norm_eps": values["norm_epsilon"]})
+    neutral("starcoder2", values, mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
+    bias, windows = values["use_bias"], [values["sliding_window"]] * values["num_hidden_layers"]
+    act = activation("starcoder2", "hidden_act", values["hidden_act"])
+    mlp = MLP(values["intermediate_size"], bias, act, gated=False)
+    layers = windowed("starcoder2", values, windows, mlp, qkv_bias=bias, out_bias=bias)
+    return model("starcoder2", values, layers, norm="layernorm", norm_eps=float(values["norm_epsilon"]),
+                 weights=WEIGHTS)  # fmt: skip
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    mlp = dense(spec)
+    written = common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
+        "norm_epsilon": spec.norm_eps,
+        "use_bias": mlp.bias,
+        "sliding_window": spec.layers[0].window,
+    }
+    return {name: value for name, value in written.items() if name != "rms_norm_eps"}
