@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from kumi.spec.adapters import adapted, frozen
 from kumi.spec.attention_ops import attention_ops
 from kumi.spec.mlp_ops import mlp_ops
 from kumi.spec.model import ModelSpec
@@ -32,7 +33,8 @@ LOGITS, LEAST_CHUNK = (2**27, 2**22), 128
 def layer_ops(spec: ModelSpec, index: int) -> tuple[Op, ...]:
     """The operations of layer `index`, in order."""
     layer, prefix = spec.layers[index], f"{LAYERS}{index}"
-    return (*attention_ops(spec, layer, prefix), *mlp_ops(spec, layer, prefix))
+    found = (*attention_ops(spec, layer, prefix), *mlp_ops(spec, layer, prefix))
+    return found if spec.lora is None else adapted(spec.lora, found)
 
 
 @lru_cache(maxsize=64)
@@ -57,7 +59,7 @@ def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
         found.append(Op("model.embed_positions", "positions", positions, embed, (table,), (Activation((), "int64"),)))
     if spec.embedding_norm:
         found.append(block_norm(spec, "model.embed_norm", embed))
-    return tuple(found)
+    return tuple(found) if spec.lora is None else tuple(map(frozen, found))
 
 
 @lru_cache(maxsize=1024)
@@ -66,7 +68,8 @@ def head_ops(spec: ModelSpec) -> tuple[Op, ...]:
     vocab, embed = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size)
     weight = () if spec.tie_word_embeddings else (Param(HEAD, (vocab, embed)),)
     head = Op("lm_head", "log_prob", embed, vocab, weight, (Activation((embed,)),))
-    return (block_norm(spec, "model.norm", embed), head)
+    found = (block_norm(spec, "model.norm", embed), head)
+    return found if spec.lora is None else tuple(map(frozen, found))
 
 
 @lru_cache(maxsize=64)
@@ -115,8 +118,9 @@ def logit_chunk(vocab_size: int, device_kind: str) -> int:
 
 
 def train_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
-    """Model FLOPs of a train step: a forward and a backward of twice its size, without recomputation.
+    """Model FLOPs of a train step: a forward and a backward of twice its size, without recomputation, and without the
+    gradients of frozen weights.
 
     This is the numerator of model FLOPs utilisation (MFU), with attention counted in full.
     """
-    return 3 * forward_flops(spec, tokens, seq_len)
+    return sum(op.train_flops(tokens, seq_len) for op in ops(spec))

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import inf, log
 
 from kumi.errors import ModelError
+from kumi.spec.lora import Lora
 from kumi.spec.rules import PLAIN, Weights
 
 
@@ -236,7 +237,8 @@ class ModelSpec:
     `embedding_norm`: the embeddings are normalised. Embeddings are multiplied by `embedding_scale`, what attention and
     mlp add to the residual stream by `residual_scale`, logits by `logit_scale`; with `logit_softcap` they then become
     softcap * tanh(logit / softcap). `weights` says how files
-    hold the tensors. `notes` are sentences about what was left out when the model was read.
+    hold the tensors. With `lora` only adapters are trained. `notes` are sentences about what was left out when the
+    model was read.
     """
 
     family: str
@@ -260,6 +262,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     weights: Weights = PLAIN
+    lora: Lora | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property

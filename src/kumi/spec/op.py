@@ -8,7 +8,7 @@ from math import prod
 from kumi.spec.model import ModelSpec
 
 KINDS = ("embedding", "positions", "norm", "linear", "rope", "attention", "gate", "activation", "add", "router",
-         "dispatch", "combine", "log_prob")  # fmt: skip
+         "dispatch", "combine", "log_prob", "lora")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,18 @@ class Dim:
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: its native name (see `kumi.spec.rules`), its dims, and how it starts: "normal", "zeros" or "ones".
+    """A parameter: its native name (see `kumi.spec.rules`), its dims, and how it starts: "normal", "zeros" or "ones"
+    (or, in adapters, as `kumi.nn.init` says).
 
-    Parameters of routed experts have a leading dim named "experts".
+    Parameters of routed experts have a leading dim named "experts". A `frozen` one is not trained, and
+    lies in the compute dtype, or where it says so in the `quantized` one.
     """
 
     name: str
     dims: tuple[Dim, ...]
     init: str = "normal"
+    frozen: bool = False
+    quantized: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,7 +76,8 @@ class Op:
     A linear maps `source` to `target` (dims without the token dimension); an attention op's `source` is the dim of its
     queries and its `target` that of its values, both over all query heads. `gate` is a gated activation, act(a) * b,
     and `activation` one of a single input. `router` is the linear that scores experts; `dispatch` and `combine` bring
-    tokens to their experts and back.
+    tokens to their experts and back. `lora` is the adapter beside a linear. The parameters of a `frozen` operation, or
+    those of others that it reads, are not trained.
 
     `passes` says how often each token goes through the operation: as many times as it has routed experts, else once.
     `saved` is of one token with all its passes, balanced over experts. `experts` is how many routed experts' weights
@@ -93,6 +98,7 @@ class Op:
     kv_size: int = 0
     window: int | None = None
     buffers: tuple[Param, ...] = ()
+    frozen: bool = False
 
     def forward_flops(self, tokens: int, seq_len: int) -> int:
         """Floating-point operations of the matrix products in the forward pass over `tokens` in rows of `seq_len`.
@@ -102,9 +108,21 @@ class Op:
         """
         if self.kind in ("linear", "router", "log_prob"):
             return int(2 * tokens * self.passes * self.source.size * self.target.size)
+        if self.kind == "lora":
+            return 2 * tokens * self.rank * (self.source.size + self.target.size)
         if self.kind == "attention":
             return 2 * tokens * seq_len * (self.source.size + self.target.size)
         return 0
+
+    def train_flops(self, tokens: int, seq_len: int) -> int:
+        """Those of a forward pass, and of a backward pass of twice its size, or once where no weights are trained."""
+        weights = self.kind in ("linear", "router", "log_prob")
+        return (2 if weights and self.frozen else 3) * self.forward_flops(tokens, seq_len)
+
+    @property
+    def rank(self) -> int:
+        """Of an adapter only: the size between its two matrices."""
+        return self.params[0].dims[0].size
 
     def reach(self, seq_len: int) -> float:
         """How many positions a query of an attention op sees, on average over a row of `seq_len`."""

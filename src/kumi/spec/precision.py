@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kumi.spec.lora import NF4_BITS, NF4_BLOCK
+
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int64": 8, "uint8": 1}
 
 
@@ -21,6 +23,12 @@ class Precision:
     compute: str = "float32"
     reduce: str = "float32"
     products: str = ""
+
+    def itemsize(self, *, frozen: bool = False, quantized: str = "") -> float:
+        """Bytes of an element of a parameter at rest."""
+        if quantized:
+            return (NF4_BITS + 32 / NF4_BLOCK) / 8
+        return ITEMSIZE[self.compute if frozen else self.param]
 
     @property
     def matmul_dtype(self) -> str:

@@ -144,7 +144,7 @@ def summed_over_tp(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
         param.name
         for op in ops(model)
         for param in op.params
-        if not is_routed(param) and tp_copies(param, layout).degree > 1 and _has_part(op, layout)
+        if not param.frozen and not is_routed(param) and tp_copies(param, layout).degree > 1 and _has_part(op, layout)
     )
 
 
@@ -152,4 +152,7 @@ def _has_part(op: Op, layout: Layout) -> bool:
     """Whether a tp rank sees only a part of the tokens or heads that `op` works on."""
     if layout.sequence_parallel or style(op) == "column":
         return True
+    if op.kind == "lora":
+        # Beside a matrix that is cut, A and B work on a rank's own rows or columns.
+        return "tp" in (AXIS.get(op.source.name), AXIS.get(op.target.name))
     return op.kind == "norm" and AXIS.get(op.source.name) == "tp"

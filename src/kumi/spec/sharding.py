@@ -187,18 +187,24 @@ def is_hidden(param: Param) -> bool:
 
 
 def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precision, optim: Optim) -> StateBytes:
-    """Bytes of parameters, gradients and optimizer states on `rank`, parameters in the precision's `param` dtype.
+    """Bytes of parameters, gradients and optimizer states on `rank`: those that are trained in the precision's `param`
+    dtype, others as they lie frozen.
 
     Under FSDP2 a rank whose shard of a tensor is empty keeps only the optimizer's step counter for it.
     """
     itemsize, found = ITEMSIZE[precision.param], held_params(model, layout, rank)
-    shapes = [(local_shape(param, layout, rank), is_hidden(param)) for param in found]
+    frozen = sum(
+        local_numel(param, layout, rank) * precision.itemsize(frozen=True, quantized=param.quantized)
+        for param in found
+        if param.frozen
+    )
+    shapes = [(local_shape(param, layout, rank), is_hidden(param)) for param in found if not param.frozen]
     size = itemsize * sum(prod(shape) for shape, _ in shapes)
     states = sum(optimizer_bytes(optim, shape, itemsize, hidden=hidden) for shape, hidden in shapes)
-    return StateBytes(size, size, states)
+    return StateBytes(size + round(frozen), size, states)
 
 
 def checkpoint_bytes(model: ModelSpec, precision: Precision, optim: Optim) -> int:
-    """Bytes of the tensors in a checkpoint, over all ranks: parameters and optimizer states, each once."""
+    """Bytes of the tensors in a checkpoint, over all ranks: trained parameters and optimizer states, each once."""
     whole = state_bytes(model, Layout(), 0, precision, optim)
-    return whole.params + whole.optimizer
+    return whole.grads + whole.optimizer
