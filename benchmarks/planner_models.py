@@ -226,7 +226,7 @@ def build(shape: Shape, positions: int) -> ModelSpec:
     head_dim = shape.head_dim or shape.hidden // shape.heads
     rope = None if gpt else ROPE
     attention: Attention | LatentAttention = Attention(
-        shape.heads, shape.kv_heads, head_dim, rope, qkv_bias=gpt, out_bias=gpt, alibi=shape.alibi, fused_qkv=gpt
+        shape.heads, shape.kv_heads, head_dim, rope, qkv_bias=gpt, out_bias=gpt, alibi=shape.alibi
     )
     if shape.latent is not None:
         attention = LatentAttention(shape.heads, *shape.latent, ROPE)

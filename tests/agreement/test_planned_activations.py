@@ -1,7 +1,5 @@
 """What layers that are only planned for keep for the backward, against plain PyTorch with the ledger's parameters."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,7 @@ from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 
 ROWS, LENGTH, HIDDEN, HEADS = 2, 24, 64, 4
 TOKENS = ROWS * LENGTH
-GROUPED = Attention(HEADS, HEADS, 16, None, True, True, fused_qkv=True)
+GROUPED = Attention(HEADS, HEADS, 16, None, True, True)
 
 LAYERS = {
     "gpt": LayerSpec(GROUPED, MLP(256, True, "gelu", gated=False)),
@@ -20,7 +18,7 @@ LAYERS = {
     "parallel": LayerSpec(GROUPED, MLP(256, True, "gelu", gated=False), parallel=True),
     "one-norm": LayerSpec(GROUPED, MLP(256, True, "gelu", gated=False), parallel=True, shared_norm=True),
     "post-norms": LayerSpec(GROUPED, MLP(256, True, "gelu", gated=False), post_norms=True),
-    "fused": LayerSpec(GROUPED, MLP(96, True, fused=True)),
+    "gated": LayerSpec(GROUPED, MLP(96, True)),
 }
 
 
@@ -28,7 +26,7 @@ class Layer:
     """One layer on a batch (B, S, D), its modules found by the names of the ledger's parameters."""
 
     def __init__(self, spec):
-        self.spec, self.layer, self.prefix = spec, spec.layers[0], f"{spec.names.layers}.0."
+        self.spec, self.layer, self.prefix = spec, spec.layers[0], "model.layers.0."
         params = [param for op in ledger.layer_ops(spec, 0) for param in op.params]
         generator = torch.Generator().manual_seed(0)
         self.weights = {
@@ -37,16 +35,16 @@ class Layer:
         }
 
     def __call__(self, x):
-        names, layer = self.spec.names, self.layer
-        normed = self.norm(x, names.attention_norm)
+        layer = self.layer
+        normed = self.norm(x, "input_layernorm")
         attended = self.grouped(normed)
         if layer.post_norms:
-            attended = self.norm(attended, names.attention_post_norm)
+            attended = self.norm(attended, "self_attn_post_norm")
         middle = x if layer.parallel else x + attended
-        normed = normed if layer.shared_norm else self.norm(middle, names.mlp_norm)
+        normed = normed if layer.shared_norm else self.norm(middle, "post_attention_layernorm")
         out = self.dense(normed, "mlp")
         if layer.post_norms:
-            out = self.norm(out, names.mlp_post_norm)
+            out = self.norm(out, "mlp_post_norm")
         return x + attended + out if layer.parallel else middle + out
 
     def norm(self, x, name):
@@ -57,7 +55,7 @@ class Layer:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def grouped(self, x):
-        q, k, v = self.linear(x, "self_attn.qkv_proj").view(ROWS, LENGTH, 3, HEADS, -1).unbind(2)
+        q, k, v = (self.linear(x, f"self_attn.{one}_proj").view(ROWS, LENGTH, HEADS, -1) for one in "qkv")
         return self.linear(self.attend(q, k, v), "self_attn.o_proj")
 
     def attend(self, q, k, v):
@@ -69,14 +67,13 @@ class Layer:
             act = {"gelu": F.gelu, "relu": F.relu}[self.layer.mlp.hidden_act]
             hidden = act(self.linear(x, f"{name}.up_proj"))
         else:
-            hidden = gated(*self.linear(x, f"{name}.gate_up_proj").chunk(2, dim=-1))
+            hidden = gated(self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj"))
         return self.linear(hidden, f"{name}.down_proj")
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_a_layer_keeps(name):
-    names = replace(ModelSpec("x", 1, 1, (), 0.0, 1).names, attention_post_norm="norm_a", mlp_post_norm="norm_b")
-    spec = ModelSpec("tiny", 97, HIDDEN, (LAYERS[name],), 1e-5, LENGTH, norm="layernorm", names=names)
+    spec = ModelSpec("tiny", 97, HIDDEN, (LAYERS[name],), 1e-5, LENGTH, norm="layernorm")
     layer = Layer(spec)
     excluded = {tensor.untyped_storage().data_ptr() for tensor in layer.weights.values()}
     kept = {}

@@ -8,9 +8,11 @@ import transformers
 from tiny_models import SIZES
 from torch.utils.flop_counter import FlopCounterMode
 
+from kumi.convert.hf import entries
 from kumi.errors import ModelError
 from kumi.nn import Decoder
 from kumi.spec import families, ledger
+from kumi.spec.weights import files
 
 # What a family has no word for; its other sizes it has under names of its own.
 WITHOUT = {
@@ -49,11 +51,13 @@ def reference(name, device):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_names_and_shapes(name):
-    theirs = reference(name, "meta")
+def test_names_and_shapes(name, tmp_path):
+    """Those of the file that transformers saves."""
+    theirs = reference(name, "cpu")
+    theirs.save_pretrained(tmp_path)
     spec = families.from_hf(theirs.config.to_dict())
-    listed = {param.name: param.shape for param in ledger.params(spec)}
-    assert listed == {key: tuple(value.shape) for key, value in theirs.named_parameters()}
+    listed = {name: pieces[0].part.shape for name, pieces in files(spec).items()}
+    assert listed == {key: entry.shape for key, entry in entries(tmp_path).items()}
 
 
 @pytest.mark.parametrize("name", CASES)

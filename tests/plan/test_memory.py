@@ -40,7 +40,7 @@ SPARSE = ModelSpec("moe", 32000, 2048, (LayerSpec(Attention(16, 4, 128, ROPE), M
 
 def gpt(layers, hidden, heads, vocab=51200):
     """A GPT as in Megatron-LM: LayerNorm, biases, one activation of width 4 h."""
-    attention = Attention(heads, heads, hidden // heads, None, qkv_bias=True, out_bias=True, fused_qkv=True)
+    attention = Attention(heads, heads, hidden // heads, None, qkv_bias=True, out_bias=True)
     layer = LayerSpec(attention, MLP(4 * hidden, bias=True, hidden_act="gelu_new", gated=False))
     return ModelSpec("gpt", vocab, hidden, (layer,) * layers, 1e-5, 2048, norm="layernorm", learned_positions=2048)
 

@@ -58,7 +58,7 @@ MIXED_WINDOWS = ModelSpec(
 )
 MIXED_WINDOWS = replace(MIXED_WINDOWS, layers=MIXED_WINDOWS.layers * 9)
 
-_GPT = Attention(25, 25, 64, None, qkv_bias=True, out_bias=True, fused_qkv=True)
+_GPT = Attention(25, 25, 64, None, qkv_bias=True, out_bias=True)
 GPT2_XL = ModelSpec(
     "gpt2", 50_257, 1600, (LayerSpec(_GPT, MLP(6400, bias=True, hidden_act="gelu_new", gated=False)),) * 48, 1e-5, 1024,
     tie_word_embeddings=True, norm="layernorm", learned_positions=1024,
