@@ -27,7 +27,8 @@ def test_verbs_and_flags_are_frozen():
                  "--svg", "--tokens", "--top", "--trace", "--trainable", "-h"],
         "data": ["--help", "--json", "-h"],
         "train": ["--allow-change", "--dry-run", "--help", "--json", "--rank", "-h"],
-        "convert": ["--help", "--to", "--verify", "-h"],
+        "convert": ["--help", "--public", "--push", "--to", "--unverified", "--verify", "-h"],
+        "push": ["--help", "--public", "--unverified", "-h"],
         "bench": ["--help", "--json", "--out", "--quick", "--ranks", "-h"],
     }  # fmt: skip
 
@@ -41,7 +42,7 @@ def test_config_keys_are_frozen():
     assert found == frozen
 
 
-@pytest.mark.parametrize("verb", ["describe", "plan", "data", "train", "convert", "bench"])
+@pytest.mark.parametrize("verb", ["describe", "plan", "data", "train", "convert", "push", "bench"])
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])

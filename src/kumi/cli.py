@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     _data_parser(verbs)
     _train_parser(verbs)
     _convert_parser(verbs)
+    _push_parser(verbs)
     _bench_parser(verbs)
     return parser
 
@@ -223,11 +224,26 @@ def _convert_parser(verbs: Any) -> None:
         "Convert weights, streaming",
         "kumi convert runs/quickstart/checkpoints/step_000400 out --to hf",
     )
-    parser.add_argument("source", metavar="SRC", help="a Hugging Face folder or a kumi checkpoint")
+    parser.add_argument("source", metavar="SRC", help="a Hugging Face folder, a kumi checkpoint, or a hub id")
     parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
     parser.add_argument("--to", choices=["hf", "kumi"], required=True, help="the format to write")
     parser.add_argument("--verify", action="store_true", help="load the result and compare tensors and logits")
+    parser.add_argument("--push", metavar="ORG/NAME", help="with --to hf: verify, and send the folder to the hub")
+    _push_flags(parser)
     parser.set_defaults(verb=_convert)
+
+
+def _push_parser(verbs: Any) -> None:
+    parser = _verb(verbs, "push", "Send a verified Hugging Face folder to the hub", "kumi push out org/name")
+    parser.add_argument("folder", metavar="FOLDER", help="what kumi train or kumi convert --verify wrote")
+    parser.add_argument("repository", metavar="ORG/NAME", help="the repository; it is made where it is not there")
+    _push_flags(parser)
+    parser.set_defaults(verb=_push)
+
+
+def _push_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--public", action="store_true", help="a new repository on the hub can be read by everyone")
+    parser.add_argument("--unverified", action="store_true", help="send a folder that was not verified")
 
 
 def _bench_parser(verbs: Any) -> None:
@@ -328,9 +344,29 @@ def _dry_run(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    if arguments.push is None and (arguments.public or arguments.unverified):
+        raise ConfigError("convert: --public and --unverified are for --push; add that, or leave them out")
+    if arguments.push is not None:
+        if arguments.to != "hf":
+            raise ConfigError(f"convert: --push sends Hugging Face folders, not --to {arguments.to}; use --to hf")
+        from kumi.hub import check_push
+
+        check_push(arguments.push, "--push")
     from kumi.convert import convert
 
-    print(convert(arguments.source, arguments.target, to=arguments.to, verify=arguments.verify))
+    verify = arguments.verify or (arguments.push is not None and not arguments.unverified)
+    print(convert(arguments.source, arguments.target, to=arguments.to, verify=verify))
+    return OK if arguments.push is None else _pushed(arguments.target, arguments.push, arguments)
+
+
+def _push(arguments: argparse.Namespace) -> int:
+    return _pushed(arguments.folder, arguments.repository, arguments)
+
+
+def _pushed(folder: str, name: str, arguments: argparse.Namespace) -> int:
+    from kumi.convert.publish import publish
+
+    print(publish(folder, name, public=arguments.public, unverified=arguments.unverified))
     return OK
 
 

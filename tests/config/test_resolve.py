@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from kumi.config import from_dict, job, plan_from_dict, resolve
-from kumi.config import model as reading
 from kumi.config.cluster import cluster_spec
 from kumi.config.model import model_folder, read_hf_config
 from kumi.config.pinned import pinned_to
 from kumi.config.resolve import choose_optim, choose_precision
 from kumi.config.schema import ClusterSection, ModelSection, OptimSection
 from kumi.errors import ConfigError, ModelError
+from kumi.hub import reach
 from kumi.spec.cluster import Device
 from kumi.spec.optim import KINDS
 from kumi.spec.precision import PRECISIONS
@@ -46,7 +46,7 @@ def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch):
     def offline(*words, **options):
         raise OSError("offline")
 
-    monkeypatch.setattr(reading, "_out_of_reach", lambda: "")
+    monkeypatch.setattr(reach, "out_of_reach", lambda: "")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(
         ConfigError, match=r"'org/model' is no folder, and the hub did not give it \(offline\); name a folder"
@@ -76,12 +76,12 @@ def test_a_model_is_also_a_config_json_by_any_name(tmp_path):
 def test_of_a_model_on_the_hub_a_plan_fetches_the_config_alone(tmp_path, monkeypatch):
     import huggingface_hub
 
-    def fetched(name, file, *, local_files_only):
-        assert (name, file, local_files_only) == ("org/model", "config.json", False)
+    def fetched(name, file, *, revision, local_files_only):
+        assert (name, file, revision, local_files_only) == ("org/model", "config.json", None, False)
         (tmp_path / file).write_text('{"model_type": "qwen3"}')
         return str(tmp_path / file)
 
-    monkeypatch.setattr(reading, "_out_of_reach", lambda: "")
+    monkeypatch.setattr(reach, "out_of_reach", lambda: "")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetched)
     assert read_hf_config(ModelSection(source="org/model")) == {"model_type": "qwen3"}
 

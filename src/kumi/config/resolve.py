@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kumi import hub
 from kumi.config.balance import Balance, choose_balance
 from kumi.config.cluster import cluster_spec, of_nodes
-from kumi.config.model import model_folder, read_hf_config
+from kumi.config.model import local_folder, read_hf_config, snapshot
 from kumi.config.schema import OptimSection, PlanConfig, RunConfig
 from kumi.errors import ConfigError, LayoutError
 from kumi.plan.choose import choose_layout
@@ -30,6 +32,8 @@ class Run:
     """All that the trainer reads. A pure function of the run file and the machines, so that every rank agrees.
 
     `hf_config` is the model's config.json as given; `source` the folder it came from, None for an inline config.
+    `snapshots` are the copies of repositories on the hub, by the run-file key that named them; `source` is the folder
+    of such a copy then, in which weights are only once they have been fetched.
     """
 
     config: RunConfig
@@ -37,6 +41,7 @@ class Run:
     source: Path | None
     job: Job
     estimate: Estimate
+    snapshots: Mapping[str, hub.Snapshot] = field(default_factory=dict)
 
     @property
     def model(self) -> ModelSpec:
@@ -90,7 +95,8 @@ class Run:
 
 def resolve(config: RunConfig) -> Run:
     """What `config` will run. Raises ConfigError, ModelError, LayoutError or FitError, each with its reason."""
-    source = None if config.model.source is None else model_folder(config.model.source, "model.source")
+    snapshots = _snapshots(config)
+    source = _source(config.model.source, snapshots)
     hf_config = read_hf_config(config.model, source)
     if config.train.trace_step > config.train.steps:
         raise ConfigError(
@@ -100,11 +106,31 @@ def resolve(config: RunConfig) -> Run:
     wanted = job(config, hf_config)
     choose_balance(wanted.model, config.model)
     pinned = config.layout.model_dump(exclude_none=True)
-    run = Run(config, hf_config, source, wanted, choose_layout(wanted, pinned, of_nodes(config.cluster)))
+    run = Run(config, hf_config, source, wanted, choose_layout(wanted, pinned, of_nodes(config.cluster)), snapshots)
     wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if wrong:
         raise LayoutError("; ".join(wrong))
     return run
+
+
+def named(config: RunConfig) -> dict[str, str]:
+    """The keys of a run file that may name a repository on the hub, and what they name."""
+    sources = {"model.source": config.model.source, "data.tokenizer": config.data.tokenizer}
+    return {key: source for key, source in sources.items() if isinstance(source, str)}
+
+
+def _snapshots(config: RunConfig) -> dict[str, hub.Snapshot]:
+    """The hub's copies of what is no folder here."""
+    out = Path(os.path.expanduser(config.train.out))
+    found = {key: snapshot(source, key, out) for key, source in named(config).items()}
+    return {key: one for key, one in found.items() if one is not None}
+
+
+def _source(source: str | None, snapshots: Mapping[str, hub.Snapshot]) -> Path | None:
+    """The model's folder; None where its config is inline."""
+    if "model.source" in snapshots:
+        return snapshots["model.source"].folder
+    return None if source is None else local_folder(source)
 
 
 def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:

@@ -47,7 +47,9 @@ class ModelSection(Section):
     """The model: a Hugging Face folder or hub id, or a config.json written inline."""
 
     source: Text | None = Field(
-        None, description="A folder with config.json (and weights), a config.json, or a hub id."
+        None,
+        description="A folder with config.json (and weights), a config.json, or a hub id: org/name, or with a revision "
+        "org/name@revision.",
     )
     config: dict[str, Any] | None = Field(None, description="A Hugging Face config.json, inline, instead of `source`.")
     init: Literal["pretrained", "random"] = Field(
@@ -292,6 +294,17 @@ class ExportSection(Section):
     enabled: Switch = Field(True, description="Whether to write it.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Dtype of the weights; 'auto' is that of `model.source`, float32 for a new model."
+    )
+    push: Annotated[Text, Field(pattern=r"^[\w-][\w.-]*/[\w-][\w.-]*$")] | None = Field(
+        None, description="Repository on the hub, org/name, that gets the folder once it is verified."
+    )
+    public: Switch = Field(False, description="Whether a repository that `push` makes can be read by everyone.")
+    datasets: tuple[Annotated[Text, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)?$")], ...] = Field(
+        (), description="Ids on the hub of the datasets trained on, for the model card."
+    )
+    license: Text | None = Field(
+        None,
+        description="Licence of the model, for its card, such as apache-2.0; by default what `model.source`'s says.",
     )
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import kumi
+from kumi.convert.origin import UNKNOWN, Origin
+from kumi.errors import RefusedError
 from kumi.spec.families import FAMILIES
 from kumi.spec.ledger import num_params
 from kumi.spec.model import ModelSpec
 from kumi.units import format_count
+
+# The row of a card under which stands what makes a folder the verified one.
+VERIFIED, DIGEST = "verified", "SHA-256 of weights, config and tokenizer"
 
 
 def model_card(
@@ -18,25 +26,31 @@ def model_card(
     name: str,
     model: ModelSpec,
     facts: Mapping[str, str],
+    origin: Origin = UNKNOWN,
     base_model: str | None = None,
-    relation: str = "finetune",
+    relation: str | None = None,
     datasets: Sequence[str] = (),
     license: str | None = None,
     tags: Sequence[str] = (),
 ) -> str:
-    """A model card in Markdown, with the header that model hubs read. `facts` become a table, in their order."""
+    """A model card in Markdown, with the header that model hubs read. `facts` become a table, in their order.
+
+    `origin` is what the model was made of, and how; what is given besides it, is said instead of it.
+    """
+    base = base_model or origin.base_model
     header: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if base_model is not None:
-        header |= {"base_model": base_model, "base_model_relation": relation}
-    if datasets:
-        header["datasets"] = list(datasets)
-    if license is not None:
-        header["license"] = license
+    if base is not None:
+        how = relation or ("finetune" if base_model else origin.relation)
+        header |= {"base_model": base} | ({"base_model_relation": how} if how else {})
+    if datasets or origin.datasets:
+        header["datasets"] = list(datasets or origin.datasets)
+    header |= {"license": license} if license else dict(origin.license)
     header["tags"] = ["kumi", *tags]
     # JSON is YAML: names with colons or quotes need no care.
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()]
-    rows = {"architecture": FAMILIES[model.family].ARCHITECTURE, "parameters": f"{num_params(model):,}", **facts}
-    table = ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+    rows = {"architecture": FAMILIES[model.family].ARCHITECTURE, "parameters": f"{num_params(model):,}"}
+    rows |= {"base commit": origin.commit} if origin.commit else {}
+    table = ["| | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in (rows | dict(facts)).items())]
     return "\n".join([
         "---", *lines, "---", "", f"# {name}", "",
         f"A {format_count(num_params(model))} parameter language model, written by kumi {kumi.__version__}.", "",
@@ -44,3 +58,39 @@ def model_card(
         'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")',
         'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")', "```", "",
     ])  # fmt: skip
+
+
+def mark_verified(folder: Path, how: str) -> None:
+    """Note in the card of `folder` that it was verified, and the digest of what was."""
+    path = folder / "README.md"
+    lines = path.read_text(encoding="utf-8").split("\n")
+    last = max((index for index, line in enumerate(lines) if line.startswith("|")), default=len(lines) - 1)
+    rows = [f"| {VERIFIED} | {_cell(how)} |", f"| {DIGEST} | {digest(folder)} |"]
+    path.write_text("\n".join([*lines[: last + 1], *rows, *lines[last + 1 :]]), encoding="utf-8")
+
+
+def check_verified(folder: Path) -> None:
+    """Nothing, when `folder` is as it was when its card was told that it is verified; RefusedError otherwise."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    noted = re.search(rf"^\| {re.escape(DIGEST)} \| (\w+) \|$", text, re.M)
+    if noted is None:
+        raise RefusedError(f"{folder}: its README.md does not say that it was verified; write it again with --verify, "
+                           f"or push it as it is with --unverified")  # fmt: skip
+    if noted[1] != digest(folder):
+        raise RefusedError(f"{folder}: its files are not those that were verified; write it again with --verify, or "
+                           f"push it as it is with --unverified")  # fmt: skip
+
+
+def digest(folder: Path) -> str:
+    """The SHA-256 of names and contents of weights, config.json and tokenizer.json in `folder`."""
+    whole = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("tokenizer.json")]):
+        with file.open("rb") as opened:
+            whole.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def _cell(text: str) -> str:
+    """`text` as a table's cell: one line, in which a bar does not end it."""
+    return " ".join(text.split()).replace("|", "\\|")

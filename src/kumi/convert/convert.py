@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kumi.convert import hf, hf_write, native
+from kumi.convert.card import mark_verified, model_card
+from kumi.convert.origin import origin_of
+from kumi.convert.publish import located
 from kumi.convert.source import Source, open_source
 from kumi.convert.verify import verify as verify_written
 from kumi.errors import ConfigError
@@ -24,7 +27,7 @@ def convert(src: str | Path, dst: str | Path, *, to: str, verify: bool = True) -
         raise ConfigError(f"--to {to}: kumi writes {' and '.join(FORMATS)}")
     if not str(dst):
         raise ConfigError("convert: the folder to write has an empty name; name a new folder")
-    source, target = open_source(src), Path(dst)
+    source, target = open_source(located(src, "convert")), Path(dst)
     if to == "hf":
         _write_hf(source, target)
     else:
@@ -37,19 +40,13 @@ def convert(src: str | Path, dst: str | Path, *, to: str, verify: bool = True) -
         return done
     difference = verify_written(source, open_source(target))
     if to == "hf":
-        _note(target, f"| verified against the source | tensors equal, largest logit difference {difference:g} |")
+        mark_verified(target, f"against the source: tensors equal, largest logit difference {difference:g}")
     return f"{done}; all tensors equal {source.folder}, largest logit difference {difference:g}"
 
 
 def _write_hf(source: Source, target: Path) -> None:
-    card = hf.model_card(name=target.name, model=source.spec, facts={"converted from": source.folder.name})
+    origin = origin_of(source.folder)
+    made = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
+    card = model_card(name=target.name, model=source.spec, facts=made, origin=origin)
     hf.write(target, source.spec, source.tensors(), base_config=source.config, dtype=source.dtypes,
              tokenizer_folder=source.tokenizer, card=card)  # fmt: skip
-
-
-def _note(folder: Path, row: str) -> None:
-    """Append `row` to the table of the model card."""
-    path = folder / "README.md"
-    lines = path.read_text(encoding="utf-8").split("\n")
-    last = max(index for index, line in enumerate(lines) if line.startswith("|"))
-    path.write_text("\n".join([*lines[: last + 1], row, *lines[last + 1 :]]), encoding="utf-8")

@@ -11,9 +11,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from kumi import hub
 from kumi.config import Run
 from kumi.convert import load_decoder
-from kumi.convert.card import model_card
+from kumi.convert.card import check_verified, mark_verified, model_card
 from kumi.convert.hf_write import write
 from kumi.data import Store, load_tokenizer
 from kumi.errors import KumiError, RefusedError
@@ -25,6 +26,7 @@ from kumi.train.loop import checkpoint_root
 from kumi.train.metrics import read_metrics
 from kumi.train.prepare import tokenizer_folder
 from kumi.train.probe import FILE
+from kumi.train.state import origin
 
 # Largest share of the logits' own spread by which an export may differ from the trained model. Equal weights in equal
 # arithmetic give 0; another number of threads, or weights rounded on export, give rounding errors of the compute dtype.
@@ -48,7 +50,16 @@ def finish(run: Run, store: Store, *, anew: bool) -> None:
             print(f"export     {folder} was of an earlier state of the model; it is {_put_aside(folder)} now")
         decoder, difference = _export(run, store, folder)
         print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
+    _push(run, folder)
     _sample(run, decoder)
+
+
+def _push(run: Run, folder: Path) -> None:
+    """Send `folder` to the repository that `run` names, unless it is not what was verified."""
+    export = run.config.export
+    if export.push is not None:
+        check_verified(folder)
+        print(f"pushed     {hub.push(folder, export.push, public=export.public, flag='export.push')}", flush=True)
 
 
 def _put_aside(folder: Path) -> Path:
@@ -63,7 +74,6 @@ def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
     assert found is not None, "a finished run has a checkpoint"
     saved = checkpoint.open(found)
     part = folder.with_name(folder.name + ".unverified")
-    card = _card(run, store)
     write(
         part,
         run.model,
@@ -71,13 +81,12 @@ def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
         base_config=run.hf_config,
         dtype=_export_dtype(run),
         tokenizer_folder=tokenizer_folder(run),
-        card=model_card(**card),
+        card=model_card(**_card(run, store)),
         replace=True,
     )
     decoder = load_decoder(part)
     difference = _compare(decoder, run, part)
-    card["facts"]["largest logit difference to the trained model"] = f"{difference:.1e}"
-    (part / "README.md").write_text(model_card(**card), encoding="utf-8")
+    mark_verified(part, f"logits within {difference:.1e} of the trained model's")
     part.rename(folder)
     return decoder, difference
 
@@ -124,9 +133,13 @@ def _card(run: Run, store: Store) -> dict[str, Any]:
     evaluations = [entry for entry in read_metrics(run.out / "metrics.jsonl") if "eval/loss" in entry]
     return {
         "name": run.config.name,
-        "base_model": run.config.model.source if run.config.model.init == "pretrained" else None,
+        "origin": origin(run),
+        "license": run.config.export.license,
+        "datasets": run.config.export.datasets,
         "model": run.model,
         "facts": {
+            "made by": f"kumi train, predicting tokens with {run.optim.kind}, learning rate {run.optim.lr:g}",
+            "trained on": ", ".join(dict.fromkeys(Path(one.path).name for one in run.config.data.sources)),
             "training tokens": f"{run.config.train.steps * run.batch.tokens_per_step:,}",
             "steps": f"{run.config.train.steps:,}",
             "sequence length": f"{run.batch.seq_len:,}",

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kumi.config import Run
-from kumi.config.model import model_folder
+from kumi.config.model import local_folder
 from kumi.config.schema import SourceSection
 from kumi.data import Source, Store, Tokenizer, expand, load_tokenizer, open_store, prepare, train_tokenizer, would_read
 from kumi.errors import ConfigError
@@ -70,7 +70,9 @@ def open_data(run: Run) -> Store:
 def tokenizer_folder(run: Run) -> Path:
     """The folder of the run's tokenizer: the one given, or the one trained for the run."""
     wanted = run.config.data.tokenizer
-    return model_folder(wanted, "data.tokenizer") if isinstance(wanted, str) else data_folder(run) / "tokenizer"
+    if "data.tokenizer" in run.snapshots:
+        return run.snapshots["data.tokenizer"].folder
+    return local_folder(wanted) if isinstance(wanted, str) else data_folder(run) / "tokenizer"
 
 
 def _sources(run: Run) -> list[Source]:

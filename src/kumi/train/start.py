@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kumi import hub
 from kumi.config import Run
+from kumi.config.resolve import named
 from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, LayoutError, ModelError
@@ -26,11 +28,16 @@ def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
     """
     # OpenMP reads these once, when torch is imported, which everything below may do.
     os.environ.update(environment(run.cluster.devices_per_node, os.environ))
+    if run.config.export.push is not None:
+        hub.check_push(run.config.export.push, "export.push")
+    if "model.source" in run.snapshots and run.config.model.init == "pretrained":
+        hub.fetch_weights(run.snapshots["model.source"])
     check(run)
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         return _follow(run)
     with claim(run.out, run.config, allow_change):
+        hub.write_record(run.out, named(run.config), run.snapshots)
         console().print(render(describe(run)))
         store = prepare_data(run)
         print(_data_line(store), flush=True)

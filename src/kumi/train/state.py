@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from kumi import __version__
 from kumi.config import Run
+from kumi.convert.origin import UNKNOWN, Origin, origin_of
 from kumi.data import Mixture, Store, Sweep
 from kumi.errors import RefusedError
 from kumi.parallel.grads import LossScale
@@ -64,8 +65,21 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
         "loss_scale_good_steps": state.scale.good_steps,
         "data": store.content,
         "hf_config": run.hf_config,
+        "origin": origin(run).plain(),
         "tokenizer": str(tokenizer_folder(run).resolve()),
     }
+
+
+def origin(run: Run) -> Origin:
+    """What the model of `run` was made of; nothing that is known where it began from random weights."""
+    if run.source is None or run.config.model.init != "pretrained":
+        return UNKNOWN
+    found = run.snapshots.get("model.source")
+    base = origin_of(run.source) if found is None else origin_of(run.source, found.name, found.commit)
+    trained_on, license = run.config.export.datasets, run.config.export.license
+    return replace(
+        base, relation="finetune", datasets=trained_on, license={"license": license} if license else base.license
+    )
 
 
 def restored_state(checkpoint: Checkpoint, store: Store) -> TrainState:
