@@ -63,7 +63,7 @@ def test_gradcheck():
     places = moe.sorted_places(router(x, SHAPE).ids)
     assert torch.autograd.gradcheck(lambda x, w: moe.gather_weighted(moe.spread(x, places), w, places), (x, weights))
     weight = router.weight.detach().clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, w: _Route.apply(x, w, router, SHAPE)[0], (x, weight))
+    assert torch.autograd.gradcheck(lambda x, w: _Route.apply(x, w, None, router, SHAPE)[0], (x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,8 +22,9 @@ class Attention(nn.Module):
     """Projections, optional query and key norms, rotation, attention, output projection."""
 
     def __init__(
-        self, hidden_size: int, spec: model.Attention, eps: float, *, device: torch.device | None, dtype: torch.dtype
-    ) -> None:
+        self, hidden_size: int, spec: model.Attention, eps: float, *, device: torch.device | None, dtype: torch.dtype,
+        zero_centered: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.spec, self.region = spec, WHOLE
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
@@ -30,8 +33,9 @@ class Attention(nn.Module):
         self.v_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
         self.o_proj = Linear(heads, hidden_size, bias=spec.out_bias, device=device, dtype=dtype)
         sizes = (heads, kv_heads) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
-        self.q_norm = RMSNorm(sizes[0], eps, device=device, dtype=dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm(sizes[1], eps, device=device, dtype=dtype) if spec.qk_norm else None
+        norm = partial(RMSNorm, eps=eps, device=device, dtype=dtype, zero_centered=zero_centered)
+        self.q_norm = norm(sizes[0]) if spec.qk_norm else None
+        self.k_norm = norm(sizes[1]) if spec.qk_norm else None
         count = spec.num_attention_heads
         self.sinks = nn.Parameter(torch.empty(count, device=device, dtype=dtype)) if spec.sinks else None
 

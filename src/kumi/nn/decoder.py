@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -16,82 +16,121 @@ from kumi.nn.latent import LatentAttention
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
-from kumi.nn.norm import RMSNorm
+from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
 from kumi.nn.where import Attend, Where, positions, segments, tables
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); or in the other arrangements that `LayerSpec` has words for."""
 
-    def __init__(
-        self, hidden_size: int, spec: LayerSpec, eps: float, *, device: torch.device | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, of: ModelSpec, spec: LayerSpec, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, eps, device=device, dtype=dtype)
-        self.self_attn = attention(hidden_size, spec.attention, eps, device=device, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, device=device, dtype=dtype)
-        self.mlp = feed_forward(hidden_size, spec.mlp, device=device, dtype=dtype)
+        self.spec, self.residual_scale = spec, of.residual_scale
+
+        def norm(there: bool) -> RMSNorm | LayerNorm | None:
+            return norm_of(of, device=device, dtype=dtype) if there else None
+
+        attends, feeds = spec.attention is not None, spec.mlp is not None
+        self.input_layernorm = norm(spec.pre_norms and attends)
+        self.self_attn = attention(of, spec.attention, device=device, dtype=dtype)
+        self.self_attn_post_norm = norm(spec.post_norms and attends)
+        self.post_attention_layernorm = norm(spec.pre_norms and feeds and not spec.shared_norm)
+        self.mlp = feed_forward(of.hidden_size, spec.mlp, device=device, dtype=dtype)
+        self.mlp_post_norm = norm(spec.post_norms and feeds)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), where)
-        normed = self.post_attention_layernorm(x)
-        out: Tensor = x + (self.mlp(normed, where.shape) if isinstance(self.mlp, MoE) else self.mlp(normed))
-        return out
+        """Hidden states (B, S, D), or (T, D), in the same shape."""
+        if self.spec.parallel:
+            normed = _through(self.input_layernorm, x)
+            other = normed if self.spec.shared_norm else _through(self.post_attention_layernorm, x)
+            return self.add(x, self.attend(normed, where) + self.feed(other, where))
+        if self.self_attn is not None:
+            x = self.add(x, self.attend(_through(self.input_layernorm, x), where))
+        if self.mlp is not None:
+            x = self.add(x, self.feed(_through(self.post_attention_layernorm, x), where))
+        return x
+
+    def attend(self, normed: Tensor, where: Where) -> Tensor:
+        """What attention adds."""
+        assert self.self_attn is not None
+        return _through(self.self_attn_post_norm, self.self_attn(normed, where))
+
+    def feed(self, normed: Tensor, where: Where) -> Tensor:
+        """What the feed-forward part adds."""
+        assert self.mlp is not None
+        out = self.mlp(normed, where.shape) if isinstance(self.mlp, MoE) else self.mlp(normed)
+        return _through(self.mlp_post_norm, out)
+
+    def add(self, x: Tensor, added: Tensor) -> Tensor:
+        """The residual stream `x` with `added`, in one pass that keeps neither."""
+        return torch.add(x, added, alpha=self.residual_scale)
+
+
+def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
+    out: Tensor = x if norm is None else norm(x)
+    return out
 
 
 def attention(
-    hidden_size: int, spec: model.Attention | model.LatentAttention, eps: float, *,
+    of: ModelSpec, spec: model.Attention | model.LatentAttention | model.Mamba | None, *,
     device: torch.device | None, dtype: torch.dtype,
-) -> Attention | LatentAttention:  # fmt: skip
-    """The module that computes `spec`: a function of (hidden states, `Where`)."""
+) -> Attention | LatentAttention | None:  # fmt: skip
+    """The module that computes `spec` in a model: a function of (hidden states, `Where`). None where there is none."""
+    if spec is None:
+        return None
     if isinstance(spec, model.LatentAttention):
-        return LatentAttention(hidden_size, spec, device=device, dtype=dtype)
-    return Attention(hidden_size, spec, eps, device=device, dtype=dtype)
+        return LatentAttention(of.hidden_size, spec, device=device, dtype=dtype)
+    assert isinstance(spec, model.Attention), f"check_trained lets no {type(spec).__name__} through"
+    zero_centered = of.zero_centered_norm
+    return Attention(of.hidden_size, spec, of.norm_eps, device=device, dtype=dtype, zero_centered=zero_centered)
 
 
 def feed_forward(
-    hidden_size: int, spec: model.MLP | model.MoE, *, device: torch.device | None, dtype: torch.dtype
-) -> MLP | MoE:
+    hidden_size: int, spec: model.MLP | model.MoE | None, *, device: torch.device | None, dtype: torch.dtype
+) -> MLP | MoE | None:
     """The module that computes `spec`: a function of hidden states and, of experts, the shape (B, S) of the batch."""
     if isinstance(spec, model.MoE):
         return MoE(hidden_size, spec, device=device, dtype=dtype)
-    return MLP(hidden_size, spec, device=device, dtype=dtype)
+    return None if spec is None else MLP(hidden_size, spec, device=device, dtype=dtype)
 
 
 class Embedding(nn.Module):
-    """Rows of the token table."""
+    """Rows of a table: of the tokens', or of the positions'."""
 
-    def __init__(self, vocab_size: int, size: int, *, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(self, rows: int, size: int, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(rows, size, device=device, dtype=dtype))
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.weight)
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
 
 
 class Model(nn.Module):
-    """Embedding, layers and final norm, or those that a stage has of them; named as Hugging Face names them."""
+    """Embedding, layers and final norm, or those that a stage has of them; `table`: the token table, `first`: what else
+    belongs to the embedding."""
 
     def __init__(
-        self, spec: ModelSpec, layers: Sequence[int], *, table: bool, norm: bool,
+        self, spec: ModelSpec, layers: Sequence[int], *, table: bool, first: bool, norm: bool,
         device: torch.device | None, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         super().__init__()
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         if table:
-            self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
-        made = (
-            DecoderLayer(spec.hidden_size, spec.layers[i], spec.norm_eps, device=device, dtype=dtype) for i in layers
-        )
+            self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **options)
+        placed = first and spec.learned_positions > 0
+        self.embed_positions = Embedding(spec.learned_positions, spec.hidden_size, **options) if placed else None
+        self.embed_norm = norm_of(spec, **options) if first and spec.embedding_norm else None
+        made = (DecoderLayer(spec, spec.layers[index], **options) for index in layers)
         # By their numbers in the whole model, so that a stage's parameters have the names they have there.
         self.layers = nn.ModuleDict({str(index): layer for index, layer in zip(layers, made, strict=True)})
         if norm:
-            self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
+            self.norm = norm_of(spec, **options)
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model, or a stage of it, whose parameter names are those of Hugging Face.
+    """A decoder-only language model, or a stage of it; its parameters have the names that the ledger gives them.
 
     Parameters start uninitialised in `dtype` on `device` (which may be "meta"); `compute_dtype` is what activations and
     matrix products are in, `reduce_dtype` what gradients travel in. A stage has the layers numbered `layers`, and the
@@ -99,7 +138,8 @@ class Decoder(nn.Module):
     the embedding is elsewhere. ModelError for a model that this package does not compute.
 
     What works on many ranks at once replaces parts: `attention_over(tokens, document_ids)` makes the attention of a
-    batch, and `logits`, `log_probs` and `weighted_sum` read final hidden states (T, D) with the head's weight.
+    batch, and `logits` (still to be shaped), `log_probs` and `weighted_sum` read final hidden states (T, D) with the
+    head's weight.
     """
 
     def __init__(
@@ -113,11 +153,15 @@ class Decoder(nn.Module):
         self.compute_dtype = self.reduce_dtype = dtype
         tied = spec.tie_word_embeddings
         numbers = range(spec.num_hidden_layers) if layers is None else layers
-        self.model = Model(spec, numbers, table=embedding or (head and tied), norm=head, device=device, dtype=dtype)
+        table = embedding or (head and tied)
+        self.model = Model(spec, numbers, table=table, first=embedding, norm=head, device=device, dtype=dtype)
         if head and not tied:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
         self.attention_over: Callable[[Tensor, Tensor | None], Attend] = whole_rows
-        self.logits, self.log_probs, self.weighted_sum = logits, logprob.log_probs, logprob.weighted_sum
+        self.shaping = logprob.Shaping(spec.logit_scale, spec.logit_softcap)
+        self.logits = logits
+        self.log_probs = partial(logprob.log_probs, shaping=self.shaping)
+        self.weighted_sum = partial(logprob.weighted_sum, shaping=self.shaping)
 
     @overload
     def forward(
@@ -156,7 +200,7 @@ class Decoder(nn.Module):
         flat, weight = hidden.flatten(0, -2), self.head_weight
         if labels is None:
             shape = input_ids.shape if position_ids is None else position_ids.shape
-            return self.logits(flat, weight).view(*shape, -1)
+            return self.shaping.shape(self.logits(flat, weight)).view(*shape, -1)
         if token_weights is None:
             return self.log_probs(flat, weight, labels.flatten()).view(labels.shape)
         total, log_probs = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten())
@@ -168,14 +212,25 @@ class Decoder(nn.Module):
         """The last hidden states (B, S, D) in the compute dtype, normalised where the stage has the head."""
         if position_ids is None:
             position_ids = positions(input_ids, document_ids)
-        specs = [self.spec.layers[int(index)].attention for index in self.model.layers]
+        layers = [self.spec.layers[int(index)].attends for index in self.model.layers]
+        specs = [spec for spec in layers if spec is not None]
         rows, length = position_ids.shape
         attention = self.attention_over(position_ids, document_ids)
         where = Where((rows, length), tables(specs, position_ids), attention)
-        x = self.model.embed_tokens(input_ids).to(self.compute_dtype) if self.has_embedding else input_ids
+        x = self.embedded(input_ids, position_ids) if self.has_embedding else input_ids
         for layer in self.model.layers.values():
             x = layer(x, where)
         return self.model.norm(x) if self.has_head else x
+
+    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """What goes into the first layer, in the compute dtype, of tokens and positions (B, S)."""
+        x: Tensor = self.model.embed_tokens(input_ids).to(self.compute_dtype)
+        if self.spec.embedding_scale != 1.0:
+            # Rounded to the dtype of the embeddings, as models were trained that have one.
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype).item()
+        if self.model.embed_positions is not None:
+            x = x + self.model.embed_positions(position_ids).to(x.dtype)
+        return _through(self.model.embed_norm, x)
 
     @property
     def head_weight(self) -> Tensor:

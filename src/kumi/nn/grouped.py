@@ -25,6 +25,39 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
+def add_rows(rows: Tensor, bias: Tensor | None, counts: Tensor, *, silent: bool = False) -> Tensor:
+    """Rows (N, out) with the row of `bias` (X, out) added that belongs to each one's group.
+
+    `silent`: nothing is added here, but on another rank, whose sum with this one's is what counts; the gradient of the
+    bias, which is that of the sum, is worked out here, too. Nothing but `counts` is kept.
+    """
+    if bias is None:
+        return rows
+    out: Tensor = _AddRows.apply(rows, bias, counts, silent)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _AddRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Tensor, silent: bool) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.dtype = bias.dtype
+        # The host knows how many rows there are: the device need not tell.
+        return (
+            rows.view_as(rows)
+            if silent
+            else rows + bias.to(rows.dtype).repeat_interleave(counts, dim=0, output_size=len(rows))
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (counts,) = ctx.saved_tensors
+        experts = torch.arange(len(counts), device=grad.device)
+        places = torch.repeat_interleave(experts, counts, output_size=len(grad))
+        sums = grad.new_zeros(len(counts), grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
+        return grad, sums.index_add_(0, places, grad.to(sums.dtype)).to(ctx.dtype), None, None
+
+
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

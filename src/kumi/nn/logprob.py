@@ -4,7 +4,8 @@
     weighted_sum(h, W, labels, w)      sum of w * log_probs, and the log-probs; the gradient is formed in the forward
                                        pass, where the logits are at hand, and only scaled in the backward pass
 
-With d(log p_y)/d(logits) = onehot(y) - softmax(logits), both need one chunk (C, V) of logits at a time.
+With d(log p_y)/d(logits) = onehot(y) - softmax(logits), both need one chunk (C, V) of logits at a time. Logits may be
+what `Shaping` makes of the matrix product.
 
 A rank may have some rows of the vocabulary only (`Vocabulary`): what it needs of the others is one number a token, the
 log of their exponentials' sum, and the logit of the label.
@@ -51,59 +52,87 @@ class Vocabulary:
 WHOLE = Vocabulary()
 
 
-def log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Tensor:
+class Shaping(NamedTuple):
+    """What makes logits of the head's products: they are multiplied by `scale`, and then, where there is a `softcap`,
+    become softcap * tanh(product / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def shape(self, products: Tensor) -> Tensor:
+        """Logits, given what the matrix product gave."""
+        if self.scale != 1.0:
+            products = products * self.scale
+        return products if self.softcap is None else (products / self.softcap).tanh() * self.softcap
+
+    def shape_(self, products: Tensor) -> None:
+        """Makes logits of `products` in their place."""
+        if self.scale != 1.0:
+            products.mul_(self.scale)
+        if self.softcap is not None:
+            products.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+AS_THEY_ARE = Shaping()
+
+
+def log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE, shaping: Shaping = AS_THEY_ARE
+) -> Tensor:  # fmt: skip
     """Float32 log-probability (T,) of each of `labels` (T,) given `hidden` (T, D) and the head `weight` (V, D).
 
     Positions labelled -100 give 0 and no gradient.
     """
-    result: Tensor = _LogProbs.apply(hidden, weight, labels, vocabulary)  # type: ignore[no-untyped-call]
+    result: Tensor = _LogProbs.apply(hidden, weight, labels, vocabulary, shaping)  # type: ignore[no-untyped-call]
     return result
 
 
 def weighted_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, vocabulary: Vocabulary = WHOLE,
-    device_kind: str | None = None,
+    device_kind: str | None = None, shaping: Shaping = AS_THEY_ARE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """sum_t token_weights_t * log_prob_t as a float32 scalar, and the log-probs (T,), detached.
 
     Chunks are those of a device of `device_kind`, by default the one that the tensors are on.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    options = (token_weights, vocabulary, needs_grad, device_kind)
+    options = (token_weights, vocabulary, needs_grad, device_kind, shaping)
     total, detached = _WeightedSum.apply(hidden, weight, labels, *options)  # type: ignore[no-untyped-call]
     return total, detached
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary, shaping: Shaping
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.vocabulary = vocabulary
+        ctx.vocabulary, ctx.shaping = vocabulary, shaping
         hidden = vocabulary.gather(hidden)
         log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
         cast = weight.to(hidden.dtype)
         for part, room in _chunks(hidden, _room(hidden, weight)):
-            log_prob[part] = _log_prob(room, hidden[part], cast, labels[part], vocabulary)
+            log_prob[part] = _log_prob(room, hidden[part], cast, labels[part], vocabulary, shaping)
         return log_prob
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
-        hidden, vocabulary = ctx.vocabulary.gather(hidden), ctx.vocabulary
+        hidden, head = ctx.vocabulary.gather(hidden), (ctx.vocabulary, ctx.shaping)
         grad_hidden, grad_weight = _gradients(hidden, weight)
         cast = weight.to(hidden.dtype)
         for part, room in _chunks(hidden, _room(hidden, weight)):
             y = labels[part]
-            _log_prob(room, hidden[part], cast, y, vocabulary)
-            grad_hidden[part] = _backward(room, grad_weight, hidden[part], cast, y, grad[part], vocabulary)
-        return vocabulary.reduce(grad_hidden), grad_weight.to(weight.dtype), None, None
+            _log_prob(room, hidden[part], cast, y, *head)
+            grad_hidden[part] = _backward(room, grad_weight, hidden[part], cast, y, grad[part], *head)
+        return ctx.vocabulary.reduce(grad_hidden), grad_weight.to(weight.dtype), None, None, None
 
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, vocabulary: Vocabulary,
-        needs_grad: bool, device_kind: str | None,
+        needs_grad: bool, device_kind: str | None, shaping: Shaping,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         hidden = vocabulary.gather(hidden)
         log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
@@ -114,9 +143,9 @@ class _WeightedSum(torch.autograd.Function):
         cast = weight.to(hidden.dtype)
         for part, room in _chunks(hidden, _room(hidden, weight, device_kind)):
             h, y = hidden[part], labels[part]
-            log_prob[part] = _log_prob(room, h, cast, y, vocabulary)
+            log_prob[part] = _log_prob(room, h, cast, y, vocabulary, shaping)
             if gradients is not None:
-                gradients[0][part] = _backward(room, gradients[1], h, cast, y, relative[part], vocabulary)
+                gradients[0][part] = _backward(room, gradients[1], h, cast, y, relative[part], vocabulary, shaping)
         if gradients is not None:
             ctx.save_for_backward(vocabulary.reduce(gradients[0]), gradients[1].to(weight.dtype), peak)
         ctx.mark_non_differentiable(log_prob)
@@ -126,7 +155,7 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, peak = ctx.saved_tensors
         factor = grad * peak
-        return grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor, None, None, None, None, None
+        return (grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor, *[None] * 6)
 
 
 class _Room(NamedTuple):
@@ -160,17 +189,20 @@ def _gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide(hidden.dtype))
 
 
-def _log_prob(room: _Room, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Log-probs (C,) of `labels`, 0 where ignored; leaves the probabilities of all tokens in `room`.
+def _log_prob(
+    room: _Room, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary, shaping: Shaping
+) -> Tensor:  # fmt: skip
+    """Log-probs (C,) of `labels`, 0 where ignored; leaves the logits and probabilities of all tokens in `room`.
 
     log p_y = l_y - (l_max - log p_max): of all logits the largest gives the log-sum-exp most accurately.
     """
     torch.mm(hidden, weight.T, out=room.product)
-    padding = vocabulary.padding(weight)
-    if padding:
-        room.product[:, -padding:] = -torch.inf
     if room.logits.dtype != room.product.dtype:
         room.logits.copy_(room.product)
+    shaping.shape_(room.logits)
+    padding = vocabulary.padding(weight)
+    if padding:
+        room.logits[:, -padding:] = -torch.inf
     rows, here = vocabulary.rows(labels)
     largest = room.logits.amax(dim=-1)
     chosen = room.logits.gather(-1, rows[:, None])[:, 0]
@@ -187,16 +219,20 @@ def _log_prob(room: _Room, hidden: Tensor, weight: Tensor, labels: Tensor, vocab
 
 def _backward(
     room: _Room, grad_weight: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary, shaping: Shaping,
 ) -> Tensor:  # fmt: skip
     """The chunk's gradient of sum(scale * log_prob) with respect to `hidden`; adds that of `weight` to `grad_weight`.
 
     `scale` multiplies rows of D elements, not of V. What `_log_prob` left in `room` is overwritten.
     """
-    scale = scale.to(room.probs.dtype).masked_fill(labels == IGNORE, 0.0).neg_()[:, None]
+    scale = scale.to(room.probs.dtype).masked_fill(labels == IGNORE, 0.0).mul_(-shaping.scale)[:, None]
     rows, here = vocabulary.rows(labels)
     hit = torch.full_like(scale, -1.0) if here is None else -here[:, None].to(scale.dtype)
     room.probs.scatter_add_(-1, rows[:, None], hit)
+    if shaping.softcap is not None:
+        # The slope of the cap: 1 - tanh^2. A row that stands for no token has none, its logit being -inf.
+        slope = room.logits.div_(shaping.softcap).square_().neg_().add_(1).clamp_(min=0)
+        room.probs.mul_(slope)
     if room.probs.dtype == hidden.dtype:
         grad_weight.addmm_(room.probs.T, hidden * scale)
         return torch.mm(room.probs, weight) * scale

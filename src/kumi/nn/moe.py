@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kumi.nn.grouped import grouped_linear
-from kumi.nn.mlp import MLP, gated_halves
+from kumi.nn.activations import Gate, activate, clamped, gate_by, joined_halves
+from kumi.nn.grouped import add_rows, grouped_linear
+from kumi.nn.mlp import MLP
 from kumi.nn.router import Router, Routing
 from kumi.spec import model
 
@@ -49,20 +50,41 @@ LOCAL = LocalExchange()
 
 
 class Experts(nn.Module):
-    """down(silu(gate(x)) * up(x)) of many experts, whose matrices lie in two tensors."""
+    """down(act(gate(x)) * up(x)) or, not gated, down(act(up(x))) of many experts, whose matrices lie in two tensors."""
 
-    def __init__(
-        self, hidden_size: int, width: int, count: int, *, device: torch.device | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: model.MoE, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden_size, **options))
-        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, width, **options))
+        self.spec = spec
+        # Where several ranks have parts of each expert's width, one of them adds what is added to the sum.
+        self.adds_bias = True
+        count, width = spec.num_experts, spec.moe_intermediate_size * (2 if spec.gated else 1)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(count, *shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = parameter(width, hidden_size) if spec.gated else None
+        self.gate_up_proj_bias = parameter(width) if spec.gated and spec.bias else None
+        self.up_proj = None if spec.gated else parameter(width, hidden_size)
+        self.up_proj_bias = parameter(width) if spec.bias and not spec.gated else None
+        self.down_proj = parameter(hidden_size, spec.moe_intermediate_size)
+        self.down_proj_bias = parameter(hidden_size) if spec.bias else None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Of `rows` (N, D), the first counts[0] through the first expert, and so on."""
-        halves = grouped_linear(rows, self.gate_up_proj, counts)
-        return grouped_linear(gated_halves(halves), self.down_proj, counts)
+        if self.gate_up_proj is not None:
+            halves = add_rows(grouped_linear(rows, self.gate_up_proj, counts), self.gate_up_proj_bias, counts)
+            inner = joined_halves(halves, gate_of(self.spec))
+        else:
+            assert self.up_proj is not None
+            up = add_rows(grouped_linear(rows, self.up_proj, counts), self.up_proj_bias, counts)
+            inner = activate(up, self.spec.hidden_act)
+        out = grouped_linear(inner, self.down_proj, counts)
+        return add_rows(out, self.down_proj_bias, counts, silent=not self.adds_bias)
+
+
+def gate_of(spec: model.MoE) -> Gate:
+    """How the experts' gate and up are joined."""
+    return gate_by(spec.hidden_act) if spec.act_limit is None else clamped(spec.act_limit, spec.act_alpha)
 
 
 class MoE(nn.Module):
@@ -72,8 +94,8 @@ class MoE(nn.Module):
         super().__init__()
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = Router(hidden_size, spec, **options)
-        self.experts = Experts(hidden_size, spec.moe_intermediate_size, spec.num_experts, **options)
-        shared = model.MLP(spec.shared_intermediate_size)
+        self.experts = Experts(hidden_size, spec, **options)
+        shared = model.MLP(spec.shared_intermediate_size, hidden_act=spec.hidden_act, gated=spec.gated)
         self.shared_experts = MLP(hidden_size, shared, **options) if shared.intermediate_size else None
         self.exchange: Exchange = LOCAL
 

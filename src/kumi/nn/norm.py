@@ -1,4 +1,5 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+"""Normalisation over the last dim: by the root mean square (Zhang and Sennrich, 2019, arXiv:1910.07467), or by mean and
+variance (Ba et al., 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -9,19 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kumi.nn.dtypes import wide
+from kumi.spec.model import ModelSpec
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, statistics in float32 or wider, result in the dtype of `x`."""
+    """x / rms(x) * weight over the last dim, statistics in float32 or wider, result in the dtype of `x`.
 
-    def __init__(self, size: int, eps: float, *, device: torch.device | None, dtype: torch.dtype) -> None:
+    `zero_centered`: the factor is 1 + weight, worked out in float32 or wider, too.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, device: torch.device | None, dtype: torch.dtype, zero_centered: bool = False
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        # The fused kernel of other devices takes a weight in the dtype of `x` only: too coarse for what is added to 1.
+        if x.device.type == "cpu" or self.zero_centered:
+            normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
             return normed
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
@@ -29,20 +37,55 @@ class RMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * weight + bias over the last dim, the result in the dtype of `x`; without `bias`, none.
+
+    `zero_centered`: the factor is 1 + weight. Kept for the backward pass are `x`, and mean and 1 / std of each vector.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, bias: bool, device: torch.device | None, dtype: torch.dtype,
+        zero_centered: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.eps, self.zero_centered = eps, zero_centered
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + self.weight if self.zero_centered else self.weight
+        # The kernels have statistics in float32 whatever `x` is in; a CPU's only where the parameters are wider.
+        dtype = x.dtype if x.device.type != "cpu" else wide(x.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.layer_norm(x, self.weight.shape, weight.to(dtype), bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, bias={self.bias is not None}"
+
+
+def norm_of(spec: ModelSpec, *, device: torch.device | None, dtype: torch.dtype) -> RMSNorm | LayerNorm:
+    """A norm of the hidden states, of the kind that `spec` has."""
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "zero_centered": spec.zero_centered_norm}
+    if spec.norm == "layernorm":
+        return LayerNorm(spec.hidden_size, spec.norm_eps, bias=spec.norm_bias, **options)
+    return RMSNorm(spec.hidden_size, spec.norm_eps, **options)
+
+
 class _RMSNorm(torch.autograd.Function):
     """The CPU has no fused kernel for this norm: few passes over memory, and nothing kept but `x` and 1 / rms(x)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         values = x.to(wide(x.dtype))
         square = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_()
         scale = square.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        normed: Tensor = (values * scale).mul_(weight).to(x.dtype)
+        ctx.zero_centered = zero_centered
+        normed: Tensor = (values * scale).mul_(_factor(weight, values.dtype, zero_centered)).to(x.dtype)
         return normed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """By layer normalisation's fused kernel with mean 0.
 
         Its gradient is scale * (g - mean(g) - y * mean(g * y)) with g = grad * weight and y = x * scale; only the term
@@ -50,9 +93,14 @@ class _RMSNorm(torch.autograd.Function):
         """
         x, weight, scale = ctx.saved_tensors
         size, dtype = x.shape[-1], wide(x.dtype)
-        grad, mean, gain = grad.to(dtype), torch.zeros_like(scale), weight.to(dtype)
+        grad, mean, gain = grad.to(dtype), torch.zeros_like(scale), _factor(weight, dtype, ctx.zero_centered)
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x.to(dtype), [size], mean, scale, gain, None, [True, True, False]
         )
         centred = torch.mv(grad.reshape(-1, size), gain).view_as(scale).mul_(scale).mul_(1 / size)
-        return grad_x.add_(centred).to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.add_(centred).to(x.dtype), grad_weight.to(weight.dtype), None, None
+
+
+def _factor(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    weight = weight.to(dtype)
+    return 1 + weight if zero_centered else weight

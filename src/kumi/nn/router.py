@@ -1,7 +1,8 @@
 """Which experts a token goes to, with what weights, and what keeps the experts equally busy.
 
-Scores are softmax or sigmoid of a matrix product in float32 or wider. Two ways of balancing, both off until a trainer
-sets them: an auxiliary loss whose gradient joins that of the scores, and a bias that only chooses (loss-free).
+Scores are softmax or sigmoid of a matrix product in float32 or wider, with a bias where the model has one. Two ways of
+balancing, both off until a trainer sets them: an auxiliary loss whose gradient joins that of the scores, and a bias
+that only chooses (loss-free).
 
 The auxiliary loss of a token is X * sum_e f_e p_e, where p are its scores divided by their sum and f_e the share of
 expert e in what the tokens around it chose: of all tokens of the microbatch, counted against the tokens (f sums to k;
@@ -72,13 +73,14 @@ class Router(nn.Module):
         super().__init__()
         self.spec, self.balance = spec, Balance(per_sequence=spec.seq_aux)
         self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(spec.num_experts, device=device, dtype=dtype)) if spec.bias else None
         self.e_score_correction_bias: Tensor | None
         bias = torch.empty(spec.num_experts, device=device, dtype=wide(dtype)) if spec.has_correction_bias else None
         self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, x: Tensor, shape: tuple[int, int]) -> Routing:
         """The experts of tokens `x` (T, D), which are all or a part of the tokens of a batch of `shape` (B, S)."""
-        weights, ids, counts = _Route.apply(x, self.weight, self, shape)  # type: ignore[no-untyped-call]
+        weights, ids, counts = _Route.apply(x, self.weight, self.bias, self, shape)  # type: ignore[no-untyped-call]
         return Routing(ids, weights, counts)
 
     @torch.no_grad()
@@ -118,10 +120,12 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, router: Router, shape: tuple[int, int]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, router: Router, shape: tuple[int, int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec, dtype = router.spec, wide(x.dtype)
         logits = torch.mm(x.to(dtype), weight.to(dtype).T)
+        if bias is not None:
+            logits += bias
         scores = logits.softmax(dim=-1) if spec.scoring_func == "softmax" else logits.sigmoid()
         ids = choose(scores, router.e_score_correction_bias, spec)
         weights = scores.gather(1, ids)
@@ -134,7 +138,7 @@ class _Route(torch.autograd.Function):
         return weights.mul_(spec.routed_scaling_factor), ids, counts
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, scores, ids = ctx.saved_tensors
         spec: model.MoE = ctx.router.spec
         grad_scores = torch.zeros_like(scores).scatter_(1, ids, _grad_chosen(grad, scores.gather(1, ids), spec))
@@ -144,7 +148,8 @@ class _Route(torch.autograd.Function):
         else:
             grad_logits = torch.ops.aten.sigmoid_backward(grad_scores, scores)
         grad_x = torch.mm(grad_logits, weight.to(scores.dtype)).to(x.dtype)
-        return grad_x, torch.mm(grad_logits.T, x.to(scores.dtype)).to(weight.dtype), None, None
+        grad_bias = grad_logits.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, torch.mm(grad_logits.T, x.to(scores.dtype)).to(weight.dtype), grad_bias, None, None
 
 
 def _total(chosen: Tensor, spec: model.MoE) -> Tensor:

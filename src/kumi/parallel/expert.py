@@ -37,6 +37,8 @@ def deal(decoder: Decoder, mesh: Mesh) -> None:
             balance.part = mesh.index("tp")
             if exchange.sends:
                 module.exchange = exchange
+            if exchange.expert_tp is not None:
+                module.experts.adds_bias = exchange.expert_tp.rank() == 0
 
 
 @dataclass(frozen=True)

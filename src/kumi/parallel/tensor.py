@@ -70,6 +70,9 @@ def cut(decoder: Decoder, mesh: Mesh) -> None:
     if decoder.has_embedding:
         table = decoder.model.embed_tokens
         table.forward = partial(_embed, decoder, table, part, group, sequence_parallel)  # type: ignore[method-assign]
+    positions = decoder.model.embed_positions
+    if positions is not None and sequence_parallel:
+        positions.forward = partial(_positions_of_part, positions, group)  # type: ignore[method-assign]
     decoder.logits = part.logits
     decoder.log_probs = partial(decoder.log_probs, vocabulary=part)
     decoder.weighted_sum = partial(decoder.weighted_sum, vocabulary=part)
@@ -110,7 +113,8 @@ def _norm_of_parts(norm: RMSNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     size = x.shape[-1] * group.size()
     square = fan_out(total(values.square().sum(-1, keepdim=True), group), group) / size
-    return (values * torch.rsqrt(square + norm.eps) * norm.weight).to(x.dtype)
+    factor = 1 + norm.weight if norm.zero_centered else norm.weight
+    return (values * torch.rsqrt(square + norm.eps) * factor).to(x.dtype)
 
 
 def _embed(
@@ -120,6 +124,11 @@ def _embed(
     rows, here = part.rows(input_ids)
     found = F.embedding(rows, table.weight).to(decoder.compute_dtype) * here[..., None]
     return scatter(found.flatten(0, 1), group) if divide else total(found, group)
+
+
+def _positions_of_part(table: Embedding, group: dist.ProcessGroup, position_ids: Tensor) -> Tensor:
+    """The rows (T/n, D) of this rank's part of all tokens, given the positions (B, S) of all."""
+    return F.embedding(position_ids.flatten().chunk(group.size())[group.rank()], table.weight)
 
 
 class SharedRegion(Region):
@@ -133,6 +142,10 @@ class SharedRegion(Region):
 
     def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, selective: bool) -> None:
         self.group, self.sequence_parallel, self.selective = group, sequence_parallel, selective
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.group.rank(), self.group.size()
 
     def enter(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
         if not self.sequence_parallel:
