@@ -101,15 +101,18 @@ def has_varlen(q: Tensor) -> bool:
 VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, longest: int, window: int | None) -> Tensor:
-    """Causal attention (T, H, E) of `q` (T, H, E) over `k`, `v` (T, K, E) within the documents that begin at `bounds`.
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, longest: int, window: int | None, scale: float | None = None
+) -> Tensor:
+    """Causal attention (T, H, E) of `q` (T, H, E) over `k`, `v` (T, K, E) within the documents that begin at `bounds`;
+    scores are multiplied by `scale`, 1 / sqrt(E) where that is None.
 
     2.12 added `enable_gqa`; 2.11 needs as many key heads as query heads.
     """
     # Imported here because it imports torch's compiler, which takes longer than the rest of torch.
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     else:
@@ -121,27 +124,28 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, longest
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest_q: int, longest_k: int, *, causal: bool,
-    window: int | None,
+    window: int | None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result like `q` and the log-sum-exp, float32, of attention of `q` (B, N, H, E) over `k` and `v` (B, M, K, E),
     (B, H, N); or, within the documents of (T, H, E) and (T, K, E) that begin at `bounds` (int32), (H, T). A `window`
-    is of causal attention."""
+    is of causal attention; scores are multiplied by `scale`, 1 / sqrt(E) where that is None."""
     sizes, left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
     forward = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = forward(q, k, v, *sizes, 0.0, causal, False, window_size_left=left)
+    out, lse, *_ = forward(q, k, v, *sizes, 0.0, causal, False, scale=scale, window_size_left=left)
     return out, lse
 
 
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None, longest_q: int,
-    longest_k: int, *, causal: bool, window: int | None,
+    longest_k: int, *, causal: bool, window: int | None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `q`, `k` and `v`, given those of `flash_forward`'s result."""
     # What a kernel with dropout would draw from; there is none.
     drawn, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     sizes, left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
     tensors, backward = (grad, q, k, v, out, lse), torch.ops.aten._flash_attention_backward
-    found: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *sizes, 0.0, causal, drawn, unused, window_size_left=left)
+    options = {"scale": scale, "window_size_left": left}
+    found: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *sizes, 0.0, causal, drawn, unused, **options)
     return found
 
 

@@ -37,21 +37,24 @@ def _mask(causal, window, length):
     return False, torch.zeros(length, length, dtype=torch.float64).masked_fill(hidden, -torch.inf)
 
 
-def forward(q, k, v, causal, marks, window):
+def forward(q, k, v, sight):
     """What `Kernels.forward` is, by the CPU's own kernel, document by document."""
+    causal, marks, window, scale = sight
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     flat_q, flat_k, flat_v, flat_out, flat_lse = (x.flatten(0, 1) for x in (q, k, v, out, lse))
     ends = zip(_documents(marks, *q.shape[:2]), _documents(marks, *k.shape[:2]), strict=True)
     for queries, keys in ends:
         tensors = [_heads(x, q.shape[2]) for x in (flat_q[queries], flat_k[keys], flat_v[keys])]
         plain, mask = _mask(causal, window, len(flat_q[queries]))
-        one, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, plain, attn_mask=mask)
+        compute, how = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, {"attn_mask": mask, "scale": scale}
+        one, sums = compute(*tensors, 0.0, plain, **how)
         flat_out[queries], flat_lse[queries] = one[0].transpose(0, 1), sums[0].T
     return out, lse
 
 
-def backward(grad, q, k, v, out, lse, causal, marks, window):
+def backward(grad, q, k, v, out, lse, sight):
     """What `Kernels.backward` is."""
+    causal, marks, window, scale = sight
     found = [torch.empty_like(x) for x in (q, k, v)]
     flat = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse, *found)]
     ends = zip(_documents(marks, *q.shape[:2]), _documents(marks, *k.shape[:2]), strict=True)
@@ -61,7 +64,7 @@ def backward(grad, q, k, v, out, lse, causal, marks, window):
         sums = flat[5][queries].T[None].contiguous()
         plain, mask = _mask(causal, window, len(flat[1][queries]))
         compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        one = compute(*tensors, sums, 0.0, plain, attn_mask=mask)
+        one = compute(*tensors, sums, 0.0, plain, attn_mask=mask, scale=scale)
         for target, places, part in zip(flat[6:], (queries, keys, keys), one):
             target[places] = part[0].transpose(0, 1).unflatten(1, (target.shape[1], -1)).sum(2)
     return found

@@ -17,14 +17,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kumi.nn.attention import attend
 from kumi.nn.block_attention import Block
+from kumi.nn.blockwise import blockwise
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.moe import MoE
 from kumi.nn.norm import RMSNorm
 from kumi.nn.router import Routing
-from kumi.nn.where import Segments
+from kumi.nn.scores import PLAIN, Scores
 from kumi.parallel.collectives import INSIDE
 from kumi.parallel.expert import Exchange
 from kumi.parallel.mesh import Mesh
@@ -54,10 +54,13 @@ def _attention(decoder: Decoder, mesh: Mesh) -> None:
         decoder.attention_over = lambda tokens, document_ids: dealt
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN
+) -> Tensor:
     """Flash attention (B, S, H, E'), which takes heads of one size: shorter values are filled up."""
-    if sinks is not None:
-        return attend(Segments(None, None), q, k, v, window, sinks)  # what a GPU computes holds all scores
+    if sinks is not None or not scores.fused:
+        # It keeps what flash attention keeps, whether a kernel or products of blocks make it.
+        return blockwise(q, k, v, list(range(0, q[..., 0, 0].numel() + 1, q.shape[1])), window, sinks, scores)
     missing = q.shape[3] - v.shape[3]
     q, k, padded = (x.transpose(1, 2) for x in (q, k, F.pad(v, (0, missing)) if missing else v))
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, padded, 0.0, True)[0]

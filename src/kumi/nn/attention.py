@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from kumi.compat import has_varlen, varlen_attention
 from kumi.nn import flash_parts, rope
+from kumi.nn.blockwise import blockwise
 from kumi.nn.cpu_attention import packed_attention
+from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
 from kumi.nn.region import WHOLE
+from kumi.nn.scores import PLAIN, Scores, alibi_slopes
 from kumi.nn.where import Segments, Where, rotary
 from kumi.spec import model
 
@@ -50,23 +53,28 @@ class Attention(nn.Module):
             q, k = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
         turn = rotary(self.spec)
         if turn is not None:
-            cos, sin = where.tables[turn]
-            q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        out = where.attend(q, k, v, self.spec.sliding_window, self.sinks)
+            q, k = (rope.rotate(one, *where.tables[turn], interleave=turn[0].interleave) for one in (q, k))
+        out = where.attend(q, k, v, self.spec.sliding_window, self.sinks, self.scores)
         return self.region.leave(out.flatten(2), self.o_proj).view(x.shape)
+
+    @property
+    def scores(self) -> Scores:
+        """What becomes of the scores of the heads that this device has."""
+        slopes = alibi_slopes(self.spec.num_attention_heads) if self.spec.alibi else None
+        return Scores(self.spec.score_scale, self.spec.softcap, slopes).part(*self.region.place)
 
 
 def attend(
-    segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
-) -> Tensor:
+    segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None,
+    scores: Scores = PLAIN,
+) -> Tensor:  # fmt: skip
     """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E'), each position over its
-    document's past and, where there are `sinks` (H,), over nothing with that score."""
+    document's past and, where there are `sinks` (H,), over nothing with that score; `scores` says what becomes of
+    products of queries with keys."""
     if isinstance(segments.bounds, list):
-        return packed_attention(q, k, v, segments.bounds, window, sinks)
-    if sinks is not None and segments.bounds is not None and flash_parts.takes(q, v):
-        return flash_parts.with_sinks(q, k, v, window, sinks, segments.bounds)
-    if sinks is not None:
-        return _with_sinks(segments.document_ids, q, k, v, window, sinks)
+        return packed_attention(q, k, v, segments.bounds, window, sinks, scores)
+    if sinks is not None or not scores.fused:
+        return _without_kernels(segments, q, k, v, window, sinks, scores)
     plain = segments.document_ids is None and (window is None or window >= q.shape[1])
     own = v.shape[3]
     if has_varlen(q) and own < q.shape[3]:
@@ -74,7 +82,7 @@ def attend(
         v = F.pad(v, (0, q.shape[3] - own))
     if not plain and segments.bounds is not None and has_varlen(q):
         tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        out = varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window)
+        out = varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window, scale=scores.scale)
         return out.view(q.shape)[..., :own]
     mask = None if plain else visible(segments.document_ids, q.shape[1], window, q.device)
     if not plain:
@@ -83,22 +91,43 @@ def attend(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # Not every kernel that takes as many key heads as query heads takes fewer.
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=plain, scale=scores.scale, enable_gqa=grouped
+    )
     return out.transpose(1, 2)[..., :own]
 
 
-def _with_sinks(
-    document_ids: Tensor | None, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor
+def _without_kernels(
+    segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None, scores: Scores
 ) -> Tensor:
-    """As `attend`, with one more key of no content, whose score the mask has. All S x S scores are held."""
-    mask = visible(document_ids, q.shape[1], window, q.device)
-    scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-    shape = (mask.shape[0], q.shape[2], q.shape[1])
-    column = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*shape, 1)
-    bias = torch.cat([scores.expand(*shape, -1), column], dim=-1)
-    k, v = (F.pad(x.repeat_interleave(q.shape[2] // x.shape[2], dim=2), (0, 0, 0, 0, 0, 1)) for x in (k, v))
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+    """As `attend`, of what no kernel computes by itself."""
+    bounds = segments.bounds
+    if isinstance(bounds, Tensor) and sinks is not None and scores.fused and flash_parts.takes(q, v):
+        return flash_parts.with_sinks(q, k, v, window, sinks, bounds, scores.scale)
+    if bounds is not None:
+        return blockwise(q, k, v, segments.marks, window, sinks, scores)
+    return _by_all_scores(segments.document_ids, q, k, v, window, sinks, scores)
+
+
+def _by_all_scores(
+    document_ids: Tensor | None, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None,
+    scores: Scores,
+) -> Tensor:  # fmt: skip
+    """As `attend`, in its simplest words, on devices that nothing is known of. All S x S scores are held."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    found = torch.einsum("bshe,bthe->bhst", q.to(wide(q.dtype)), k.to(wide(q.dtype))) * scores.factor(q.shape[3])
+    if scores.softcap is not None:
+        found = torch.tanh(found / scores.softcap) * scores.softcap
+    tilt = scores.tilt(found.shape[1], found)
+    if tilt is not None:
+        place = torch.arange(q.shape[1], device=q.device)
+        found = found - tilt * (place[:, None] - place)
+    found = found.masked_fill(~visible(document_ids, q.shape[1], window, q.device), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(found.dtype)[None, :, None, None].expand(*found.shape[:3], 1)
+        found = torch.cat([found, column], dim=-1)
+    weights = torch.softmax(found, dim=-1)[..., : q.shape[1]]
+    return torch.einsum("bhst,bthe->bshe", weights.to(v.dtype), v)
 
 
 def visible(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:

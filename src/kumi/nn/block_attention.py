@@ -12,7 +12,7 @@ Inside, the G = H / K query heads of a key head are beside each other: N queries
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kumi.nn.dtypes import wide
+from kumi.nn.scores import Scores, uncapped
 
 # Queries of a block, by device, and keys that its first key is rounded down to; see `kumi.nn.cpu_attention`.
 BLOCK = {"cpu": 128, "cuda": 512}
@@ -38,9 +39,11 @@ class Hidden(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Queries `start` to `stop` of row `row` over keys `first` to `last`; only the first `count` queries see any."""
+    """Queries `start` to `stop` of row `row`, the first at the position `place` and the others after it, over keys
+    `first` to `last`; only the first `count` queries see any."""
 
     row: int
+    place: int
     start: int
     stop: int
     count: int
@@ -50,13 +53,17 @@ class Block:
 
 
 class Part(NamedTuple):
-    """Keys and values at hand, as the products of one direction take them: `keys` (B, K, E, M), divided by sqrt(E), in
-    the dtype of scores, and in their own dtype `plain_keys` (B, K, M, E) and `values` (B, K, M, E'), which the backward
-    pass has as (B, K, E', M)."""
+    """Keys and values at hand, as the products of one direction take them: `keys` (B, K, E, M), multiplied by
+    `Scores.key_factor`, in the dtype of scores, and in their own dtype `plain_keys` (B, K, M, E) and `values`
+    (B, K, M, E'), which the backward pass has as (B, K, E', M). `scores` says what becomes of products; with slopes
+    `tilt` (K, G, 1) are these, and `places` (M,) the positions of the keys in their rows."""
 
     keys: Tensor
     plain_keys: Tensor
     values: Tensor
+    scores: Scores
+    tilt: Tensor | None
+    places: Tensor
 
 
 def split(x: Tensor, kv_heads: int) -> Tensor:
@@ -70,11 +77,23 @@ def join(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def arranged(k: Tensor, v: Tensor, *, backward: bool) -> Part:
-    """Keys `k` (B, M, K, E) and values `v` (B, M, K, E') as a part for the pass forward or `backward`."""
-    keys = k.permute(0, 2, 3, 1).to(wide(k.dtype)).contiguous() * k.shape[-1] ** -0.5
+def arranged(k: Tensor, v: Tensor, places: Tensor, scores: Scores, *, backward: bool) -> Part:
+    """Keys `k` (B, M, K, E), at the positions `places` (M,) of their rows, and values `v` (B, M, K, E') as a part for
+    the pass forward or `backward`."""
+    keys = k.permute(0, 2, 3, 1).to(wide(k.dtype)).contiguous() * scores.key_factor(k.shape[-1])
     values = v.permute(0, 2, 3, 1).contiguous() if backward else v.transpose(1, 2)
-    return Part(keys, k.transpose(1, 2), values)
+    tilt = scores.tilt(k.shape[2], keys)
+    return Part(keys, k.transpose(1, 2), values, scores, tilt, places if tilt is None else places.to(k.device))
+
+
+def earliest(bounds: Sequence[int], rows: int, window: int) -> Tensor:
+    """The first position (B, S) that each position of `rows` rows may see; documents begin at the tokens `bounds`,
+    numbered through the rows, which also end with their count; a `window` of 0 is none."""
+    marks = torch.tensor(bounds)
+    length = int(marks[-1]) // rows
+    begins = torch.repeat_interleave(marks[:-1], marks.diff()).view(rows, length)
+    first = begins - torch.arange(rows)[:, None] * length
+    return torch.maximum(first, torch.arange(length) - window + 1) if window else first
 
 
 def blocks(queries: Tensor, keys: Tensor, earliest: Tensor, piece: int, device: torch.device) -> tuple[Block, ...]:
@@ -91,12 +110,15 @@ def blocks(queries: Tensor, keys: Tensor, earliest: Tensor, piece: int, device: 
         for begin in range(0, len(queries), piece):
             for start in range(begin, begin + piece, size):
                 stop = min(start + size, begin + piece)
-                found += _block(row, start, first[row, start:stop], last[start:stop], device)
+                at = row, int(queries[start]), start
+                found += _block(at, first[row, start:stop], last[start:stop], device)
     return tuple(found)
 
 
-def _block(row: int, start: int, first: Tensor, last: Tensor, device: torch.device) -> Iterator[Block]:
-    """The block of the queries from `start` on that see keys `first` to `last`, each; none where they see no key."""
+def _block(at: tuple[int, int, int], first: Tensor, last: Tensor, device: torch.device) -> Iterator[Block]:
+    """The block of the queries that see keys `first` to `last`, each; none where they see no key. `at` are the row, the
+    first query's position in it and its number."""
+    row, place, start = at
     # Where a key comes after a query, both are of one piece, and the query sees itself; else all end at one key, and
     # the queries from some document on see none.
     count = int((first < last).sum())
@@ -114,7 +136,7 @@ def _block(row: int, start: int, first: Tensor, last: Tensor, device: torch.devi
     if all_to < end:
         late = torch.arange(all_to, end) >= last[:, None]
         hidden.append(Hidden(all_to - begin, end - begin, late.to(device)))
-    yield Block(row, start, start + size, count, begin, end, tuple(hidden))
+    yield Block(row, place, start, start + size, count, begin, end, tuple(hidden))
 
 
 def forward(queries: Tensor, part: Part, along: tuple[Block, ...], out: Tensor, lse: Tensor) -> None:
@@ -124,7 +146,7 @@ def forward(queries: Tensor, part: Part, along: tuple[Block, ...], out: Tensor, 
     """
     for block in along:
         kv_heads, group = out.shape[1:3]
-        probs, sums = _probs(queries, part, block)
+        probs, sums, _ = _probs(queries, part, block)
         seen = torch.bmm(probs.to(part.values.dtype), part.values[block.row, :, block.first : block.last])
         shape, rows = (kv_heads, group, block.stop - block.start), slice(block.start, block.start + block.count)
         seen = seen.to(out.dtype).view(*shape, -1)[:, :, : block.count]
@@ -157,36 +179,45 @@ def backward(
 
     `grad` (B, K, G, N, E') is the gradient of the result, `delta` (B, K, G, N) its products with the result, and `lse`
     the log-sum-exp over all parts. The gradients, in the dtype of scores, lack a factor: those of queries and keys are
-    still to be divided by sqrt(E).
+    still to be multiplied by `Scores.factor`.
     """
     narrow = grad.dtype
     for block in along:
         rows, keys = slice(block.start, block.stop), slice(block.first, block.last)
         own, size = block.row, block.stop - block.start
-        probs, sums = _probs(queries, part, block)
+        probs, sums, tangents = _probs(queries, part, block)
         # Of the probabilities over all parts, those of this part are the share exp(sums - lse).
         share = (sums - lse[own, :, :, rows].reshape(sums.shape)).exp_()
         if block.count < size:
             share.view(-1, size)[:, block.count :] = 0.0
         grads = (_rows(grad, block) * share[..., None]).to(narrow)
         lost = _rows(delta[..., None], block) * share[..., None]
-        grad_scores = torch.bmm(grads, part.values[own, :, :, keys]).to(probs.dtype).sub_(lost).mul_(probs).to(narrow)
+        grad_scores = torch.bmm(grads, part.values[own, :, :, keys]).to(probs.dtype).sub_(lost).mul_(probs)
+        grad_scores = uncapped(grad_scores, tangents).to(narrow)
         _add_bmm(grad_v[own, :, keys], probs.to(narrow).transpose(1, 2), grads)
         _add_bmm(grad_k[own, :, keys], grad_scores.transpose(1, 2), _rows(queries, block))
         through = torch.bmm(grad_scores, part.plain_keys[own, :, keys])
         grad_q[own, :, :, rows] += through.view(*grad_q.shape[1:3], size, -1)
 
 
-def _probs(queries: Tensor, part: Part, block: Block) -> tuple[Tensor, Tensor]:
-    """The probabilities (K, G * n, m) of a block's queries over its keys alone, and the log-sum-exp (K, G * n)."""
+def _probs(queries: Tensor, part: Part, block: Block) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The probabilities (K, G * n, m) of a block's queries over its keys alone, and the log-sum-exp (K, G * n); and
+    what `Scores.capped` gives besides."""
     rows = _rows(queries, block).to(part.keys.dtype)
-    scores = torch.bmm(rows, part.keys[block.row, :, :, block.first : block.last])
-    each_head = scores.view(scores.shape[0], -1, block.stop - block.start, block.last - block.first)
+    scores, tangents = part.scores.capped(torch.bmm(rows, part.keys[block.row, :, :, block.first : block.last]))
+    size = block.stop - block.start
+    each_head = scores.view(scores.shape[0], -1, size, block.last - block.first)
+    if part.tilt is not None:
+        # Distances from the block's first query in place of each query's own: one number less in all of its scores.
+        each_head += (part.tilt * (part.places[block.first : block.last] - block.place))[:, :, None]
     for hidden in block.hidden:
         each_head[..., hidden.start : hidden.stop].masked_fill_(hidden.mask, -torch.inf)
     probs = torch.softmax(scores, dim=-1)
     # log p = score - log-sum-exp, most accurately for the largest.
-    return probs, scores.amax(dim=-1).sub_(probs.amax(dim=-1).log_())
+    sums = scores.amax(dim=-1).sub_(probs.amax(dim=-1).log_())
+    if part.tilt is not None:
+        sums.view(*each_head.shape[:3]).sub_(part.tilt * torch.arange(size, device=sums.device))
+    return probs, sums, tangents
 
 
 def _rows(x: Tensor, block: Block) -> Tensor:

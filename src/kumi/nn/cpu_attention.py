@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.dtypes import wide
+from kumi.nn.scores import PLAIN, SCHEMA, Scores, uncapped
 
 # Queries of a block: fewer waste less on masked pairs, more make larger matrix products.
 BLOCK = 128
@@ -39,42 +40,57 @@ class _Block(NamedTuple):
     seen_by_all: int
 
 
+class _Mask(NamedTuple):
+    """The first key (T,) that each query sees, and (BLOCK, BLOCK) -inf where a key comes after the query."""
+
+    earliest: Tensor
+    future: Tensor
+
+
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], window: int | None, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], window: int | None, sinks: Tensor | None = None,
+    scores: Scores = PLAIN,
+) -> Tensor:  # fmt: skip
     """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
     `bounds` are the tokens, numbered through the batch, at which documents begin, and T at the end; a row begins one.
     A position sees the `window` latest positions of its document, itself included; and a key whose score is that of
     its head in `sinks` (H,), and whose value is zero.
     """
-    out: Tensor = OPERATOR(q, k, v, list(bounds), window or 0, sinks)
+    out: Tensor = OPERATOR(q, k, v, list(bounds), window or 0, sinks, *scores)
     return out
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None) -> Tensor:
-    queries, keys, values = _split(q, k.shape[2]), _scaled_keys(k), v.flatten(0, 1).transpose(0, 1).contiguous()
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *how: Any
+) -> Tensor:
+    scores = Scores(*how)
+    queries, keys = _split(q, k.shape[2]), _scaled_keys(k, scores)
+    values = v.flatten(0, 1).transpose(0, 1).contiguous()
     out = queries.new_empty(*queries.shape[:-1], v.shape[-1])
-    future, earliest = _future(keys.dtype), _earliest(bounds, window)
-    for block in _blocks(earliest):
-        weights, _ = _weights(_rows(queries, block), keys, block, earliest, future, sinks)
+    mask = _mask(bounds, window, keys.dtype)
+    for block in _blocks(mask.earliest):
+        weights, _, _ = _weights(_rows(queries, block), keys, block, mask, sinks, scores)
         _put(out, block, torch.bmm(weights.to(q.dtype), values[:, block.first : block.stop]))
     return out.view(*q.shape[:-1], -1)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k)
-    narrow_keys = keys.transpose(1, 2).to(q.dtype).contiguous()
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None,
+    *how: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scores = Scores(*how)
+    queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k, scores)
+    plain_keys = keys if scores.softcap is None else keys * scores.softcap
+    narrow_keys = plain_keys.transpose(1, 2).to(q.dtype).contiguous()
     values = v.flatten(0, 1).permute(1, 2, 0).contiguous()
-    grad_q, future, earliest = torch.empty_like(queries), _future(keys.dtype), _earliest(bounds, window)
+    grad_q, mask = torch.empty_like(queries), _mask(bounds, window, keys.dtype)
     grad_k, grad_v = (keys.new_zeros(*narrow_keys.shape[:-1], x.shape[-1]) for x in (k, v))
     grad_sinks = keys.new_zeros(0 if sinks is None else sinks.shape[0])
-    for block in _blocks(earliest):
+    for block in _blocks(mask.earliest):
         seen = slice(block.first, block.stop)
         rows, out_rows = _rows(queries, block), _rows(grads, block)
-        weights, nowhere = _weights(rows, keys, block, earliest, future, sinks)
+        weights, nowhere, tangents = _weights(rows, keys, block, mask, sinks, scores)
         weights = weights.to(q.dtype)
         grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), out_rows)
         grad_weights = torch.bmm(out_rows, values[:, :, seen])
@@ -82,10 +98,10 @@ def _backward(
             lost = (grad_weights * weights).sum(-1, dtype=keys.dtype) * nowhere
             grad_sinks -= lost.view(sinks.shape[0], -1).sum(-1)  # type: ignore[union-attr]
         # The sinks' column is left out: their value is zero, and so is the gradient of its weight.
-        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
+        grad_scores = uncapped(torch._softmax_backward_data(grad_weights, weights, -1, q.dtype), tangents)
         _put(grad_q, block, torch.bmm(grad_scores, narrow_keys[:, seen]))
         grad_k[:, seen] += torch.bmm(grad_scores.transpose(1, 2), rows)
-    grad_k *= k.shape[-1] ** -0.5
+    grad_k *= scores.factor(k.shape[-1])
     grad_k, grad_v = (g.transpose(0, 1).to(x.dtype).contiguous().view(x.shape) for g, x in ((grad_k, k), (grad_v, v)))
     return grad_q.view(q.shape), grad_k, grad_v, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
@@ -97,6 +113,11 @@ def _earliest(bounds: Sequence[int], window: int) -> Tensor:
     return torch.maximum(begins, torch.arange(len(begins)) - window + 1) if window else begins
 
 
+def _mask(bounds: Sequence[int], window: int, dtype: torch.dtype) -> _Mask:
+    future = torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu_(1)
+    return _Mask(_earliest(bounds, window), future)
+
+
 def _blocks(earliest: Tensor) -> Iterator[_Block]:
     for start in range(0, len(earliest), BLOCK):
         stop = min(start + BLOCK, len(earliest))
@@ -105,25 +126,28 @@ def _blocks(earliest: Tensor) -> Iterator[_Block]:
 
 
 def _weights(
-    rows: Tensor, keys: Tensor, block: _Block, earliest: Tensor, future: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+    rows: Tensor, keys: Tensor, block: _Block, mask: _Mask, sinks: Tensor | None, scores: Scores
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The attention probabilities (K, G * n, m) of a block's queries over the m keys from its first on, and over the
-    sinks (K, G * n).
-
-    `future` (BLOCK, BLOCK) is -inf where a key comes after the query.
-    """
-    scores = torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop])
+    sinks (K, G * n); and what `Scores.capped` gives besides."""
+    found, tangents = scores.capped(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop]))
     count, before = block.stop - block.start, block.start - block.first
-    each_head = scores.view(keys.shape[0], -1, count, before + count)
-    each_head[..., before:] += future[:count, :count]
+    each_head = found.view(keys.shape[0], -1, count, before + count)
+    tilt = scores.tilt(keys.shape[0], keys)
+    if tilt is not None:
+        # Distances from the block's first query in place of each query's own: one number less in all of its scores.
+        each_head += (tilt * torch.arange(-before, count))[:, :, None]
+    each_head[..., before:] += mask.future[:count, :count]
     if block.seen_by_all > block.first:
-        early = torch.arange(block.first, block.seen_by_all) < earliest[block.start : block.stop, None]
+        early = torch.arange(block.first, block.seen_by_all) < mask.earliest[block.start : block.stop, None]
         each_head[..., : early.shape[1]].masked_fill_(early, -torch.inf)
     if sinks is None:
-        return torch.softmax(scores, dim=-1), None
-    column = sinks.to(keys.dtype).view(keys.shape[0], -1, 1).repeat_interleave(count, dim=1)
-    weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
-    return weights[..., :-1], weights[..., -1]
+        return torch.softmax(found, dim=-1), None, tangents
+    column = sinks.to(keys.dtype).view(keys.shape[0], -1, 1).expand(-1, -1, count)
+    if tilt is not None:
+        column = column + tilt * torch.arange(count)
+    weights = torch.softmax(torch.cat([found, column.reshape(keys.shape[0], -1, 1)], dim=-1), dim=-1)
+    return weights[..., :-1], weights[..., -1], tangents
 
 
 def _split(x: Tensor, kv_heads: int) -> Tensor:
@@ -142,47 +166,44 @@ def _put(out: Tensor, block: _Block, rows: Tensor) -> None:
     out[block.start : block.stop] = rows.view(kv_heads, group, -1, size).permute(2, 0, 1, 3)
 
 
-def _future(dtype: torch.dtype) -> Tensor:
-    return torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu_(1)
-
-
-def _scaled_keys(k: Tensor) -> Tensor:
-    """`k` (B, S, K, E) as (K, E, T), divided by sqrt(E), in the dtype of scores."""
+def _scaled_keys(k: Tensor, scores: Scores) -> Tensor:
+    """`k` (B, S, K, E) as (K, E, T), multiplied by `Scores.key_factor`, in the dtype of scores."""
     keys: Tensor = k.flatten(0, 1).permute(1, 2, 0).to(wide(k.dtype)).contiguous()
-    scale: float = k.shape[-1] ** -0.5
-    return keys * scale
+    return keys * scores.key_factor(k.shape[-1])
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None
-) -> tuple[Tensor, ...]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None,
+    *how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     of_inputs = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return *of_inputs, q.new_empty(0, dtype=wide(q.dtype)) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.bounds, ctx.window, sinks = inputs
+    *tensors, ctx.bounds, ctx.window, sinks, scale, softcap, slopes = inputs
+    ctx.scores = scale, softcap, slopes
     ctx.save_for_backward(*tensors, sinks)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     operator = torch.ops.kumi.packed_attention_backward.default
     *tensors, sinks = ctx.saved_tensors
-    *of_tensors, of_sinks = operator(grad, *tensors, ctx.bounds, ctx.window, sinks)
-    return *of_tensors, None, None, None if sinks is None else of_sinks
+    *of_tensors, of_sinks = operator(grad, *tensors, ctx.bounds, ctx.window, sinks, *ctx.scores)
+    return *of_tensors, None, None, None if sinks is None else of_sinks, None, None, None
 
 
-def _flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
+def attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
     """As PyTorch counts attention: two products over all S x S pairs."""
     batch, length, heads, size = q
     return 2 * batch * heads * length * length * (size + v[3])
 
 
-def _backward_flops(
+def attention_backward_flops(
     grad: tuple[int, ...], q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any
 ) -> int:
     """As PyTorch counts attention: five products, the scores' again, and two for each of the forward's."""
@@ -201,10 +222,10 @@ def _define(name: str, schema: str, function: Any, fake: Any, flops: Any) -> Non
     register_flop_formula(getattr(torch.ops.kumi, name.removeprefix("kumi::")))(flops)
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, int[] bounds, int window, Tensor? sinks=None"
-_define("kumi::packed_attention", f"({_INPUTS}) -> Tensor", _attention, _fake, _flops)
+_INPUTS = f"Tensor q, Tensor k, Tensor v, int[] bounds, int window, Tensor? sinks=None, {SCHEMA}"
+_define("kumi::packed_attention", f"({_INPUTS}) -> Tensor", _attention, _fake, attention_flops)
 _define("kumi::packed_attention_backward", f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-        _backward, _fake_backward, _backward_flops)  # fmt: skip
+        _backward, _fake_backward, attention_backward_flops)  # fmt: skip
 torch.library.register_autograd("kumi::packed_attention", _differentiate, setup_context=_save)
 
 # The operator as PyTorch's dispatcher knows it.

@@ -42,13 +42,20 @@ class Tile(NamedTuple):
     marks: Marks | None = None
 
 
-# (q (B, N, H, E), k (B, M, K, E), v (B, M, K, E'), causal, marks, window of causal attention) gives the result
-# (B, N, H, E') and the log-sum-exp (B, N, H).
-Forward = Callable[[Tensor, Tensor, Tensor, bool, Marks | None, int | None], tuple[Tensor, Tensor]]
-# (gradient (B, N, H, E'), q, k, v, result, log-sum-exp, causal, marks, window) gives the gradients of q, k and v.
-Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Marks | None, int | None], tuple[Tensor, Tensor, Tensor]
-]
+class Sight(NamedTuple):
+    """What queries see: all keys, or with `causal` their past, within the documents of `marks` and the `window`; and
+    what scores are multiplied by, None for 1 / sqrt(E)."""
+
+    causal: bool
+    marks: Marks | None
+    window: int | None
+    scale: float | None
+
+
+# (q (B, N, H, E), k (B, M, K, E), v (B, M, K, E'), sight) gives the result (B, N, H, E') and the log-sum-exp (B, N, H).
+Forward = Callable[[Tensor, Tensor, Tensor, Sight], tuple[Tensor, Tensor]]
+# (gradient (B, N, H, E'), q, k, v, result, log-sum-exp, sight) gives the gradients of q, k and v.
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sight], tuple[Tensor, Tensor, Tensor]]
 
 
 class Kernels(NamedTuple):
@@ -64,12 +71,14 @@ def takes(q: Tensor, v: Tensor) -> bool:
     return q.device.type in KERNELS and KERNELS[q.device.type].takes(q, v)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor, scale: float | None = None
+) -> None:  # fmt: skip
     """Merges into `out` (B, N, H, E') and `lse` (B, N, H), in the dtype of scores, 0 and -inf where nothing was seen
-    yet, what `q` (B, N, H, E) sees of `k` (B, M, K, E) and `v` (B, M, K, E')."""
+    yet, what `q` (B, N, H, E) sees of `k` (B, M, K, E) and `v` (B, M, K, E'), with scores multiplied by `scale`."""
     for rows, queries, keys, causal, marks in tiles:
         run = KERNELS[q.device.type].forward
-        seen, sums = run(q[rows, queries], k[rows, keys], v[rows, keys], causal, marks, None)
+        seen, sums = run(q[rows, queries], k[rows, keys], v[rows, keys], Sight(causal, marks, None, scale))
         before, result = lse[rows, queries], out[rows, queries]
         result.lerp_(seen.to(out.dtype), torch.sigmoid(sums - before)[..., None])
         torch.logaddexp(before, sums, out=before)
@@ -77,25 +86,27 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], out: Tenso
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor,
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor,
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float | None = None,
 ) -> None:  # fmt: skip
     """Adds to `grad_q`, `grad_k` and `grad_v`, in the dtype of scores, what comes through these keys. `grad`, `out` and
     `lse` are those of the result over all parts."""
     for rows, queries, keys, causal, marks in tiles:
         ends = grad[rows, queries], q[rows, queries], k[rows, keys], v[rows, keys]
         run = KERNELS[q.device.type].backward
-        of_q, of_k, of_v = run(*ends, out[rows, queries], lse[rows, queries], causal, marks, None)
+        sight = Sight(causal, marks, None, scale)
+        of_q, of_k, of_v = run(*ends, out[rows, queries], lse[rows, queries], sight)
         grad_q[rows, queries] += of_q
         grad_k[rows, keys] += of_k
         grad_v[rows, keys] += of_v
 
 
 def with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor, bounds: Tensor
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor, bounds: Tensor, scale: float | None = None
 ) -> Tensor:  # fmt: skip
     """Causal attention (B, S, H, E') within the documents that begin at `bounds` (int32) and the `window`, where each
-    query also looks at nothing, with its head's score in `sinks` (H,)."""
-    out: Tensor = _WithSinks.apply(q, k, v, sinks, Marks(bounds, q.shape[1]), window)  # type: ignore[no-untyped-call]
+    query also looks at nothing, with its head's score in `sinks` (H,); the others are multiplied by `scale`."""
+    sight = Sight(True, Marks(bounds, q.shape[1]), window, scale)
+    out: Tensor = _WithSinks.apply(q, k, v, sinks, sight)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -103,11 +114,9 @@ class _WithSinks(torch.autograd.Function):
     """No kernel has sinks; but they only scale the result, and the log-sum-exp tells how much."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, marks: Marks, window: int | None
-    ) -> Tensor:  # fmt: skip
-        ctx.marks, ctx.window = marks, window
-        out, lse = KERNELS[q.device.type].forward(q, k, v, True, marks, window)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, sight: Sight) -> Tensor:
+        ctx.sight = sight
+        out, lse = KERNELS[q.device.type].forward(q, k, v, sight)
         score = sinks.to(lse.dtype)
         out = (out * torch.sigmoid(lse - score)[..., None]).to(q.dtype)
         lse = torch.logaddexp(lse, score)
@@ -118,8 +127,8 @@ class _WithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
-        found = KERNELS[q.device.type].backward(grad, q, k, v, out, lse, True, ctx.marks, ctx.window)
-        return *found, grad_of_sinks(grad, out, lse, sinks), None, None
+        found = KERNELS[q.device.type].backward(grad, q, k, v, out, lse, ctx.sight)
+        return *found, grad_of_sinks(grad, out, lse, sinks), None
 
 
 def tiles(bounds: tuple[int, ...], rows: int, own: Tensor, other: Tensor, device: torch.device) -> tuple[Tile, ...]:
@@ -183,34 +192,30 @@ def _wide(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, marks: Marks | None, window: int | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    own, v = v.shape[-1], _wide(v, q.shape[-1])
+def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    own, v, (causal, marks, window, scale) = v.shape[-1], _wide(v, q.shape[-1]), sight
+    how: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     if marks is None:
-        out, lse = flash_forward(q, k, v, None, q.shape[1], k.shape[1], causal=causal, window=window)
+        out, lse = flash_forward(q, k, v, None, q.shape[1], k.shape[1], **how)
         return out[..., :own], lse.transpose(1, 2)
     sizes = marks.bounds, marks.longest, marks.longest
-    out, lse = flash_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *sizes, causal=causal, window=window)
+    out, lse = flash_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *sizes, **how)
     return out.view(q.shape)[..., :own], lse.T.view(q.shape[:3])
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, marks: Marks | None,
-    window: int | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     own, (grad, v, out) = v.shape[-1], (_wide(x, q.shape[-1]) for x in (grad, v, out))
+    causal, marks, window, scale = sight
+    how: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     if marks is None:
         sums = lse.transpose(1, 2).contiguous()
-        of_q, of_k, of_v = flash_backward(
-            grad, q, k, v, out, sums, None, q.shape[1], k.shape[1], causal=causal, window=window
-        )
+        of_q, of_k, of_v = flash_backward(grad, q, k, v, out, sums, None, q.shape[1], k.shape[1], **how)
         return of_q, of_k, of_v[..., :own]
     flat_grad, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (grad, q, k, v, out))
     sums, sizes = lse.flatten(0, 1).T.contiguous(), (marks.bounds, marks.longest, marks.longest)
-    of_q, of_k, of_v = flash_backward(
-        flat_grad, flat_q, flat_k, flat_v, flat_out, sums, *sizes, causal=causal, window=window
-    )
+    of_q, of_k, of_v = flash_backward(flat_grad, flat_q, flat_k, flat_v, flat_out, sums, *sizes, **how)
     return of_q.view(q.shape), of_k.view(k.shape), of_v.view(v.shape)[..., :own]
 
 

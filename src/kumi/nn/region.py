@@ -16,6 +16,11 @@ from kumi.nn.linear import Linear
 class Region:
     """A region that is whole on this device; `kumi.parallel.tensor` has the one that several ranks share."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which part of the region's heads or columns this device has, and of how many parts."""
+        return 0, 1
+
     def enter(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
         """What each of `layers` makes of the hidden states `x`."""
         return tuple(layer(x) for layer in layers)

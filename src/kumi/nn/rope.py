@@ -12,21 +12,25 @@ from kumi.nn.dtypes import wide
 from kumi.spec.model import Rope
 
 
-def tables(rope: Rope, head_dim: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin (B, S, 1, E) in float32 for every position, as `rotate` wants them.
+def tables(rope: Rope, size: int, position_ids: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
+    """cos and signed sin (B, S, 1, R) in float32 for every position, as `rotate` wants them, of heads of which R =
+    `size` dims are turned. `length` is that of the whole rows, of which these may be a part.
 
     They are made anew in each forward pass: no buffer that a build on the meta device or a sharding could lose.
     """
-    angles = position_ids[..., None, None].float() * frequencies(rope, head_dim, position_ids.device)
+    angles = position_ids[..., None, None].float() * frequencies(rope, size, position_ids.device, length)
     cos, sin = angles.cos(), angles.sin()
     if rope.attention_factor is not None:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    if rope.interleave:
+        return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` (B, S, heads, E) with each pair (i, i + E/2) turned by its angle, computed in float32 or wider."""
-    turned: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool = False) -> Tensor:
+    """`x` (B, S, heads, E) with each pair of its first R dims turned by its angle, computed in float32 or wider: dims i
+    and i + R/2, or with `interleave` 2i and 2i + 1. `cos` and `sin` are those of `tables`."""
+    turned: Tensor = _Rotate.apply(x, cos, sin, interleave)  # type: ignore[no-untyped-call]
     return turned
 
 
@@ -34,35 +38,49 @@ class _Rotate(torch.autograd.Function):
     """In few passes over memory, keeping nothing of `x`: the gradient is turned back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        ctx.interleave = interleave
+        return _turn(x, cos, sin, interleave)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        return _turn(grad, cos, -sin, ctx.interleave), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    values = x.to(wide(x.dtype))
-    out, half = values * cos, x.shape[-1] // 2
-    out[..., :half].addcmul_(values[..., half:], sin[..., :half])
-    out[..., half:].addcmul_(values[..., :half], sin[..., half:])
-    return out.to(x.dtype)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
+    size = cos.shape[-1]
+    values = x[..., :size].to(wide(x.dtype))
+    out = values * cos
+    pairs = (slice(0, size, 2), slice(1, size, 2)) if interleave else (slice(0, size // 2), slice(size // 2, size))
+    for one, other in (pairs, pairs[::-1]):
+        out[..., one].addcmul_(values[..., other], sin[..., one])
+    turned = out.to(x.dtype)
+    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), dim=-1)
 
 
-def frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each of the E/2 pairs, in float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+def frequencies(rope: Rope, size: int, device: torch.device | None = None, length: int = 0) -> Tensor:
+    """Radians per position of each of the pairs (size / 2,), in float32, in rows of `length`."""
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     plain = 1.0 / rope.rope_theta**exponents
     if rope.scaling == "linear":
         return plain / rope.factor
     if rope.scaling == "llama3":
         return _llama3(rope, plain)
     if rope.scaling == "yarn":
-        return _yarn(rope, head_dim, plain)
+        return _yarn(rope, size, plain)
+    if rope.scaling == "longrope":
+        return _longrope(rope, plain, length)
     return plain
+
+
+def _longrope(rope: Rope, plain: Tensor, length: int) -> Tensor:
+    """Every pair is stretched by its own number; rows beyond the original context have others."""
+    assert rope.original_max_position_embeddings is not None
+    factors = rope.long_factor if length > rope.original_max_position_embeddings else rope.short_factor
+    assert factors is not None
+    return plain / torch.tensor(factors, dtype=torch.float32, device=plain.device)
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kumi.nn import rope
+from kumi.nn.scores import PLAIN, Scores
 from kumi.spec.model import Attention, LatentAttention, Rope
 
 # Which rotation, of how many dims of a head.
@@ -19,10 +21,14 @@ Rotary = tuple[Rope, int]
 class Attend(Protocol):
     """Attention of a batch."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, /) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None,
+        scores: Scores = PLAIN, /,
+    ) -> Tensor:  # fmt: skip
         """(B, S, H, E'), of each query `q` (B, S, H, E) over its past in `k` (B, S, K, E) and `v` (B, S, K, E').
 
-        `sinks` (H,): the score of looking nowhere, as if each query saw one more key, whose value is zero.
+        `sinks` (H,): the score of looking nowhere, as if each query saw one more key, whose value is zero. `scores`
+        says what becomes of the products of queries with keys.
         """
 
 
@@ -37,6 +43,12 @@ class Segments:
 
     document_ids: Tensor | None
     bounds: list[int] | Tensor | None
+
+    @cached_property
+    def marks(self) -> list[int]:
+        """`bounds` as a list: where they are a tensor, their device is waited for, once."""
+        assert self.bounds is not None
+        return self.bounds.tolist() if isinstance(self.bounds, Tensor) else self.bounds
 
 
 @dataclass(frozen=True)

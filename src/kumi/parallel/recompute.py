@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kumi.compat import VARLEN_ATTENTION
+from kumi.nn.blockwise import OPERATOR as BLOCK_ATTENTION
 from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
 from kumi.nn.grouped import TIMES as GROUPED_PRODUCTS
 from kumi.parallel.collectives import SCATTER, SUM
@@ -37,6 +38,7 @@ KEPT = (
     _aten.bmm.default,
     GROUPED_PRODUCTS,
     PACKED_ATTENTION,
+    BLOCK_ATTENTION,
     RING_ATTENTION,
     DEALT_HEADS,
     GATHERED_LINEARS,

@@ -24,8 +24,10 @@ from torch import Tensor
 from kumi.compat import group_of
 from kumi.nn import block_attention, flash_parts
 from kumi.nn.block_attention import Block, arranged, join, split
+from kumi.nn.blockwise import fake_gradients, fake_with_sums
 from kumi.nn.dtypes import wide
 from kumi.nn.flash_parts import Tile
+from kumi.nn.scores import PLAIN, SCHEMA, Scores
 from kumi.nn.where import Attend
 from kumi.parallel.collectives import INSIDE
 
@@ -43,8 +45,10 @@ def ring_over(bounds: list[int], group: dist.ProcessGroup) -> Attend:
     """The attention of rows of which the ranks of `group` have their positions; documents begin at the tokens `bounds`,
     numbered through the whole rows, which also end with the count of tokens."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
-        out: Tensor = OPERATOR(q, k, v, bounds, window or 0, group.group_name, sinks)[0]
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
+        out: Tensor = OPERATOR(q, k, v, bounds, window or 0, group.group_name, sinks, *scores)[0]
         return out
 
     return attend
@@ -106,12 +110,7 @@ def _plan(
     bounds: tuple[int, ...], rows: int, window: int, cp: int, index: int, source: int, device: torch.device
 ) -> tuple[Block, ...]:
     """Which queries of rank `index` see which keys of rank `source`."""
-    marks = torch.tensor(bounds)
-    length = bounds[-1] // rows
-    begins = torch.repeat_interleave(marks[:-1], marks.diff()).view(rows, length)
-    earliest = begins - torch.arange(rows)[:, None] * length
-    if window:
-        earliest = torch.maximum(earliest, torch.arange(length) - window + 1)
+    earliest, length = block_attention.earliest(bounds, rows, window), bounds[-1] // rows
     queries, keys = (positions_of(length, cp, rank) for rank in (index, source))
     return block_attention.blocks(queries, keys, earliest, length // (2 * cp), device)
 
@@ -122,28 +121,31 @@ Plan = Callable[..., tuple[Block, ...]]
 
 def _rounds(
     ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int, plan: Callable[..., Seen]
-) -> Iterator[tuple[Tensor, Seen]]:  # fmt: skip
-    """Round by round, keys and values at hand of `both`, one flat tensor that goes on to the next rank meanwhile, and
-    which queries see which of them."""
+) -> Iterator[tuple[Tensor, Tensor, Seen]]:  # fmt: skip
+    """Round by round, keys and values at hand of `both`, one flat tensor that goes on to the next rank meanwhile, the
+    keys' positions, and which queries see which of them."""
     for turn in range(ring.size):
         underway = ring.pass_on(both) if turn + 1 < ring.size else None
         source = (ring.index - turn) % ring.size
-        yield both, plan(tuple(bounds), rows, window, ring.size, ring.index, source, both.device)
+        places = positions_of(bounds[-1] // rows, ring.size, source)
+        yield both, places, plan(tuple(bounds), rows, window, ring.size, ring.index, source, both.device)
         both = underway.arrived() if underway else both
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str, sinks: Tensor | None = None,
-    plan: Plan = _plan,
+    *how: Any, plan: Plan = _plan,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if plan is _plan and _fused(q, v, bounds, window):
-        return _fused_forward(q, k, v, bounds, group, sinks)
+    scores = Scores(*how)
+    if plan is _plan and _fused(q, v, bounds, window, scores):
+        return _fused_forward(q, k, v, bounds, group, sinks, scores.scale)
     sizes, queries = _Sizes(k.shape, v.shape), split(q, k.shape[2])
     out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    for both, along in _rounds(_ring(group), sizes.packed(k, v), bounds, window, len(q), plan):
+    for both, places, along in _rounds(_ring(group), sizes.packed(k, v), bounds, window, len(q), plan):
         if along:
-            block_attention.forward(queries, arranged(*sizes.unpacked(both), backward=False), along, out, lse)
+            part = arranged(*sizes.unpacked(both), places, scores, backward=False)
+            block_attention.forward(queries, part, along, out, lse)
     if sinks is not None:
         block_attention.add_sinks(out, lse, sinks)
     return join(out).to(q.dtype).contiguous(), join(lse[..., None])[..., 0].contiguous()
@@ -151,25 +153,26 @@ def _forward(
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], window: int, group: str,
-    plan: Plan = _plan,
+    *how: Any, plan: Plan = _plan,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if plan is _plan and _fused(q, v, bounds, window):
-        return _fused_backward(grad, q, k, v, out, lse, bounds, group)
-    ring, sizes, kv_heads, scores = _ring(group), _Sizes(k.shape, v.shape), k.shape[2], wide(q.dtype)
+    scores = Scores(*how)
+    if plan is _plan and _fused(q, v, bounds, window, scores):
+        return _fused_backward(grad, q, k, v, out, lse, bounds, group, scores.scale)
+    ring, sizes, kv_heads, dtype = _ring(group), _Sizes(k.shape, v.shape), k.shape[2], wide(q.dtype)
     queries, grads, sums = split(q, kv_heads), split(grad, kv_heads), split(lse[..., None], kv_heads)[..., 0]
-    delta = split((grad.to(scores) * out.to(scores)).sum(-1, keepdim=True), kv_heads)[..., 0]
-    grad_q = torch.zeros_like(queries, dtype=scores)
+    delta = split((grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True), kv_heads)[..., 0]
+    grad_q = torch.zeros_like(queries, dtype=dtype)
 
     def parts() -> Iterator[Tensor]:
-        for both, along in _rounds(ring, sizes.packed(k, v), bounds, window, len(q), plan):
-            grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=scores) for x in sizes.unpacked(both))
+        for both, places, along in _rounds(ring, sizes.packed(k, v), bounds, window, len(q), plan):
+            grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=dtype) for x in sizes.unpacked(both))
             if along:
-                part = arranged(*sizes.unpacked(both), backward=True)
+                part = arranged(*sizes.unpacked(both), places, scores, backward=True)
                 block_attention.backward(queries, part, along, grads, sums, delta, grad_q, grad_k, grad_v)
             yield sizes.packed(grad_k.transpose(1, 2), grad_v.transpose(1, 2))
 
     total_k, total_v = sizes.unpacked(_home(ring, parts()))
-    factor = q.shape[-1] ** -0.5
+    factor = scores.factor(q.shape[-1])
     return join(grad_q * factor).to(q.dtype).contiguous(), (total_k * factor).to(k.dtype), total_v.to(v.dtype)
 
 
@@ -187,9 +190,9 @@ def _home(ring: _Ring, parts: Iterator[Tensor]) -> Tensor:
     return home if following is None else home.add_(following.arrived())
 
 
-def _fused(q: Tensor, v: Tensor, bounds: list[int], window: int) -> bool:
+def _fused(q: Tensor, v: Tensor, bounds: list[int], window: int, scores: Scores) -> bool:
     """Whether fused kernels compute this attention, whose rows have bounds[-1] / B positions."""
-    return flash_parts.takes(q, v) and not 0 < window < bounds[-1] // len(q)
+    return scores.fused and flash_parts.takes(q, v) and not 0 < window < bounds[-1] // len(q)
 
 
 @lru_cache(maxsize=64)
@@ -202,48 +205,41 @@ def _tiles(
 
 
 def _fused_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], group: str, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], group: str, sinks: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `_forward`, by fused kernels."""
     q, sizes = q.contiguous(), _Sizes(k.shape, v.shape)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    for both, along in _rounds(_ring(group), sizes.packed(k, v), bounds, 0, len(q), _tiles):
-        flash_parts.forward(q, *sizes.unpacked(both), along, out, lse)
+    for both, _, along in _rounds(_ring(group), sizes.packed(k, v), bounds, 0, len(q), _tiles):
+        flash_parts.forward(q, *sizes.unpacked(both), along, out, lse, scale)
     if sinks is not None:
         block_attention.add_sinks(out.transpose(1, 2)[:, :, None], lse.transpose(1, 2)[:, :, None], sinks)
     return out.to(q.dtype), lse
 
 
 def _fused_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], group: str
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], group: str,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `_backward`, by fused kernels."""
     grad, q, ring, sizes, scores = grad.contiguous(), q.contiguous(), _ring(group), _Sizes(k.shape, v.shape), lse.dtype
     grad_q = torch.zeros_like(q, dtype=scores)
 
     def parts() -> Iterator[Tensor]:
-        for both, along in _rounds(ring, sizes.packed(k, v), bounds, 0, len(q), _tiles):
+        for both, _, along in _rounds(ring, sizes.packed(k, v), bounds, 0, len(q), _tiles):
             added = torch.zeros_like(both, dtype=scores)
-            flash_parts.backward(grad, q, *sizes.unpacked(both), along, out, lse, grad_q, *sizes.unpacked(added))
+            grads = grad_q, *sizes.unpacked(added)
+            flash_parts.backward(grad, q, *sizes.unpacked(both), along, out, lse, *grads, scale)
             yield added
 
     total_k, total_v = sizes.unpacked(_home(ring, parts()))
     return grad_q.to(q.dtype), total_k.to(k.dtype), total_v.to(v.dtype)
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
-
-
-def _fake_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.bounds, ctx.window, ctx.group, sinks = inputs
+    *tensors, ctx.bounds, ctx.window, ctx.group, sinks, scale, softcap, slopes = inputs
+    ctx.scores = scale, softcap, slopes
     ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
 
@@ -252,7 +248,8 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     operator = torch.ops.kumi.ring_attention_backward.default
     *tensors, out, lse, sinks = ctx.saved_tensors
     of_sinks = None if sinks is None else block_attention.grad_of_sinks(grad, out, lse, sinks)
-    return *operator(grad, *tensors, out, lse, ctx.bounds, ctx.window, ctx.group), None, None, None, of_sinks
+    found = operator(grad, *tensors, out, lse, ctx.bounds, ctx.window, ctx.group, *ctx.scores)
+    return *found, None, None, None, of_sinks, None, None, None
 
 
 def _define(name: str, schema: str, function: Any, fake: Any) -> None:
@@ -263,13 +260,15 @@ def _define(name: str, schema: str, function: Any, fake: Any) -> None:
 
 
 _HOW = "int[] bounds, int window, str group"
-_define("kumi::ring_attention", f"(Tensor q, Tensor k, Tensor v, {_HOW}, Tensor? sinks=None) -> (Tensor, Tensor)",
-        _forward, _fake)  # fmt: skip
+_define("kumi::ring_attention",
+        f"(Tensor q, Tensor k, Tensor v, {_HOW}, Tensor? sinks=None, {SCHEMA}) -> (Tensor, Tensor)",
+        _forward, fake_with_sums)  # fmt: skip
 _define(
     "kumi::ring_attention_backward",
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}, {SCHEMA})"
+    " -> (Tensor, Tensor, Tensor)",
     _backward,
-    _fake_backward,
+    fake_gradients,
 )
 torch.library.register_autograd("kumi::ring_attention", _differentiate, setup_context=_save)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kumi.compat import group_of
+from kumi.nn.scores import PLAIN, Scores
 from kumi.nn.where import Attend
 from kumi.parallel.collectives import INSIDE
 
@@ -22,7 +23,9 @@ from kumi.parallel.collectives import INSIDE
 def ulysses_over(attend: Attend, group: dist.ProcessGroup) -> Attend:
     """The attention of rows of which the ranks of `group` have their positions; `attend` is that of whole rows."""
 
-    def exchanged(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    def exchanged(
+        q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN
+    ) -> Tensor:
         cp = group.size()
         k, v = (x.repeat_interleave(max(1, cp // x.shape[2]), dim=2) for x in (k, v))
         widths = [x.shape[2] // cp * x.shape[3] for x in (q, k, v)]
@@ -33,7 +36,8 @@ def ulysses_over(attend: Attend, group: dist.ProcessGroup) -> Attend:
             part.reshape(*part.shape[:2], -1, x.shape[3])
             for part, x in zip(torch.split(whole, widths, dim=-1), (q, k, v), strict=True)
         )
-        out = attend(q, k, v, window, None if sinks is None else sinks.chunk(cp)[group.rank()])
+        own_sinks = None if sinks is None else sinks.chunk(cp)[group.rank()]
+        out = attend(q, k, v, window, own_sinks, scores.part(group.rank(), cp))
         back = _all_to_all(in_pieces(out.flatten(2), cp), group)
         return back.permute(1, 2, 0, 3).reshape(*back.shape[1:3], -1, v.shape[3])
 
