@@ -85,8 +85,8 @@ def test_parts_of_experts_are_read_from_their_own_tensors_only(case, saved, monk
     folder = saved(case, max_shard_size="20KB")
     spec, whole = families.load(folder), load_decoder(folder).state_dict()
     read, asked = weights_reader(folder, spec), []
-    part = hf._read_part
-    monkeypatch.setattr(hf, "_read_part", lambda tensors, *rest: asked.append(rest[0].name) or part(tensors, *rest))
+    part = hf.read_part
+    monkeypatch.setattr(hf, "read_part", lambda entry, *rest: asked.append(entry.name) or part(entry, *rest))
     name = "model.layers.1.mlp.experts.gate_up_proj"
     experts, rows, columns = whole[name].shape
     assert torch.equal(read(f"model/{name}", (1, 0, 0), (2, rows, columns)), whole[name][1:3])
