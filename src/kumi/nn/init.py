@@ -7,7 +7,7 @@ a part of it fills that alone, and it equals that part of the full tensor.
 from __future__ import annotations
 
 import hashlib
-from math import prod
+from math import prod, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,27 @@ def init_weights(module: nn.Module, spec: ModelSpec, seed: int) -> None:
 
 
 def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed: int) -> None:
-    """Fill `out`, the part of `param` from the indices `start` on: with ones or zeros, or from normal(0, std)."""
-    if param.init != "normal":
-        out.fill_(1.0 if param.init == "ones" else 0.0)
+    """Fill `out`, the part of `param` from the indices `start` on: with ones or zeros, or from normal(0, std).
+
+    Adapters have inits of their own: "kaiming" (uniform, up to 1 / sqrt(columns), as He et al., 2015, arXiv:1502.01852,
+    with the slope that PyTorch gives new linear layers), and "normal" with its own std.
+    """
+    kind, _, own = param.init.partition(" ")
+    if kind in ("ones", "zeros"):
+        out.fill_(1.0 if kind == "ones" else 0.0)
         return
+    assert kind in ("normal", "kaiming"), f"{param.name} starts from {param.init!r}"
+    std = float(own or std)
     columns = tuple(slice(first, first + size) for first, size in zip(start[1:], out.shape[1:], strict=True))
     height = max(1, _BLOCK // max(1, prod(param.shape[1:])))
     stop = start[0] + out.shape[0]
     for block in range(start[0] // height, -(-stop // height) if stop > start[0] else 0):
         first, last = block * height, min((block + 1) * height, param.shape[0])
-        values = torch.randn(last - first, *param.shape[1:], generator=_generator(seed, param.name, block)) * std
+        generator, shape = _generator(seed, param.name, block), (last - first, *param.shape[1:])
+        if kind == "normal":
+            values = torch.randn(shape, generator=generator) * std
+        else:
+            values = (torch.rand(shape, generator=generator) * 2 - 1) / sqrt(param.shape[-1])
         begin, end = max(first, start[0]), min(last, stop)
         out[begin - start[0] : end - start[0]].copy_(values[(slice(begin - first, end - first), *columns)])
 

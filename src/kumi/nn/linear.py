@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,24 @@ from torch import Tensor, nn
 Later = list[Callable[[], None]]
 
 
+class Packed(Protocol):
+    """A frozen matrix in fewer bits than can be computed with."""
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b."""
+
+    def matrix(self) -> Tensor:
+        """W, in the dtype it had."""
+
+
 class Linear(nn.Module):
     """y = x W^T + b in the dtype of `x`; the parameters are cast where they are used.
 
-    Where `splits` is set, the backward pass leaves weight gradients to `later`, unless that is None. `multiply` may be
-    a product in fewer bits.
+    Where `splits` is set, the backward pass leaves gradients of a trained weight to `later`, unless that is None.
+    `multiply` may be a product in fewer bits. Where the matrix is `packed`, it is no parameter.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, device: torch.device | None, dtype: torch.dtype
@@ -35,17 +47,27 @@ class Linear(nn.Module):
         self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.splits = False
         self.later: Later | None = None
+        self.packed: Packed | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias.to(x.dtype) if self.bias is not None and self.adds_bias else None)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b, given `bias` in the dtype of `x`."""
+        if self.packed is not None:
+            return self.packed.product(x, bias)
         weight = self.weight.to(x.dtype)
-        bias = self.bias.to(x.dtype) if self.bias is not None and self.adds_bias else None
-        if not (self.splits and torch.is_grad_enabled()):
+        if not (self.splits and self.weight.requires_grad and torch.is_grad_enabled()):
             return self.multiply(x, weight, bias)
         out: Tensor = _Split.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return out
 
+    def matrix(self) -> Tensor:
+        """W as it is kept."""
+        return self.weight if self.packed is None else self.packed.matrix()
+
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, bias={self.bias is not None}"
+        return f"{tuple(self.matrix().shape)}, bias={self.bias is not None}"
 
 
 class _Split(torch.autograd.Function):
