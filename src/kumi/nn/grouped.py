@@ -61,7 +61,7 @@ class _AddRows(torch.autograd.Function):
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, counts)
+        ctx.save_for_backward(rows if weight.requires_grad else None, weight, counts)
         out: Tensor = TIMES(rows, weight.transpose(1, 2), counts)
         return out
 

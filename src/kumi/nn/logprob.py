@@ -125,7 +125,8 @@ class _LogProbs(torch.autograd.Function):
             y = labels[part]
             _log_prob(room, hidden[part], cast, y, *head)
             grad_hidden[part] = _backward(room, grad_weight, hidden[part], cast, y, grad[part], *head)
-        return ctx.vocabulary.reduce(grad_hidden), grad_weight.to(weight.dtype), None, None, None
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return ctx.vocabulary.reduce(grad_hidden), of_weight, None, None, None
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -147,7 +148,8 @@ class _WeightedSum(torch.autograd.Function):
             if gradients is not None:
                 gradients[0][part] = _backward(room, gradients[1], h, cast, y, relative[part], vocabulary, shaping)
         if gradients is not None:
-            ctx.save_for_backward(vocabulary.reduce(gradients[0]), gradients[1].to(weight.dtype), peak)
+            of_weight = None if gradients[1] is None else gradients[1].to(weight.dtype)
+            ctx.save_for_backward(vocabulary.reduce(gradients[0]), of_weight, peak)
         ctx.mark_non_differentiable(log_prob)
         return (log_prob * token_weights).sum(), log_prob
 
@@ -155,7 +157,8 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, peak = ctx.saved_tensors
         factor = grad * peak
-        return (grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor, *[None] * 6)
+        of_weight = None if grad_weight is None else grad_weight * factor
+        return (grad_hidden * factor.to(grad_hidden.dtype), of_weight, *[None] * 6)
 
 
 class _Room(NamedTuple):
@@ -184,9 +187,11 @@ def _chunks(hidden: Tensor, room: _Room) -> Iterator[tuple[slice, _Room]]:
         yield slice(start, stop), _Room(*(tensor[: stop - start] for tensor in room))
 
 
-def _gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the gradients of `hidden` and, where chunks add up, in float32 or wider, of `weight`."""
-    return torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide(hidden.dtype))
+def _gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Room for the gradients of `hidden` and, where chunks add up, in float32 or wider, of `weight` if that is
+    trained."""
+    of_weight = torch.zeros_like(weight, dtype=wide(hidden.dtype)) if weight.requires_grad else None
+    return torch.empty_like(hidden), of_weight
 
 
 def _log_prob(
@@ -218,10 +223,11 @@ def _log_prob(
 
 
 def _backward(
-    room: _Room, grad_weight: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor,
+    room: _Room, grad_weight: Tensor | None, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor,
     vocabulary: Vocabulary, shaping: Shaping,
 ) -> Tensor:  # fmt: skip
-    """The chunk's gradient of sum(scale * log_prob) with respect to `hidden`; adds that of `weight` to `grad_weight`.
+    """The chunk's gradient of sum(scale * log_prob) with respect to `hidden`; adds that of `weight` to `grad_weight`,
+    where there is one.
 
     `scale` multiplies rows of D elements, not of V. What `_log_prob` left in `room` is overwritten.
     """
@@ -234,8 +240,10 @@ def _backward(
         slope = room.logits.div_(shaping.softcap).square_().neg_().add_(1).clamp_(min=0)
         room.probs.mul_(slope)
     if room.probs.dtype == hidden.dtype:
-        grad_weight.addmm_(room.probs.T, hidden * scale)
+        if grad_weight is not None:
+            grad_weight.addmm_(room.probs.T, hidden * scale)
         return torch.mm(room.probs, weight) * scale
     error = room.product.copy_(room.probs)
-    grad_weight += torch.mm(error.T, (hidden * scale).to(hidden.dtype))
+    if grad_weight is not None:
+        grad_weight += torch.mm(error.T, (hidden * scale).to(hidden.dtype))
     return torch.mm(error, weight) * scale
