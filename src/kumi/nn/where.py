@@ -66,10 +66,12 @@ def rotary(spec: Attention | LatentAttention) -> Rotary | None:
     return None if spec.rope is None else (spec.rope, spec.rotary_dim)
 
 
-def tables(specs: Iterable[Attention | LatentAttention], position_ids: Tensor) -> dict[Rotary, tuple[Tensor, Tensor]]:
-    """cos and sin (B, S, 1, E) of every rotation in `specs` at `position_ids` (B, S)."""
+def tables(
+    specs: Iterable[Attention | LatentAttention], position_ids: Tensor, length: int = 0
+) -> dict[Rotary, tuple[Tensor, Tensor]]:
+    """cos and sin (B, S, 1, R) of every rotation in `specs` at `position_ids` (B, S), a part of rows of `length`."""
     keys = {key for spec in specs if (key := rotary(spec)) is not None}
-    return {key: rope.tables(*key, position_ids) for key in keys}
+    return {key: rope.tables(*key, position_ids, length) for key in keys}
 
 
 def segments(tokens: Tensor, document_ids: Tensor | None) -> Segments:

@@ -69,11 +69,11 @@ def _whole(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Where `model` takes whole sequences, which every rank of a cp group computes for itself."""
     held = [part for part in map(bare, stages_of(model).values()) if isinstance(part, Decoder)]
-    kept = [part.attention_over for part in held]
+    kept = [(part.attention_over, part.row_parts) for part in held]
     for part in held:
-        part.attention_over = whole_rows
+        part.attention_over, part.row_parts = whole_rows, 1
     try:
         yield
     finally:
-        for part, attention in zip(held, kept, strict=True):
-            part.attention_over = attention
+        for part, before in zip(held, kept, strict=True):
+            part.attention_over, part.row_parts = before

@@ -57,14 +57,14 @@ _COMPUTED = {
                "initializer_range bos_token_id eos_token_id pad_token_id notes weights",
     LayerSpec: "attention mlp",
     Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm qk_norm_whole "
-               "sliding_window sinks",
+               "sliding_window sinks alibi score_scale softcap",
     LatentAttention: "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope "
                      "bias rope_interleave mscale_all_dim",
     MLP: "intermediate_size bias",
     MoE: "num_experts num_experts_per_tok moe_intermediate_size shared_intermediate_size scoring_func n_group "
          "topk_group norm_topk_prob routed_scaling_factor topk_method router_aux_loss_coef seq_aux",
     Rope: "rope_theta scaling factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast "
-          "beta_slow attention_factor truncate",
+          "beta_slow attention_factor truncate partial_rotary_factor short_factor long_factor interleave",
 }  # fmt: skip
 
 
@@ -97,8 +97,6 @@ def _not_computed(part: Any) -> str:
     """What the trainer does not know of `part`: its type, or the first such field that has been set; else empty."""
     if type(part) not in _COMPUTED:
         return type(part).__name__
-    if isinstance(part, Attention) and part.rope is None:
-        return "Attention without rotary embeddings"
     known = _COMPUTED[type(part)].split()
     changed = [field.name for field in fields(part) if field.name not in known and _is_set(part, field)]
     return f"{type(part).__name__}.{changed[0]}={getattr(part, changed[0])!r}" if changed else ""
