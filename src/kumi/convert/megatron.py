@@ -1,0 +1,247 @@
+"""Reading Megatron-Core's distributed checkpoints (torch_dist), of Megatron-LM and Megatron-Bridge, without Megatron.
+
+A folder is a checkpoint (`iter_0001000`, with `.metadata`), or has some and names the newest one
+(`latest_checkpointed_iteration.txt`). What the model is says, in this order: the config.json that is given; one in the
+folder, beside it, or in a folder `hf` there; Megatron-LM's arguments in the checkpoint; Megatron-Bridge's
+run_config.yaml.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kumi.convert import dcp, megatron_args, pickles
+from kumi.errors import ModelError, RefusedError
+from kumi.spec import families
+from kumi.spec.ledger import tensors
+from kumi.spec.megatron_weights import VOCABULARY, Keys, files, parts
+from kumi.spec.model import ModelSpec
+from kumi.spec.op import Param
+from kumi.spec.weights import Part
+
+Shape = tuple[int, ...]
+
+LATEST, METADATA, COMMON, COMMON_ENTRY = "latest_checkpointed_iteration.txt", ".metadata", "common.pt", "common_state/"
+RUN_CONFIG = "run_config.yaml"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LAYER_KEY = re.compile(r"decoder\.layers\.\d+\.")
+# Tensors that are no part of the model, by how their names begin, and what they are.
+_LEFT_OUT = {"optimizer.": "optimizer state", "chained_": "optimizer state", "rng_state": "random number generators",
+             "mtp.": "layers for multi-token prediction"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checked Megatron checkpoint, seen as a model: its native tensors are put together on demand."""
+
+    folder: Path
+    spec: ModelSpec
+    config: Mapping[str, Any]
+    dtypes: Mapping[str, str]
+    tokenizer: Path | None
+    keys: Keys
+    checkpoint: dcp.Checkpoint
+    params: Mapping[str, Param]
+
+    def read(self, name: str, start: Shape | None = None, shape: Shape | None = None) -> Tensor:
+        """The rectangle of the native tensor `name` of `shape` from `start` on; all of it by default."""
+        param = self.params[name]
+        start = (0,) * len(param.shape) if start is None else start
+        shape = tuple(n - a for n, a in zip(param.shape, start)) if shape is None else shape
+        out = torch.empty(shape, dtype=getattr(torch, self.dtypes[name]))
+        for part in parts(self.spec, param, self.keys):
+            low = tuple(map(max, part.start, start))
+            high = tuple(min(a + n, b + m) for a, n, b, m in zip(part.start, part.extent, start, shape))
+            if all(a < b for a, b in zip(low, high)):
+                inner = tuple(slice(a - b, c - b) for a, c, b in zip(low, high, part.start))
+                into = tuple(slice(a - b, c - b) for a, c, b in zip(low, high, start))
+                out[into] = self._part(part, inner)
+        return out
+
+    def _part(self, part: Part, wanted: tuple[slice, ...]) -> Tensor:
+        """The rectangle `wanted` of the native rectangle that `part` holds."""
+        start, extent = box(part)
+        if part.in_order and _squeezed(part.size) == _squeezed(part.extent):
+            # As in the file: no more is read than is wanted.
+            lead = len(part.size) - len(part.extent)
+            rows = (*(slice(0, 1) for _ in range(lead)), *wanted) if lead >= 0 else wanted[-lead:]
+            at = tuple(a + rows_.start for a, rows_ in zip(start, rows))
+            size = tuple(rows_.stop - rows_.start for rows_ in rows)
+            return self.checkpoint.read(part.name, at, size).view(tuple(s.stop - s.start for s in wanted))
+        data = self.checkpoint.read(part.name, start, extent)
+        lead = common_dims(part)
+        seen = data.view(*extent[:lead], *part.view[lead:])
+        inner = (*(slice(None) for _ in range(lead)),
+                 *(slice(a, a + n) for a, n in zip(part.at[lead:], part.size[lead:])))  # fmt: skip
+        return seen[inner].permute(part.order).reshape(part.extent)[wanted]
+
+
+def _squeezed(shape: Shape) -> Shape:
+    return tuple(n for n in shape if n != 1)
+
+
+def common_dims(part: Part) -> int:
+    """How many leading dims are the same in `part`'s view and in the file's tensor."""
+    pairs = zip(part.view, part.shape)
+    return next(
+        (dim for dim, (seen, stored) in enumerate(pairs) if seen != stored), min(len(part.view), len(part.shape))
+    )
+
+
+def box(part: Part) -> tuple[Shape, Shape]:
+    """Start and extent of the smallest rectangle of the file's tensor, of whole dims from the first that `part` sees
+    differently, that has all of `part`."""
+    lead = len(part.shape) if part.view == part.shape else common_dims(part)
+    rest = part.shape[lead:]
+    return (*part.at[:lead], *(0 for _ in rest)), (*part.size[:lead], *rest)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` looks like Megatron's: a distributed checkpoint, or a folder that names its newest one."""
+    return (folder / METADATA).is_file() or (folder / LATEST).is_file()
+
+
+def open_model(folder: Path, config: str | Path | None = None) -> Saved:
+    """The model in a Megatron folder, of the config.json `config` where it is given.
+
+    ModelError where a tensor is missing, unknown or of another shape; RefusedError where files are damaged or hostile.
+    """
+    inner = newest(folder)
+    saved = dcp.open_checkpoint(inner)
+    found, tokenizer = _config(inner, folder, saved, config)
+    spec = families.from_hf(found)
+    keys, left_out = check(inner, spec, saved.tensors)
+    spec = replace(spec, notes=(*spec.notes, *left_out))
+    params = {param.name: param for param in tensors(spec)}
+    dtypes = {name: _dtype(inner, spec, param, keys, saved) for name, param in params.items()}
+    return Saved(inner, spec, found, dtypes, tokenizer, keys, saved, params)
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint in `folder`: itself, or the one that it names as its newest."""
+    if (folder / METADATA).is_file():
+        return folder
+    text = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    if text != "release" and not re.fullmatch(r"[0-9]{1,12}", text):
+        raise RefusedError(f"{folder / LATEST}: says {text!r:.40}, not a number or 'release'; name the folder iter_...")
+    inner = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if (inner / METADATA).is_file():
+        return inner
+    if any(inner.glob("mp_rank_*")):
+        raise ModelError(f"{inner}: a checkpoint in Megatron's old format (mp_rank_..., pickled for one layout); load "
+                         f"it in Megatron-LM and save it with --ckpt-format torch_dist")  # fmt: skip
+    raise ModelError(f"{inner}: has no {METADATA}; kumi reads Megatron's torch_dist checkpoints (--ckpt-format "
+                     f"torch_dist)")  # fmt: skip
+
+
+def _config(
+    inner: Path, folder: Path, saved: dcp.Checkpoint, given: str | Path | None
+) -> tuple[dict[str, Any], Path | None]:
+    """The model's config.json, read or made of Megatron's arguments, and its tokenizer's folder, if there is one."""
+    if given is not None:
+        path = Path(given)
+        return families.read_config(path), path if path.is_dir() else path.parent
+    outer = inner.parent if inner != folder or (inner.parent / LATEST).is_file() else inner
+    for place in (inner, inner / "hf", outer, outer / "hf"):
+        if (place / "config.json").is_file():
+            return families.read_config(place), place
+    common = _common(inner, saved)
+    if common.get("args") is not None:
+        return megatron_args.to_config(vars(common["args"])), None
+    if (inner / RUN_CONFIG).is_file():
+        return megatron_args.to_config(megatron_args.from_run_config(_run_config(inner / RUN_CONFIG))), None
+    raise ModelError(f"{inner}: has neither Megatron-LM's arguments nor {RUN_CONFIG}, so that nothing says what the "
+                     f"model is; give its config.json with --config")  # fmt: skip
+
+
+def _common(inner: Path, saved: dcp.Checkpoint) -> dict[str, Any]:
+    """What Megatron saved besides tensors: in a file of its own, or, from megatron-core 0.17 on, in an entry."""
+    path, entry = inner / COMMON, next((name for name in saved.objects if name.startswith(COMMON_ENTRY)), None)
+    if path.is_file():
+        with path.open("rb") as file:
+            found = pickles.load_archive(file, str(path)).content
+    else:
+        found = saved.load(entry) if entry is not None else {}
+    found = found[0] if isinstance(found, list) and len(found) == 1 else found
+    if not isinstance(found, dict):
+        raise RefusedError(f"{path if path.is_file() else inner}: the common state is {type(found).__name__}, no table")
+    args = found.get("args")
+    return found if hasattr(args, "__dict__") and not isinstance(args, pickles.Unread) else {}
+
+
+def _run_config(path: Path) -> Mapping[str, Any]:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        model = found["model"]
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(
+            f"{path}: cannot be read ({error!s:.120}); give the model's config.json with --config"
+        ) from None
+    if not isinstance(model, dict):
+        raise ModelError(f"{path}: its model is {type(model).__name__}, no table; give a config.json with --config")
+    return model
+
+
+def check(folder: Path, spec: ModelSpec, found: Mapping[str, dcp.Stored]) -> tuple[Keys, list[str]]:
+    """How a checkpoint with the tensors `found` is keyed, once it is sure that it holds exactly those of `spec`; and
+    what it holds besides and is left out."""
+    names = {name for name in found if not name.startswith(tuple(_LEFT_OUT))}
+    if "decoder.final_norm.weight" in names:
+        raise ModelError(f"{folder}: written by Megatron-Core's HybridModel, with one sublayer an index; kumi reads "
+                         f"those of GPTModel")  # fmt: skip
+    vocab = found[VOCABULARY[0]].shape[0] if VOCABULARY[0] in names and found[VOCABULARY[0]].shape else spec.vocab_size
+    if vocab < spec.vocab_size:
+        raise ModelError(f"{folder}: {VOCABULARY[0]!r} has {vocab} rows, vocab_size={spec.vocab_size} in the model's "
+                         f"config.json; the two belong to different models")  # fmt: skip
+    by_layer = any(_LAYER_KEY.match(name) for name in names)
+    halves = any(name.endswith(("_w", "_v")) for name in names)
+    ways = [Keys(not by_layer, vocab, local, halves) for local in (False, True)]
+    keys = next((way for way in ways if files(spec, way).keys() <= names), ways[0])
+    _same(folder, spec, files(spec, keys), {name: found[name].shape for name in names})
+    left = {what for name in found for prefix, what in _LEFT_OUT.items() if name.startswith(prefix)}
+    return keys, [f"left out of what {folder.name} holds: {what}" for what in sorted(left)]
+
+
+def _same(folder: Path, spec: ModelSpec, wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
+    for name, shape in wanted.items():
+        if name not in found:
+            hint = (
+                ""
+                if name != "output_layer.weight"
+                else "; a model whose head is its embedding ties them in config.json"
+            )
+            raise ModelError(f"{folder}: {name!r} is missing from the checkpoint of this {spec.family} model{hint}")
+        if found[name] != shape:
+            raise ModelError(f"{folder}: {name!r} is {found[name]} in the checkpoint, {shape} in the model of its "
+                             f"configuration; the two belong to different models")  # fmt: skip
+    unknown = sorted(found.keys() - wanted.keys())
+    if unknown:
+        raise ModelError(f"{folder}: {unknown[0]!r} {found[unknown[0]]} has no place in the {spec.family} model of its "
+                         f"configuration; kumi would drop it")  # fmt: skip
+
+
+def _dtype(folder: Path, spec: ModelSpec, param: Param, keys: Keys, saved: dcp.Checkpoint) -> str:
+    """The dtype of `param`, whose parts must have one."""
+    dtypes = {saved.tensors[part.name].dtype: part.name for part in parts(spec, param, keys)}
+    strange = [name for dtype, name in dtypes.items() if dtype not in _DTYPES]
+    if strange or len(dtypes) > 1:
+        name = (strange or sorted(dtypes.values()))[0]
+        raise ModelError(f"{folder}: {name!r} is {saved.tensors[name].dtype}; kumi reads parameters in one of "
+                         f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}")  # fmt: skip
+    return str(next(iter(dtypes))).removeprefix("torch.")
+
+
+def tensor_bytes(spec: ModelSpec, keys: Keys, itemsizes: Mapping[str, int]) -> int:
+    """The bytes of a checkpoint's tensors, `itemsizes` by native name."""
+    sizes = {part.name: itemsizes[param.name] for param in tensors(spec) for part in parts(spec, param, keys)}
+    return sum(prod(shape) * sizes[name] for name, shape in files(spec, keys).items())

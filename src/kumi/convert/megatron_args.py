@@ -1,0 +1,265 @@
+"""A model as Megatron-LM's arguments, which its checkpoints carry, and such arguments as a config.json.
+
+Read in Megatron-LM's megatron/training/arguments.py and checkpointing.py (of megatron-core 0.16 and 0.19), and in the
+run_config.yaml of Megatron-Bridge 0.3, which has the fields of TransformerConfig in their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.plan.export import megatron_model
+from kumi.plan.export.alike import alike
+from kumi.spec.model import ModelSpec, Rope
+
+# Fields of TransformerConfig, and the arguments that set them where these have another name.
+NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts",
+         "layernorm_zero_centered_gamma": "apply_layernorm_1p"}  # fmt: skip
+_REMEDY = "give the model's config.json with --config"
+
+
+def to_args(model: ModelSpec, *, dtype: str, padded_vocab: int) -> argparse.Namespace | None:
+    """What Megatron-LM's --use-checkpoint-args takes; None for a model that Megatron-LM has no arguments for."""
+    found = alike(model)
+    if found is None:
+        return None
+    fields = megatron_model.fields(model)
+    gated, activation = fields.pop("gated_linear_unit"), fields.pop("activation_func")
+    heads, groups = fields["num_attention_heads"], fields.get("num_query_groups")
+    values: dict[str, Any] = {NAMES.get(name, name): value for name, value in fields.items()}
+    values |= {
+        "swiglu": gated and activation == "silu",
+        "squared_relu": activation == "squared_relu",
+        "group_query_attention": groups is not None and groups != heads,
+        "max_position_embeddings": model.max_position_embeddings,
+        "seq_length": model.max_position_embeddings,
+        "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
+        "apply_layernorm_1p": model.zero_centered_norm,
+        "vocab_size": model.vocab_size,
+        "padded_vocab_size": padded_vocab,
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        **_positions(model, found.attention.rope),
+        "ckpt_format": "torch_dist",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": 1,
+    }
+    if found.moe is not None:
+        values["moe_router_enable_expert_bias"] = found.moe.has_correction_bias
+        values["moe_aux_loss_coeff"] = found.moe.router_aux_loss_coef
+    return argparse.Namespace(**values)
+
+
+def _positions(model: ModelSpec, rope: Rope | None) -> dict[str, Any]:
+    if rope is None:
+        return {"position_embedding_type": "learned_absolute" if model.learned_positions else "none"}
+    scaled = rope.scaling == "llama3"
+    return {
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
+        "rotary_base": int(rope.rope_theta) if rope.rope_theta == int(rope.rope_theta) else rope.rope_theta,
+        "rotary_percent": rope.partial_rotary_factor,
+        "rotary_interleaved": rope.interleave,
+        "rotary_seq_len_interpolation_factor": int(rope.factor) if rope.scaling == "linear" else None,
+        "use_rope_scaling": scaled,
+        "rope_scaling_factor": rope.factor if scaled else 8.0,
+    }
+
+
+def to_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of the model that Megatron's arguments describe: of the family that has its parts.
+
+    ModelError where no family has them, or the arguments leave something open.
+    """
+    _check(args)
+    config = _common(args)
+    if args.get("multi_latent_attention"):
+        return config | _latent(args)
+    return config | (_experts(args) if args.get("num_experts") else _dense(args))
+
+
+def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's arguments for the `model` of Megatron-Bridge's run_config.yaml."""
+    activation = model.get("activation_func")
+    name = str(activation.get("_target_", "") if isinstance(activation, Mapping) else activation).rpartition(".")[2]
+    found = {NAMES.get(key, key): value for key, value in model.items() if not isinstance(value, Mapping)}
+    return found | {
+        "swiglu": bool(model.get("gated_linear_unit")) and name in ("silu", "SiLU"),
+        "untie_embeddings_and_output_weights": not model.get("share_embeddings_and_output_weights", True),
+        "max_position_embeddings": model.get("max_position_embeddings") or model.get("seq_length"),
+        "use_rope_scaling": bool(model.get("rope_scaling")),
+    }
+
+
+# What an argument must be in the models that have no config.json: others change what the model computes.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "swiglu": (True,), "normalization": ("RMSNorm",), "add_bias_linear": (False,), "apply_layernorm_1p": (False, None),
+    "position_embedding_type": ("rope",), "rotary_percent": (1.0, None), "rotary_interleaved": (False, None),
+    "heterogeneous_layers_config_path": (None,), "hybrid_override_pattern": (None,), "hybrid_layer_pattern": (None,),
+    "softmax_type": ("vanilla", None), "window_attn_skip_freq": (None,), "mtp_num_layers": (None, 0),
+    "linear_attention_freq": (None,), "qk_l2_norm": (False, None), "attention_output_gate": (False, None),
+}  # fmt: skip
+
+
+def _check(args: Mapping[str, Any]) -> None:
+    for name, allowed in _NEUTRAL.items():
+        if name in args and args[name] not in allowed:
+            raise ModelError(f"the checkpoint's arguments say {name}={args[name]!r}, which no model that kumi "
+                             f"recognises by its arguments has; {_REMEDY}")  # fmt: skip
+    for name in ("swiglu", "normalization"):
+        _given(args, name)
+
+
+def _given(args: Mapping[str, Any], *names: str) -> Any:
+    """The first of `names` that the arguments give."""
+    for name in names:
+        if args.get(name) is not None:
+            return args[name]
+    raise ModelError(f"the checkpoint's arguments do not say {names[0]}; {_REMEDY}")
+
+
+def _common(args: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = _given(args, "num_attention_heads"), _given(args, "hidden_size")
+    grouped = args.get("group_query_attention", args.get("num_query_groups") is not None)
+    kv_heads = args.get("num_query_groups") if grouped else heads
+    return {
+        "vocab_size": _given(args, "vocab_size", "padded_vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": args.get("ffn_hidden_size") or 4 * hidden,
+        "num_hidden_layers": _given(args, "num_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "head_dim": args.get("kv_channels") or hidden // heads,
+        "rms_norm_eps": args.get("norm_epsilon") or 1e-5,
+        "max_position_embeddings": _given(args, "max_position_embeddings", "seq_length"),
+        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights"),
+        "initializer_range": args.get("init_method_std") or 0.02,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": _dtype(args),
+        **_rope(args),
+    }
+
+
+def _dtype(args: Mapping[str, Any]) -> str:
+    return "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"
+
+
+def _rope(args: Mapping[str, Any]) -> dict[str, Any]:
+    theta = float(args.get("rotary_base") or 10_000)
+    stretched = args.get("rotary_seq_len_interpolation_factor")
+    if args.get("use_rope_scaling"):
+        low, high, original = megatron_model.LLAMA3
+        table: dict[str, Any] | None = {
+            "rope_type": "llama3", "factor": float(args.get("rope_scaling_factor") or 8.0), "low_freq_factor": low,
+            "high_freq_factor": high, "original_max_position_embeddings": original,
+        }  # fmt: skip
+    else:
+        table = {"rope_type": "linear", "factor": float(stretched)} if stretched not in (None, 1) else None
+    return {"rope_theta": theta, "rope_scaling": table}
+
+
+def _window(args: Mapping[str, Any]) -> int | None:
+    """How far a position sees, itself included; Megatron counts those before it."""
+    window = args.get("window_size")
+    return None if window is None or window[0] < 0 else int(window[0]) + 1
+
+
+def _dense(args: Mapping[str, Any]) -> dict[str, Any]:
+    if _window(args) is not None:
+        if args.get("qk_layernorm") or args.get("add_qkv_bias"):
+            raise ModelError(f"the checkpoint's arguments say window_size={args['window_size']!r} beside a norm or "
+                             f"bias of queries and keys; {_REMEDY}")  # fmt: skip
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": _window(args)}
+    if args.get("qk_layernorm"):
+        bias = bool(args.get("add_qkv_bias"))
+        if bias:
+            raise ModelError(f"the checkpoint's arguments say add_qkv_bias beside qk_layernorm; {_REMEDY}")
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+    if args.get("add_qkv_bias"):
+        return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
+    softmax = args.get("moe_router_score_function", "softmax") == "softmax"
+    if not softmax or args.get("moe_shared_expert_intermediate_size") or args.get("moe_router_num_groups") or (
+        args.get("moe_router_topk_scaling_factor") not in (None, 1.0)
+    ):  # fmt: skip
+        raise ModelError(f"the checkpoint's arguments describe experts with sigmoid scores, groups, a scaling factor "
+                         f"or a shared expert beside grouped attention; {_REMEDY}")  # fmt: skip
+    width = args.get("moe_ffn_hidden_size") or _given(args, "ffn_hidden_size")
+    pre_softmax, every = bool(args.get("moe_router_pre_softmax")), args.get("moe_layer_freq") in (1, None)
+    sparse = _sparse(args)
+    count, topk = args["num_experts"], _given(args, "moe_router_topk")
+    if not args.get("qk_layernorm") and not args.get("add_qkv_bias") and not pre_softmax and (every or all(sparse)):
+        return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": count,
+                "num_experts_per_tok": topk, "intermediate_size": width, "sliding_window": _window(args)}  # fmt: skip
+    if not args.get("qk_layernorm") or args.get("add_qkv_bias") or _window(args) is not None:
+        raise ModelError(f"the checkpoint's arguments describe experts as in no family that kumi recognises by its "
+                         f"arguments; {_REMEDY}")  # fmt: skip
+    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": count,
+            "num_experts_per_tok": topk, "moe_intermediate_size": width, "norm_topk_prob": not pre_softmax,
+            "decoder_sparse_step": 1, "mlp_only_layers": [i for i, one in enumerate(sparse) if not one],
+            "attention_bias": False}  # fmt: skip
+
+
+def _sparse(args: Mapping[str, Any]) -> list[bool]:
+    """Of every layer whether it has experts: each n-th from the first on, or as listed."""
+    pattern, layers = args.get("moe_layer_freq") or 1, int(_given(args, "num_layers"))
+    if isinstance(pattern, int):
+        return [index % pattern == 0 for index in range(layers)]
+    if not isinstance(pattern, list) or len(pattern) != layers:
+        raise ModelError(f"the checkpoint's arguments say moe_layer_freq={pattern!r} for {layers} layers; {_REMEDY}")
+    return [bool(one) for one in pattern]
+
+
+def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3 where scores pass through a sigmoid and a bias chooses, else DeepSeek-V2."""
+    sparse, sigmoid = _sparse(args), args.get("moe_router_score_function", "softmax") == "sigmoid"
+    first = sparse.index(True) if True in sparse else len(sparse)
+    width = _given(args, "moe_ffn_hidden_size", "ffn_hidden_size")
+    shared = args.get("moe_shared_expert_intermediate_size") or 0
+    if not args.get("num_experts") or not all(sparse[first:]) or shared % width or not args.get("qk_layernorm") or (
+        sigmoid != bool(args.get("moe_router_enable_expert_bias"))
+    ):  # fmt: skip
+        raise ModelError(f"the checkpoint's arguments describe latent attention as in no DeepSeek model; {_REMEDY}")
+    groups = args.get("moe_router_num_groups")
+    version = "V3" if sigmoid else "V2"
+    return {
+        "architectures": [f"Deepseek{version}ForCausalLM"], "model_type": f"deepseek_{version.lower()}",
+        "q_lora_rank": args.get("q_lora_rank"), "kv_lora_rank": _given(args, "kv_lora_rank"),
+        "qk_nope_head_dim": _given(args, "qk_head_dim"), "qk_rope_head_dim": _given(args, "qk_pos_emb_head_dim"),
+        "v_head_dim": _given(args, "v_head_dim"), "head_dim": None,
+        "num_key_value_heads": args["num_attention_heads"],
+        "n_routed_experts": args["num_experts"], "n_shared_experts": shared // width,
+        "num_experts_per_tok": _given(args, "moe_router_topk"), "moe_intermediate_size": width,
+        "first_k_dense_replace": first, "moe_layer_freq": 1,
+        "n_group": groups, "topk_group": args.get("moe_router_group_topk"),
+        "topk_method": "noaux_tc" if sigmoid else "group_limited_greedy" if groups else "greedy",
+        "scoring_func": "sigmoid" if sigmoid else "softmax",
+        "norm_topk_prob": sigmoid or not args.get("moe_router_pre_softmax"),
+        "routed_scaling_factor": float(args.get("moe_router_topk_scaling_factor") or 1.0),
+        **_latent_rope(args),
+    }  # fmt: skip
+
+
+def _latent_rope(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-Core stretches the positions of latent attention (yarn) unless it is told not to."""
+    if args.get("rope_type", "yarn") == "rope":
+        return {}
+    table = {
+        "rope_type": "yarn",
+        "factor": float(args.get("rotary_scaling_factor") or 40.0),
+        "original_max_position_embeddings": int(args.get("original_max_position_embeddings") or 4096),
+        "beta_fast": float(args.get("beta_fast") or 32.0),
+        "beta_slow": float(args.get("beta_slow") or 1.0),
+        "mscale": float(args.get("mscale") or 1.0),
+        "mscale_all_dim": float(args.get("mscale_all_dim") or 0.0),
+    }
+    return {"rope_scaling": table}

@@ -1,0 +1,191 @@
+"""Writing Megatron-Core's distributed checkpoints (torch_dist) without Megatron: from storage, a piece at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kumi.convert import dcp_write, hf_write
+from kumi.convert.megatron import COMMON, COMMON_ENTRY, LATEST, box, common_dims, tensor_bytes
+from kumi.convert.megatron_args import to_args
+from kumi.convert.safetensors_file import sync
+from kumi.errors import ModelError
+from kumi.plan.export import megatron_model
+from kumi.spec.ledger import tensors
+from kumi.spec.megatron_weights import VOCABULARY, Keys, extra_states, keys_for, parts
+from kumi.spec.model import ModelSpec
+from kumi.spec.op import Param
+from kumi.spec.precision import ITEMSIZE
+from kumi.spec.weights import Part
+from kumi.storage.folders import free_space_check
+
+Shape = tuple[int, ...]
+Read = Callable[[str, Shape, Shape], Tensor]
+
+ITERATION = "iter_0000000"
+# The most that a piece has where it can be cut, and what is written besides tensors.
+PIECE_BYTES, _SLACK = 2**27, 2**24
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the Megatron that loads it is set up: `local`, with Megatron-Core's own layers, not TransformerEngine's;
+    `multiple`, what the vocabulary is padded to a multiple of (make_vocab_size_divisible_by x tp)."""
+
+    local: bool = False
+    multiple: int = 1
+
+
+@dataclass
+class _Target:
+    """A rectangle of a tensor to write, and the native parts that it is made of."""
+
+    name: str
+    shape: Shape
+    start: Shape
+    extent: Shape
+    made_of: list[tuple[Param, Part]] = field(default_factory=list)
+
+
+def write(
+    folder: str | Path,
+    spec: ModelSpec,
+    read: Read,
+    *,
+    dtypes: Mapping[str, str],
+    config: Mapping[str, Any],
+    tokenizer: Path | None,
+    options: Options | None = None,
+) -> list[str]:
+    """Write the Megatron folder `folder`: what Megatron will not compute as the model does, in sentences.
+
+    `read(name, start, shape)` gives a rectangle of a native tensor, stored in `dtypes[name]`. No more is held than a
+    piece and the native rectangles that it is made of. RefusedError where the folder is not empty or the disk too
+    small, before anything is written; nothing is left behind after an error.
+    """
+    folder, options = Path(folder), options or Options()
+    if options.multiple < 1:
+        raise ModelError(f"a vocabulary cannot be padded to a multiple of {options.multiple}; give 1 or more")
+    keys = keys_for(spec, local=options.local, multiple=options.multiple)
+    targets = _targets(spec, keys, dtypes)
+    hf_write.check_target(folder, replace=False)
+    sizes = {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}
+    free_space_check(folder, tensor_bytes(spec, keys, sizes) + _SLACK, "the model")
+    part = hf_write.unfinished(folder)
+    shutil.rmtree(part, ignore_errors=True)
+    inner = part / ITERATION
+    inner.mkdir(parents=True)
+    try:
+        common = _common(spec, keys, dtypes)
+        pieces = (piece for target in targets for piece in _pieces(target, read, dtypes))
+        dcp_write.write(inner, pieces, _objects(spec, keys, common))
+        torch.save(common, inner / COMMON)
+        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
+                   "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
+        _write_json(inner / "metadata.json", backend)
+        (part / LATEST).write_text("0", encoding="utf-8")
+        (part / "hf").mkdir()
+        _write_json(part / "hf" / "config.json", config)
+        hf_write._copy_tokenizer(tokenizer, part / "hf")
+        _publish(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return list(megatron_model.problems(spec))
+
+
+def _common(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """The state that is no tensor, as Megatron-LM saves it."""
+    args = to_args(spec, dtype=dtypes["model.embed_tokens.weight"], padded_vocab=keys.vocab)
+    content = {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False,
+               "chained_optim_avoid_prefix": True}  # fmt: skip
+    found: dict[str, Any] = {"iteration": 0, "checkpoint_version": 3.0, "content_metadata": content}
+    return found if args is None else {"args": args, **found}
+
+
+def _objects(spec: ModelSpec, keys: Keys, common: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Entries without content for modules' extra states, and the common state where later versions look for it."""
+    yield f"{COMMON_ENTRY}shard_0_1", [dict(common)]
+    nothing = [None]
+    for name in extra_states(spec, keys):
+        yield name, nothing
+
+
+def _targets(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> list[_Target]:
+    """What to write, in the order of the model; each of a size that can be held. ModelError where dtypes differ."""
+    found: dict[tuple[str, Shape], _Target] = {}
+    kinds: dict[str, str] = {}
+    for param in tensors(spec):
+        for part in parts(spec, param, keys):
+            start, extent = box(part)
+            target = found.setdefault((part.name, start), _Target(part.name, part.shape, start, extent))
+            target.made_of.append((param, part))
+            dtype = kinds.setdefault(part.name, dtypes[param.name])
+            if dtype != dtypes[param.name]:
+                raise ModelError(f"{param.name!r} is {dtypes[param.name]}, and Megatron's {part.name!r}, which it is a "
+                                 f"part of, {dtype}; parts of one tensor must have one dtype")  # fmt: skip
+    return list(found.values())
+
+
+def _pieces(target: _Target, read: Read, dtypes: Mapping[str, str]) -> Iterator[dcp_write.Piece]:
+    """The rectangle `target` in pieces, with the padding of the vocabulary behind it."""
+    param, part = target.made_of[0]
+    dtype = getattr(torch, dtypes[param.name])
+    if len(target.made_of) > 1 or not part.in_order or prod(part.size) != prod(target.extent):
+        yield dcp_write.Piece(target.name, target.shape, target.start, _assembled(target, read, dtype))
+    else:
+        yield from _cut(target, param, part, read, dtype)
+    padding = target.shape[0] - target.extent[0] if target.name in VOCABULARY else 0
+    if padding:
+        rows = torch.zeros(padding, *target.extent[1:], dtype=dtype)
+        yield dcp_write.Piece(target.name, target.shape, (target.extent[0], *target.start[1:]), rows)
+
+
+def _assembled(target: _Target, read: Read, dtype: torch.dtype) -> Tensor:
+    """The data of `target`, put together from several native tensors."""
+    out = torch.empty(target.extent, dtype=dtype)
+    for param, part in target.made_of:
+        lead = common_dims(part)
+        inner = (*(slice(None) for _ in range(lead)),
+                 *(slice(a, a + n) for a, n in zip(part.at[lead:], part.size[lead:])))  # fmt: skip
+        into = out.view(*target.extent[:lead], *part.view[lead:])[inner].permute(part.order)
+        into.copy_(read(param.name, part.start, part.extent).reshape(into.shape))
+    return out
+
+
+def _cut(target: _Target, param: Param, part: Part, read: Read, dtype: torch.dtype) -> Iterator[dcp_write.Piece]:
+    """The data of `target`, which are one native rectangle, cut between the rows of its first long dim."""
+    native = next((dim for dim, size in enumerate(part.extent) if size > 1), 0)
+    stored = next((dim for dim, size in enumerate(target.extent) if size > 1), 0)
+    rows = part.extent[native]
+    step = max(1, rows * PIECE_BYTES // max(1, prod(part.extent) * dtype.itemsize))
+    for low in range(0, rows, step):
+        count = min(step, rows - low)
+        start = (*part.start[:native], part.start[native] + low, *part.start[native + 1 :])
+        size = (*part.extent[:native], count, *part.extent[native + 1 :])
+        at = (*target.start[:stored], target.start[stored] + low, *target.start[stored + 1 :])
+        extent = (*target.extent[:stored], count, *target.extent[stored + 1 :])
+        yield dcp_write.Piece(target.name, target.shape, at, read(param.name, start, size).to(dtype).reshape(extent))
+
+
+def _publish(part: Path, folder: Path) -> None:
+    """Put everything on the disk, and only then give it its name."""
+    for file in sorted(part.rglob("*")):
+        sync(file)
+    sync(part)
+    if folder.exists():
+        folder.rmdir()
+    part.rename(folder)
+    sync(folder.absolute().parent)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,243 @@
+"""Where Megatron-Core's distributed checkpoints (torch_dist) hold a model's tensors, by one table of native names.
+
+A checkpoint has one global tensor for a matrix of all layers, with a leading dim of layers (homogeneous), or one for
+every layer, named with its number. Queries, keys and values lie together, key head by key head: [its queries, key,
+value]; gate and up one above the other. Read in megatron-core 0.16.1 and 0.19.2: models/gpt/gpt_layer_specs.py,
+transformer/{transformer_block,mlp,attention,multi_latent_attention}.py, transformer/moe/experts.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from kumi.errors import ModelError
+from kumi.spec.ledger import tensors
+from kumi.spec.model import Attention, LatentAttention, LayerSpec, ModelSpec, MoE
+from kumi.spec.op import Param
+from kumi.spec.weights import Part
+
+Shape = tuple[int, ...]
+
+OUTSIDE = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.embed_positions.weight": "embedding.position_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "model.norm.bias": "decoder.final_layernorm.bias",
+    "lm_head.weight": "output_layer.weight",
+}
+# Tensors whose rows are the vocabulary, which Megatron may have padded.
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+# A module of a layer here and there, where all of its tensors are the same; gated mlps, attention, norms: below.
+MODULES = {
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "self_attn.q_norm": "self_attention.q_layernorm",
+    "self_attn.k_norm": "self_attention.k_layernorm",
+    "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
+    "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
+    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
+    "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
+    "mlp.down_proj": "mlp.linear_fc2",
+    "mlp.gate": "mlp.router",
+    "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
+}
+NAMED = {
+    "self_attn.sinks": "self_attention.core_attention.softmax_offset",
+    "self_attn_post_norm.weight": "self_attention.linear_proj.post_layernorm.weight",
+    "mlp_post_norm.weight": "mlp.linear_fc2.post_layernorm.weight",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+}
+QKV = {"self_attn.q_proj": 0, "self_attn.k_proj": 1, "self_attn.v_proj": 2}
+# Halves of a gated mlp: which one, and the name of the two together.
+HALVES = {
+    "mlp.gate_proj": (0, "mlp.linear_fc1"),
+    "mlp.up_proj": (1, "mlp.linear_fc1"),
+    "mlp.shared_experts.gate_proj": (0, "mlp.shared_experts.linear_fc1"),
+    "mlp.shared_experts.up_proj": (1, "mlp.shared_experts.linear_fc1"),
+}
+EXPERTS = {"gate_up_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """How a checkpoint is keyed.
+
+    `homogeneous`: layers are a dim of a tensor, not part of its name. `local`: norms are named as Megatron-Core's own
+    modules have them, not as TransformerEngine's, which fuse a norm with the matrix behind it. `halves`: gate and up
+    are tensors of their own ("_w" and "_v"), and experts part of the name. `vocab`: rows of the embedding, padding
+    included.
+    """
+
+    homogeneous: bool
+    vocab: int
+    local: bool = False
+    halves: bool = False
+
+
+def keys_for(spec: ModelSpec, *, local: bool = False, multiple: int = 1) -> Keys:
+    """The keys that Megatron-Core asks for when it loads `spec`, its vocabulary padded to a multiple of `multiple`."""
+    mixed = len({isinstance(layer.mlp, MoE) for layer in spec.layer_kinds()[0]}) > 1
+    return Keys(not mixed, -(-spec.vocab_size // multiple) * multiple, local)
+
+
+def parts(spec: ModelSpec, param: Param, keys: Keys) -> tuple[Part, ...]:
+    """What a checkpoint keyed by `keys` holds of `param`, a tensor of `spec`; ModelError where it has no place."""
+    if param.name in OUTSIDE:
+        name = OUTSIDE[param.name]
+        shape = (keys.vocab, *param.shape[1:]) if name in VOCABULARY else param.shape
+        return (_box(name, shape, param, at=(0,) * len(shape)),)
+    matched = _LAYER.fullmatch(param.name)
+    found = None if matched is None else _in_layer(spec, param, matched[2], int(matched[1]), keys)
+    if not found:
+        raise ModelError(f"{param.name!r} of this {spec.family} model has no place in a Megatron-Core GPT checkpoint; "
+                         f"convert to hf or kumi instead")  # fmt: skip
+    return tuple(_placed(part, int(matched[1]) if matched else 0, spec, keys) for part in found)
+
+
+def files(spec: ModelSpec, keys: Keys) -> dict[str, Shape]:
+    """Name and shape of every tensor of a checkpoint of `spec`."""
+    return {part.name: part.shape for param in tensors(spec) for part in parts(spec, param, keys)}
+
+
+def extra_states(spec: ModelSpec, keys: Keys) -> Iterator[str]:
+    """The entries without content that a checkpoint has for every module: Megatron-Core asks for them by name."""
+    layers = spec.num_hidden_layers
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
+    for index, layer in enumerate(spec.layers):
+        for module, experts in _modules(layer, keys):
+            place, of = (f"{index}", f"{layers}") if keys.homogeneous else ("0", "1")
+            owner = f"decoder.layers.{module}" if keys.homogeneous else f"decoder.layers.{index}.{module}"
+            for expert in range(experts):
+                lead = f"{place}." if keys.homogeneous else ""
+                tail = f"{of}." if keys.homogeneous else ""
+                yield f"{owner}._extra_state/shard_{lead}{expert}_{tail}{experts}"
+            if not experts:
+                yield f"{owner}._extra_state/shard_{place}_{of}"
+
+
+def _modules(layer: LayerSpec, keys: Keys) -> Iterator[tuple[str, int]]:
+    """The modules of a layer that have an extra state, with the number of experts where each of these has one."""
+    attention = ["core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm"]
+    if isinstance(layer.attention, LatentAttention):
+        attention = ["core_attention", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
+                     "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"]  # fmt: skip
+    yield from ((f"self_attention.{name}", 0) for name in attention)
+    yield from ((name, 0) for name in ("input_layernorm", "pre_mlp_layernorm"))
+    if not isinstance(layer.mlp, MoE):
+        yield from (("mlp.linear_fc1", 0), ("mlp.linear_fc2", 0))
+        return
+    yield from ((f"mlp.experts.experts.{name}", layer.mlp.num_experts) for name in ("linear_fc1", "linear_fc2"))
+    if layer.mlp.shared_intermediate_size:
+        yield from (("mlp.shared_experts.linear_fc1", 0), ("mlp.shared_experts.linear_fc2", 0))
+
+
+def _in_layer(spec: ModelSpec, param: Param, inner: str, index: int, keys: Keys) -> list[Part]:
+    """The parts of `param`, called `inner` in layer `index`, as if the layer were alone; empty where it has no name."""
+    layer = spec.layers[index]
+    module, _, kind = inner.rpartition(".")
+    if module in QKV and isinstance(layer.attention, Attention):
+        return [_qkv(layer.attention, param, QKV[module], kind)]
+    if module == "self_attn.q_proj":
+        return [_all(f"self_attention.linear_q_proj.{kind}", param)]
+    if module in HALVES:
+        half, name = HALVES[module]
+        return [_half(f"{name}.{kind}", param, half, gated=_gated(layer), keys=keys)]
+    if module == "mlp.experts" and isinstance(layer.mlp, MoE):
+        return list(_experts(layer.mlp, param, kind, keys))
+    theirs = _norm(layer, module, kind, keys) or NAMED.get(inner)
+    if theirs is None and module in MODULES:
+        theirs = f"{MODULES[module]}.{kind}"
+    return [] if theirs is None else [_all(theirs, param)]
+
+
+def _gated(layer: LayerSpec) -> bool:
+    """Whether the dense or the shared feed-forward layer of `layer` has a gate."""
+    return layer.mlp is not None and layer.mlp.gated
+
+
+def _norm(layer: LayerSpec, module: str, kind: str, keys: Keys) -> str | None:
+    """The name of a tensor of a norm, which may belong to the matrix behind it; None for other modules."""
+    latent, moe = isinstance(layer.attention, LatentAttention), isinstance(layer.mlp, MoE)
+    if module == "input_layernorm":
+        return f"input_layernorm.{kind}" if latent else f"self_attention.linear_qkv.layer_norm_{kind}"
+    if module == "post_attention_layernorm":
+        alone = latent if keys.local else moe
+        return f"pre_mlp_layernorm.{kind}" if alone else f"mlp.linear_fc1.layer_norm_{kind}"
+    for native, theirs in (("q_a_layernorm", "q"), ("kv_a_layernorm", "kv")):
+        if module == f"self_attn.{native}":
+            alone_name = f"self_attention.{theirs}_layernorm.{kind}"
+            return alone_name if keys.local else f"self_attention.linear_{theirs}_up_proj.layer_norm_{kind}"
+    return None
+
+
+def _box(name: str, shape: Shape, param: Param, at: Shape) -> Part:
+    """All of `param` as the rectangle from `at` on of a tensor of `shape`."""
+    dims = len(shape)
+    return Part(name, shape, (0,) * len(param.shape), param.shape, shape, at, param.shape, tuple(range(dims)))
+
+
+def _all(name: str, param: Param) -> Part:
+    return _box(name, param.shape, param, (0,) * len(param.shape))
+
+
+def _qkv(attention: Attention, param: Param, which: int, kind: str) -> Part:
+    """Queries (0), keys (1) or values (2) in [groups, queries of a group + 2, head_dim, ...]."""
+    groups, size = attention.num_key_value_heads, attention.head_dim
+    queries, rest = attention.num_attention_heads // groups, param.shape[1:]
+    view = (groups, queries + 2, size, *rest)
+    at = (0, (0, queries, queries + 1)[which], 0, *(0 for _ in rest))
+    taken = (groups, queries if which == 0 else 1, size, *rest)
+    shape, name = (prod(view[:3]), *rest), f"self_attention.linear_qkv.{kind}"
+    order = tuple(range(len(view)))
+    return Part(name, shape, (0,) * len(param.shape), param.shape, view, at, taken, order)
+
+
+def _half(name: str, param: Param, half: int, *, gated: bool, keys: Keys) -> Part:
+    """Gate (0) or up (1) in [gate; up], alone where there is no gate."""
+    if not gated:
+        return _all(name, param)
+    if keys.halves:
+        return _all(f"{name}_{'wv'[half]}", param)
+    rows, rest = param.shape[0], param.shape[1:]
+    return _box(name, (2 * rows, *rest), param, (half * rows, *(0 for _ in rest)))
+
+
+def _experts(moe: MoE, param: Param, kind: str, keys: Keys) -> Iterator[Part]:
+    """A tensor (E, ...) of all experts, a part for each of them."""
+    which, bias = kind.removesuffix("_bias"), kind.endswith("_bias")
+    leaf = f"{EXPERTS[which]}.{'bias' if bias else 'weight'}"
+    for expert in range(moe.num_experts):
+        start, one = (expert, *(0 for _ in param.shape[1:])), (1, *param.shape[1:])
+        if not keys.halves:
+            order = tuple(range(len(param.shape)))
+            yield Part(f"mlp.experts.experts.{leaf}", param.shape, start, one, param.shape, start, one, order)
+        else:
+            yield from _expert_halves(f"mlp.experts.experts.{expert}.{leaf}", start, one, pair=which == "gate_up_proj")
+
+
+def _expert_halves(name: str, start: Shape, one: Shape, *, pair: bool) -> Iterator[Part]:
+    """The tensors of one expert where each has a name of its own: one, or gate ("_w") and up ("_v")."""
+    rows = one[1] // 2 if pair else one[1]
+    for half in range(2 if pair else 1):
+        shape = (rows, *one[2:])
+        native = (start[0], half * rows, *start[2:])
+        order = tuple(range(len(shape)))
+        ending = f"_{'wv'[half]}" if pair else ""
+        yield Part(name + ending, shape, native, (1, *shape), shape, (0,) * len(shape), shape, order)
+
+
+def _placed(part: Part, index: int, spec: ModelSpec, keys: Keys) -> Part:
+    """`part`, which is of layer `index`, where it is in the checkpoint."""
+    if not keys.homogeneous:
+        return Part(f"decoder.layers.{index}.{part.name}", *_rest(part))
+    layers = spec.num_hidden_layers
+    return Part(f"decoder.layers.{part.name}", (layers, *part.shape), part.start, part.extent, (layers, *part.view),
+                (index, *part.at), (1, *part.size), (0, *(dim + 1 for dim in part.order)))  # fmt: skip
+
+
+def _rest(part: Part) -> tuple[Shape, Shape, Shape, Shape, Shape, Shape, Shape]:
+    return part.shape, part.start, part.extent, part.view, part.at, part.size, part.order
