@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import transformers
 
 from kumi.nn import Decoder
-from kumi.spec import families
+from kumi.spec import families, ledger
+from kumi.spec.model import ModelSpec
+from kumi.spec.weights import parts
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3}  # fmt: skip
@@ -18,6 +22,17 @@ LATENT = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_t
           "first_k_dense_replace": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
           "v_head_dim": 10, "n_shared_experts": 2, "rms_norm_eps": 1e-5}  # fmt: skip
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+
+# What a family has no word for; its other sizes it has under names of its own.
+WITHOUT = {
+    "GPT2": ("intermediate_size", "num_key_value_heads"),
+    "GPTNeoX": ("num_key_value_heads",),
+    "Falcon": ("intermediate_size", "num_key_value_heads"),
+    "Bloom": ("intermediate_size", "num_key_value_heads", "max_position_embeddings"),
+}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+# Their norms multiply by 1 + weight.
+ZERO_CENTERED = ("Gemma2", "Gemma3Text")
 
 CASES = {
     "llama": ("Llama", {}),
@@ -65,15 +80,17 @@ BIASES = ".e_score_correction_bias"
 def build_reference(name: str) -> transformers.PreTrainedModel:
     """transformers' model of the case, with random weights everywhere (norms and biases too)."""
     family, changes = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    sizes = {key: value for key, value in SIZES.items() if key not in WITHOUT.get(family, ())}
+    config = getattr(transformers, f"{family}Config")(**sizes | changes)
     # Experts are computed in products that PyTorch's counter knows.
     config._experts_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(1 + noise if "norm" in key else noise)
+            is_factor = key.endswith("weight") and ("norm" in key or "ln_" in key) and family not in ZERO_CENTERED
+            parameter.copy_(1 + noise if is_factor else noise)
         for key, buffer in model.named_buffers():
             if key.endswith(BIASES):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
@@ -85,5 +102,26 @@ def build_pair(name: str) -> tuple[transformers.PreTrainedModel, Decoder]:
     reference = build_reference(name)
     decoder = Decoder(families.from_hf(reference.config.to_dict()))
     biases = {key: buffer for key, buffer in reference.named_buffers() if key.endswith(BIASES)}
-    decoder.load_state_dict(dict(reference.named_parameters()) | biases)
+    decoder.load_state_dict(native(decoder.spec, dict(reference.named_parameters()) | biases))
     return reference, decoder
+
+
+def native(spec: ModelSpec, theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers has in memory under its names, weights or their gradients, under kumi's and in its shapes."""
+    found = {}
+    for param in ledger.tensors(spec):
+        pieces = parts(spec, param, stacked=True)
+        if not all(piece.name in theirs for piece in pieces):  # only files have it under another name
+            found[param.name] = theirs[param.name].detach()
+            continue
+        found[param.name] = torch.full(param.shape, torch.nan)
+        for piece in pieces:
+            source = theirs[piece.name].detach()
+            assert source.shape == piece.shape, piece
+            values = source.reshape(piece.view)[_box(piece.at, piece.size)].permute(piece.order)
+            found[param.name][_box(piece.start, piece.extent)] = values.reshape(piece.extent)
+    return found
+
+
+def _box(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))

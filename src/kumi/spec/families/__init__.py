@@ -54,15 +54,18 @@ FAMILIES = TRAINED | PLANNED
 # The fields that the trainer reads; a model in which another one has been set is not a model that it computes.
 _COMPUTED = {
     ModelSpec: "family vocab_size hidden_size layers norm_eps max_position_embeddings tie_word_embeddings "
-               "initializer_range bos_token_id eos_token_id pad_token_id notes weights",
-    LayerSpec: "attention mlp",
+               "initializer_range bos_token_id eos_token_id pad_token_id notes weights norm norm_bias "
+               "zero_centered_norm learned_positions embedding_norm embedding_scale residual_scale logit_scale "
+               "logit_softcap",
+    LayerSpec: "attention mlp parallel shared_norm post_norms pre_norms",
     Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm qk_norm_whole "
                "sliding_window sinks alibi score_scale softcap",
     LatentAttention: "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope "
                      "bias rope_interleave mscale_all_dim",
-    MLP: "intermediate_size bias",
+    MLP: "intermediate_size bias hidden_act gated",
     MoE: "num_experts num_experts_per_tok moe_intermediate_size shared_intermediate_size scoring_func n_group "
-         "topk_group norm_topk_prob routed_scaling_factor topk_method router_aux_loss_coef seq_aux",
+         "topk_group norm_topk_prob routed_scaling_factor topk_method router_aux_loss_coef seq_aux bias hidden_act "
+         "gated act_limit act_alpha",
     Rope: "rope_theta scaling factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast "
           "beta_slow attention_factor truncate partial_rotary_factor short_factor long_factor interleave",
 }  # fmt: skip
