@@ -34,8 +34,11 @@ def convert(src: str | Path, dst: str | Path, *, to: str, verify: bool = True) -
         hf_write.check_target(target, replace=False)
         size = sum(entry.numel * ITEMSIZE[source.dtypes[entry.name]] for entry in tensors(source.spec))
         free_space_check(target, size, "the model")
-        native.write_model(target, source.tensors(), config=source.config, tokenizer=source.tokenizer)
+        native.write_model(target, source.tensors(), config=source.config, tokenizer=source.tokenizer,
+                           beside=source.carried)  # fmt: skip
     done = f"{target}: {num_params(source.spec):,} parameters written as {to}"
+    if source.carried:
+        done += f", and {len(source.carried)} tensors copied that are carried along"
     if not verify:
         return done
     difference = verify_written(source, open_source(target))
@@ -49,4 +52,4 @@ def _write_hf(source: Source, target: Path) -> None:
     made = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
     card = model_card(name=target.name, model=source.spec, facts=made, origin=origin)
     hf.write(target, source.spec, source.tensors(), base_config=source.config, dtype=source.dtypes,
-             tokenizer_folder=source.tokenizer, card=card)  # fmt: skip
+             tokenizer_folder=source.tokenizer, card=card, carried=source.carried)  # fmt: skip

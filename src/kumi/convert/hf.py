@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kumi.convert.card import model_card
+from kumi.convert.carried import is_carried
 from kumi.convert.entry import BLOCK_BYTES, Entry, entry_of, read_entry, read_part
 from kumi.convert.hf_write import write
 from kumi.convert.rectangles import Dims, by_rows, overlap
@@ -35,9 +36,13 @@ class Stored:
     parts: tuple[tuple[Part, Entry], ...]
 
 
-def entries(folder: str | Path) -> dict[str, Entry]:
-    """Every tensor of the safetensors file or files in `folder`, by name; nothing but headers is read."""
-    return {name: entry_of(span) for name, span in spans_of(Path(folder)).items()}
+def entries(folder: str | Path, spec: ModelSpec | None = None) -> dict[str, Entry]:
+    """Every tensor of the safetensors file or files in `folder`, by name; nothing but headers is read.
+
+    With `spec`, what such a model carries along is left out.
+    """
+    spans = spans_of(Path(folder))
+    return {name: entry_of(span) for name, span in spans.items() if spec is None or not is_carried(spec, name)}
 
 
 def read(stored: Stored, start: Dims | None = None, shape: Dims | None = None) -> Tensor:
@@ -77,9 +82,9 @@ def check(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
     """Where every tensor of `spec` is stored, once it is sure that `folder` holds exactly these.
 
     ModelError for a tensor that is missing, unknown or of another shape. Accepted besides: the rotary tables that old
-    versions of transformers saved, and a copy of the tied embedding.
+    versions of transformers saved, a copy of the tied embedding, and what is carried along.
     """
-    stored, head = check_headers(folder, spec), entries(folder).get(stored_name(spec, HEAD))
+    stored, head = check_headers(folder, spec), entries(folder, spec).get(stored_name(spec, HEAD))
     if spec.tie_word_embeddings and head is not None:
         copy = Stored(head.shape, head.dtype, ((_whole(head), head),))
         if copy.dtype != stored[EMBEDDING].dtype or not _equal(copy, stored[EMBEDDING]):
@@ -112,7 +117,7 @@ def _untied(spec: ModelSpec, head: Entry) -> ModelError:
 def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
     """Where every tensor of `spec` is stored, once it is sure that the names and shapes in `folder` are those of
     `spec`; no tensor is read."""
-    found = _with_base(spec, entries(folder))
+    found = _with_base(spec, entries(folder, spec))
     stored = {param.name: _stored(folder, spec, param, found) for param in tensors_of(spec)}
     wanted = {part.name: part.shape for one in stored.values() for part, _ in one.parts}
     for name in found.keys() - wanted.keys():

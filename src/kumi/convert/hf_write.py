@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kumi.convert.carried import grouped, write_spans
 from kumi.convert.safetensors_file import Layout, create, lay_out, put, sync
+from kumi.convert.safetensors_read import Span
 from kumi.errors import ModelError, RefusedError
 from kumi.spec import families
 from kumi.spec.ledger import buffers, params
@@ -44,13 +46,14 @@ def write(
     tokenizer_folder: str | Path | None,
     card: str,
     generation_config: Mapping[str, Any] | None = None,
+    carried: Mapping[str, Span] | None = None,
     max_shard_bytes: int = 5 * 10**9,
     replace: bool = False,
 ) -> None:
     """Write the model folder `folder`, as transformers would save it; at most one tensor is held at a time.
 
     `tensors` gives every tensor of `spec` once, in any order; `dtype` is what they are stored in, by name, or one for
-    all parameters. Files hold the parts of a tensor that `kumi.spec.weights` says.
+    all parameters. Files hold the parts of a tensor that `kumi.spec.weights` says; `carried` are copied as they are.
     `base_config` is changed only where it does not describe `spec`. RefusedError when `folder` is there and not empty
     (unless `replace`) or the disk is too small, before anything is written; ModelError for a tensor that is missing,
     unknown or of a wrong shape. Nothing is left behind then.
@@ -60,15 +63,21 @@ def write(
     if isinstance(dtype, str):
         dtypes |= {tensor.name: "float32" for tensor in buffers(spec)}
     wanted = {tensor.name: (tensor.shape, parts(spec, tensor)) for tensor in tensors_of(spec)}
-    shards = _shards(wanted, dtypes, max_shard_bytes)
+    tails = grouped(carried or {}, max_shard_bytes)
+    shards, names = _shards(wanted, dtypes, max_shard_bytes, len(tails))
+    beside = dict(zip(names, tails, strict=True))
     check_target(folder, replace=replace)
-    free_space_check(folder, sum(layout.size for layout in shards.values()) + _SLACK, "the model")
+    carried_bytes = sum(span.nbytes for span in (carried or {}).values())
+    free_space_check(folder, sum(layout.size for layout in shards.values()) + carried_bytes + _SLACK, "the model")
     config = _with_dtype(families.patched(base_config, spec) if base_config else families.to_hf(spec), dtypes)
     part = unfinished(folder)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         _write_tensors(part, shards, wanted, tensors)
+        for name, spans in beside.items():
+            write_spans(part / name, spans)
+        _write_index(part, shards, beside)
         _write_json(part / "config.json", config)
         _write_json(part / "generation_config.json", generation_config or _generation(config))
         (part / "README.md").write_text(card, encoding="utf-8")
@@ -79,8 +88,9 @@ def write(
         raise
 
 
-def _shards(wanted: _Wanted, dtypes: Mapping[str, str], limit: int) -> dict[str, Layout]:
-    """The files to write and what goes where: as few as `limit` bytes a file allow, the last parameters last."""
+def _shards(wanted: _Wanted, dtypes: Mapping[str, str], limit: int, more: int) -> tuple[dict[str, Layout], list[str]]:
+    """The files to write and what goes where: as few as `limit` bytes a file allow, the last parameters last. And the
+    names of `more` files after them."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     stored = {part.name: (part.shape, dtypes[name]) for name, (_, kept) in wanted.items() for part in kept}
@@ -91,9 +101,11 @@ def _shards(wanted: _Wanted, dtypes: Mapping[str, str], limit: int) -> dict[str,
             size = 0
         groups[-1][name] = shape
         size += bytes_
-    names = [f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)]
-    names = names if len(groups) > 1 else ["model.safetensors"]
-    return {name: lay_out(group, {key: stored[key][1] for key in group}) for name, group in zip(names, groups)}
+    count = len(groups) + more
+    names = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+    names = names if count > 1 else ["model.safetensors"]
+    layouts = {name: lay_out(group, {key: stored[key][1] for key in group}) for name, group in zip(names, groups)}
+    return layouts, names[len(groups) :]
 
 
 def _write_tensors(
@@ -115,9 +127,17 @@ def _write_tensors(
             put(part / place[piece.name], shards[place[piece.name]], piece, data)
     if waiting:
         raise ModelError(f"{part}: {next(iter(waiting))!r} and {len(waiting) - 1} more never came; nothing was written")
-    if len(shards) > 1:
-        total = sum(layout.size - len(layout.header) for layout in shards.values())
-        _write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": place})
+
+
+def _write_index(part: Path, shards: Mapping[str, Layout], beside: Mapping[str, Mapping[str, Span]]) -> None:
+    """Where there are several files, which tensor is in which."""
+    if len(shards) + len(beside) == 1:
+        return
+    place = {name: file for file, layout in shards.items() for name in layout.shapes}
+    place |= {name: file for file, spans in beside.items() for name in spans}
+    total = sum(layout.size - len(layout.header) for layout in shards.values())
+    total += sum(span.nbytes for spans in beside.values() for span in spans.values())
+    _write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": place})
 
 
 def unfinished(folder: Path) -> Path:

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kumi.convert import hf_write
+from kumi.convert import carried, hf_write
+from kumi.convert.safetensors_read import Span
 from kumi.errors import ModelError
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
@@ -35,6 +36,12 @@ class SavedModel:
     def tokenizer(self) -> Path | None:
         folder = self.checkpoint.meta.get("tokenizer")
         return Path(folder) if folder else None
+
+    @property
+    def carried_from(self) -> str | None:
+        """The Hugging Face folder of what the model carries along, where that is not in the checkpoint."""
+        found: str | None = self.checkpoint.meta.get("carried_from")
+        return found
 
     def dtype(self, name: str) -> str:
         return str(self.checkpoint.tensors[PREFIX + name].dtype).removeprefix("torch.")
@@ -67,9 +74,13 @@ def check(saved: SavedModel, spec: ModelSpec) -> None:
 
 
 def write_model(
-    folder: Path, tensors: Iterator[tuple[str, Tensor]], *, config: Mapping[str, Any], tokenizer: Path | None
-) -> None:
-    """Write `folder` (absent or empty), a checkpoint of a model alone; about `SHARD_BYTES` are held at a time."""
+    folder: Path, tensors: Iterator[tuple[str, Tensor]], *, config: Mapping[str, Any], tokenizer: Path | None,
+    beside: Mapping[str, Span],
+) -> None:  # fmt: skip
+    """Write `folder` (absent or empty), a checkpoint of a model alone; about `SHARD_BYTES` are held at a time.
+
+    `beside` is what the model carries along.
+    """
     temporary = hf_write.unfinished(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     if folder.exists():
@@ -79,6 +90,8 @@ def write_model(
         for pieces in _shards(tensors):
             checkpoint.write_pieces(temporary, shards, pieces)
             shards += 1
+        if beside:
+            carried.write_spans(temporary / carried.FILE, beside)
         meta = {"hf_config": dict(config), "tokenizer": None if tokenizer is None else str(tokenizer.absolute())}
         checkpoint.commit(temporary, folder, meta, ranks=shards)
     except BaseException:

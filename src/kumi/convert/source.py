@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from kumi.convert import hf, native
+from kumi.convert.carried import carried, of_checkpoint
+from kumi.convert.safetensors_read import Span
 from kumi.errors import ModelError
 from kumi.spec import families
 from kumi.spec.ledger import tensors
@@ -18,7 +20,10 @@ from kumi.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class Source:
-    """A checked model on disk: its spec and config.json, each parameter's dtype, and how to read one."""
+    """A checked model on disk: its spec and config.json, each parameter's dtype, and how to read one.
+
+    `carried` are tensors besides, which are only copied.
+    """
 
     folder: Path
     spec: ModelSpec
@@ -26,6 +31,7 @@ class Source:
     dtypes: Mapping[str, str]
     read: Callable[[str], Tensor]
     tokenizer: Path | None
+    carried: Mapping[str, Span]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its name, one at a time."""
@@ -52,7 +58,8 @@ def _open_hf(folder: Path) -> Source:
     families.check_trained(spec)
     stored = hf.check(folder, spec)
     dtypes = {name: entry.dtype for name, entry in stored.items()}
-    return Source(folder, spec, config, dtypes, lambda name: hf.read(stored[name]), folder)
+    return Source(folder, spec, config, dtypes, lambda name: hf.read(stored[name]), folder,
+                  carried(folder, spec))  # fmt: skip
 
 
 def _open_native(folder: Path) -> Source:
@@ -61,4 +68,5 @@ def _open_native(folder: Path) -> Source:
     families.check_trained(spec)
     native.check(saved, spec)
     dtypes = {param.name: saved.dtype(param.name) for param in tensors(spec)}
-    return Source(folder, spec, saved.config, dtypes, saved.read, saved.tokenizer)
+    kept = of_checkpoint(folder, spec, saved.carried_from)
+    return Source(folder, spec, saved.config, dtypes, saved.read, saved.tokenizer, kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kumi.convert.carried import check_equal
 from kumi.convert.source import Source
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
@@ -20,6 +21,7 @@ def verify(source: Source, written: Source) -> float:
         found = written.read(param.name)
         if not _bits(found).equal(_bits(source.read(param.name).to(found.dtype))):
             raise ModelError(f"{written.folder}: {param.name!r} differs from {source.folder}; the disk may be failing")
+    check_equal(written.carried, source.carried, written.folder)
     prompts = sample_prompts(source.spec.vocab_size, min(16, source.spec.max_position_embeddings))
     return float((_logits(source, prompts) - _logits(written, prompts)).abs().max())
 

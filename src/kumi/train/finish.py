@@ -15,6 +15,7 @@ from kumi import hub
 from kumi.config import Run
 from kumi.convert import load_decoder
 from kumi.convert.card import check_verified, mark_verified, model_card
+from kumi.convert.carried import carried
 from kumi.convert.hf_write import write
 from kumi.data import Store, load_tokenizer
 from kumi.errors import KumiError, RefusedError
@@ -26,7 +27,7 @@ from kumi.train.loop import checkpoint_root
 from kumi.train.metrics import read_metrics
 from kumi.train.prepare import tokenizer_folder
 from kumi.train.probe import FILE
-from kumi.train.state import origin
+from kumi.train.state import carried_from, origin
 
 # Largest share of the logits' own spread by which an export may differ from the trained model. Equal weights in equal
 # arithmetic give 0; another number of threads, or weights rounded on export, give rounding errors of the compute dtype.
@@ -81,6 +82,7 @@ def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
         base_config=run.hf_config,
         dtype=_export_dtype(run),
         tokenizer_folder=tokenizer_folder(run),
+        carried=carried(source, run.model) if (source := carried_from(run)) else None,
         card=model_card(**_card(run, store)),
         replace=True,
     )

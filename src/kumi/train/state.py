@@ -66,8 +66,16 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
         "data": store.content,
         "hf_config": run.hf_config,
         "origin": origin(run).plain(),
+        "carried_from": carried_from(run),
         "tokenizer": str(tokenizer_folder(run).resolve()),
     }
+
+
+def carried_from(run: Run) -> str | None:
+    """The folder of what the model of `run` carries along; None where there is nothing."""
+    if run.source is None or run.config.model.init != "pretrained" or not run.model.weights.carried:
+        return None
+    return str(run.source.resolve())
 
 
 def origin(run: Run) -> Origin:
