@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kumi.nn.attention import attend
+from kumi.nn.scores import PLAIN, Scores
 from kumi.nn.where import Segments
 from kumi.parallel.context import attention_over, cut, whole_sequences
 from kumi.parallel.ring import positions_of
@@ -26,7 +27,7 @@ DOCUMENTS = torch.stack([(torch.arange(LENGTH) >= 5).int() + (torch.arange(LENGT
                          torch.zeros(LENGTH, dtype=torch.int32)])  # fmt: skip
 
 
-def _attended(layout, heads, v_size, documents, window, *score):
+def _attended(layout, heads, v_size, documents, window, *score, scores=PLAIN):
     """On a rank: how far result and gradients of its positions are from those of whole rows."""
     random, mesh = torch.Generator().manual_seed(0), mesh_of(layout)
     shapes = [(heads[0], 6), (heads[1], 6), (heads[1], v_size), (heads[0], v_size)]
@@ -35,8 +36,9 @@ def _attended(layout, heads, v_size, documents, window, *score):
     mine = positions_of(LENGTH, layout.cp, mesh.index("cp"))
     parts = [x[:, mine].requires_grad_() for x in qkv]
     sinks = [torch.linspace(*score, heads[0], dtype=torch.float64).requires_grad_()] if score else []
-    whole = attend(Segments(ids, None), *(x.requires_grad_() for x in qkv), window, *sinks)
-    out = attention_over(mesh)(torch.zeros(ROWS, len(mine)), ids)(*parts, window, *sinks)
+    how = (sinks[0] if sinks else None), scores
+    whole = attend(Segments(ids, None), *(x.requires_grad_() for x in qkv), window, *how)
+    out = attention_over(mesh)(torch.zeros(ROWS, len(mine)), ids)(*parts, window, *how)
     wanted = [whole, *torch.autograd.grad(whole, [*qkv, *sinks], grad)]
     found = [out, *torch.autograd.grad(out, [*parts, *sinks], grad[:, mine])]
     for one in found[4:]:  # every rank has its own tokens' part
@@ -66,6 +68,30 @@ def test_attention_equals_that_of_whole_rows(ranks, how, cp, heads, v_size, docu
 @pytest.mark.parametrize(("cp", "heads", "window"), [(2, (4, 2), 5), (4, (4, 2), None)])
 def test_sinks_are_those_of_whole_rows(ranks, how, cp, heads, window):
     assert max(ranks(cp, _attended, Layout(cp=cp, context=how), heads, 6, True, window, -2.0, 3.0)) < 1e-12
+
+
+def _with_scores(layout, scores, window, sinks):
+    """On a rank: as `_attended`, of documents whose scores are not plain."""
+    found = [_attended(layout, (4, 2), 6, documents, window, *sinks, scores=scores) for documents in (False, True)]
+    with ON_CPU:  # which do not compute them, or do
+        return max(*found, _attended(layout, (4, 2), 6, True, window, *sinks, scores=scores))
+
+
+SLOPES = (0.7, 0.3, 0.5, 0.01)
+SCORES = {
+    "scale": (Scores(0.31), None, ()),
+    "softcap": (Scores(None, 1.3), 5, ()),
+    "alibi": (Scores(None, None, SLOPES), None, ()),
+    "alibi, window, sinks": (Scores(None, None, SLOPES), 7, (-2.0, 3.0)),
+    "all": (Scores(0.5, 2.0, SLOPES), 5, (-2.0, 3.0)),
+}
+
+
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_those_of_whole_rows(ranks, how, name):
+    cp = 4 if name == "all" else 2
+    assert max(ranks(cp, _with_scores, Layout(cp=cp, context=how), *SCORES[name])) < 1e-12
 
 
 def _attended_by_kernels(*args):
