@@ -29,10 +29,14 @@ WITHOUT = {
     "GPTNeoX": ("num_key_value_heads",),
     "Falcon": ("intermediate_size", "num_key_value_heads"),
     "Bloom": ("intermediate_size", "num_key_value_heads", "max_position_embeddings"),
+    "NemotronH": ("num_hidden_layers",),
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 # Their norms multiply by 1 + weight.
 ZERO_CENTERED = ("Gemma2", "Gemma3Text")
+# What names in memory begin with, where files have something else.
+IN_MEMORY = {"nemotron_h": ("model.", "backbone.")}
+MAMBA = {"mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 5, "head_dim": 8}
 
 CASES = {
     "llama": ("Llama", {}),
@@ -72,6 +76,13 @@ CASES = {
                                    "rope_parameters": MSCALE}),
     "deepseek-v3-plain": ("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
                                          "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True}),
+    # Rows of 24 tokens are not whole chunks of 7.
+    "nemotron-h": ("NemotronH", {**MAMBA, "hybrid_override_pattern": "M-*M-", "chunk_size": 7, "use_bias": True,
+                                 "mlp_bias": True, "time_step_min": 0.4}),
+    "nemotron-h-moe": ("NemotronH", {**MAMBA, "layers_block_type": ["mamba", "moe", "attention", "moe"],
+                                     "chunk_size": 8, "use_conv_bias": False, "n_routed_experts": 8, "n_group": 4,
+                                     "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                                     "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 2.5}),
 }  # fmt: skip
 # Biases that choose experts, by far enough to change the choice.
 BIASES = ".e_score_correction_bias"
@@ -108,7 +119,8 @@ def build_pair(name: str) -> tuple[transformers.PreTrainedModel, Decoder]:
 
 def native(spec: ModelSpec, theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What transformers has in memory under its names, weights or their gradients, under kumi's and in its shapes."""
-    found = {}
+    found, (memory, files) = {}, IN_MEMORY.get(spec.family, ("", ""))
+    theirs = {files + key.removeprefix(memory) if key.startswith(memory) else key: x for key, x in theirs.items()}
     for param in ledger.tensors(spec):
         pieces = parts(spec, param, stacked=True)
         if not all(piece.name in theirs for piece in pieces):  # only files have it under another name

@@ -14,6 +14,7 @@ from kumi.nn import logprob
 from kumi.nn.attention import Attention, attend
 from kumi.nn.latent import LatentAttention
 from kumi.nn.linear import Linear
+from kumi.nn.mamba import Mamba
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
 from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
@@ -34,7 +35,8 @@ class DecoderLayer(nn.Module):
 
         attends, feeds = spec.attention is not None, spec.mlp is not None
         self.input_layernorm = norm(spec.pre_norms and attends)
-        self.self_attn = attention(of, spec.attention, device=device, dtype=dtype)
+        self.self_attn = attention(of, spec.attends, device=device, dtype=dtype)
+        self.mamba = mamba(of, spec.attention, device=device, dtype=dtype)
         self.self_attn_post_norm = norm(spec.post_norms and attends)
         self.post_attention_layernorm = norm(spec.pre_norms and feeds and not spec.shared_norm)
         self.mlp = feed_forward(of.hidden_size, spec.mlp, device=device, dtype=dtype)
@@ -46,16 +48,17 @@ class DecoderLayer(nn.Module):
             normed = _through(self.input_layernorm, x)
             other = normed if self.spec.shared_norm else _through(self.post_attention_layernorm, x)
             return self.add(x, self.attend(normed, where) + self.feed(other, where))
-        if self.self_attn is not None:
+        if self.spec.attention is not None:
             x = self.add(x, self.attend(_through(self.input_layernorm, x), where))
         if self.mlp is not None:
             x = self.add(x, self.feed(_through(self.post_attention_layernorm, x), where))
         return x
 
     def attend(self, normed: Tensor, where: Where) -> Tensor:
-        """What attention adds."""
-        assert self.self_attn is not None
-        return _through(self.self_attn_post_norm, self.self_attn(normed, where))
+        """What attention, or what stands in its place, adds."""
+        mixer = self.self_attn if self.mamba is None else self.mamba
+        assert mixer is not None
+        return _through(self.self_attn_post_norm, mixer(normed, where))
 
     def feed(self, normed: Tensor, where: Where) -> Tensor:
         """What the feed-forward part adds."""
@@ -74,7 +77,7 @@ def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def attention(
-    of: ModelSpec, spec: model.Attention | model.LatentAttention | model.Mamba | None, *,
+    of: ModelSpec, spec: model.Attention | model.LatentAttention | None, *,
     device: torch.device | None, dtype: torch.dtype,
 ) -> Attention | LatentAttention | None:  # fmt: skip
     """The module that computes `spec` in a model: a function of (hidden states, `Where`). None where there is none."""
@@ -82,9 +85,17 @@ def attention(
         return None
     if isinstance(spec, model.LatentAttention):
         return LatentAttention(of.hidden_size, spec, device=device, dtype=dtype)
-    assert isinstance(spec, model.Attention), f"check_trained lets no {type(spec).__name__} through"
     zero_centered = of.zero_centered_norm
     return Attention(of.hidden_size, spec, of.norm_eps, device=device, dtype=dtype, zero_centered=zero_centered)
+
+
+def mamba(
+    of: ModelSpec, spec: object, *, device: torch.device | None, dtype: torch.dtype
+) -> Mamba | None:  # fmt: skip
+    """The same, where `spec` is a Mamba mixer."""
+    if not isinstance(spec, model.Mamba):
+        return None
+    return Mamba(of.hidden_size, spec, of.norm_eps, device=device, dtype=dtype)
 
 
 def feed_forward(
@@ -218,7 +229,7 @@ class Decoder(nn.Module):
         specs = [spec for spec in layers if spec is not None]
         rows, length = position_ids.shape
         attention = self.attention_over(position_ids, document_ids)
-        where = Where((rows, length), tables(specs, position_ids, length * self.row_parts), attention)
+        where = Where((rows, length), tables(specs, position_ids, length * self.row_parts), attention, document_ids)
         x = self.embedded(input_ids, position_ids) if self.has_embedding else input_ids
         for layer in self.model.layers.values():
             x = layer(x, where)

@@ -54,11 +54,13 @@ class Segments:
 @dataclass(frozen=True)
 class Where:
     """What a layer needs besides hidden states: `shape` (B, S) of the tokens, whose hidden states may come flattened;
-    cos and sin of every rotation in use; and the attention over them."""
+    cos and sin of every rotation in use; the attention over them; and `document_ids` (B, S), which differ on the two
+    sides of a boundary between documents, None where a row is one."""
 
     shape: tuple[int, int]
     tables: Mapping[Rotary, tuple[Tensor, Tensor]]
     attend: Attend
+    document_ids: Tensor | None = None
 
 
 def rotary(spec: Attention | LatentAttention) -> Rotary | None:

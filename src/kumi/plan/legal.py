@@ -79,6 +79,8 @@ def _sequence(batch: BatchSpec, x: Columns) -> Bools:
 
 
 def _context(model: ModelSpec, x: Columns) -> Bools:
+    if cuts(model).whole_rows:
+        return np.asarray(x.cp == 1)
     found: Bools = (x.cp == 1) | (x.context != CONTEXT.index("ulysses")) | cuts(model).deals_heads(x.cp, x.tp)
     return found
 

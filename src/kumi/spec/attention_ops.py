@@ -1,20 +1,27 @@
-"""The operations of x + attention(norm(x)), and what they keep where attention is computed in tiles (flash)."""
+"""The operations of x + attention(norm(x)), and what they keep where attention is computed in tiles (flash); those of a
+Mamba mixer, which may stand in its place, are in `kumi.spec.mamba_ops`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kumi.spec.model import Attention, LatentAttention, LayerSpec, ModelSpec
+from kumi.spec.mamba_ops import mamba_ops
+from kumi.spec.model import Attention, LatentAttention, LayerSpec, Mamba, ModelSpec
 from kumi.spec.op import Activation, Dim, Op, Param, block_norm, linear, norm
 
 
 def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
-    """The operations of the attention half of the layer called `prefix`, in order."""
-    embed, name = Dim("embed", spec.hidden_size), f"{prefix}.self_attn"
+    """The operations of the attention half of the layer called `prefix`, in order; none where it has no such half."""
+    if layer.attention is None:
+        return
+    embed = Dim("embed", spec.hidden_size)
+    name = f"{prefix}.{'mamba' if isinstance(layer.attention, Mamba) else 'self_attn'}"
     if layer.pre_norms:
         yield block_norm(spec, f"{prefix}.input_layernorm", embed)
-    if isinstance(layer.attention, LatentAttention):
+    if isinstance(layer.attention, Mamba):
+        yield from mamba_ops(spec, layer.attention, name)
+    elif isinstance(layer.attention, LatentAttention):
         yield from _latent(spec, layer.attention, name)
     else:
         yield from _grouped(spec, layer.attention, name)

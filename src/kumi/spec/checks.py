@@ -42,6 +42,12 @@ def problems(model: ModelSpec, layout: Layout, cluster: ClusterSpec, batch: Batc
     return [*wrong, *cut, *(shape or _recompute(model, layout))]
 
 
+def misfits(model: ModelSpec, layout: Layout) -> list[str]:
+    """What keeps `layout` from dividing the tensors of `model`, whatever they are computed on."""
+    return list(_words(layout)) or [*_zero(layout), *_tensor(model, layout), *_experts(model, layout),
+                                    *_stages(model, layout)]  # fmt: skip
+
+
 def untrainable(job: Job, layout: Layout) -> list[str]:
     """What keeps this version of kumi from training `job` with a legal `layout`: it can only be planned."""
     try:
@@ -105,14 +111,15 @@ def _choices(values: list[int]) -> str:
 class Cuts:
     """What an axis must divide: of every layer that it cuts, how many pieces there are to hand out.
 
-    `tensor`: query heads and widths of feed-forward layers, `kv_heads`: key-value heads; `width`: of routed experts,
-    `experts`: how many of those.
+    `tensor`: query heads, groups of a Mamba mixer's heads, and widths of feed-forward layers, `kv_heads`: key-value
+    heads; `width`: of routed experts, `experts`: how many of those. `whole_rows`: a layer needs all of a sequence.
     """
 
     tensor: tuple[tuple[str, int], ...]
     kv_heads: tuple[int, ...]
     width: tuple[int, ...]
     experts: tuple[int, ...]
+    whole_rows: bool
 
     def tp_divides_kv_heads(self, tp: int) -> bool:
         """Whether every rank has equally many key-value heads, or equally many ranks every head."""
@@ -139,13 +146,14 @@ class Cuts:
 def cuts(model: ModelSpec) -> Cuts:
     """What the axes must divide in `model`."""
     ops = [op for kind in kind_ops(model) for op in kind]
-    names = {"heads": "num_attention_heads", "ffn": "intermediate_size"}
+    names = {"heads": "num_attention_heads", "groups": "n_groups", "ffn": "intermediate_size"}
     dense = {(dim, count) for op in ops if not op.experts for dim, count in _cut_by_tp(op)}
     return Cuts(
         tuple(sorted((names.get(dim, dim), count) for dim, count in dense if dim != "kv_heads")),
         tuple(sorted(count for dim, count in dense if dim == "kv_heads")),
         tuple(sorted({count for op in ops if op.experts for _, count in _cut_by_tp(op)})),
         tuple(sorted({op.experts for op in ops if op.experts})),
+        any(op.kind == "scan" for op in ops),
     )
 
 
@@ -226,6 +234,10 @@ def _sequence(layout: Layout, batch: BatchSpec) -> Iterator[str]:
 def _context(model: ModelSpec, layout: Layout) -> Iterator[str]:
     """Ulysses deals the heads of a tp rank out to its cp ranks, and copies key-value heads that these outnumber."""
     need, cp, tp = cuts(model), layout.cp, layout.tp
+    if cp > 1 and need.whole_rows:
+        yield (f"cp={cp} cuts sequences, along all of which the model's Mamba layers pass their states on; "
+               f"set cp = 1")  # fmt: skip
+        return
     if cp == 1 or layout.context != "ulysses" or any(count % tp for count in need.heads):
         return
     if not (heads := gcd(*(count // tp for count in need.heads))) or need.deals_heads(cp, tp):

@@ -13,7 +13,9 @@ RESULT_IS_ENOUGH = ("relu",)
 
 
 def mlp_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
-    """The operations of the feed-forward half of the layer called `prefix`, in order."""
+    """The operations of the feed-forward half of the layer called `prefix`, in order; none where it has none."""
+    if layer.mlp is None:
+        return
     embed, name = Dim("embed", spec.hidden_size), f"{prefix}.mlp"
     if layer.pre_norms and not layer.shared_norm:
         # The norms of a parallel layer have one input, which the first of them keeps.

@@ -125,8 +125,8 @@ class Mamba:
 
     Each of `num_heads` heads has `head_dim` channels and a state of `state_size` numbers a channel; heads of a group
     (of `n_groups`) share what writes into their states and what reads from them. `conv_kernel` positions go into the
-    convolution. The recurrence is worked out `chunk_size` positions at a time, and the time step kept within
-    `time_step_limit`. `bias` is on the projections, `conv_bias` on the convolution.
+    convolution, after which comes silu. The recurrence is worked out `chunk_size` positions at a time, its steps kept
+    within `time_step_limit`. `bias` is on the projections, `conv_bias` on the convolution.
     """
 
     num_heads: int
@@ -137,7 +137,6 @@ class Mamba:
     chunk_size: int
     conv_bias: bool = True
     bias: bool = False
-    hidden_act: str = "silu"
     time_step_limit: tuple[float, float] = (0.0, inf)
 
     @property

@@ -8,7 +8,7 @@ from math import prod
 from kumi.spec.model import ModelSpec
 
 KINDS = ("embedding", "positions", "norm", "linear", "rope", "attention", "gate", "activation", "add", "router",
-         "dispatch", "combine", "log_prob", "lora")  # fmt: skip
+         "dispatch", "combine", "log_prob", "lora", "convolution", "scan", "gated_norm")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,10 @@ class Op:
     the operation holds, 0 outside of them. `buffers` are tensors that belong to the model and are not trained. Of
     attention only: `heads` (of queries), `kv_size` (width of a token's keys and values together) and `window` (how many
     positions a query sees, itself included; None: all before it).
+
+    Of a Mamba mixer: `convolution` of each channel over time, `scan` the recurrence, whose pieces are groups of its
+    `heads`, with the width of what writes into and reads from the states as its `kv_size`, worked out `chunk` positions
+    at a time, and `gated_norm` norm(x * silu(gate)).
     """
 
     name: str
@@ -99,12 +103,15 @@ class Op:
     window: int | None = None
     buffers: tuple[Param, ...] = ()
     frozen: bool = False
+    chunk: int = 0
 
     def forward_flops(self, tokens: int, seq_len: int) -> int:
         """Floating-point operations of the matrix products in the forward pass over `tokens` in rows of `seq_len`.
 
         Attention is counted in full, S x S, windows and causality aside, as PaLM (Chowdhery et al., 2022, appendix B)
-        and PyTorch's counter do; element-wise work is not counted.
+        and PyTorch's counter do; element-wise work is not counted. A scan's chunks of Q positions are counted in full,
+        Q x Q, too: products of what reads with what writes for each group of heads, of these with the channels, and
+        twice of the channels with states (Dao and Gu, 2024, section 6). A convolution is counted as such.
         """
         if self.kind in ("linear", "router", "log_prob"):
             return int(2 * tokens * self.passes * self.source.size * self.target.size)
@@ -112,6 +119,13 @@ class Op:
             return 2 * tokens * self.rank * (self.source.size + self.target.size)
         if self.kind == "attention":
             return 2 * tokens * seq_len * (self.source.size + self.target.size)
+        if self.kind == "convolution":
+            return 2 * tokens * self.source.size * self.params[0].dims[-1].size
+        if self.kind == "scan":
+            pairs = seq_len // self.chunk * self.chunk**2 + (seq_len % self.chunk) ** 2
+            width = self.kv_size // 2
+            within = 2 * tokens * pairs // seq_len * (self.source.size + width)
+            return within + 4 * tokens * self.source.size * width // self.source.count
         return 0
 
     def train_flops(self, tokens: int, seq_len: int) -> int:

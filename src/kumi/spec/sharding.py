@@ -4,9 +4,9 @@ The cost model divides by this table and the trainer shards by it. A parameter i
 
     pp   a rank has the layers of its stages; the embedding is on the first stage, the head on the last, and a tied
          embedding on both
-    tp   cuts the dims that `AXIS` names into whole units (heads, columns); a vocabulary that tp does not divide is
-         padded, and a key-value head that ranks outnumber is held by several. Of routed experts, ep cuts "experts" and
-         expert_tp the rest
+    tp   cuts the dims that `AXIS` names into whole units (heads, groups of them, columns); a vocabulary that tp does
+         not divide is padded, and a key-value head that ranks outnumber is held by several. Of routed experts, ep cuts
+         "experts" and expert_tp the rest
     ZeRO divides what is left among the ranks that hold the same: dp_shard x cp of them, for context-parallel ranks
          have equal weights, and dp_shard x cp x tp / (ep x expert_tp) for routed experts. Dense tensors are divided by
          dim 0, experts' by the dim after "experts"
@@ -29,7 +29,8 @@ from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE, Precision
 from kumi.spec.schedule import placement
 
-AXIS = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "ffn": "tp", "experts": "ep", "layers": "pp", "seq": "cp"}
+AXIS = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "groups": "tp", "ffn": "tp", "experts": "ep", "layers": "pp",
+        "seq": "cp"}  # fmt: skip
 
 
 def style(op: Op) -> str:

@@ -111,7 +111,7 @@ def _apply(
         return ()
     leaf = inner.removeprefix(natives[index])
     if isinstance(rule, Stack):
-        return (_whole(param, stored_name(spec, param.name)),) if stacked else _stack(spec, rule, param, prefix)
+        return () if stacked else _stack(spec, rule, param, prefix)
     name = stored_name(spec, prefix + rule.stored + leaf)
     if isinstance(rule, Rename):
         return (_whole(param, name, transposed=rule.transposed),)

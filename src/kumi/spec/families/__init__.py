@@ -27,6 +27,7 @@ from kumi.spec.families import (
     ministral,
     mistral,
     mixtral,
+    nemotron_h,
     olmo2,
     olmoe,
     phi3,
@@ -36,12 +37,13 @@ from kumi.spec.families import (
     smollm3,
     starcoder2,
 )
-from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
+from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 
 # model_type -> module with ARCHITECTURE, from_hf(config) -> ModelSpec and to_hf(spec) -> config
 TRAINED: dict[str, ModuleType] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "mixtral": mixtral, "qwen3_moe": qwen3_moe,
     "olmoe": olmoe, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "ministral": ministral,
+    "nemotron_h": nemotron_h,
 }  # fmt: skip
 # Those that can be planned for, but not trained: modules with ARCHITECTURE and from_hf(config) -> ModelSpec.
 PLANNED: dict[str, ModuleType] = {
@@ -62,6 +64,7 @@ _COMPUTED = {
                "sliding_window sinks alibi score_scale softcap",
     LatentAttention: "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope "
                      "bias rope_interleave mscale_all_dim",
+    Mamba: "num_heads head_dim state_size n_groups conv_kernel chunk_size conv_bias bias time_step_limit",
     MLP: "intermediate_size bias hidden_act gated",
     MoE: "num_experts num_experts_per_tok moe_intermediate_size shared_intermediate_size scoring_func n_group "
          "topk_group norm_topk_prob routed_scaling_factor topk_method router_aux_loss_coef seq_aux bias hidden_act "

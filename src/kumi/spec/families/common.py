@@ -16,7 +16,8 @@ SIZES = (
     "head_dim", "max_position_embeddings", "sliding_window", "num_experts", "num_local_experts", "n_routed_experts",
     "num_experts_per_tok", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", "n_embd", "n_embed", "n_layer", "n_head", "n_inner",
-    "n_positions", "seq_length", "decoder_sparse_step", "num_kv_heads", "ffn_hidden_size",
+    "n_positions", "seq_length", "decoder_sparse_step", "num_kv_heads", "ffn_hidden_size", "mamba_num_heads",
+    "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 
 

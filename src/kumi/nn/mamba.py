@@ -1,0 +1,207 @@
+"""A Mamba-2 mixer (Dao and Gu, 2024, arXiv:2405.21060): projections, a short convolution over time, the recurrence of
+`kumi.nn.scan`, a gated norm, and an output projection.
+
+The projections to the gate (z), the channels (x), what writes into states (b), what reads from them (c) and the steps
+(dt) are matrices of their own, and so are the convolution's parts, so that a rank can have whole groups of heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from kumi.nn.dtypes import wide
+from kumi.nn.linear import Linear
+from kumi.nn.operators import define
+from kumi.nn.region import WHOLE
+from kumi.nn.scan import Inputs, scan
+from kumi.nn.where import Where, begins
+from kumi.spec import model
+
+
+class Mamba(nn.Module):
+    """Of hidden states and `Where`, hidden states; every document begins with an empty state and convolution."""
+
+    def __init__(
+        self, hidden_size: int, spec: model.Mamba, eps: float, *, device: torch.device | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.spec, self.region = spec, WHOLE
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        shared = spec.n_groups * spec.state_size
+        self.z_proj = Linear(hidden_size, spec.width, bias=spec.bias, **options)
+        self.x_proj = Linear(hidden_size, spec.width, bias=spec.bias, **options)
+        self.b_proj = Linear(hidden_size, shared, bias=spec.bias, **options)
+        self.c_proj = Linear(hidden_size, shared, bias=spec.bias, **options)
+        self.dt_proj = Linear(hidden_size, spec.num_heads, bias=spec.bias, **options)
+        self.x_conv1d = Convolution(spec.width, spec, **options)
+        self.b_conv1d = Convolution(shared, spec, **options)
+        self.c_conv1d = Convolution(shared, spec, **options)
+        self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(spec.num_heads, **options)) for _ in range(3))
+        self.norm = GatedNorm(spec.width, spec.width // spec.n_groups, eps, **options)
+        self.out_proj = Linear(spec.width, hidden_size, bias=spec.bias, **options)
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        """Of the hidden states `x` (B, S, D), or (B * S, D), in the same shape."""
+        spec, numbers = self.spec, document_numbers(where)
+        entering = (self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj)
+        z, value, b, c, dt = (part.view(*where.shape, -1) for part in self.region.enter(x, entering))
+        value = self.x_conv1d(value, numbers).unflatten(-1, (-1, spec.head_dim))
+        b = self.b_conv1d(b, numbers).unflatten(-1, (-1, spec.state_size))
+        c = self.c_conv1d(c, numbers).unflatten(-1, (-1, spec.state_size))
+        low, high = spec.time_step_limit
+        out = scan(Inputs(value, b, c, dt, self.dt_bias, self.A_log, self.D, numbers, spec.chunk_size, low, high))
+        return self.region.leave(self.norm(out.flatten(2), z), self.out_proj).view(x.shape)
+
+
+def document_numbers(where: Where) -> Tensor | None:
+    """The number (B, S) of each token's document in its row; None where a row is one document."""
+    return None if where.document_ids is None else begins(where.document_ids).cumsum(1)
+
+
+class Convolution(nn.Module):
+    """silu of a convolution over time, each channel by itself: a position sees the latest `conv_kernel` of its
+    document, itself included."""
+
+    def __init__(
+        self, channels: int, spec: model.Mamba, *, device: torch.device | None, dtype: torch.dtype
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, spec.conv_kernel, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if spec.conv_bias else None
+
+    def forward(self, x: Tensor, numbers: Tensor | None) -> Tensor:
+        """Of `x` (B, S, C), in the same shape; `numbers` (B, S) tell documents apart."""
+        out: Tensor = _Convolution.apply(x, self.weight, self.bias, numbers)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Convolution(torch.autograd.Function):
+    """Keeps its input only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, numbers)
+        out: Tensor = CONVOLUTION(x, weight, bias, numbers)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, numbers = ctx.saved_tensors
+        of_x, of_weight, of_bias = CONVOLUTION_BACKWARD(grad, x, weight, bias, numbers)
+        return of_x, of_weight, None if bias is None else of_bias, None
+
+
+def _earlier(x: Tensor, by: int, numbers: Tensor | None) -> Tensor:
+    """x[:, s - by] for s = by, by + 1, ...: 0 where that position belongs to another document."""
+    part = x[:, : x.shape[1] - by]
+    if numbers is None or not by:
+        return part
+    return part * (numbers[:, by:] == numbers[:, :-by])[..., None]
+
+
+def _weighted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None) -> Tensor:
+    """The convolution (B, S, C) of `x`, which is in the dtype to compute in."""
+    taps = weight.to(x.dtype).squeeze(1).T
+    out = x * taps[-1]
+    for by in range(1, min(len(taps), x.shape[1])):
+        out[:, by:].addcmul_(_earlier(x, by, numbers), taps[-1 - by])
+    return out if bias is None else out.add_(bias.to(x.dtype))
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None) -> Tensor:
+    return F.silu(_weighted_sum(x.to(wide(x.dtype)), weight, bias, numbers), inplace=True).to(x.dtype)
+
+
+def _convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
+) -> list[Tensor]:
+    """The gradients of input, weight and bias, the last of which is there without a bias, too."""
+    values = x.to(wide(x.dtype))
+    grad = torch.ops.aten.silu_backward(grad.to(values.dtype), _weighted_sum(values, weight, bias, numbers))
+    taps = weight.to(values.dtype).squeeze(1).T
+    of_x, of_taps = grad * taps[-1], torch.zeros_like(taps)
+    for by in range(min(len(taps), x.shape[1])):
+        later, earlier = grad[:, by:], values[:, : x.shape[1] - by]
+        if by and numbers is not None:
+            later = later * (numbers[:, by:] == numbers[:, :-by])[..., None]
+        of_taps[-1 - by] = (later * earlier).sum((0, 1))
+        if by:
+            of_x[:, : x.shape[1] - by].addcmul_(later, taps[-1 - by])
+    of_bias = grad.sum((0, 1)).to(weight.dtype)
+    return [of_x.to(x.dtype), of_taps.T.unsqueeze(1).to(weight.dtype).contiguous(), of_bias]
+
+
+CONVOLUTION = define("mamba_convolution", "(Tensor x, Tensor weight, Tensor? bias, Tensor? numbers) -> Tensor",
+                     _convolution, lambda x, *_: torch.empty_like(x))  # fmt: skip
+CONVOLUTION_BACKWARD = define(
+    "mamba_convolution_backward", "(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor? numbers) -> Tensor[]",
+    _convolution_backward,
+    lambda grad, x, weight, *_: [torch.empty_like(x), torch.empty_like(weight), weight.new_empty(len(weight))],
+)  # fmt: skip
+
+
+@register_flop_formula(torch.ops.kumi.mamba_convolution)
+def _flops(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """As `kumi.spec.op.Op.forward_flops` counts them."""
+    rows, length, channels = x
+    return 2 * rows * length * channels * weight[2]
+
+
+@register_flop_formula(torch.ops.kumi.mamba_convolution_backward)
+def _backward_flops(_: Any, x: tuple[int, ...], weight: tuple[int, ...], *__: Any, **___: Any) -> int:
+    """Of the input, of the weight, and the convolution once more."""
+    return 3 * _flops(x, weight)
+
+
+class GatedNorm(nn.Module):
+    """y / rms(y) * weight with y = x * silu(gate), the mean over `size` channels at a time; statistics in float32 or
+    wider, result in the dtype of `x`."""
+
+    def __init__(
+        self, channels: int, size: int, eps: float, *, device: torch.device | None, dtype: torch.dtype
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Of `x` and `gate` (..., C), in the same shape."""
+        out: Tensor = _GatedNorm.apply(x, gate, self.weight, self.size, self.eps)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Keeps its two inputs and 1 / rms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, size: int, eps: float) -> Tensor:
+        gated = _gated(x, gate)
+        gated = gated.view(*gated.shape[:-1], -1, size)
+        scale = torch.linalg.vector_norm(gated, dim=-1, keepdim=True).square_().mul_(1 / size).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, gate, weight, scale)
+        out: Tensor = gated.mul_(scale).flatten(-2).mul_(weight).to(x.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With u = y * scale and v = grad * weight, the gradient of y is scale * (v - u * mean(v * u))."""
+        x, gate, weight, scale = ctx.saved_tensors
+        gated, size = _gated(x, gate), x.shape[-1] // scale.shape[-2]
+        normed = gated.view(*gated.shape[:-1], -1, size) * scale
+        grad = grad.to(gated.dtype)
+        of_weight = (grad * normed.flatten(-2)).flatten(0, -2).sum(0).to(weight.dtype)
+        of_normed = (grad * weight.to(gated.dtype)).view_as(normed)
+        mean = (of_normed * normed).sum(-1, keepdim=True).mul_(1 / size)
+        of_gated = of_normed.sub_(normed.mul_(mean)).mul_(scale).flatten(-2)
+        of_gate = torch.ops.aten.silu_backward(of_gated * x, gate.to(gated.dtype)).to(gate.dtype)
+        return of_gated.mul_(F.silu(gate.to(gated.dtype))).to(x.dtype), of_gate, of_weight, None, None
+
+
+def _gated(x: Tensor, gate: Tensor) -> Tensor:
+    dtype = wide(x.dtype)
+    return F.silu(gate.to(dtype)).mul_(x)

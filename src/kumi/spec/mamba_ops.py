@@ -1,0 +1,47 @@
+"""The operations of a Mamba mixer, in parts that tensor parallelism cuts by groups of heads, and what they keep.
+
+The recurrence keeps what goes into it only: its backward pass works out the states at the chunks' beginnings again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kumi.spec.model import Mamba, ModelSpec
+from kumi.spec.op import Activation, Dim, Op, Param, linear
+
+
+def mamba_ops(spec: ModelSpec, mamba: Mamba, name: str) -> Iterator[Op]:
+    """Projections, convolutions, recurrence, gated norm and output projection on the normalised input."""
+    embed, groups = Dim("embed", spec.hidden_size), mamba.n_groups
+    channels = Dim("groups", mamba.width, mamba.width // groups)
+    shared = Dim("groups", groups * mamba.state_size, mamba.state_size)
+    heads = Dim("groups", mamba.num_heads, mamba.num_heads // groups)
+    kept: tuple[Activation, ...] = (Activation((embed,)),)
+    for which, dim in (("z", channels), ("x", channels), ("b", shared), ("c", shared), ("dt", heads)):
+        yield linear(f"{name}.{which}_proj", embed, dim, bias=mamba.bias, saved=kept)
+        kept = ()
+    for which, dim in (("x", channels), ("b", shared), ("c", shared)):
+        yield _convolution(f"{name}.{which}_conv1d", mamba, dim)
+    yield _scan(name, mamba, channels, shared, heads)
+    inputs = (Activation((channels,)), Activation((channels,)), Activation((Dim("groups", groups),), "float32"))
+    weight = Param(f"{name}.norm.weight", (channels,), "ones")
+    yield Op(f"{name}.norm", "gated_norm", channels, channels, (weight,), inputs)
+    yield linear(f"{name}.out_proj", channels, embed, bias=mamba.bias, saved=(Activation((channels,)),))
+
+
+def _convolution(name: str, mamba: Mamba, dim: Dim) -> Op:
+    params: tuple[Param, ...] = (Param(f"{name}.weight", (dim, Dim("one", 1), Dim("kernel", mamba.conv_kernel))),)
+    if mamba.conv_bias:
+        params = (*params, Param(f"{name}.bias", (dim,), "zeros"))
+    return Op(name, "convolution", dim, dim, params, (Activation((dim,)),))
+
+
+def _scan(name: str, mamba: Mamba, channels: Dim, shared: Dim, heads: Dim) -> Op:
+    """The recurrence, from x, b, c and dt. Its rates and steps start as in the paper's code: -1, -2, ... and 0.001 to
+    0.1."""
+    inits = {"A_log": "log_index", "D": "ones", "dt_bias": "step"}
+    params = tuple(Param(f"{name}.{leaf}", (heads,), init) for leaf, init in inits.items())
+    kept = tuple(Activation((dim,)) for dim in (channels, shared, shared, heads))
+    return Op(f"{name}.scan", "scan", channels, channels, params, kept, heads=mamba.num_heads,
+              kv_size=2 * shared.size, chunk=mamba.chunk_size)  # fmt: skip
