@@ -23,6 +23,8 @@ LATENT = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_t
           "v_head_dim": 10, "n_shared_experts": 2, "rms_norm_eps": 1e-5}  # fmt: skip
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 
+GLM = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "head_dim": 8}
+
 # What a family has no word for; its other sizes it has under names of its own.
 WITHOUT = {
     "GPT2": ("intermediate_size", "num_key_value_heads"),
@@ -76,6 +78,31 @@ CASES = {
                                    "rope_parameters": MSCALE}),
     "deepseek-v3-plain": ("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
                                          "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True}),
+    "glm4-moe": ("Glm4Moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "n_group": 4, "topk_group": 2,
+                             "routed_scaling_factor": 1.7}),
+    "glm4-moe-plain": ("Glm4Moe", {**GLM, "norm_topk_prob": False, "n_shared_experts": 2, "partial_rotary_factor": 1.0,
+                                   "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", {"pad_token_id": None}),
+    "olmo2-biases": ("Olmo2", {"pad_token_id": None, "attention_bias": True, "num_key_value_heads": None,
+                               "tie_word_embeddings": True, "rope_parameters": YARN}),
+    "ministral": ("Ministral", {"head_dim": 16, "sliding_window": 5,
+                                "layer_types": ["sliding_attention", "full_attention"]}),
+    "ministral-windows": ("Ministral", {"head_dim": 8, "sliding_window": 6, "tie_word_embeddings": True}),
+    "granite": ("Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.11,
+                            "logits_scaling": 3.0}),
+    "granite-biases": ("Granite", {"embedding_multiplier": 0.7, "attention_bias": True, "mlp_bias": True,
+                                   "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"pad_token_id": None, "no_rope_layer_interval": 2}),
+    "smollm3-window": ("SmolLM3", {"pad_token_id": None, "no_rope_layers": [0, 1], "use_sliding_window": True,
+                                   "sliding_window": 5, "attention_bias": True, "mlp_bias": True,
+                                   "tie_word_embeddings": False, "rope_parameters": LLAMA3}),
+    "cohere2": ("Cohere2", {"pad_token_id": None, "sliding_window": 5,
+                            "layer_types": ["sliding_attention", "full_attention"]}),
+    "cohere2-biases": ("Cohere2", {"pad_token_id": None, "sliding_window": 64, "attention_bias": True,
+                                   "logit_scale": 0.3, "tie_word_embeddings": False}),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2-window": ("Starcoder2", {"use_bias": False, "sliding_window": 5, "tie_word_embeddings": False,
+                                         "hidden_act": "gelu"}),
     # Rows of 24 tokens are not whole chunks of 7.
     "nemotron-h": ("NemotronH", {**MAMBA, "hybrid_override_pattern": "M-*M-", "chunk_size": 7, "use_bias": True,
                                  "mlp_bias": True, "time_step_min": 0.4}),

@@ -17,6 +17,7 @@ from kumi.spec.families import (
     deepseek_v3,
     falcon,
     gemma2,
+    gemma3,
     gemma3_text,
     glm4_moe,
     gpt2,
@@ -32,24 +33,28 @@ from kumi.spec.families import (
     olmoe,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen3,
     qwen3_moe,
+    qwen3_vl,
     smollm3,
     starcoder2,
 )
+from kumi.spec.families.nearest import nearest
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 
 # model_type -> module with ARCHITECTURE, from_hf(config) -> ModelSpec and to_hf(spec) -> config
 TRAINED: dict[str, ModuleType] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "mixtral": mixtral, "qwen3_moe": qwen3_moe,
     "olmoe": olmoe, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "ministral": ministral,
+    "glm4_moe": glm4_moe, "olmo2": olmo2, "granite": granite, "smollm3": smollm3, "cohere2": cohere2,
+    "starcoder2": starcoder2, "qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl,
     "nemotron_h": nemotron_h,
 }  # fmt: skip
 # Those that can be planned for, but not trained: modules with ARCHITECTURE and from_hf(config) -> ModelSpec.
 PLANNED: dict[str, ModuleType] = {
     "bloom": bloom, "falcon": falcon, "gemma2": gemma2, "gemma3_text": gemma3_text, "gpt2": gpt2, "gpt_neox": gpt_neox,
-    "gpt_oss": gpt_oss, "phi3": phi3, "glm4_moe": glm4_moe, "olmo2": olmo2, "granite": granite, "smollm3": smollm3,
-    "cohere2": cohere2, "starcoder2": starcoder2,
+    "gpt_oss": gpt_oss, "phi3": phi3, "gemma3": gemma3,
 }  # fmt: skip
 FAMILIES = TRAINED | PLANNED
 
@@ -58,7 +63,7 @@ _COMPUTED = {
     ModelSpec: "family vocab_size hidden_size layers norm_eps max_position_embeddings tie_word_embeddings "
                "initializer_range bos_token_id eos_token_id pad_token_id notes weights norm norm_bias "
                "zero_centered_norm learned_positions embedding_norm embedding_scale residual_scale logit_scale "
-               "logit_softcap",
+               "logit_softcap carried_config",
     LayerSpec: "attention mlp parallel shared_norm post_norms pre_norms",
     Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm qk_norm_whole "
                "sliding_window sinks alibi score_scale softcap",
@@ -124,7 +129,20 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 def patched(base: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     """`base`, a config.json, with only those keys changed that must change to describe `spec`."""
-    new, old, config = to_hf(spec), to_hf(from_hf(base)), dict(base)
+    new, old = to_hf(spec), to_hf(from_hf(base))
+    if "text_config" not in new:
+        return _changed(base, new, old)
+    # A model that sees has its text in a table of its own, or, as older ones do, beside the rest.
+    inner, before = new.pop("text_config"), old.pop("text_config")
+    config = _changed(base, new, old)
+    if "text_config" in base:
+        return config | {"text_config": _changed(base["text_config"], inner, before)}
+    return _changed(config, inner, before)
+
+
+def _changed(base: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with what is another in `new` than in `old`."""
+    config = dict(base)
     changes = {key: value for key, value in new.items() if key not in old or old[key] != value}
     if "rope_theta" in changes or "rope_scaling" in changes:
         config.pop("rope_parameters", None)
@@ -162,4 +180,4 @@ def _family(config: Mapping[str, Any]) -> str:
     if known and model_type in (supported[architectures[0]], None):
         return supported[architectures[0]]
     raise ModelError(f"config.json: architectures={architectures!r} with model_type={model_type!r} is not supported; "
-                     f"kumi knows {', '.join(supported)}")  # fmt: skip
+                     f"kumi knows {', '.join(supported)}; {nearest(config, FAMILIES)}")  # fmt: skip

@@ -1,0 +1,20 @@
+"""Qwen2.5-VL: Qwen2.5's text, and a vision tower that is carried along (arXiv:2502.13923)."""
+
+from __future__ import annotations
+
+from kumi.spec.families import qwen2
+from kumi.spec.families.vision import Seeing
+
+ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
+FAMILY = Seeing(
+    "qwen2_5_vl",
+    ARCHITECTURE,
+    text=qwen2,
+    text_type="qwen2_5_vl_text",
+    kept=("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+          "vision_token_id"),
+    beginnings=("visual.",),
+    unsaid=("head_dim",),
+    theta=1_000_000.0,
+)  # fmt: skip
+from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf

@@ -1,0 +1,108 @@
+"""Language models inside of models that see: their text is read, and all else is carried along as it is.
+
+What config.json says of the rest (`vision_config`, numbers of special tokens) is kept as text, so that the way back
+says it again. Text alone has the same position in time, height and width, so that rotation by three positions is plain.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families import rope
+from kumi.spec.families.keys import IGNORED
+from kumi.spec.model import ModelSpec
+
+# What both the model and its text may say; where they differ, what the text says counts.
+SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+# How a rotation is shared out among three positions; of no effect where they are equal.
+SECTIONS = ("mrope_section", "mrope_interleaved")
+NO_ROTATION = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
+# Keys that may differ, for nobody reads them.
+UNREAD = {key for group in IGNORED.values() for key in group.split()}
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """A family of models that see: its text is a model of `text`, with `defaults` where the text says nothing.
+
+    Without a base of its own its rotation has `theta`, where that is not None.
+
+    `kept` are keys of config.json about what is carried along, `beginnings` those of its tensors' names. Names of the
+    text's tensors begin as `prefixes` say (see `Weights`). `unsaid` are keys that the text's family writes and this one
+    has no words for.
+    """
+
+    family: str
+    architecture: str
+    text: ModuleType
+    text_type: str
+    kept: tuple[str, ...]
+    beginnings: tuple[str, ...]
+    prefixes: tuple[tuple[str, str], ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    theta: float | None = None
+    unsaid: tuple[str, ...] = ()
+
+    def from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
+        """The text of the model that `config` describes."""
+        text, outer = self._split(config)
+        tables = {key: dict(text[key]) for key in ("rope_scaling", "rope_parameters") if text.get(key)}
+        rotation = {key: table.pop(key) for table in tables.values() for key in SECTIONS if key in table}
+        for table in tables.values():
+            table |= {key: "default" for key in ("type", "rope_type") if table.get(key) == "mrope"}
+        text = {**NO_ROTATION, **self.defaults, **text, **tables}
+        text = text if self.theta is None else rope.with_base(text, self.theta)
+        refused = next((key for key in self.unsaid if text.get(key)), None)
+        if refused:
+            raise ModelError(f"config.json: {refused}={text[refused]!r} is not supported of a {self.family} model; "
+                             f"remove it")  # fmt: skip
+        read_text: ModelSpec = self.text.from_hf(text)
+        weights = replace(read_text.weights, prefixes=self.prefixes, carried=self.beginnings)
+        kept = {key: outer[key] for key in self.kept if key in outer}
+        return replace(read_text, family=self.family, weights=weights,
+                       carried_config=json.dumps([kept, rotation], sort_keys=True),
+                       notes=(*read_text.notes, self._note()))  # fmt: skip
+
+    def to_hf(self, spec: ModelSpec) -> dict[str, Any]:
+        """The config.json of `spec`, with what it said of the parts that are carried along."""
+        written: dict[str, Any] = self.text.to_hf(spec)
+        unsaid = (*self.unsaid, "architectures", "tie_word_embeddings")
+        text = {key: value for key, value in written.items() if key not in unsaid} | {"model_type": self.text_type}
+        kept, rotation = json.loads(spec.carried_config or "[{}, {}]")
+        if rotation:
+            text["rope_scaling"] = (text["rope_scaling"] or {"rope_type": "default"}) | rotation
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.family,
+            "tie_word_embeddings": spec.tie_word_embeddings,
+            "text_config": text,
+            **kept,
+        }
+
+    def _split(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `config` says of the text, in a table of its own or, as older ones do, beside the rest; and the rest."""
+        outer = {key: value for key, value in config.items() if key in self.kept}
+        flat = {key: value for key, value in config.items() if key not in (*self.kept, "text_config")}
+        inner = dict(config.get("text_config") or {})
+        said = {one for one in (flat.pop("tie_word_embeddings", None), inner.pop("tie_word_embeddings", None))
+                if one is not None}  # fmt: skip
+        if len(said) > 1:
+            raise ModelError("config.json: tie_word_embeddings differs from that of text_config; correct one of them")
+        for key in set(flat) & set(inner) - {*SHARED, *UNREAD}:
+            if flat[key] != inner[key]:
+                raise ModelError(f"config.json: {key}={flat[key]!r} differs from {inner[key]!r} in text_config; remove "
+                                 f"one of them")  # fmt: skip
+        text = {**flat, **{key: value for key, value in inner.items() if key not in self.kept}}
+        tied = {"tie_word_embeddings": said.pop()} if said else {}
+        if "vision_config" not in outer:
+            raise ModelError(f"config.json: 'vision_config' is missing; a {self.family} model has one")
+        return text | tied, outer
+
+    def _note(self) -> str:
+        names = ", ".join(f"{beginning}*" for beginning in self.beginnings)
+        return f"{names} are carried along as they are: not computed, not trained, not counted"
