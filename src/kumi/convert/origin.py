@@ -91,7 +91,7 @@ def _words(value: Any) -> tuple[str, ...]:
 
 def _meta(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["meta"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RefusedError(f"{folder / 'meta.json'}: cannot be read ({error}); name another checkpoint") from None
     return found if isinstance(found, dict) else {}

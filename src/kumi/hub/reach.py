@@ -36,4 +36,6 @@ def meaning(error: BaseException, name: str, revision: str | None) -> str:
         return "not all of it is in the local cache"
     if "EntryNotFoundError" in kinds:
         return "the repository has no such file"
-    return in_a_line(error)
+    # The client wraps what went wrong with one of many files in an error that names the file alone.
+    cause = error.__cause__ if type(error) is RuntimeError else None
+    return in_a_line(error) if cause is None else f"{in_a_line(error)}: {in_a_line(cause)}"
