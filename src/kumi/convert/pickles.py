@@ -110,6 +110,9 @@ _METADATA: dict[tuple[str, str], Any] = {
     # A subclass of it in megatron-core up to 0.15, with nothing that is needed here.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    # Megatron-Core keeps how it saved beside what it saved.
+    **{("torch.distributed.checkpoint.planner", name): Unread
+       for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")},
 }  # fmt: skip
 # Packages whose objects say how a run was started; they are passed over, and nothing of them is loaded.
 _PASSED_OVER = ("megatron.", "transformer_engine.", "nemo.", "signal.", "enum.", "numpy.", "datetime.")
@@ -171,7 +174,8 @@ class Archive:
 
 def load_archive(file: BinaryIO, name: str) -> Archive:
     """The archive in `file`, a seekable one; no tensor's data are read."""
-    return _guarded(lambda: _archive(file, name), name)
+    found: Archive = _guarded(lambda: _archive(file, name), name)
+    return found
 
 
 def _archive(file: BinaryIO, name: str) -> Archive:

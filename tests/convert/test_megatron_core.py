@@ -1,0 +1,89 @@
+"""The real megatron-core package, on the CPU: it loads what kumi writes and computes kumi's logits, and kumi reads what
+it saves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kumi import load_decoder
+from kumi.convert import hf, megatron, megatron_write
+from kumi.plan.export import megatron_model
+from kumi.spec import families
+from kumi.spec.ledger import tensors
+
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("megatron", "psutil"))),
+    reason="megatron-core or psutil is not installed: pip install -e '.[export-check]'",
+)
+CASES = ("llama-tied", "qwen3", "mixtral")
+# How Megatron-Core is asked to key what it saves: layers as a dim; as part of the name; and halves of matrices apart.
+LAYOUTS = (
+    {"singleton_local_shards": False},
+    {"singleton_local_shards": False, "non_homogeneous_layers": True},
+    {"singleton_local_shards": True},
+)
+
+
+def run(jobs: list[dict[str, Any]], folder: Path) -> None:
+    """Carry out `jobs` on two ranks that are programs of their own: Megatron-Core changes PyTorch."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"from megatron_job import main\n"
+        f"main({str(folder / 'jobs.json')!r}, int(sys.argv[1]), 2, {str(folder / 'store')!r})"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, str(rank)], env=environment,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=300)[0].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
+
+
+def export(source: Path, out: Path) -> Path:
+    config, spec = families.read_config(source), families.load(source)
+    stored = hf.check(source, spec)
+    megatron_write.write(out, spec, lambda name, start, shape: hf.read(stored[name], start, shape),
+                         dtypes={name: one.dtype for name, one in stored.items()}, config=config, tokenizer=None,
+                         options=megatron_write.Options(local=True, multiple=2))  # fmt: skip
+    return out / megatron_write.ITERATION
+
+
+def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """At TP 1 and 2 the logits are kumi's, and what Megatron-Core saves again, however keyed, is what was given it."""
+    jobs, sources = [], {case: saved(case) for case in CASES}
+    for case, layout in zip(CASES, LAYOUTS):
+        spec = families.load(sources[case])
+        theta = spec.layers[0].attention.rope.rope_theta
+        job = {"load": str(export(sources[case], tmp_path / f"{case}-megatron")), "vocab": spec.vocab_size + 1,
+               "tied": spec.tie_word_embeddings, "theta": theta, "fields": megatron_model.fields(spec)}  # fmt: skip
+        for tp in (1, 2):
+            where = {"logits": str(tmp_path / f"{case}-{tp}.pt"), "save": str(tmp_path / f"{case}-{tp}")}
+            jobs.append({**job, **where, "tp": tp, "layout": layout if tp == 1 else LAYOUTS[0]})
+    run(jobs, tmp_path)
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(3))
+    ways = set()
+    for case, source in sources.items():
+        ours, stored = load_decoder(source)(ids), hf.check(source, families.load(source))
+        for tp in (1, 2):
+            assert (torch.load(tmp_path / f"{case}-{tp}.pt")[..., :97] - ours).abs().max() <= 1e-4
+            again = megatron.open_model(tmp_path / f"{case}-{tp}", config=source)
+            ways.add((again.keys.homogeneous, again.keys.halves))
+            assert all(again.read(param.name).equal(hf.read(stored[param.name])) for param in tensors(again.spec))
+    assert ways == {(True, False), (False, False), (False, True)}
