@@ -14,6 +14,7 @@ from kumi.convert.entry import BLOCK_BYTES, read_bytes
 from kumi.convert.safetensors_read import Span, read_header, tensors_of
 from kumi.errors import ModelError
 from kumi.spec.model import ModelSpec
+from kumi.storage.untrusted import inside
 
 # Where a checkpoint of kumi has them.
 FILE = "carried.safetensors"
@@ -32,7 +33,7 @@ def is_carried(spec: ModelSpec, name: str) -> bool:
 def of_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str, Span]:
     """What the checkpoint `folder` carries along: a file of its own, or what it took from the folder `source`."""
     if (folder / FILE).exists():
-        return read_header(folder / FILE)
+        return read_header(inside(folder, FILE))
     if source is None or not spec.weights.carried:
         return {}
     if not Path(source).is_dir():

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 
 from kumi.convert import hf, hf_write, native
 from kumi.convert.card import mark_verified, model_card
+from kumi.convert.entry import DTYPES
 from kumi.convert.origin import origin_of
 from kumi.convert.publish import located
 from kumi.convert.source import Source, open_source
 from kumi.convert.verify import verify as verify_written
-from kumi.errors import ConfigError
-from kumi.spec.ledger import num_params, tensors
+from kumi.errors import ConfigError, LayoutError
+from kumi.spec.checks import misfits
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import num_params, params, tensors
+from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.folders import free_space_check
 
 FORMATS = ("hf", "kumi")
 
 
-def convert(src: str | Path, dst: str | Path, *, to: str, verify: bool = True) -> str:
+def convert(
+    src: str | Path, dst: str | Path, *, to: str, verify: bool = True, dtype: str | None = None,
+    layout: str | None = None,
+) -> str:  # fmt: skip
     """What was done, in a sentence: the model in `src` (either format) is in the new folder `dst`, as "hf" or "kumi".
 
-    Weights keep their dtype. With `verify`, the folder is read back and compared with `src`.
+    Weights keep their dtype unless `dtype` says otherwise. A `layout` such as "tp=2,pp=2" cuts a checkpoint of kumi
+    into the pieces that its ranks hold. With `verify`, the folder is read back and compared with `src`.
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: kumi writes {' and '.join(FORMATS)}")
     if not str(dst):
         raise ConfigError("convert: the folder to write has an empty name; name a new folder")
+    if layout is not None and to != "kumi":
+        raise ConfigError(f"--layout {layout}: only checkpoints of kumi are cut by a layout; use --to kumi")
     source, target = open_source(located(src, "convert")), Path(dst)
+    dtypes = _dtypes(source, dtype)
     if to == "hf":
-        _write_hf(source, target)
+        _write_hf(source, target, dtypes)
     else:
-        hf_write.check_target(target, replace=False)
-        size = sum(entry.numel * ITEMSIZE[source.dtypes[entry.name]] for entry in tensors(source.spec))
-        free_space_check(target, size, "the model")
-        native.write_model(target, source.tensors(), config=source.config, tokenizer=source.tokenizer,
-                           beside=source.carried)  # fmt: skip
+        _write_native(source, target, dtypes, Layout() if layout is None else parse_layout(layout, source.spec))
     done = f"{target}: {num_params(source.spec):,} parameters written as {to}"
     if source.carried:
         done += f", and {len(source.carried)} tensors copied that are carried along"
@@ -47,9 +56,45 @@ def convert(src: str | Path, dst: str | Path, *, to: str, verify: bool = True) -
     return f"{done}; all tensors equal {source.folder}, largest logit difference {difference:g}"
 
 
-def _write_hf(source: Source, target: Path) -> None:
+def _dtypes(source: Source, dtype: str | None) -> Mapping[str, str]:
+    """What every tensor is written in, by name; buffers, which choose and are not trained, keep theirs."""
+    if dtype is None:
+        return source.dtypes
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"--dtype {dtype}: weights are {', '.join(DTYPES.values())}")
+    return dict(source.dtypes) | {param.name: dtype for param in params(source.spec)}
+
+
+def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
     origin = origin_of(source.folder)
     made = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
     card = model_card(name=target.name, model=source.spec, facts=made, origin=origin)
-    hf.write(target, source.spec, source.tensors(), base_config=source.config, dtype=source.dtypes,
+    hf.write(target, source.spec, source.reader, base_config=source.config, dtype=dtypes,
              tokenizer_folder=source.tokenizer, card=card, carried=source.carried)  # fmt: skip
+
+
+def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layout: Layout) -> None:
+    hf_write.check_target(target, replace=False)
+    size = sum(entry.numel * ITEMSIZE[dtypes[entry.name]] for entry in tensors(source.spec))
+    free_space_check(target, size + sum(span.nbytes for span in source.carried.values()), "the model")
+    tokenizer = None if source.tokenizer is None else str(source.tokenizer.absolute())
+    native.write_model(target, source.spec, source.reader, dtypes=dtypes, layout=layout, beside=source.carried,
+                       meta={"hf_config": dict(source.config), "tokenizer": tokenizer,
+                             "origin": origin_of(source.folder).plain()})  # fmt: skip
+
+
+def parse_layout(text: str, spec: ModelSpec) -> Layout:
+    """The layout that `text` such as "tp=2,dp_shard=2,zero=3" describes; LayoutError where it does not suit `spec`."""
+    known = {field.name: field.default for field in fields(Layout) if type(field.default) is int}
+    found: dict[str, int] = {}
+    for word in text.split(","):
+        key, _, value = (part.strip() for part in word.partition("="))
+        if key not in known or not value.isdecimal() or key in found:
+            raise LayoutError(f"--layout {text}: {word!r} is none of {', '.join(known)} with a number, each once; "
+                              f"write it as in tp=2,pp=2")  # fmt: skip
+        found[key] = int(value)
+    layout = replace(Layout(), **found)  # type: ignore[arg-type]
+    wrong = misfits(spec, layout)
+    if wrong:
+        raise LayoutError(f"--layout {text}: {wrong[0]}")
+    return layout

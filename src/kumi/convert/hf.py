@@ -16,6 +16,7 @@ from kumi.convert.entry import BLOCK_BYTES, Entry, entry_of, read_entry, read_pa
 from kumi.convert.hf_write import write
 from kumi.convert.rectangles import Dims, by_rows, overlap
 from kumi.convert.safetensors_read import tensors_of as spans_of
+from kumi.convert.stream import Reader
 from kumi.errors import ModelError
 from kumi.spec.ledger import EMBEDDING, HEAD
 from kumi.spec.ledger import tensors as tensors_of
@@ -70,6 +71,15 @@ def next_cut(stored: Stored, row: int) -> int:
         return rows
     row_bytes = max(1, prod(stored.shape[1:])) * ITEMSIZE[stored.dtype]
     return min(rows, row + max(1, BLOCK_BYTES // row_bytes))
+
+
+def reader(stored: Mapping[str, Stored]) -> Reader:
+    """The same, for all tensors of a model, by name."""
+    return Reader(
+        {name: one.dtype for name, one in stored.items()},
+        lambda name, start, out: read_into(stored[name], start, out),
+        lambda name, row: next_cut(stored[name], row),
+    )
 
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

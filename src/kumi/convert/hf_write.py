@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from kumi.convert import hf_stream, stream
 from kumi.convert.carried import grouped, write_spans
 from kumi.convert.safetensors_file import Layout, create, lay_out, put, sync
 from kumi.convert.safetensors_read import Span
+from kumi.convert.stream import Reader
 from kumi.errors import ModelError, RefusedError
 from kumi.spec import families
 from kumi.spec.ledger import buffers, params
@@ -22,6 +24,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part, parts
 from kumi.storage.folders import free_space_check
+from kumi.storage.untrusted import inside
 
 # Files that go with a tokenizer, copied as they are.
 TOKENIZER_FILES = (
@@ -39,7 +42,7 @@ _SLACK = 2**20
 def write(
     folder: str | Path,
     spec: ModelSpec,
-    tensors: Iterator[tuple[str, Tensor]],
+    tensors: Iterator[tuple[str, Tensor]] | Reader,
     *,
     base_config: Mapping[str, Any] | None,
     dtype: str | Mapping[str, str],
@@ -52,8 +55,9 @@ def write(
 ) -> None:
     """Write the model folder `folder`, as transformers would save it; at most one tensor is held at a time.
 
-    `tensors` gives every tensor of `spec` once, in any order; `dtype` is what they are stored in, by name, or one for
-    all parameters. Files hold the parts of a tensor that `kumi.spec.weights` says; `carried` are copied as they are.
+    `tensors` gives every tensor of `spec` once, in any order, or reads any part of one; `dtype` is what they are stored
+    in, by name, or one for all parameters. Files hold the parts of a tensor that `kumi.spec.weights` says; `carried`
+    are copied as they are.
     `base_config` is changed only where it does not describe `spec`. RefusedError when `folder` is there and not empty
     (unless `replace`) or the disk is too small, before anything is written; ModelError for a tensor that is missing,
     unknown or of a wrong shape. Nothing is left behind then.
@@ -74,7 +78,12 @@ def write(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
-        _write_tensors(part, shards, wanted, tensors)
+        for file, layout in shards.items():
+            create(part / file, layout)
+        if isinstance(tensors, Reader):
+            stream.run(hf_stream.jobs(part, shards, spec, tensors), str(folder))
+        else:
+            _write_tensors(part, shards, wanted, tensors)
         for name, spans in beside.items():
             write_spans(part / name, spans)
         _write_index(part, shards, beside)
@@ -113,8 +122,6 @@ def _write_tensors(
 ) -> None:
     place = {name: file for file, layout in shards.items() for name in layout.shapes}
     waiting = dict(wanted)
-    for file, layout in shards.items():
-        create(part / file, layout)
     for name, tensor in tensors:
         if name not in waiting:
             again = "came twice" if name in wanted else "is not a parameter of this model"
@@ -172,7 +179,7 @@ def _copy_tokenizer(source: str | Path | None, part: Path) -> None:
         return
     for name in TOKENIZER_FILES:
         if (Path(source) / name).exists():
-            shutil.copyfile(Path(source) / name, part / name)
+            shutil.copyfile(inside(Path(source), name), part / name)
 
 
 def _publish(part: Path, folder: Path) -> None:

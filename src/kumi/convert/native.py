@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kumi.convert import carried, hf_write
+from kumi.convert import carried, hf_write, stream
+from kumi.convert.rectangles import Dims
+from kumi.convert.safetensors_file import sync
 from kumi.convert.safetensors_read import Span
+from kumi.convert.stream import Bench, Job, Reader, Wrote, write_at
 from kumi.errors import ModelError
-from kumi.spec.ledger import tensors
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import buffers, tensors
 from kumi.spec.model import ModelSpec
+from kumi.spec.precision import ITEMSIZE
+from kumi.spec.regions import regions
+from kumi.spec.sharding import held_params
 from kumi.storage import checkpoint
+from kumi.storage.write import Blank, as_bytes, block_rows, blocks, lay_out, write_index
 
 PREFIX = "model/"
 SHARD_BYTES = 10**9
@@ -46,9 +57,6 @@ class SavedModel:
     def dtype(self, name: str) -> str:
         return str(self.checkpoint.tensors[PREFIX + name].dtype).removeprefix("torch.")
 
-    def read(self, name: str) -> Tensor:
-        return self.checkpoint.read(PREFIX + name)
-
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether `folder` looks like a checkpoint of kumi, whole or damaged."""
@@ -58,7 +66,7 @@ def is_checkpoint(folder: Path) -> bool:
 def open_model(folder: Path) -> SavedModel:
     """The model in the checkpoint `folder`; RefusedError where it is damaged."""
     saved = SavedModel(checkpoint.open(folder))
-    if "hf_config" not in saved.checkpoint.meta:
+    if not isinstance(saved.checkpoint.meta.get("hf_config"), dict):
         raise ModelError(f"{folder}: its meta.json has no hf_config; it was not written by kumi train or kumi convert")
     return saved
 
@@ -71,40 +79,140 @@ def check(saved: SavedModel, spec: ModelSpec) -> None:
     unknown = [name for name in saved.checkpoint.tensors if name.startswith(PREFIX) and name not in wanted]
     if unknown:
         raise ModelError(f"{saved.checkpoint.folder}: {unknown[0]!r} has no place in the model of its hf_config")
+    other = [name for name in wanted if not saved.checkpoint.tensors[name].dtype.is_floating_point]
+    if other:
+        raise ModelError(f"{saved.checkpoint.folder}: {other[0]!r} is {saved.checkpoint.tensors[other[0]].dtype}; "
+                         f"weights are floating-point numbers")  # fmt: skip
+
+
+def reader(saved: SavedModel, spec: ModelSpec) -> Reader:
+    """The model's tensors, each byte verified before it is used."""
+    found = saved.checkpoint
+
+    def read_into(name: str, start: Dims, out: Tensor) -> None:
+        found.read_into(out, PREFIX + name, start)
+
+    dtypes = {param.name: saved.dtype(param.name) for param in tensors(spec)}
+    return Reader(dtypes, read_into, lambda name, row: found.cut(PREFIX + name, row))
 
 
 def write_model(
-    folder: Path, tensors: Iterator[tuple[str, Tensor]], *, config: Mapping[str, Any], tokenizer: Path | None,
+    folder: Path,
+    spec: ModelSpec,
+    source: Reader,
+    *,
+    dtypes: Mapping[str, str],
+    layout: Layout,
+    meta: Mapping[str, Any],
     beside: Mapping[str, Span],
-) -> None:  # fmt: skip
-    """Write `folder` (absent or empty), a checkpoint of a model alone; about `SHARD_BYTES` are held at a time.
+) -> None:
+    """Write `folder` (absent or empty), a checkpoint of a model alone, in the pieces that the ranks of `layout` hold.
 
-    `beside` is what the model carries along.
+    With a layout of one rank the pieces are whole tensors, in files of about `SHARD_BYTES`. `beside` is what the model
+    carries along.
     """
     temporary = hf_write.unfinished(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     if folder.exists():
         folder.rmdir()
+    temporary.mkdir(parents=True)
     try:
-        shards = 0
-        for pieces in _shards(tensors):
-            checkpoint.write_pieces(temporary, shards, pieces)
-            shards += 1
+        shards = _shards(_pieces(spec, layout, dtypes), layout)
+        laid = [lay_out(shard) for shard in shards]
+        jobs: list[Job] = []
+        for rank, (entries, header) in enumerate(laid):
+            file = _file(temporary, rank)
+            size = sum(prod(blank.extent) * blank.dtype.itemsize for blank in shards[rank])
+            with file.open("wb") as opened:
+                opened.write(header)
+                opened.truncate(len(header) + size)
+            jobs += [_job(file, entry, blank.dtype, source) for entry, blank in _by_entry(entries, shards[rank])]
+        stream.run(jobs, str(folder))
         if beside:
             carried.write_spans(temporary / carried.FILE, beside)
-        meta = {"hf_config": dict(config), "tokenizer": None if tokenizer is None else str(tokenizer.absolute())}
-        checkpoint.commit(temporary, folder, meta, ranks=shards)
+            sync(temporary / carried.FILE)
+        for rank, (entries, header) in enumerate(laid):
+            sync(_file(temporary, rank))
+            write_index(_file(temporary, rank), rank, entries, header)
+        checkpoint.commit(temporary, folder, meta, ranks=len(laid), beside=(carried.FILE,))
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[checkpoint.Piece]]:
-    """The tensors as pieces, in lists of no more than `SHARD_BYTES` where a tensor is no larger than that."""
-    pieces: list[checkpoint.Piece] = []
-    for name, tensor in tensors:
-        if pieces and sum(piece.data.nbytes for piece in pieces) + tensor.nbytes > SHARD_BYTES:
-            yield pieces
-            pieces = []
-        pieces.append(checkpoint.Piece(PREFIX + name, tuple(tensor.shape), (0,) * tensor.ndim, tensor))
-    yield pieces
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"shard_{rank:05d}.safetensors"
+
+
+def _pieces(spec: ModelSpec, layout: Layout, dtypes: Mapping[str, str]) -> list[tuple[Blank, list[int]]]:
+    """What the ranks of `layout` hold of the model, each piece once, with the ranks that hold it."""
+    found: dict[Blank, list[int]] = {}
+    whole = {param.name for param in buffers(spec)}
+    for param in buffers(spec):
+        zeros = (0,) * len(param.shape)
+        blank = Blank(PREFIX + param.name, param.shape, zeros, param.shape, getattr(torch, dtypes[param.name]))
+        found[blank] = list(range(layout.world_size))
+    for rank in range(layout.world_size):
+        for param in held_params(spec, layout, rank):
+            for region in () if param.name in whole else regions(param, layout, rank):
+                dtype = getattr(torch, dtypes[param.name])
+                blank = Blank(PREFIX + param.name, param.shape, region.start, region.shape, dtype)
+                found.setdefault(blank, []).append(rank)
+    return list(found.items())
+
+
+def _shards(pieces: Sequence[tuple[Blank, list[int]]], layout: Layout) -> list[list[Blank]]:
+    """The pieces of every file: of every rank, the holder with the fewest bytes taking each; of one rank, in order."""
+    if layout.world_size == 1:
+        return list(_in_order([blank for blank, _ in pieces]))
+    load = [0] * layout.world_size
+    shards: list[list[Blank]] = [[] for _ in load]
+    for blank, ranks in sorted(pieces, key=lambda piece: -prod(piece[0].extent)):
+        rank = min(ranks, key=lambda rank: load[rank])
+        load[rank] += prod(blank.extent) * blank.dtype.itemsize
+        shards[rank].append(blank)
+    return shards
+
+
+def _in_order(blanks: Sequence[Blank]) -> Iterator[list[Blank]]:
+    """The pieces in lists of no more than `SHARD_BYTES` where a piece is no larger than that, and at least as many
+    lists as there are threads to fill them."""
+    total = sum(prod(blank.extent) * blank.dtype.itemsize for blank in blanks)
+    limit = min(SHARD_BYTES, max(2**20, -(-total // stream.threads())))
+    kept: list[Blank] = []
+    size = 0
+    for blank in blanks:
+        nbytes = prod(blank.extent) * blank.dtype.itemsize
+        if kept and size + nbytes > limit:
+            yield kept
+            kept, size = [], 0
+        kept.append(blank)
+        size += nbytes
+    yield kept
+
+
+def _by_entry(entries: Sequence[dict[str, Any]], shard: Sequence[Blank]) -> Iterator[tuple[dict[str, Any], Blank]]:
+    known = {(blank.name, blank.start): blank for blank in shard}
+    return ((entry, known[entry["name"], tuple(entry["start"])]) for entry in entries)
+
+
+def _job(file: Path, entry: dict[str, Any], dtype: torch.dtype, source: Reader) -> Job:
+    """Writes a piece, and notes the checksums of its blocks in `entry`."""
+    name, start, extent = entry["name"].removeprefix(PREFIX), tuple(entry["start"]), tuple(entry["extent"])
+    kind = str(dtype).removeprefix("torch.")
+    row_bytes = prod(extent[1:]) * ITEMSIZE[kind]
+    step, rows = block_rows(row_bytes), extent[0]
+    entry["crc32"] = []
+
+    def work(handle: int, bench: Bench, wrote: Wrote) -> None:
+        row = 0
+        while row < rows:
+            cut = source.cut(name, start[0] + row) - start[0]
+            end = min(rows, row + -(-max(1, cut - row) // step) * step)
+            data = bench.rows(source, name, (start[0] + row, *start[1:]), (end - row, *extent[1:]), kind)
+            entry["crc32"] += [zlib.crc32(as_bytes(data[low:high])) for low, high in blocks(end - row, row_bytes)]
+            write_at(handle, data, entry["offset"] + row * row_bytes)
+            wrote(data.nbytes)
+            row = end
+
+    return Job(file, rows * row_bytes, work, whole=source.cut(name, start[0]) - start[0] >= rows)

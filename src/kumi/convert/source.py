@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from kumi.convert import hf, native
 from kumi.convert.carried import carried, of_checkpoint
 from kumi.convert.safetensors_read import Span
+from kumi.convert.stream import Reader
 from kumi.errors import ModelError
 from kumi.spec import families
 from kumi.spec.ledger import tensors
@@ -20,7 +22,7 @@ from kumi.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class Source:
-    """A checked model on disk: its spec and config.json, each parameter's dtype, and how to read one.
+    """A checked model on disk: its spec and config.json, and how to read its tensors.
 
     `carried` are tensors besides, which are only copied.
     """
@@ -28,10 +30,23 @@ class Source:
     folder: Path
     spec: ModelSpec
     config: Mapping[str, Any]
-    dtypes: Mapping[str, str]
-    read: Callable[[str], Tensor]
+    reader: Reader
     tokenizer: Path | None
     carried: Mapping[str, Span]
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """The dtype of each tensor, by name."""
+        return self.reader.dtypes
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        shape = self._shapes[name]
+        return self.reader.read(name, (0,) * len(shape), shape)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {param.name: param.shape for param in tensors(self.spec)}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter with its name, one at a time."""
@@ -57,9 +72,7 @@ def _open_hf(folder: Path) -> Source:
     spec = families.from_hf(config)
     families.check_trained(spec)
     stored = hf.check(folder, spec)
-    dtypes = {name: entry.dtype for name, entry in stored.items()}
-    return Source(folder, spec, config, dtypes, lambda name: hf.read(stored[name]), folder,
-                  carried(folder, spec))  # fmt: skip
+    return Source(folder, spec, config, hf.reader(stored), folder, carried(folder, spec))
 
 
 def _open_native(folder: Path) -> Source:
@@ -67,6 +80,5 @@ def _open_native(folder: Path) -> Source:
     spec = families.from_hf(saved.config)
     families.check_trained(spec)
     native.check(saved, spec)
-    dtypes = {param.name: saved.dtype(param.name) for param in tensors(spec)}
     kept = of_checkpoint(folder, spec, saved.carried_from)
-    return Source(folder, spec, saved.config, dtypes, saved.read, saved.tokenizer, kept)
+    return Source(folder, spec, saved.config, native.reader(saved, spec), saved.tokenizer, kept)

@@ -22,7 +22,7 @@ from kumi.errors import RefusedError
 from kumi.storage.folders import list_complete
 from kumi.storage.index import IndexFault, StoredFile, StoredPiece, StoredTensor, checked_files, checked_tensors
 from kumi.storage.untrusted import inside, open_regular
-from kumi.storage.write import FORMAT, as_bytes, blocks, read_sealed
+from kumi.storage.write import FORMAT, as_bytes, block_rows, blocks, read_sealed
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,16 @@ class Checkpoint:
             out, start = out.view(1), (0,)
         for piece in tensor.pieces:
             self._copy(name, tensor.dtype, piece, out, start)
+
+    def cut(self, name: str, row: int) -> int:
+        """The row before which to stop when `row` is the next one read of `name`: the end of a block of a piece, as
+        blocks are verified as wholes."""
+        for piece in self._entry(name).pieces:
+            if piece.start and piece.start[0] <= row < piece.start[0] + piece.extent[0]:
+                step = block_rows(math.prod(piece.extent[1:]) * self._entry(name).dtype.itemsize)
+                end = ((row - piece.start[0]) // step + 1) * step
+                return piece.start[0] + min(piece.extent[0], end)
+        return row + 1
 
     def verify(self) -> None:
         """Nothing, when every byte of every shard matches its checksum; RefusedError naming what does not."""

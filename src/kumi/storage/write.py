@@ -16,7 +16,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -63,23 +63,20 @@ def write_pieces(folder: Path | str, rank: int, pieces: Sequence[Piece], *, atte
         shard = folder / f"shard_{rank:05d}.safetensors"
         with shard.open("wb", buffering=0) as file:
             entries, header = _write_shard(file, pieces)
-            size = file.tell()
             os.fsync(file.fileno())
-        file_entry = {"name": shard.name, "size": size, "header": len(header), "crc32": zlib.crc32(header)}
-        index = {"format": FORMAT, "attempt": attempt, "rank": rank, "file": file_entry, "pieces": entries}
-        write_sealed(shard.with_suffix(".json"), index)
+        write_index(shard, rank, entries, header, attempt)
     except OSError as error:
         raise SaveError(f"{folder}: rank {rank} cannot write its part of the checkpoint: {error}") from error
 
 
 def commit(
     temporary: Path | str, folder: Path | str, meta: Mapping[str, Any], *,
-    ranks: int, attempt: str = "", timeout: float = 0.0,
+    ranks: int, attempt: str = "", timeout: float = 0.0, beside: Collection[str] = (),
 ) -> Path:  # fmt: skip
     """`folder`, complete: `temporary` with the parts of all `ranks` and `meta` (anything JSON can hold), renamed.
 
-    For rank 0 alone. Waits up to `timeout` seconds for the other ranks. Raises SaveError when a part is missing or
-    the pieces of a tensor do not tile it; `temporary` is left as it is then.
+    Files in it stay that have names in `beside`. For rank 0 alone. Waits up to `timeout` seconds for the other ranks.
+    Raises SaveError when a part is missing or the pieces of a tensor do not tile it; `temporary` is left as it is then.
     """
     temporary, folder = Path(temporary), Path(folder)
     if folder.exists():
@@ -90,7 +87,7 @@ def commit(
         _check_sizes(temporary, index)
         write_sealed(temporary / "meta.json", {"meta": dict(meta)})
         write_sealed(temporary / "index.json", index)
-        _remove_others(temporary, {"meta.json", "index.json", *(part["file"]["name"] for part in parts)})
+        _remove_others(temporary, {"meta.json", "index.json", *(part["file"]["name"] for part in parts), *beside})
         sync_folder(temporary)
         temporary.rename(folder)
         sync_folder(folder.parent)
@@ -131,35 +128,68 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
+def block_rows(row_bytes: int) -> int:
+    """Rows of a block of a piece: as many whole ones as `BLOCK_BYTES` hold, at least one."""
+    return max(1, BLOCK_BYTES // max(row_bytes, 1))
+
+
 def blocks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """First and last-plus-one row of each block of a piece: as many whole rows as `BLOCK_BYTES` hold, at least one."""
-    step = max(1, BLOCK_BYTES // max(row_bytes, 1))
+    """First and last-plus-one row of each block of a piece."""
+    step = block_rows(row_bytes)
     return ((low, min(low + step, rows)) for low in range(0, rows, step))
 
 
-def _write_shard(file: BinaryIO, pieces: Sequence[Piece]) -> tuple[list[dict[str, Any]], bytes]:
-    """The index entries and the header of a safetensors file with `pieces`, once they are in `file`."""
+class Blank(NamedTuple):
+    """A rectangle of the global tensor `name` of `shape` whose data are still to come; `dtype` is torch's."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def lay_out(blanks: Sequence[Blank]) -> tuple[list[dict[str, Any]], bytes]:
+    """The index entries, still without checksums, in the order of their bytes, and the header of a safetensors file
+    with these pieces."""
     # Wide dtypes first: every tensor then starts at a multiple of its item size, which other readers rely on.
-    ordered = sorted(pieces, key=lambda piece: (-piece.data.element_size(), piece.name, piece.start))
+    ordered = sorted(blanks, key=lambda blank: (-blank.dtype.itemsize, blank.name, blank.start))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "kumi": str(FORMAT)}}
     entries: list[dict[str, Any]] = []
     offset = 0
-    for piece in ordered:
-        data, size = piece.data, piece.data.numel() * piece.data.element_size()
-        key, dtype = _key(piece), DTYPES[data.dtype]
+    for blank in ordered:
+        key, dtype, size = _key(blank), DTYPES[blank.dtype], math.prod(blank.extent) * blank.dtype.itemsize
         assert key not in header, f"{key} is given twice by one rank"
-        header[key] = {"dtype": dtype, "shape": list(data.shape), "data_offsets": [offset, offset + size]}
-        entries.append({"name": piece.name, "dtype": dtype, "shape": list(piece.shape), "start": list(piece.start),
-                        "extent": list(data.shape), "offset": offset})  # fmt: skip
+        header[key] = {"dtype": dtype, "shape": list(blank.extent), "data_offsets": [offset, offset + size]}
+        entries.append({"name": blank.name, "dtype": dtype, "shape": list(blank.shape), "start": list(blank.start),
+                        "extent": list(blank.extent), "offset": offset})  # fmt: skip
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     raw = len(text).to_bytes(8, "little") + text
-    _write_all(file, memoryview(raw))
-    for entry, piece in zip(entries, ordered):
+    for entry in entries:
         entry["offset"] += len(raw)
-        entry["crc32"] = _write_tensor(file, piece.data)
     return entries, raw
+
+
+def write_index(shard: Path, rank: int, entries: Sequence[Mapping[str, Any]], header: bytes, attempt: str = "") -> None:
+    """Nothing, when what `shard`, which is on the disk, holds is noted beside it, for a commit to find."""
+    file = {"name": shard.name, "size": shard.stat().st_size, "header": len(header), "crc32": zlib.crc32(header)}
+    index = {"format": FORMAT, "attempt": attempt, "rank": rank, "file": file, "pieces": list(entries)}
+    write_sealed(shard.with_suffix(".json"), index)
+
+
+def _write_shard(file: BinaryIO, pieces: Sequence[Piece]) -> tuple[list[dict[str, Any]], bytes]:
+    """The index entries and the header of a safetensors file with `pieces`, once they are in `file`."""
+    data = {(piece.name, tuple(piece.start)): piece.data for piece in pieces}
+    entries, header = lay_out([
+        Blank(piece.name, piece.shape, tuple(piece.start), tuple(piece.data.shape), piece.data.dtype)
+        for piece in pieces
+    ])  # fmt: skip
+    _write_all(file, memoryview(header))
+    for entry in entries:
+        entry["crc32"] = _write_tensor(file, data[entry["name"], tuple(entry["start"])])
+    return entries, header
 
 
 def _write_tensor(file: BinaryIO, data: torch.Tensor) -> list[int]:
@@ -180,12 +210,12 @@ def _write_all(file: BinaryIO, view: memoryview) -> None:
         view = view[file.write(view) :]
 
 
-def _key(piece: Piece) -> str:
+def _key(blank: Blank) -> str:
     """The tensor's own name where the piece is all of it, so that other readers find it; else with its box."""
-    if tuple(piece.data.shape) == tuple(piece.shape):
-        return piece.name
-    box = ",".join(f"{low}:{low + count}" for low, count in zip(piece.start, piece.data.shape))
-    return f"{piece.name}[{box}]"
+    if tuple(blank.extent) == tuple(blank.shape):
+        return blank.name
+    box = ",".join(f"{low}:{low + count}" for low, count in zip(blank.start, blank.extent))
+    return f"{blank.name}[{box}]"
 
 
 def _assert_inside(piece: Piece) -> None:
