@@ -25,6 +25,17 @@ MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 
 GLM = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "head_dim": 8}
 
+# Models that see are given text alone here. Their special tokens are none of the vocabulary's.
+QWEN_SEES = {"image_token_id": 200, "video_token_id": 201, "vision_start_token_id": 202, "vision_end_token_id": 203}
+TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
+QWEN25_VL = {**QWEN_SEES, "vision_config": {**TOWER, "fullatt_block_indexes": [0]}}
+QWEN3_VL = {**QWEN_SEES, "vision_config": {**TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}}
+GEMMA3_SEES = {"mm_tokens_per_image": 4, "image_token_index": 200, "boi_token_index": 201, "eoi_token_index": 202,
+               "vision_config": SIGLIP}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}
+
 # What a family has no word for; its other sizes it has under names of its own.
 WITHOUT = {
     "GPT2": ("intermediate_size", "num_key_value_heads"),
@@ -33,11 +44,17 @@ WITHOUT = {
     "Bloom": ("intermediate_size", "num_key_value_heads", "max_position_embeddings"),
     "NemotronH": ("num_hidden_layers",),
 }
-CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
+    family: f"{family}ForConditionalGeneration" for family in ("Gemma3", "Qwen2_5_VL", "Qwen3VL")
+}
 # Their norms multiply by 1 + weight.
-ZERO_CENTERED = ("Gemma2", "Gemma3Text")
+ZERO_CENTERED = ("Gemma2", "Gemma3Text", "Gemma3")
 # What names in memory begin with, where files have something else.
-IN_MEMORY = {"nemotron_h": ("model.", "backbone.")}
+IN_MEMORY = {
+    "nemotron_h": ("model.", "backbone."),
+    "gemma3": ("model.language_model.", "language_model.model."),
+    "qwen2_5_vl": ("model.language_model.", "model."),
+}
 MAMBA = {"mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 5, "head_dim": 8}
 
 CASES = {
@@ -100,6 +117,13 @@ CASES = {
                             "layer_types": ["sliding_attention", "full_attention"]}),
     "cohere2-biases": ("Cohere2", {"pad_token_id": None, "sliding_window": 64, "attention_bias": True,
                                    "logit_scale": 0.3, "tie_word_embeddings": False}),
+    "qwen2.5-vl": ("Qwen2_5_VL", {**QWEN25_VL, "text_config": {"rope_parameters": MROPE}}),
+    "qwen2.5-vl-tied": ("Qwen2_5_VL", {**QWEN25_VL, "tie_word_embeddings": True, "text_config": {
+        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": MROPE}}),
+    "qwen3-vl": ("Qwen3VL", {**QWEN3_VL, "text_config": {
+        "head_dim": 8, "rope_parameters": MROPE | {"mrope_interleaved": True}}}),
+    "qwen3-vl-tied": ("Qwen3VL", {**QWEN3_VL, "tie_word_embeddings": True, "text_config": {
+        "head_dim": 16, "attention_bias": True, "rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}}}),
     "starcoder2": ("Starcoder2", {}),
     "starcoder2-window": ("Starcoder2", {"use_bias": False, "sliding_window": 5, "tie_word_embeddings": False,
                                          "hidden_act": "gelu"}),
@@ -119,6 +143,9 @@ def build_reference(name: str) -> transformers.PreTrainedModel:
     """transformers' model of the case, with random weights everywhere (norms and biases too)."""
     family, changes = CASES[name]
     sizes = {key: value for key, value in SIZES.items() if key not in WITHOUT.get(family, ())}
+    if "text_config" in changes:
+        changes = changes | {"text_config": sizes | changes["text_config"]}
+        sizes = {}
     config = getattr(transformers, f"{family}Config")(**sizes | changes)
     # Experts are computed in products that PyTorch's counter knows.
     config._experts_implementation = "eager"
