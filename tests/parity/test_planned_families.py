@@ -69,7 +69,8 @@ def test_flops_of_the_forward_pass(name):
     assert counter.get_total_flops() == ledger.forward_flops(spec, tokens=48, seq_len=24)
 
 
-def test_what_is_only_planned_for_is_not_built():
+def test_what_is_only_planned_for_is_not_built(monkeypatch):
+    monkeypatch.delitem(families.TRAINED, "gpt2")
     spec = families.from_hf(reference("gpt2", "meta").config.to_dict())
     with pytest.raises(ModelError, match="a gpt2 model can be planned for but not trained: this version trains"):
         Decoder(spec, device="meta")

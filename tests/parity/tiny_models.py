@@ -36,6 +36,12 @@ GEMMA3_SEES = {"mm_tokens_per_image": 4, "image_token_index": 200, "boi_token_in
                "vision_config": SIGLIP}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}
 
+PHI = {"pad_token_id": None}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [2.0, 2.5, 3.0, 4.0]}  # fmt: skip
+GEMMA = {"head_dim": 16, "sliding_window": 5, "pad_token_id": None}
+NEOX = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25}}
+
 # What a family has no word for; its other sizes it has under names of its own.
 WITHOUT = {
     "GPT2": ("intermediate_size", "num_key_value_heads"),
@@ -134,6 +140,27 @@ CASES = {
                                      "chunk_size": 8, "use_conv_bias": False, "n_routed_experts": 8, "n_group": 4,
                                      "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
                                      "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 2.5}),
+    "phi3": ("Phi3", PHI),
+    "phi3-partial": ("Phi3", PHI | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0,
+                                                         "partial_rotary_factor": 0.5}, "sliding_window": 7}),
+    "phi3-longrope": ("Phi3", PHI | {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}),
+    "gemma2-uncapped": ("Gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None,
+                                           "query_pre_attn_scalar": 7, "attention_bias": True}),
+    "gemma3": ("Gemma3Text", GEMMA | {"num_hidden_layers": 7}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5,
+                           "swiglu_limit": 0.5, "pad_token_id": None}),
+    "gpt-neox": ("GPTNeoX", NEOX),
+    "gpt-neox-in-turn": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0,
+                                     "hidden_act": "gelu_fast"}),
+    "gpt2": ("GPT2", {}),
+    "gpt2-wide": ("GPT2", {"n_inner": 40, "tie_word_embeddings": False, "activation_function": "relu",
+                           "scale_attn_by_inverse_layer_idx": True}),
+    "falcon": ("Falcon", {}),
+    "falcon-groups": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-in-turn": ("Falcon", {"parallel_attn": False, "multi_query": False}),
+    "bloom": ("Bloom", {}),
+    "bloom-twelve-heads": ("Bloom", {"hidden_size": 48, "num_attention_heads": 12}),
 }  # fmt: skip
 # Biases that choose experts, by far enough to change the choice.
 BIASES = ".e_score_correction_bias"

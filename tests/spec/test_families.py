@@ -128,7 +128,7 @@ REFUSED = [
     ({"quantization_config": {"bits": 4}}, r"quantization_config=.* only null"),
     ({"is_encoder_decoder": 1}, r"is_encoder_decoder=1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic' changes with the length"),
-    ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' is not supported; kumi knows default, linear"),
+    ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' of a llama model is not supported; kumi knows default"),
     ({"rope_scaling": {"type": "linear"}}, r"'factor' is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "fctor": 1}}, r"'fctor'"),
     ({"rope_scaling": 3}, r"rope_scaling=3 of a llama model must be a table"),

@@ -49,12 +49,12 @@ TRAINED: dict[str, ModuleType] = {
     "olmoe": olmoe, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "ministral": ministral,
     "glm4_moe": glm4_moe, "olmo2": olmo2, "granite": granite, "smollm3": smollm3, "cohere2": cohere2,
     "starcoder2": starcoder2, "qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl,
-    "nemotron_h": nemotron_h,
+    "nemotron_h": nemotron_h, "phi3": phi3, "gemma2": gemma2, "gemma3_text": gemma3_text, "gpt_oss": gpt_oss,
+    "gpt_neox": gpt_neox, "gpt2": gpt2, "falcon": falcon, "bloom": bloom,
 }  # fmt: skip
 # Those that can be planned for, but not trained: modules with ARCHITECTURE and from_hf(config) -> ModelSpec.
 PLANNED: dict[str, ModuleType] = {
-    "bloom": bloom, "falcon": falcon, "gemma2": gemma2, "gemma3_text": gemma3_text, "gpt2": gpt2, "gpt_neox": gpt_neox,
-    "gpt_oss": gpt_oss, "phi3": phi3, "gemma3": gemma3,
+    "gemma3": gemma3,
 }  # fmt: skip
 FAMILIES = TRAINED | PLANNED
 
@@ -91,6 +91,10 @@ def check_trained(spec: ModelSpec) -> None:
     if spec.family not in TRAINED:
         raise ModelError(f"a {spec.family} model can be planned for but not trained: {ways}; plan it, or name a model "
                          f"of these families")  # fmt: skip
+    own = getattr(TRAINED[spec.family], "untrained", None)
+    if own is not None and own(spec):
+        raise ModelError(f"this {spec.family} model can be planned for but not trained: its {own(spec)} is not "
+                         f"computed; plan it only")  # fmt: skip
     parts = [spec, *(part for layer in spec.layer_kinds()[0] for part in _parts(layer))]
     for part in parts:
         unknown = _not_computed(part)

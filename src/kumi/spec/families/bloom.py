@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families.common import check_sizes, grouped_attention, model
+from kumi.spec.families.common import check_sizes, grouped, grouped_attention, model
 from kumi.spec.families.keys import Key, neutral, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.rules import QKV, Groups, Rename, Weights
@@ -68,6 +68,24 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     return model("bloom", values, layers, norm="layernorm", embedding_norm=True, weights=WEIGHTS,
                  norm_eps=float(values["layer_norm_epsilon"]),
                  max_position_embeddings=values["seq_length"])  # fmt: skip
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    same = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings", "bos_token_id", "pad_token_id")
+    return {name: getattr(spec, name) for name in same} | {
+        "architectures": [ARCHITECTURE],
+        "model_type": "bloom",
+        "n_layer": spec.num_hidden_layers,
+        "n_head": grouped(spec).num_attention_heads,
+        "seq_length": spec.max_position_embeddings,
+        "layer_norm_epsilon": spec.norm_eps,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cache": True,
+        "eos_token_id": list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id,
+    }
 
 
 def _one_spelling(values: Mapping[str, Any]) -> dict[str, Any]:

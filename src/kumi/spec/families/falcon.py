@@ -7,7 +7,8 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families import rope
-from kumi.spec.families.common import check_sizes, grouped_attention, model
+from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import Key, activation, neutral, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.rules import QKV, Groups, Rename, Rule, Weights
@@ -60,6 +61,34 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     layer = LayerSpec(attention, mlp, parallel=values["parallel_attn"], shared_norm=norms == 1)
     return model("falcon", values, [layer] * values["num_hidden_layers"], norm="layernorm", weights=_weights(norms),
                  norm_eps=float(values["layer_norm_epsilon"]))  # fmt: skip
+
+
+def untrained(spec: ModelSpec) -> str:
+    """What keeps `spec` from being trained; empty where nothing does."""
+    alibi = any(layer.attends is not None and getattr(layer.attends, "alibi", False) for layer in spec.layers)
+    return "alibi=True (whose bias Falcon scales with its scores, and rounds to bfloat16)" if alibi else ""
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`; the newer architecture where there are groups of key heads or two norms."""
+    attention, mlp, layer = grouped(spec), dense(spec), spec.layers[0]
+    heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads
+    new = layer.parallel and (kv_heads not in (1, heads) or not layer.shared_norm)
+    norms = {"num_ln_in_parallel_attn": 1 if layer.shared_norm else 2} if new else {}
+    left_out = ("rms_norm_eps", "num_key_value_heads", "intermediate_size", "head_dim", "hidden_act")
+    written = common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size)
+    return {name: value for name, value in written.items() if name not in left_out} | norms | {
+        "num_kv_heads": kv_heads,
+        "multi_query": kv_heads == 1,
+        "new_decoder_architecture": new,
+        "parallel_attn": layer.parallel,
+        "ffn_hidden_size": mlp.intermediate_size,
+        "activation": mlp.hidden_act,
+        "bias": mlp.bias,
+        "alibi": attention.alibi,
+        "layer_norm_epsilon": spec.norm_eps,
+        "hidden_dropout": 0.0,
+    }  # fmt: skip
 
 
 def _weights(norms: int) -> Weights:

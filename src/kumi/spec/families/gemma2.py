@@ -7,23 +7,37 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.spec.families import gemma
-from kumi.spec.families.common import check_layer_types, check_sizes, model, windowed
-from kumi.spec.families.keys import Key, read
+from kumi.spec.families.common import check_layer_types, check_sizes, windowed
+from kumi.spec.families.keys import Key, neutral, read
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "Gemma2ForCausalLM"
-KEYS = {**gemma.GEMMA_KEYS, "sliding_window": Key("integer", 4096), "sliding_window_size": Key("integer?", None)}
+BOTH_WAYS = "use_bidirectional_attention"
+KEYS = {
+    **gemma.GEMMA_KEYS,
+    "sliding_window": Key("integer", 4096),
+    "sliding_window_size": Key("integer?", None),
+    "attn_logit_softcapping": Key("number?", 50.0),
+    "final_logit_softcapping": Key("number?", 30.0),
+}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "gemma2" describes."""
     values = read("gemma2", config, KEYS)
     check_sizes(values)
+    neutral("gemma2", {**values, BOTH_WAYS: bool(values[BOTH_WAYS])}, use_bidirectional_attention=False)
     bias, types = values["attention_bias"], values["layer_types"]
     if types is not None:
         types = check_layer_types(values)
     slides = [not index % 2 if types is None else types[index] == "sliding_attention"
               for index in range(values["num_hidden_layers"])]  # fmt: skip
     windows = [values["sliding_window"] if slide else None for slide in slides]
-    layers = windowed("gemma2", values, windows, gemma.mlp("gemma2", values), qkv_bias=bias, out_bias=bias)
-    return model("gemma2", values, [replace(layer, post_norms=True) for layer in layers], weights=gemma.WEIGHTS)
+    layers = windowed("gemma2", values, windows, gemma.mlp("gemma2", values), qkv_bias=bias, out_bias=bias,
+                      **gemma.scores(values))  # fmt: skip
+    return gemma.model("gemma2", values, [replace(layer, post_norms=True) for layer in layers])
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    return gemma.to_hf(spec, ARCHITECTURE)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families import gemma, rope
-from kumi.spec.families.common import check_layer_types, check_sizes, grouped_attention, model
+from kumi.spec.families.common import check_layer_types, check_sizes, grouped_attention
 from kumi.spec.families.keys import Key, neutral, read
 from kumi.spec.model import LayerSpec, ModelSpec, Rope
 
@@ -30,12 +30,24 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     bias, mlp, ropes = values["attention_bias"], gemma.mlp("gemma3_text", values), _ropes(values)
     layer = {
         kind: LayerSpec(
-            grouped_attention(values, ropes[kind], qkv_bias=bias, out_bias=bias, qk_norm=True, sliding_window=window),
+            grouped_attention(values, ropes[kind], qkv_bias=bias, out_bias=bias, qk_norm=True, sliding_window=window,
+                              **gemma.scores(values)),
             mlp, post_norms=True,
         )
         for kind, window in (("sliding_attention", values["sliding_window"]), ("full_attention", None))
     }  # fmt: skip
-    return model("gemma3_text", values, [layer[kind] for kind in _types(values)], weights=gemma.WEIGHTS)
+    return gemma.model("gemma3_text", values, [layer[kind] for kind in _types(values)])
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`: the rotation of layers without a window, and the base of the others'."""
+    own: dict[str, Any] = {"use_bidirectional_attention": False}
+    turned = {layer.window is not None: layer.attends.rope for layer in spec.layers if layer.attends is not None}
+    if (whole := turned.get(False)) is not None:
+        own |= rope.to_hf(whole)
+    if (local := turned.get(True)) is not None:
+        own |= {"rope_local_base_freq": local.rope_theta}
+    return gemma.to_hf(spec, ARCHITECTURE) | own
 
 
 def _types(values: Mapping[str, Any]) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from kumi.spec.families.common import check_sizes, grouped_attention, model
+from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
 from kumi.spec.families.keys import Key, activation, neutral, read
-from kumi.spec.model import MLP, LayerSpec, ModelSpec
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 from kumi.spec.rules import QKV, Rename, Rows, Weights
 
 ARCHITECTURE = "GPT2LMHeadModel"
@@ -66,9 +67,48 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     neutral("gpt2", values, reorder_and_upcast_attn=False)
     hidden, heads = values["n_embd"], values["n_head"]
     same = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads}
-    attention = grouped_attention(same, None, qkv_bias=True, out_bias=True)
+    attention = grouped_attention(same, None, qkv_bias=True, out_bias=True, **({} if values["scale_attn_weights"] else
+                                                                               {"score_scale": 1.0}))  # fmt: skip
     act = activation("gpt2", "activation_function", values["activation_function"])
     layer = LayerSpec(attention, MLP(values["n_inner"] or 4 * hidden, True, act, gated=False))
-    return model("gpt2", values | same, [layer] * values["n_layer"], norm="layernorm", weights=WEIGHTS,
+    layers = [_scaled(layer, index + 1) if values["scale_attn_by_inverse_layer_idx"] else layer
+              for index in range(values["n_layer"])]  # fmt: skip
+    return model("gpt2", values | same, layers, norm="layernorm", weights=WEIGHTS,
                  norm_eps=float(values["layer_norm_epsilon"]), max_position_embeddings=values["n_positions"],
                  learned_positions=values["n_positions"])  # fmt: skip
+
+
+def _scaled(layer: LayerSpec, number: int) -> LayerSpec:
+    """`layer`, its scores divided by the number of the layer, which counts from 1."""
+    assert isinstance(layer.attention, Attention)
+    scale = layer.attention.head_dim**-0.5 if layer.attention.score_scale is None else layer.attention.score_scale
+    return replace(layer, attention=replace(layer.attention, score_scale=scale / number))
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    attention, mlp = grouped(spec), dense(spec)
+    scales = [layer.attention.score_scale for layer in spec.layers if isinstance(layer.attention, Attention)]
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "gpt2",
+        "vocab_size": spec.vocab_size,
+        "n_embd": spec.hidden_size,
+        "n_layer": spec.num_hidden_layers,
+        "n_head": attention.num_attention_heads,
+        "n_inner": mlp.intermediate_size,
+        "n_positions": spec.learned_positions,
+        "activation_function": mlp.hidden_act,
+        "layer_norm_epsilon": spec.norm_eps,
+        "initializer_range": spec.initializer_range,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "scale_attn_weights": scales[0] != 1.0,
+        "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "use_cache": True,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": list(spec.eos_token_id) if isinstance(spec.eos_token_id, tuple) else spec.eos_token_id,
+        "pad_token_id": spec.pad_token_id,
+    }

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families import rope
-from kumi.spec.families.common import check_sizes, grouped_attention, model
+from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, Key, activation, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.rules import QKV, Groups, Rename, Weights
@@ -57,3 +58,18 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     layer = LayerSpec(attention, mlp, parallel=values["use_parallel_residual"])
     return model("gpt_neox", values, [layer] * values["num_hidden_layers"], norm="layernorm", weights=WEIGHTS,
                  norm_eps=float(values["layer_norm_eps"]))  # fmt: skip
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    attention, mlp, turned = grouped(spec), dense(spec), grouped(spec).rope
+    left_out = ("rms_norm_eps", "num_key_value_heads", "head_dim", "rope_theta")
+    written = common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size)
+    return {name: value for name, value in written.items() if name not in left_out} | {
+        "layer_norm_eps": spec.norm_eps,
+        "rotary_pct": 1.0 if turned is None else turned.partial_rotary_factor,
+        "rotary_emb_base": None if turned is None else turned.rope_theta,
+        "use_parallel_residual": spec.layers[0].parallel,
+        "attention_bias": attention.qkv_bias,
+        "hidden_dropout": 0.0,
+    }

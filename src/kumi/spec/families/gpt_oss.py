@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families.common import check_layer_types, check_sizes, model, windowed
-from kumi.spec.families.experts import COUNT, check_experts, count
+from kumi.errors import ModelError
+from kumi.spec.families import windows
+from kumi.spec.families.common import check_layer_types, check_sizes, grouped, model, windowed
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.experts import COUNT, check_experts, count, routed
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.rules import Pairs, Rename, Weights
@@ -25,9 +28,8 @@ KEYS = {
     "experts_per_token": Key("integer?", None),
     "initial_context_length": Key("integer?", None),
     "rms_norm_eps": Key("number", 1e-5),
-    # Element-wise, and therefore without weight in a plan.
-    "swiglu_limit": Key("number?", None),
-    "swiglu_alpha": Key("number?", None),
+    "swiglu_limit": Key("number", 7.0),
+    "swiglu_alpha": Key("number", 1.702),
     # How the published weights are stored.
     "quantization_config": Key("table?", None),
 }
@@ -44,10 +46,31 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "gpt_oss" describes."""
     values = read("gpt_oss", config, KEYS)
     check_sizes(values)
-    moe = MoE(count("gpt_oss", values), values["num_experts_per_tok"], values["intermediate_size"], bias=True)
+    for name in ("swiglu_limit", "swiglu_alpha"):
+        if values[name] <= 0:
+            raise ModelError(f"config.json: {name}={values[name]} of a gpt_oss model must be above 0; correct it")
+    # Softmax over the chosen experts' scores is softmax over all of them, divided by its sum over the chosen. The
+    # weight that configs give the auxiliary loss is not taken over: 0.9 would count for more than the loss itself.
+    moe = MoE(count("gpt_oss", values), values["num_experts_per_tok"], values["intermediate_size"], bias=True,
+              act_limit=float(values["swiglu_limit"]), act_alpha=float(values["swiglu_alpha"]))  # fmt: skip
     bias = values["attention_bias"]
     layers = windowed("gpt_oss", values, _windows(values), check_experts(moe), qkv_bias=bias, out_bias=bias, sinks=True)
     return model("gpt_oss", values, layers, weights=WEIGHTS)
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    moe = routed(spec)
+    return common_to_hf(spec, ARCHITECTURE, moe.moe_intermediate_size) | {
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "experts_per_token": moe.num_experts_per_tok,
+        "attention_bias": grouped(spec).qkv_bias,
+        "sliding_window": windows.width(spec) or 128,
+        "layer_types": windows.kinds(spec),
+        "swiglu_limit": moe.act_limit,
+        "swiglu_alpha": moe.act_alpha,
+    }
 
 
 def _windows(values: Mapping[str, Any]) -> list[int | None]:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kumi.errors import ModelError
 from kumi.spec.families import rope
-from kumi.spec.families.common import check_sizes, grouped_attention, model
+from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, Key, read
-from kumi.spec.model import MLP, LayerSpec, ModelSpec
+from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 from kumi.spec.rules import QKV, Rows, Weights
 
 ARCHITECTURE = "Phi3ForCausalLM"
@@ -36,8 +38,42 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "phi3" describes; `attention_bias` is not read by its modules."""
     values = read("phi3", config, KEYS)
     check_sizes(values)
+    values |= {key: _with_original(values[key], values) for key in ("rope_scaling", "rope_parameters")}
     embedding = rope.partial_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
     attention = grouped_attention(values, embedding)
+    _check_factors(attention)
     layer = LayerSpec(replace(attention, sliding_window=values["sliding_window"]),
                       MLP(values["intermediate_size"]))  # fmt: skip
     return model("phi3", values, [layer] * values["num_hidden_layers"], weights=WEIGHTS)
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`. transformers 4 wants nothing in the table of longrope but the factors and its kind."""
+    attention = grouped(spec)
+    own: dict[str, Any] = {"sliding_window": attention.sliding_window, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    turned = attention.rope
+    if turned is not None:
+        own["partial_rotary_factor"] = turned.partial_rotary_factor
+    if turned is not None and turned.scaling == "longrope":
+        table = rope.to_hf(turned)["rope_scaling"]
+        factors = {name: table[name] for name in ("short_factor", "long_factor")}
+        own |= {"original_max_position_embeddings": turned.original_max_position_embeddings,
+                "rope_scaling": {"type": "longrope", **factors}}  # fmt: skip
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own
+
+
+def _with_original(table: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The rotary table with the original context, which stands beside it."""
+    if table is None or (table.get("rope_type") or table.get("type")) != "longrope":
+        return None if table is None else dict(table)
+    return {"original_max_position_embeddings": values["original_max_position_embeddings"], **table}
+
+
+def _check_factors(attention: Attention) -> None:
+    turned, pairs = attention.rope, attention.rotary_dim // 2
+    if turned is None or turned.short_factor is None or turned.long_factor is None:
+        return
+    for name, one in (("short_factor", turned.short_factor), ("long_factor", turned.long_factor)):
+        if len(one) != pairs:
+            raise ModelError(f"config.json: {name} of a phi3 model has {len(one)} numbers for {pairs} pairs of turned "
+                             f"dimensions; give one for each")  # fmt: skip

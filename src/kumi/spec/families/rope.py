@@ -33,7 +33,18 @@ _LLAMA3 = {
     "high_freq_factor": Key("number"),
     _ORIGINAL: Key("integer"),
 }
-SCALINGS: dict[str, dict[str, Key]] = {"default": {}, "linear": _FACTOR, "llama3": _LLAMA3, "yarn": _YARN}
+_LONGROPE = {
+    "factor": Key("number?", None),
+    _ORIGINAL: Key("integer?", None),
+    "attention_factor": Key("number?", None),
+    "short_factor": Key("list"),
+    "long_factor": Key("list"),
+}
+SCALINGS: dict[str, dict[str, Key]] = {
+    "default": {}, "linear": _FACTOR, "llama3": _LLAMA3, "yarn": _YARN, "longrope": _LONGROPE,
+}  # fmt: skip
+# Whose readers see to it that there are as many factors as pairs.
+LONGROPE_FAMILIES = ("phi3",)
 
 # What transformers assumes where a config names no base.
 DEFAULT_THETA = 10_000.0
@@ -91,7 +102,7 @@ def to_hf(rope: Rope) -> dict[str, Any]:
         return {"rope_theta": rope.rope_theta, "rope_scaling": None}
     table = {"rope_type": rope.scaling, "factor": rope.factor}
     fields = [name for name in SCALINGS[rope.scaling] if hasattr(rope, name) and name != "factor"]
-    values = {name: getattr(rope, name) for name in fields}
+    values = {name: list(value) if isinstance(value := getattr(rope, name), tuple) else value for name in fields}
     return {"rope_theta": rope.rope_theta, "rope_scaling": table | {k: v for k, v in values.items() if v is not None}}
 
 
@@ -100,8 +111,10 @@ def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: in
     if kind == "dynamic":
         raise ModelError("config.json: rope type 'dynamic' changes with the length of the input, which training cannot "
                          "follow; up to max_position_embeddings it equals no scaling: remove it")  # fmt: skip
-    if kind not in SCALINGS:
-        raise ModelError(f"config.json: rope type {kind!r} is not supported; kumi knows {', '.join(SCALINGS)}")
+    known = [one for one in SCALINGS if one != "longrope" or family in LONGROPE_FAMILIES]
+    if kind not in known:
+        raise ModelError(f"config.json: rope type {kind!r} of a {family} model is not supported; kumi knows "
+                         f"{', '.join(known)}")  # fmt: skip
     # partial_rotary_factor may stand in the table, too: `read` accepts its neutral value.
     values = read(f"{family} (rope type {kind})", table, _BASE | SCALINGS[kind])
     _check_positive({**values, "rope_theta": values["rope_theta"] if theta is None else theta})
@@ -113,7 +126,24 @@ def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: in
     if kind == "llama3":
         return Rope(base, "llama3", float(values["factor"]), values[_ORIGINAL],
                     float(values["low_freq_factor"]), float(values["high_freq_factor"]))  # fmt: skip
-    return _yarn(base, values, limit)
+    return (_longrope if kind == "longrope" else _yarn)(base, values, limit)
+
+
+def _longrope(base: float, values: Mapping[str, Any], limit: int) -> Rope:
+    """LongRoPE, whose softmax temperature grows with the root of 1 + log(factor) / log(original context)."""
+    original = values[_ORIGINAL] or limit
+    factor = float(values["factor"] or limit / original)
+    factors = []
+    for name in ("short_factor", "long_factor"):
+        one = values[name]
+        if not one or not all(type(value) in (int, float) and 0 < value < math.inf for value in one):
+            raise ModelError(f"config.json: {name}={one!r} of the rotary embedding must be numbers above 0; correct it")
+        factors.append(tuple(float(value) for value in one))
+    attention = values["attention_factor"]
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return Rope(base, "longrope", factor, original, attention_factor=float(attention), short_factor=factors[0],
+                long_factor=factors[1])  # fmt: skip
 
 
 def _check_positive(values: Mapping[str, Any]) -> None:
