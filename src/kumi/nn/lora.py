@@ -86,7 +86,8 @@ class LoraLinear(Linear):
 
     def complete(self, product: Tensor, reduced: Tensor) -> Tensor:
         """What the layer gives, from W x (.., out) and A x (.., r)."""
-        out = F.linear(reduced, self.lora_B.weight.to(product.dtype)).mul_(self.lora.scale).add_(product)
+        # Not in place: selective recomputation keeps what products return.
+        out = torch.add(product, F.linear(reduced, self.lora_B.weight.to(product.dtype)), alpha=self.lora.scale)
         if self.lora_magnitude_vector is not None:
             out = out * (self.lora_magnitude_vector / self.row_norms()).to(out.dtype)
         if self.bias is not None and self.adds_bias:

@@ -7,6 +7,7 @@ axes (tensor, expert, context, pipeline) comes before recompute.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from kumi.nn.moe import leave_uncompiled
 from kumi.parallel import context, data, expert, tensor, tiles
 from kumi.parallel.float8 import multiply_in_float8
 from kumi.parallel.kept import keep_on_host
+from kumi.parallel.lora import add_adapters, connect, fill_adapted, hold_moments
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.overlap import overlap
 from kumi.parallel.recompute import recompute_layers
@@ -29,20 +31,23 @@ from kumi.spec.precision import Precision
 
 def build(
     spec: ModelSpec, mesh: Mesh, precision: Precision, *, weights: int | Reader, compile: bool = False,
-    comm: Comm = PLAIN,
+    comm: Comm = PLAIN, adapters: int | Reader = 0,
 ) -> nn.Module:  # fmt: skip
     """The decoder of `spec` on `mesh`, called like `kumi.nn.Decoder`; a rank holds its own part of it only.
 
     `weights` is a seed, from which every layout draws the same values, or a function that reads one part of a tensor,
     `weights("model/<parameter>", start, shape)`. Nothing is communicated, so ranks need not keep step here.
     `compile` compiles each layer by itself: equal layers share what was compiled.
-    `comm` says how gradients and parameters travel.
+    `comm` says how gradients and parameters travel. Where `spec` has adapters, `weights` are those of the frozen model,
+    and `adapters` is the like for them.
     """
     model = assemble(spec, mesh, precision, compile=compile, comm=comm)
     _give_memory(model, mesh)
     tensor.clear_padding(model, mesh)
     pieces = model_pieces(model, mesh)
-    if isinstance(weights, int):
+    if spec.lora is not None:
+        fill_adapted(pieces, spec, weights, adapters)
+    elif isinstance(weights, int):
         draw(pieces, spec, weights)
     else:
         fill(pieces, weights)
@@ -101,7 +106,9 @@ def _prepare(
     `recomputed` are."""
     decoder.compute_dtype = getattr(torch, precision.compute)
     decoder.reduce_dtype = getattr(torch, precision.reduce)
+    add_adapters(decoder, mesh, precision)
     tensor.cut(decoder, mesh)
+    connect(decoder, mesh)
     if comm.async_tp:
         overlap(decoder, mesh)
     expert.deal(decoder, mesh)
@@ -115,7 +122,8 @@ def _prepare(
         for layer in linears(decoder):
             layer.splits = True
     layers = list(decoder.model.layers.values())
-    recompute_layers([layer for layer in layers if layer in recomputed], mesh.layout.recompute)
+    again = [layer for layer in layers if layer in recomputed]
+    hold_moments(decoder, again, partial(recompute_layers, again, mesh.layout.recompute))
     if mesh.layout.offload == "activations":
         keep_on_host(layers, mesh.device)
     if compile:

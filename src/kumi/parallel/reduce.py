@@ -36,7 +36,7 @@ def complete(model: nn.Module, mesh: Mesh) -> None:
     bare = getattr(model, "module", model)
     if mesh.layout.zero == 0 or "expert_dp" not in mesh.groups:
         _sum_copies(bare, mesh)
-    if isinstance(bare, Stages) and bare.ties is not None:
+    if isinstance(bare, Stages) and bare.ties is not None and bare.spec.lora is None:
         table = dict(bare.named_parameters())[EMBEDDING]
         assert table.grad is not None
         sum_over([local(table.grad)], bare.ties)

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.decoder import Decoder, Embedding
 from kumi.nn.linear import Linear, add_gradients
+from kumi.nn.lora import LoraLinear, complete_all
 from kumi.nn.norm import RMSNorm
 from kumi.nn.region import Region
 from kumi.parallel.collectives import (
@@ -85,7 +86,7 @@ def _cut_parameters(decoder: Decoder, layout: Layout) -> None:
         if shape != tuple(parameter.shape):
             path, _, leaf = name.rpartition(".")
             made = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-            decoder.get_submodule(path).register_parameter(leaf, nn.Parameter(made))
+            decoder.get_submodule(path).register_parameter(leaf, nn.Parameter(made, parameter.requires_grad))
 
 
 def _regions(decoder: Decoder) -> Iterator[tuple[Any, Linear]]:
@@ -152,15 +153,22 @@ class SharedRegion(Region):
             x = fan_out(x, self.group)
             return tuple(layer(x) for layer in layers)
         weights = [layer.weight.to(x.dtype) for layer in layers]
-        biases = [None if layer.bias is None else layer.bias.to(x.dtype) for layer in layers]
+        adapted = [layer for layer in layers if isinstance(layer, LoraLinear)]
+        # Layers with adapters add their biases themselves.
+        own = [None if layer in adapted else layer.bias for layer in layers]
+        biases = [None if bias is None else bias.to(x.dtype) for bias in own]
         made: tuple[Tensor, ...] = _GatheredLinears.apply(x, self.group, layers, *weights, *biases)  # type: ignore[no-untyped-call]
-        return made
+        if not adapted:
+            return made
+        # Of what adapters make of the input, each rank has its own tokens': little enough to gather besides.
+        reduced = gather(torch.cat([layer.reduced(x) for layer in adapted], dim=-1), self.group)
+        return complete_all(made, layers, torch.split(reduced, [layer.lora.r for layer in adapted], -1))
 
     def share(self, x: Tensor) -> Tensor:
         return gather(x, self.group) if self.sequence_parallel else fan_out(x, self.group)
 
     def leave(self, x: Tensor, layer: Linear) -> Tensor:
-        if self.selective:
+        if self.selective and not isinstance(layer, LoraLinear):
             weight = layer.weight.to(x.dtype)
             out: Tensor = _SummedLinear.apply(x, weight, layer, self.group, self.sequence_parallel)  # type: ignore[no-untyped-call]
         else:
@@ -176,8 +184,8 @@ class _SummedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, layer: Linear, group: dist.ProcessGroup, divide: bool
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.group, ctx.divide = layer, group, divide
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.layer, ctx.group, ctx.divide, ctx.shape = layer, group, divide, x.shape
         out: Tensor = SUMMED_LINEAR(x, weight, divide, group.size(), group.group_name)
         return out
 
@@ -185,7 +193,9 @@ class _SummedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = (gathered(grad, ctx.group) if ctx.divide else grad).flatten(0, -2)
-        of_x = (grad @ weight).view(x.shape)
+        of_x = (grad @ weight).view(ctx.shape)
+        if x is None:  # the weight is frozen
+            return of_x, None, None, None, None
         if ctx.layer.later is not None:
             ctx.layer.later.append(partial(add_gradients, ctx.layer.weight, None, x.flatten(0, -2), grad))
             return of_x, None, None, None, None
@@ -202,7 +212,7 @@ class _GatheredLinears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(layers)
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *weights)
         ctx.group, ctx.layers = group, layers
         return tuple(LINEARS(x, list(weights), list(biases), group.size(), group.group_name))
 
@@ -213,6 +223,8 @@ class _GatheredLinears(torch.autograd.Function):
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             of_whole.addmm_(grad, weight)
         of_x = scattered(of_whole, ctx.group)
+        if x is None:  # the weights are frozen
+            return (of_x, *[None] * (2 + 2 * len(weights)))
         later = ctx.layers[0].later
         if later is not None:
             pairs = [(layer.weight, layer.bias) for layer in ctx.layers]

@@ -61,7 +61,7 @@ FAMILIES = TRAINED | PLANNED
 # The fields that the trainer reads; a model in which another one has been set is not a model that it computes.
 _COMPUTED = {
     ModelSpec: "family vocab_size hidden_size layers norm_eps max_position_embeddings tie_word_embeddings "
-               "initializer_range bos_token_id eos_token_id pad_token_id notes weights norm norm_bias "
+               "initializer_range bos_token_id eos_token_id pad_token_id notes weights lora norm norm_bias "
                "zero_centered_norm learned_positions embedding_norm embedding_scale residual_scale logit_scale "
                "logit_softcap carried_config",
     LayerSpec: "attention mlp parallel shared_norm post_norms pre_norms",
