@@ -1,0 +1,121 @@
+"""Adapters are trained in every layout as in one process: loss, gradient norm, gradients, and adapters after three
+steps; and nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from kumi.nn import init
+from kumi.parallel import bare, build, clip_gradients, init_adamw, model_pieces
+from kumi.parallel.grads import by_name
+from kumi.parallel.lora import begin_step
+from kumi.parallel.state import optimizer_pieces, pieces_of
+from kumi.spec.adapters import is_adapter
+from kumi.spec.layout import Layout
+from kumi.spec.lora import Lora
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
+from steps import SPECS, Part, forward_backward, mesh_of
+
+TOLERANCE = 1e-10
+SOME = Lora(r=3, alpha=5.0, targets=("q_proj", "v_proj", "down_proj"))
+LORAS = {
+    "lora": SOME,
+    "dora": replace(SOME, targets=("all-linear",), use_dora=True, use_rslora=True),
+    "drop": replace(SOME, dropout=0.3),
+    # What tp divides has no adapter here, and the first matrix of all has none.
+    "rows": replace(SOME, targets=("o_proj", "up_proj")),
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    losses: list[float]
+    norms: list[float]
+    grads: list[Part]
+    params: list[Part]
+    trained: set[str]
+
+
+def _read(spec, name, start, shape):
+    """Adapters that are not zero, so that the first gradients of all are not."""
+    param = replace(by_name(spec)[name.removeprefix("model/")], init="normal 0.1")
+    out = torch.empty(shape)
+    init.fill(out, param, start, std=1.0, seed=11)
+    return out
+
+
+def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str = "fp64") -> Trace:
+    mesh = mesh_of(layout)
+    spec = replace(SPECS[family], lora=LORAS[lora])
+    adapters = lambda name, start, shape: _read(spec, name, start, shape)  # noqa: E731
+    model = build(spec, mesh, PRECISIONS[kind], weights=7, adapters=adapters)
+    known, named = by_name(spec), list(bare(model).named_parameters())
+    optimizer = init_adamw(named, Optim(lr=1e-2))
+    losses, norms = [], []
+    dtype = getattr(torch, PRECISIONS[kind].param)
+    for step in range(3):
+        begin_step(bare(model), 5, step)
+        losses.append(forward_backward(model, mesh, step, microbatches, dtype=dtype))
+        norms.append(clip_gradients(model, 0.5, mesh).item())
+        grads = [piece for name, value in named if value.grad is not None
+                 for piece in pieces_of(name, known[name], value.grad, mesh)]  # fmt: skip
+        grads = [Part(one.name, one.start, one.data.numpy().copy()) for one in grads]
+        optimizer.step()
+        optimizer.zero_grad()
+    params = [Part(one.name.removeprefix("model/"), one.start, one.data.double().numpy().copy())
+              for one in model_pieces(model, mesh)]  # fmt: skip
+    return Trace(losses, norms, grads, params, {one.name for one in optimizer_pieces(bare(model), optimizer, mesh)})
+
+
+@cache
+def alone(run, family: str, lora: str) -> Trace:
+    return run(1, train, Layout(), family, lora, 1)[0]
+
+
+def close(part: Part, whole: Part) -> bool:
+    sizes = zip(part.start, part.values.shape, strict=True)
+    wanted = whole.values[tuple(slice(first, first + size) for first, size in sizes)]
+    return bool(np.all(np.abs(part.values - wanted) <= TOLERANCE * np.abs(whole.values).max()))
+
+
+def equal(trace: Trace, wanted: Trace) -> None:
+    assert trace.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
+    assert trace.norms == pytest.approx(wanted.norms, rel=TOLERANCE)
+    for mine, whole in ((trace.grads, wanted.grads), (trace.params, wanted.params)):
+        known = {part.name: part for part in whole}
+        assert [part.name for part in mine if not close(part, known[part.name])] == []
+    assert all(is_adapter(part.name) for part in trace.grads)
+    assert trace.grads
+
+
+TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
+CASES = [
+    (Layout(dp_replicate=2), "llama", "lora"), (Layout(dp_shard=2, zero=1), "qwen", "dora"),
+    (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora"), (TP, "qwen", "lora"), (SP, "qwen", "dora"),
+    (replace(TP, recompute="selective"), "llama", "dora"), (replace(SP, recompute="selective"), "llama", "rows"),
+    (replace(SP, recompute="full"), "latent", "dora"), (TP, "llama", "rows"), (Layout(pp=2), "qwen", "lora"),
+    (Layout(pp=2, schedule="zb-h1"), "llama", "rows"), (Layout(cp=2), "llama", "lora"),
+    (Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True), "llama", "dora"),
+    (Layout(dp_shard=2, tp=2, ep=2, zero=1, sequence_parallel=True), "moe", "dora"),
+    (Layout(tp=4), "llama", "dora"), (Layout(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1"), "llama", "dora"),
+]  # fmt: skip
+
+
+def _name(case) -> str:
+    layout, family, lora = case
+    changed = [f"{key}{value}" for key, value in vars(layout).items() if value != getattr(Layout(), key)]
+    return "-".join([*changed, family, lora])
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_layout_equals_one_process(ranks, case):
+    layout, family, lora = case
+    wanted = alone(ranks, family, lora)
+    for trace in ranks(layout.world_size, train, layout, family, lora, 3 if layout.pp == 1 else 6):
+        equal(trace, wanted)
