@@ -27,7 +27,7 @@ from kumi.parallel.grads import by_name, local
 from kumi.parallel.optimizer import AdamW
 from kumi.parallel.state import pieces_of
 from kumi.spec.layout import Layout
-from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
+from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.storage.checkpoint import Piece
@@ -62,6 +62,15 @@ def _latent_spec() -> ModelSpec:
     return ModelSpec("deepseek_v3", VOCAB, 16, layers, 1e-5, 128)
 
 
+def _hybrid_spec() -> ModelSpec:
+    """Every layer one of a Mamba mixer, attention, a dense layer and experts, none of them gated."""
+    mamba = Mamba(num_heads=4, head_dim=6, state_size=5, n_groups=2, conv_kernel=4, chunk_size=5, bias=True)
+    moe = MoE(8, 2, 12, 20, scoring_func="sigmoid", topk_method="noaux_tc", hidden_act="relu2", gated=False)
+    halves = [(mamba, None), (None, MLP(36, hidden_act="relu2", gated=False)), (Attention(4, 2, 6, None), None),
+              (None, moe), (mamba, None)]  # fmt: skip
+    return ModelSpec("nemotron_h", VOCAB, 16, tuple(LayerSpec(*both) for both in halves), 1e-5, 128)
+
+
 # Grouped-query attention in all. A q_norm has 6 elements: on 4 ranks the last one holds none of them. The deep ones
 # have layers enough for eight stages.
 SPECS = {
@@ -72,6 +81,7 @@ SPECS = {
     "moe": _moe_spec(),
     "latent": _latent_spec(),
     "sinks": _sinks_spec(),
+    "hybrid": _hybrid_spec(),
 }
 
 

@@ -18,6 +18,8 @@ from kumi.spec.op import Param
 
 # Elements of a block; a change would change every model started from a seed.
 _BLOCK = 2**18
+# The first steps of a Mamba mixer's heads, at least and at most.
+_STEPS = 0.001, 0.1
 
 
 def init_weights(module: nn.Module, spec: ModelSpec, seed: int) -> None:
@@ -32,13 +34,13 @@ def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed:
     """Fill `out`, the part of `param` from the indices `start` on: with ones or zeros, or from normal(0, std).
 
     Adapters have inits of their own: "kaiming" (uniform, up to 1 / sqrt(columns), as He et al., 2015, arXiv:1502.01852,
-    with the slope that PyTorch gives new linear layers), and "normal" with its own std.
+    with the slope that PyTorch gives new linear layers), and "normal" with its own std. So have Mamba mixers (Dao and
+    Gu's code): "log_index", the logarithms of 1, 2, ..., and "step", of which softplus makes 0.001 to 0.1.
     """
     kind, _, own = param.init.partition(" ")
     if kind in ("ones", "zeros"):
         out.fill_(1.0 if kind == "ones" else 0.0)
         return
-    assert kind in ("normal", "kaiming"), f"{param.name} starts from {param.init!r}"
     std = float(own or std)
     columns = tuple(slice(first, first + size) for first, size in zip(start[1:], out.shape[1:], strict=True))
     height = max(1, _BLOCK // max(1, prod(param.shape[1:])))
@@ -48,7 +50,13 @@ def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed:
         generator, shape = _generator(seed, param.name, block), (last - first, *param.shape[1:])
         if kind == "normal":
             values = torch.randn(shape, generator=generator) * std
+        elif kind == "log_index":
+            values = torch.arange(first + 1, last + 1).log()
+        elif kind == "step":
+            steps = _STEPS[0] * (_STEPS[1] / _STEPS[0]) ** torch.rand(shape, generator=generator)
+            values = steps + (-torch.expm1(-steps)).log()  # what softplus makes the steps of
         else:
+            assert kind == "kaiming", f"{param.name} starts from {param.init!r}"
             values = (torch.rand(shape, generator=generator) * 2 - 1) / sqrt(param.shape[-1])
         begin, end = max(first, start[0]), min(last, stop)
         out[begin - start[0] : end - start[0]].copy_(values[(slice(begin - first, end - first), *columns)])

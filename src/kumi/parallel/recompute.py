@@ -21,6 +21,7 @@ from kumi.compat import VARLEN_ATTENTION
 from kumi.nn.blockwise import OPERATOR as BLOCK_ATTENTION
 from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
 from kumi.nn.grouped import TIMES as GROUPED_PRODUCTS
+from kumi.nn.scan import SCAN
 from kumi.parallel.collectives import SCATTER, SUM
 from kumi.parallel.expert import COUNTS as EXCHANGED_COUNTS
 from kumi.parallel.expert import ROWS as EXCHANGED_ROWS
@@ -37,6 +38,7 @@ KEPT = (
     _aten.addmm.default,
     _aten.bmm.default,
     GROUPED_PRODUCTS,
+    SCAN,
     PACKED_ATTENTION,
     BLOCK_ATTENTION,
     RING_ATTENTION,
