@@ -51,7 +51,11 @@ def by_the_formula(q, k, v, ids, window, sinks, scores):
                 found = (k[row, seen, head // group] @ q[row, place, head]) * scale
                 if scores.softcap is not None:
                     found = scores.softcap * torch.tanh(found / scores.softcap)
-                if scores.slopes is not None:
+                if scores.stepped:
+                    first = 0 if ids is None else int((ids[row] == ids[row, place]).nonzero()[0])
+                    steps = torch.tensor(scores.slopes[head]).bfloat16() * (torch.tensor(seen) - first).bfloat16()
+                    found = found + steps.to(found.dtype) * scale
+                elif scores.slopes is not None:
                     found = found - scores.slopes[head] * (place - torch.tensor(seen, dtype=found.dtype))
                 if sinks is not None:
                     found = torch.cat([found, sinks[head].view(1)])
@@ -67,6 +71,7 @@ KINDS = {
     "scale": lambda heads: Scores(0.31),
     "softcap": lambda heads: Scores(None, 1.3),
     "alibi": lambda heads: Scores(None, None, slopes(heads)),
+    "alibi in steps": lambda heads: Scores(0.31, None, slopes(heads), True),
     "all": lambda heads: Scores(0.5, 2.0, slopes(heads)),
 }
 
@@ -143,7 +148,7 @@ def test_the_operators_are_well_formed():
     qkv, _ = inputs(4, 2, dtype=torch.float32)
     sinks = torch.randn(4, requires_grad=True)
     for operator in (cpu_attention.OPERATOR, blockwise.OPERATOR):
-        torch.library.opcheck(operator, (*qkv, [0, 4, 11, 22], 3, None, None, 1.5, slopes(4)))
+        torch.library.opcheck(operator, (*qkv, [0, 4, 11, 22], 3, None, None, 1.5, slopes(4), True))
         torch.library.opcheck(operator, (*qkv, [0, 4, 11, 22], 0, sinks, 0.3, None, None))
 
 

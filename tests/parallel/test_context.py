@@ -82,6 +82,7 @@ SCORES = {
     "scale": (Scores(0.31), None, ()),
     "softcap": (Scores(None, 1.3), 5, ()),
     "alibi": (Scores(None, None, SLOPES), None, ()),
+    "alibi in steps": (Scores(0.31, None, SLOPES, True), 7, ()),
     "alibi, window, sinks": (Scores(None, None, SLOPES), 7, (-2.0, 3.0)),
     "all": (Scores(0.5, 2.0, SLOPES), 5, (-2.0, 3.0)),
 }

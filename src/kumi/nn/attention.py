@@ -17,7 +17,7 @@ from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
 from kumi.nn.region import WHOLE
 from kumi.nn.scores import PLAIN, Scores, alibi_slopes
-from kumi.nn.where import Segments, Where, rotary
+from kumi.nn.where import Segments, Where, positions, rotary
 from kumi.spec import model
 
 
@@ -61,7 +61,8 @@ class Attention(nn.Module):
     def scores(self) -> Scores:
         """What becomes of the scores of the heads that this device has."""
         slopes = alibi_slopes(self.spec.num_attention_heads) if self.spec.alibi else None
-        return Scores(self.spec.score_scale, self.spec.softcap, slopes).part(*self.region.place)
+        whole = Scores(self.spec.score_scale, self.spec.softcap, slopes, self.spec.alibi_stepped)
+        return whole.part(*self.region.place)
 
 
 def attend(
@@ -118,10 +119,12 @@ def _by_all_scores(
     found = torch.einsum("bshe,bthe->bhst", q.to(wide(q.dtype)), k.to(wide(q.dtype))) * scores.factor(q.shape[3])
     if scores.softcap is not None:
         found = torch.tanh(found / scores.softcap) * scores.softcap
-    tilt = scores.tilt(found.shape[1], found)
+    tilt = scores.tilt(found, found.shape[1], q.shape[3])
     if tilt is not None:
-        place = torch.arange(q.shape[1], device=q.device)
-        found = found - tilt * (place[:, None] - place)
+        places = positions(q[..., 0, 0], document_ids) if tilt.stepped else torch.arange(q.shape[1], device=q.device)
+        found = found + torch.stack([tilt.of_keys(row, 0) for row in places.expand(len(q), -1)])[:, :, 0, None]
+        excess = tilt.of_queries(q.shape[1])
+        found = found if excess is None else found - excess[:, 0, :, None]
     found = found.masked_fill(~visible(document_ids, q.shape[1], window, q.device), -torch.inf)
     if sinks is not None:
         column = sinks.to(found.dtype)[None, :, None, None].expand(*found.shape[:3], 1)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kumi.nn.dtypes import wide
-from kumi.nn.scores import Scores, uncapped
+from kumi.nn.scores import Scores, Tilt, uncapped
 
 # Queries of a block, by device, and keys that its first key is rounded down to; see `kumi.nn.cpu_attention`.
 BLOCK = {"cpu": 128, "cuda": 512}
@@ -56,13 +56,13 @@ class Part(NamedTuple):
     """Keys and values at hand, as the products of one direction take them: `keys` (B, K, E, M), multiplied by
     `Scores.key_factor`, in the dtype of scores, and in their own dtype `plain_keys` (B, K, M, E) and `values`
     (B, K, M, E'), which the backward pass has as (B, K, E', M). `scores` says what becomes of products; with slopes
-    `tilt` (K, G, 1) are these, and `places` (M,) the positions of the keys in their rows."""
+    `tilt` and the `places` (B, M) of the keys, as it wants them, say what these add."""
 
     keys: Tensor
     plain_keys: Tensor
     values: Tensor
     scores: Scores
-    tilt: Tensor | None
+    tilt: Tilt | None
     places: Tensor
 
 
@@ -77,13 +77,18 @@ def join(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def arranged(k: Tensor, v: Tensor, places: Tensor, scores: Scores, *, backward: bool) -> Part:
-    """Keys `k` (B, M, K, E), at the positions `places` (M,) of their rows, and values `v` (B, M, K, E') as a part for
-    the pass forward or `backward`."""
+def arranged(
+    k: Tensor, v: Tensor, positions: Tensor, bounds: Sequence[int], scores: Scores, *, backward: bool
+) -> Part:  # fmt: skip
+    """Keys `k` (B, M, K, E), at the `positions` (M,) of rows in which documents begin at `bounds`, and values `v`
+    (B, M, K, E') as a part for the pass forward or `backward`."""
     keys = k.permute(0, 2, 3, 1).to(wide(k.dtype)).contiguous() * scores.key_factor(k.shape[-1])
     values = v.permute(0, 2, 3, 1).contiguous() if backward else v.transpose(1, 2)
-    tilt = scores.tilt(k.shape[2], keys)
-    return Part(keys, k.transpose(1, 2), values, scores, tilt, places if tilt is None else places.to(k.device))
+    tilt, places = scores.tilt(keys, *k.shape[2:]), positions.expand(len(k), -1)
+    if tilt is not None:
+        within = places - earliest(bounds, len(k), 0)[:, positions] if tilt.stepped else places
+        places = within.to(k.device)
+    return Part(keys, k.transpose(1, 2), values, scores, tilt, places)
 
 
 def earliest(bounds: Sequence[int], rows: int, window: int) -> Tensor:
@@ -209,14 +214,16 @@ def _probs(queries: Tensor, part: Part, block: Block) -> tuple[Tensor, Tensor, T
     each_head = scores.view(scores.shape[0], -1, size, block.last - block.first)
     if part.tilt is not None:
         # Distances from the block's first query in place of each query's own: one number less in all of its scores.
-        each_head += (part.tilt * (part.places[block.first : block.last] - block.place))[:, :, None]
+        places = part.places[block.row, block.first : block.last]
+        each_head += part.tilt.of_keys(places, block.place)[:, :, None]
     for hidden in block.hidden:
         each_head[..., hidden.start : hidden.stop].masked_fill_(hidden.mask, -torch.inf)
     probs = torch.softmax(scores, dim=-1)
     # log p = score - log-sum-exp, most accurately for the largest.
     sums = scores.amax(dim=-1).sub_(probs.amax(dim=-1).log_())
-    if part.tilt is not None:
-        sums.view(*each_head.shape[:3]).sub_(part.tilt * torch.arange(size, device=sums.device))
+    excess = None if part.tilt is None else part.tilt.of_queries(size)
+    if excess is not None:
+        sums.view(*each_head.shape[:3]).sub_(excess)
     return probs, sums, tangents
 
 

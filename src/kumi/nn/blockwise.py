@@ -48,7 +48,7 @@ def _forward(
     queries = split(q, k.shape[2])
     out = queries.new_zeros(*queries.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
     lse = out.new_full(out.shape[:-1], -torch.inf)
-    part = arranged(k, v, torch.arange(k.shape[1]), Scores(*how), backward=False)
+    part = arranged(k, v, torch.arange(k.shape[1]), bounds, Scores(*how), backward=False)
     block_attention.forward(queries, part, _plan(tuple(bounds), len(q), window, q.device), out, lse)
     if sinks is not None:
         block_attention.add_sinks(out, lse, sinks)
@@ -64,7 +64,7 @@ def _backward(
     grad_q, grad_k, grad_v = (
         x.new_zeros(x.shape, dtype=dtype) for x in (queries, *(y.transpose(1, 2) for y in (k, v)))
     )
-    part = arranged(k, v, torch.arange(k.shape[1]), scores, backward=True)
+    part = arranged(k, v, torch.arange(k.shape[1]), bounds, scores, backward=True)
     along = _plan(tuple(bounds), len(q), window, q.device)
     block_attention.backward(queries, part, along, grads, sums, delta, grad_q, grad_k, grad_v)
     factor = scores.factor(q.shape[-1])
@@ -83,8 +83,8 @@ def fake_gradients(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.bounds, ctx.window, sinks, scale, softcap, slopes = inputs
-    ctx.scores = scale, softcap, slopes
+    *tensors, ctx.bounds, ctx.window, sinks = inputs[:6]
+    ctx.scores = inputs[6:]
     ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
 
@@ -93,7 +93,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *tensors, out, lse, sinks = ctx.saved_tensors
     of_sinks = None if sinks is None else block_attention.grad_of_sinks(grad, out, lse, sinks)
     found = _BACKWARD(grad, *tensors, out, lse, ctx.bounds, ctx.window, *ctx.scores)
-    return *found, None, None, of_sinks, None, None, None
+    return *found, None, None, of_sinks, *(None for _ in ctx.scores)
 
 
 _TENSORS, _WHERE = "Tensor q, Tensor k, Tensor v", "int[] bounds, int window"

@@ -41,8 +41,10 @@ class _Block(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """The first key (T,) that each query sees, and (BLOCK, BLOCK) -inf where a key comes after the query."""
+    """The first token (T,) of each query's document, the first key (T,) that it sees, and (BLOCK, BLOCK) -inf where a
+    key comes after the query."""
 
+    begins: Tensor
     earliest: Tensor
     future: Tensor
 
@@ -106,16 +108,12 @@ def _backward(
     return grad_q.view(q.shape), grad_k, grad_v, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
 
-def _earliest(bounds: Sequence[int], window: int) -> Tensor:
-    """The first key (T,) that each query may see; it never falls from one query to the next."""
+def _mask(bounds: Sequence[int], window: int, dtype: torch.dtype) -> _Mask:
     marks = torch.tensor(bounds)
     begins = torch.repeat_interleave(marks[:-1], marks.diff())
-    return torch.maximum(begins, torch.arange(len(begins)) - window + 1) if window else begins
-
-
-def _mask(bounds: Sequence[int], window: int, dtype: torch.dtype) -> _Mask:
-    future = torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu_(1)
-    return _Mask(_earliest(bounds, window), future)
+    # It never falls from one query to the next.
+    earliest = torch.maximum(begins, torch.arange(len(begins)) - window + 1) if window else begins
+    return _Mask(begins, earliest, torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu_(1))
 
 
 def _blocks(earliest: Tensor) -> Iterator[_Block]:
@@ -133,10 +131,12 @@ def _weights(
     found, tangents = scores.capped(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop]))
     count, before = block.stop - block.start, block.start - block.first
     each_head = found.view(keys.shape[0], -1, count, before + count)
-    tilt = scores.tilt(keys.shape[0], keys)
+    tilt = scores.tilt(keys, *keys.shape[:2])
     if tilt is not None:
         # Distances from the block's first query in place of each query's own: one number less in all of its scores.
-        each_head += (tilt * torch.arange(-before, count))[:, :, None]
+        places = torch.arange(block.first, block.stop)
+        places = places - mask.begins[block.first : block.stop] if tilt.stepped else places
+        each_head += tilt.of_keys(places, block.start)[:, :, None]
     each_head[..., before:] += mask.future[:count, :count]
     if block.seen_by_all > block.first:
         early = torch.arange(block.first, block.seen_by_all) < mask.earliest[block.start : block.stop, None]
@@ -144,8 +144,9 @@ def _weights(
     if sinks is None:
         return torch.softmax(found, dim=-1), None, tangents
     column = sinks.to(keys.dtype).view(keys.shape[0], -1, 1).expand(-1, -1, count)
-    if tilt is not None:
-        column = column + tilt * torch.arange(count)
+    excess = None if tilt is None else tilt.of_queries(count)
+    if excess is not None:
+        column = column + excess
     weights = torch.softmax(torch.cat([found, column.reshape(keys.shape[0], -1, 1)], dim=-1), dim=-1)
     return weights[..., :-1], weights[..., -1], tangents
 
@@ -185,8 +186,8 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.bounds, ctx.window, sinks, scale, softcap, slopes = inputs
-    ctx.scores = scale, softcap, slopes
+    *tensors, ctx.bounds, ctx.window, sinks = inputs[:6]
+    ctx.scores = inputs[6:]
     ctx.save_for_backward(*tensors, sinks)
 
 
@@ -194,7 +195,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     operator = torch.ops.kumi.packed_attention_backward.default
     *tensors, sinks = ctx.saved_tensors
     *of_tensors, of_sinks = operator(grad, *tensors, ctx.bounds, ctx.window, sinks, *ctx.scores)
-    return *of_tensors, None, None, None if sinks is None else of_sinks, None, None, None
+    return *of_tensors, None, None, None if sinks is None else of_sinks, *(None for _ in ctx.scores)
 
 
 def attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:

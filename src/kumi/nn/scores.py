@@ -17,11 +17,15 @@ class Scores(NamedTuple):
     softcap) (Gemma 2, arXiv:2408.00118); and with `slopes`, one for every query head at hand, loses slope * distance
     (Press et al., 2021, arXiv:2108.12409). The mask comes after all of these, and sinks are no product: what one sees
     of nothing is its head's sink, as it is.
+
+    `stepped`: in place of that, scores gain slope * position of the key in its document, rounded to bfloat16 at every
+    step and multiplied by the scale like products. Falcon was trained so, and beyond position 256 it is a staircase.
     """
 
     scale: float | None = None
     softcap: float | None = None
     slopes: tuple[float, ...] | None = None
+    stepped: bool = False
 
     @property
     def fused(self) -> bool:
@@ -44,11 +48,13 @@ class Scores(NamedTuple):
         tangents = products.tanh_()
         return tangents * self.softcap, tangents
 
-    def tilt(self, kv_heads: int, like: Tensor) -> Tensor | None:
-        """`slopes` as (K, G, 1), in dtype and on the device of `like`: query heads by their key head."""
+    def tilt(self, like: Tensor, kv_heads: int, size: int) -> Tilt | None:
+        """What `slopes` add to scores of heads of `size` dims, in dtype and on the device of `like`."""
         if self.slopes is None:
             return None
-        return torch.tensor(self.slopes, dtype=like.dtype, device=like.device).view(kv_heads, -1, 1)
+        dtype = torch.bfloat16 if self.stepped else like.dtype
+        slopes = torch.tensor(self.slopes, dtype=dtype, device=like.device).view(kv_heads, -1, 1)
+        return Tilt(slopes, self.factor(size) if self.stepped else None, like.dtype)
 
     def part(self, index: int, parts: int) -> Scores:
         """The same for the heads of a rank, the `index`-th of as many equal parts of all heads as there are `parts`."""
@@ -58,9 +64,34 @@ class Scores(NamedTuple):
         return self._replace(slopes=self.slopes[index * count : (index + 1) * count])
 
 
+class Tilt(NamedTuple):
+    """`slopes` (K, G, 1) of the query heads of each key head, and with steps what these are multiplied by."""
+
+    slopes: Tensor
+    step_factor: float | None
+    dtype: torch.dtype
+
+    @property
+    def stepped(self) -> bool:
+        return self.step_factor is not None
+
+    def of_keys(self, places: Tensor, origin: int) -> Tensor:
+        """What is added to the scores of keys at `places` (M,), (K, G, M): for all queries alike, as if all were at
+        `origin`. `places` count from the beginning of the row, with steps from that of the key's document."""
+        if self.step_factor is None:
+            return self.slopes * (places - origin)
+        return (self.slopes * places).to(self.dtype) * self.step_factor
+
+    def of_queries(self, count: int) -> Tensor | None:
+        """By how much (K, G, N) `of_keys` is too large for each of the `count` queries from the origin on."""
+        if self.stepped:
+            return None
+        return self.slopes * torch.arange(count, device=self.slopes.device)
+
+
 PLAIN = Scores()
 # The same, as operators take it.
-SCHEMA = "float? scale=None, float? softcap=None, float[]? slopes=None"
+SCHEMA = "float? scale=None, float? softcap=None, float[]? slopes=None, bool stepped=False"
 
 
 def uncapped(grad: Tensor, tangents: Tensor | None) -> Tensor:

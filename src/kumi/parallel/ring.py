@@ -144,7 +144,7 @@ def _forward(
     lse = out.new_full(out.shape[:-1], -torch.inf)
     for both, places, along in _rounds(_ring(group), sizes.packed(k, v), bounds, window, len(q), plan):
         if along:
-            part = arranged(*sizes.unpacked(both), places, scores, backward=False)
+            part = arranged(*sizes.unpacked(both), places, bounds, scores, backward=False)
             block_attention.forward(queries, part, along, out, lse)
     if sinks is not None:
         block_attention.add_sinks(out, lse, sinks)
@@ -167,7 +167,7 @@ def _backward(
         for both, places, along in _rounds(ring, sizes.packed(k, v), bounds, window, len(q), plan):
             grad_k, grad_v = (x.new_zeros(x.transpose(1, 2).shape, dtype=dtype) for x in sizes.unpacked(both))
             if along:
-                part = arranged(*sizes.unpacked(both), places, scores, backward=True)
+                part = arranged(*sizes.unpacked(both), places, bounds, scores, backward=True)
                 block_attention.backward(queries, part, along, grads, sums, delta, grad_q, grad_k, grad_v)
             yield sizes.packed(grad_k.transpose(1, 2), grad_v.transpose(1, 2))
 
@@ -238,8 +238,8 @@ def _fused_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.bounds, ctx.window, ctx.group, sinks, scale, softcap, slopes = inputs
-    ctx.scores = scale, softcap, slopes
+    *tensors, ctx.bounds, ctx.window, ctx.group, sinks = inputs[:7]
+    ctx.scores = inputs[7:]
     ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
 
@@ -249,7 +249,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *tensors, out, lse, sinks = ctx.saved_tensors
     of_sinks = None if sinks is None else block_attention.grad_of_sinks(grad, out, lse, sinks)
     found = operator(grad, *tensors, out, lse, ctx.bounds, ctx.window, ctx.group, *ctx.scores)
-    return *found, None, None, None, of_sinks, None, None, None
+    return *found, None, None, None, of_sinks, *(None for _ in ctx.scores)
 
 
 def _define(name: str, schema: str, function: Any, fake: Any) -> None:

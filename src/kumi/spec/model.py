@@ -50,7 +50,8 @@ class Attention:
     every head has a learned score of looking nowhere.
 
     Scores are multiplied by `score_scale`, 1 / sqrt(head_dim) where that is None, and with `softcap` become
-    softcap * tanh(score / softcap) before the mask (Gemma 2, arXiv:2408.00118).
+    softcap * tanh(score / softcap) before the mask (Gemma 2, arXiv:2408.00118). `alibi_stepped`: the bias is rounded to
+    bfloat16, and `score_scale` multiplies it, too (Falcon).
     """
 
     num_attention_heads: int
@@ -63,6 +64,7 @@ class Attention:
     sliding_window: int | None = None
     qk_norm_whole: bool = False
     alibi: bool = False
+    alibi_stepped: bool = False
     sinks: bool = False
     score_scale: float | None = None
     softcap: float | None = None

@@ -66,7 +66,7 @@ _COMPUTED = {
                "logit_softcap carried_config",
     LayerSpec: "attention mlp parallel shared_norm post_norms pre_norms",
     Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm qk_norm_whole "
-               "sliding_window sinks alibi score_scale softcap",
+               "sliding_window sinks alibi alibi_stepped score_scale softcap",
     LatentAttention: "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope "
                      "bias rope_interleave mscale_all_dim",
     Mamba: "num_heads head_dim state_size n_groups conv_kernel chunk_size conv_bias bias time_step_limit",

@@ -55,7 +55,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     embedding = None if values["alibi"] else rope.from_hf("falcon", values)
     heads = {"num_key_value_heads": _key_heads(values)}
     attention = grouped_attention(values | heads, embedding, qkv_bias=values["bias"], out_bias=values["bias"],
-                                  alibi=values["alibi"])  # fmt: skip
+                                  alibi=values["alibi"], alibi_stepped=values["alibi"])  # fmt: skip
     act = activation("falcon", "activation", values["activation"])
     mlp = MLP(values["ffn_hidden_size"] or 4 * values["hidden_size"], values["bias"], act, gated=False)
     layer = LayerSpec(attention, mlp, parallel=values["parallel_attn"], shared_norm=norms == 1)
