@@ -36,7 +36,9 @@ def test_round_trip_is_exact(case, saved, tmp_path):
 
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("case", ["llama-tied", "mistral-window", "qwen3", "mixtral-window", "qwen3-moe", "olmoe",
-                                  "deepseek-v2", "deepseek-v3"])  # fmt: skip
+                                  "deepseek-v2", "deepseek-v3", "phi3-partial", "phi3-longrope", "gemma2",
+                                  "gemma2-uncapped", "gemma3", "gpt-oss", "gpt-neox", "gpt2-wide", "falcon-groups",
+                                  "falcon-in-turn", "bloom", "nemotron-h", "nemotron-h-moe"])  # fmt: skip
 def test_transformers_loads_what_kumi_wrote(case, anew, saved, tmp_path):
     """With a config.json as it was, or `anew` from the model alone."""
     source = saved(case)
