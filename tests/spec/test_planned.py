@@ -46,11 +46,15 @@ def test_layers_of_deepseek():
     assert (routed.mlp.scoring_func, routed.mlp.n_group, routed.mlp.shared_intermediate_size) == ("sigmoid", 8, 2048)
     assert dense.attention == routed.attention
     assert isinstance(dense.attention, LatentAttention)
-    assert spec.notes == ("num_nextn_predict_layers=1: layers for multi-token prediction are not counted",)
+    assert spec.notes[0].startswith(
+        "model.layers.61.* predict tokens further ahead; they are carried along as they are"
+    )
+    assert spec.weights.carried == ("model.layers.61.",)
 
 
 def test_notes_do_not_make_another_model():
-    assert families.from_hf(DEEPSEEK) == families.from_hf(DEEPSEEK | {"num_nextn_predict_layers": 0})
+    spec = families.from_hf(DEEPSEEK)
+    assert replace(spec, notes=()) == spec
 
 
 def test_dense_layers_among_those_with_experts():

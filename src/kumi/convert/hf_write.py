@@ -26,10 +26,11 @@ from kumi.spec.weights import Part, parts
 from kumi.storage.folders import free_space_check
 from kumi.storage.untrusted import inside
 
-# Files that go with a tokenizer, copied as they are.
+# Files that go with a tokenizer, or say how images are given to the model; copied as they are.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 
 # Of every tensor its shape, and the parts of it that files hold.

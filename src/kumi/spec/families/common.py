@@ -9,6 +9,7 @@ from typing import Any
 from kumi.errors import ModelError
 from kumi.spec.families import rope
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
+from kumi.spec.rules import Weights
 
 # Keys that hold a size, under all the names that families have for them.
 SIZES = (
@@ -67,6 +68,16 @@ def model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec], *
     same = ("vocab_size", "hidden_size", "tie_word_embeddings", "bos_token_id", "pad_token_id")
     said |= {name: values[name] for name in same} | {"initializer_range": float(values["initializer_range"])}
     return ModelSpec(**{"family": family, "layers": tuple(layers), **said, **fields})
+
+
+def layers_beyond(weights: Weights, layers: int, extra: int) -> dict[str, Any]:
+    """Fields of a ModelSpec of `layers` layers whose files have `extra` more, which predict tokens further ahead."""
+    names = tuple(f"model.layers.{layers + index}." for index in range(extra))
+    note = (
+        f"{', '.join(f'{name}*' for name in names)} predict tokens further ahead; they are carried along as they are: "
+        f"not computed, not trained, not counted"
+    )
+    return {"weights": replace(weights, carried=names), "notes": (note,) if extra else ()}
 
 
 def to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv:2412.19437). The extra layers that predict tokens further ahead are left out.
+"""DeepSeek-V3 and R1 (arXiv:2412.19437). Layers that predict tokens further ahead are carried along.
 
 The bias that keeps the experts busy is no parameter: the optimizer never sees it.
 """
@@ -6,8 +6,11 @@ The bias that keeps the experts busy is no parameter: the optimizer never sees i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from kumi.errors import ModelError
+from kumi.spec.families.common import layers_beyond
 from kumi.spec.families.keys import Key, neutral, read
 from kumi.spec.families.latent import LATENT_KEYS, build
 from kumi.spec.families.latent import to_hf as latent_to_hf
@@ -30,14 +33,18 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "deepseek_v3" describes."""
     values = read("deepseek_v3", config, KEYS)
     neutral("deepseek_v3", values, scoring_func="sigmoid", topk_method="noaux_tc")
-    extra = values["num_nextn_predict_layers"]
-    note = f"num_nextn_predict_layers={extra}: layers for multi-token prediction are not counted"
-    return build("deepseek_v3", values, scoring="sigmoid", interleave=values["rope_interleave"],
-                 notes=(note,) if extra else ())  # fmt: skip
+    extra = values["num_nextn_predict_layers"] or 0
+    if extra < 0:
+        raise ModelError(f"config.json: num_nextn_predict_layers={extra} must not be negative; correct it")
+    spec = build("deepseek_v3", values, scoring="sigmoid", interleave=values["rope_interleave"])
+    return replace(spec, **layers_beyond(spec.weights, spec.num_hidden_layers, extra))
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
     attention = spec.layers[0].attention
     interleave = isinstance(attention, LatentAttention) and attention.rope_interleave
-    return latent_to_hf(spec, ARCHITECTURE) | {"rope_interleave": interleave, "num_nextn_predict_layers": 0}
+    return latent_to_hf(spec, ARCHITECTURE) | {
+        "rope_interleave": interleave,
+        "num_nextn_predict_layers": len(spec.weights.carried),
+    }

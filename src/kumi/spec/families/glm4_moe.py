@@ -11,7 +11,7 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families import experts, rope
-from kumi.spec.families.common import check_sizes, grouped, grouped_attention, model
+from kumi.spec.families.common import check_sizes, grouped, grouped_attention, layers_beyond, model
 from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
@@ -54,8 +54,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     dense = LayerSpec(attention, MLP(values["intermediate_size"]))
     routed = replace(dense, mlp=_experts(values))
     layers = [dense if index < first else routed for index in range(count)]
-    beyond = tuple(f"model.layers.{count + index}." for index in range(extra))
-    return model("glm4_moe", values, layers, weights=replace(EXPERTS, carried=beyond))
+    return model("glm4_moe", values, layers, **layers_beyond(EXPERTS, count, extra))
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:

@@ -45,9 +45,7 @@ LATENT_KEYS = {
 }
 
 
-def build(
-    family: str, values: Mapping[str, Any], *, scoring: str, interleave: bool = True, notes: tuple[str, ...] = ()
-) -> ModelSpec:
+def build(family: str, values: Mapping[str, Any], *, scoring: str, interleave: bool = True) -> ModelSpec:
     """The ModelSpec of `values`, its router's scores passed through `scoring`."""
     check_sizes(values)
     neutral(family, values, moe_layer_freq=1, seq_aux=True)
@@ -65,7 +63,7 @@ def build(
     routed = LayerSpec(attention, check_experts(_experts(family, values, scoring)))
     first = values["first_k_dense_replace"]
     layers = [dense if index < first else routed for index in range(values["num_hidden_layers"])]
-    return model(family, values, layers, notes=notes, weights=EXPERTS)
+    return model(family, values, layers, weights=EXPERTS)
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:
