@@ -159,6 +159,7 @@ CASES = {
     "falcon": ("Falcon", {}),
     "falcon-groups": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon-in-turn": ("Falcon", {"parallel_attn": False, "multi_query": False}),
+    "falcon-alibi": ("Falcon", {"alibi": True, "bias": True, "hidden_size": 48, "num_attention_heads": 12}),
     "bloom": ("Bloom", {}),
     "bloom-twelve-heads": ("Bloom", {"hidden_size": 48, "num_attention_heads": 12}),
 }  # fmt: skip

@@ -91,10 +91,6 @@ def check_trained(spec: ModelSpec) -> None:
     if spec.family not in TRAINED:
         raise ModelError(f"a {spec.family} model can be planned for but not trained: {ways}; plan it, or name a model "
                          f"of these families")  # fmt: skip
-    own = getattr(TRAINED[spec.family], "untrained", None)
-    if own is not None and own(spec):
-        raise ModelError(f"this {spec.family} model can be planned for but not trained: its {own(spec)} is not "
-                         f"computed; plan it only")  # fmt: skip
     parts = [spec, *(part for layer in spec.layer_kinds()[0] for part in _parts(layer))]
     for part in parts:
         unknown = _not_computed(part)

@@ -63,12 +63,6 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
                  norm_eps=float(values["layer_norm_epsilon"]))  # fmt: skip
 
 
-def untrained(spec: ModelSpec) -> str:
-    """What keeps `spec` from being trained; empty where nothing does."""
-    alibi = any(layer.attends is not None and getattr(layer.attends, "alibi", False) for layer in spec.layers)
-    return "alibi=True (whose bias Falcon scales with its scores, and rounds to bfloat16)" if alibi else ""
-
-
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`; the newer architecture where there are groups of key heads or two norms."""
     attention, mlp, layer = grouped(spec), dense(spec), spec.layers[0]
