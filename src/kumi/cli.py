@@ -224,9 +224,14 @@ def _convert_parser(verbs: Any) -> None:
         "Convert weights, streaming",
         "kumi convert runs/quickstart/checkpoints/step_000400 out --to hf",
     )
-    parser.add_argument("source", metavar="SRC", help="a Hugging Face folder, a kumi checkpoint, or a hub id")
+    parser.add_argument("source", metavar="SRC", help="a folder of Hugging Face, kumi or Megatron, or a hub id")
     parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
-    parser.add_argument("--to", choices=["hf", "kumi"], required=True, help="the format to write")
+    parser.add_argument("--to", choices=["hf", "kumi", "megatron"], required=True, help="the format to write")
+    parser.add_argument("--config", metavar="FILE", help="the config.json of a Megatron checkpoint that has none")
+    parser.add_argument("--megatron-local", action="store_true", help="for Megatron-Core without TransformerEngine")
+    parser.add_argument(
+        "--megatron-vocab", type=_positive, default=1, metavar="N", help="pad Megatron's vocabulary to a multiple of N"
+    )
     parser.add_argument("--verify", action="store_true", help="load the result and compare tensors and logits")
     parser.add_argument("--push", metavar="ORG/NAME", help="with --to hf: verify, and send the folder to the hub")
     _push_flags(parser)
@@ -343,6 +348,15 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     return OK if all(rank["memory"]["fits"] for rank in found["ranks"]) else FitError.exit_code
 
 
+def _megatron(arguments: argparse.Namespace) -> Any:
+    """How the Megatron that loads what is written is set up; None where nothing is said of it."""
+    if not arguments.megatron_local and arguments.megatron_vocab == 1:
+        return None
+    from kumi.convert.megatron_write import Options
+
+    return Options(arguments.megatron_local, arguments.megatron_vocab)
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     if arguments.push is None and (arguments.public or arguments.unverified):
         raise ConfigError("convert: --public and --unverified are for --push; add that, or leave them out")
@@ -355,7 +369,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     from kumi.convert import convert
 
     verify = arguments.verify or (arguments.push is not None and not arguments.unverified)
-    print(convert(arguments.source, arguments.target, to=arguments.to, verify=verify))
+    print(convert(arguments.source, arguments.target, to=arguments.to, verify=verify, config=arguments.config,
+                  megatron=_megatron(arguments)))  # fmt: skip
     return OK if arguments.push is None else _pushed(arguments.target, arguments.push, arguments)
 
 

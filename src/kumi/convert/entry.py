@@ -21,8 +21,8 @@ from kumi.storage.write import as_bytes
 # safetensors' names of the dtypes that weights may have, and torch's.
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
-# Bytes read at a time where they cannot go straight to their place.
-BLOCK_BYTES = 8 * 2**20
+# Bytes of rows read at a time, and those that pass through a buffer of their own because what lies between comes along.
+BLOCK_BYTES, GAPPED_BYTES = 4 * 2**20, 2**20
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _read_rectangle(entry: Entry, part: Part, at: Dims, size: Dims, out: Tensor)
     steps = strides(part.view)
     dim = next((dim for dim, count in enumerate(size) if count > 1), 0)
     span = steps[dim] * out.element_size()
-    chunk = min(size[dim], max(1, BLOCK_BYTES // span))
+    chunk = min(size[dim], max(1, GAPPED_BYTES // span))
     buffer = torch.empty(min(chunk * steps[dim], prod(part.view)), dtype=out.dtype)
     for low in range(0, size[dim], chunk):
         count = min(chunk, size[dim] - low)
