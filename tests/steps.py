@@ -71,6 +71,42 @@ def _hybrid_spec() -> ModelSpec:
     return ModelSpec("nemotron_h", VOCAB, 16, tuple(LayerSpec(*both) for both in halves), 1e-5, 128)
 
 
+def _gpt_spec() -> ModelSpec:
+    """Layer norms with biases, learned positions that are normalised with the tokens, and plain feed-forward layers
+    with biases: beside attention after one norm, beside it after another norm, and after it."""
+    # A bias of keys that nothing turns or norms has no gradient: it moves all scores of a query alike.
+    attention = Attention(4, 2, 6, None, out_bias=True)
+    turned = Attention(4, 4, 6, Rope(10000.0), qkv_bias=True, qk_norm=True, qk_norm_whole=True, out_bias=True)
+    layers = (
+        LayerSpec(attention, MLP(36, True, "gelu", gated=False), parallel=True, shared_norm=True),
+        LayerSpec(attention, MLP(36, True, "gelu_new", gated=False), parallel=True),
+        LayerSpec(turned, MLP(36, True, "quick_gelu"), pre_norms=False, post_norms=True),
+        LayerSpec(attention, MLP(36, True, "relu2", gated=False)),
+    )
+    return ModelSpec("llama", VOCAB, 18, layers, 1e-5, 128, norm="layernorm", learned_positions=LENGTH,
+                     embedding_norm=True, logit_scale=0.7)  # fmt: skip
+
+
+def _gemma_spec() -> ModelSpec:
+    """Norms around 1 before and after both halves, of heads, too, and scales and caps wherever there is one."""
+    layers = [
+        LayerSpec(Attention(4, 2, 6, Rope(10000.0), qk_norm=True, sliding_window=window, score_scale=0.5, softcap=3.0),
+                  MLP(36, hidden_act="gelu_pytorch_tanh"), post_norms=True)
+        for window in (5, None)
+    ]  # fmt: skip
+    return ModelSpec("llama", VOCAB, 18, tuple(layers) * 2, 1e-5, 128, tie_word_embeddings=True,
+                     zero_centered_norm=True, embedding_scale=18**0.5, residual_scale=0.6, logit_softcap=2.0)  # fmt: skip
+
+
+def _biased_moe_spec() -> ModelSpec:
+    """Experts and routers with biases: clamped ones, and plain ones of one matrix."""
+    attention = Attention(4, 2, 6, Rope(10000.0), qkv_bias=True, out_bias=True, sinks=True)
+    clamped = MoE(8, 2, 12, bias=True, act_limit=0.05)
+    plain = MoE(8, 2, 12, bias=True, hidden_act="relu2", gated=False, shared_intermediate_size=12)
+    layers = (LayerSpec(attention, clamped), LayerSpec(attention, plain))
+    return ModelSpec("llama", VOCAB, 16, layers * 2, 1e-5, 128)
+
+
 # Grouped-query attention in all. A q_norm has 6 elements: on 4 ranks the last one holds none of them. The deep ones
 # have layers enough for eight stages.
 SPECS = {
@@ -81,6 +117,9 @@ SPECS = {
     "moe": _moe_spec(),
     "latent": _latent_spec(),
     "sinks": _sinks_spec(),
+    "gpt": _gpt_spec(),
+    "gemma": _gemma_spec(),
+    "biased-moe": _biased_moe_spec(),
     "hybrid": _hybrid_spec(),
 }
 

@@ -49,6 +49,16 @@ ALONE = [
     (Layout(pp=2), "latent", 3),
     (Layout(dp_shard=2, zero=1, ep=2), "moe", 3),
     (Layout(dp_shard=4, zero=3, ep=4), "latent", 1),
+    (Layout(tp=2), "gpt", 2),
+    (Layout(tp=2, sequence_parallel=False), "gpt", 1),
+    (Layout(cp=2), "gpt", 2),
+    (Layout(dp_shard=2, zero=3), "gpt", 3),
+    (Layout(tp=2), "gemma", 2),
+    (Layout(tp=4), "gemma", 1),  # padding is no logit, and not capped to one
+    (Layout(cp=2), "gemma", 2),
+    (Layout(dp_shard=2, zero=3, recompute="selective"), "gemma", 3),
+    (Layout(dp_shard=2, zero=1, ep=2), "biased-moe", 3),
+    (Layout(tp=2, expert_tp=2, recompute="selective"), "biased-moe", 2),
 ]
 PAIRS = [
     (Layout(tp=2, dp_replicate=2), "qwen", 2),
@@ -84,6 +94,11 @@ PAIRS = [
     (Layout(dp_replicate=2, ep=1), "moe", 3),
     (Layout(dp_replicate=2, dp_shard=2, zero=3, ep=2), "moe", 3),
     (Layout(dp_shard=4, zero=2, ep=2), "moe", 3),
+    (Layout(tp=2, pp=2), "gpt", 3),
+    (Layout(tp=2, pp=2, schedule="zb-h1", recompute="selective"), "gpt", 3),
+    (Layout(tp=2, pp=2), "gemma", 3),
+    (Layout(tp=4, ep=2, expert_tp=2), "biased-moe", 1),
+    (Layout(dp_shard=4, zero=3, ep=2), "biased-moe", 3),
 ]
 MORE = [
     (Layout(tp=2, pp=2, dp_shard=2, zero=1), "deep-tied", 3),

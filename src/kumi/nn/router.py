@@ -123,9 +123,8 @@ class _Route(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, router: Router, shape: tuple[int, int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec, dtype = router.spec, wide(x.dtype)
-        logits = torch.mm(x.to(dtype), weight.to(dtype).T)
-        if bias is not None:
-            logits += bias
+        inputs, matrix = x.to(dtype), weight.to(dtype).T
+        logits = torch.mm(inputs, matrix) if bias is None else torch.addmm(bias.to(dtype), inputs, matrix)
         scores = logits.softmax(dim=-1) if spec.scoring_func == "softmax" else logits.sigmoid()
         ids = choose(scores, router.e_score_correction_bias, spec)
         weights = scores.gather(1, ids)
