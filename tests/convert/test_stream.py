@@ -1,0 +1,143 @@
+"""Streaming: any layout's pieces, dtypes, blocks of any size, and what is left when it fails."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import CASES
+
+from kumi.cli import main
+from kumi.convert import convert, entry, hf, native, stream
+from kumi.convert.source import open_source
+from kumi.errors import ConfigError, LayoutError, ModelError
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import tensors as tensors_of
+from kumi.spec.regions import regions
+from kumi.spec.sharding import held_params
+from kumi.storage import checkpoint
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(hf.read_tensors(folder))
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(
+        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
+    )
+
+
+LAYOUTS = [
+    ("llama", "tp=2,pp=2"),
+    ("qwen3", "tp=4,dp_shard=3,zero=3"),
+    ("mixtral", "dp_shard=2,ep=2,zero=3"),
+    ("olmoe", "tp=2,expert_tp=2"),
+    ("deepseek-v3", "pp=2,dp_shard=4,ep=2,zero=1"),
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), LAYOUTS)
+def test_pieces_are_those_of_the_layout_s_ranks(case, layout, saved, tmp_path, monkeypatch):
+    """Each rank's pieces are one of the files, each element is in one piece, and the way back is exact."""
+    monkeypatch.setattr("kumi.storage.write.BLOCK_BYTES", 700)
+    monkeypatch.setattr(entry, "GAPPED_BYTES", 300)
+    source = saved(case, torch.bfloat16, max_shard_size="20KB")
+    convert(source, tmp_path / "cut", to="kumi", layout=layout, verify=False)
+    degrees = {key: int(value) for key, value in (word.split("=") for word in layout.split(","))}
+    ranks = Layout(**degrees)
+    found = checkpoint.open(tmp_path / "cut")
+    assert len(found.files) == ranks.world_size
+    spec = open_source(source).spec
+    for param in tensors_of(spec):
+        wanted = {
+            (region.start, region.shape)
+            for rank in range(ranks.world_size)
+            if param in held_params(spec, ranks, rank)
+            for region in regions(param, ranks, rank)
+        }
+        pieces = found.tensors[f"model/{param.name}"].pieces
+        if wanted:
+            assert sorted((piece.start, piece.extent) for piece in pieces) == sorted(wanted)
+    convert(tmp_path / "cut", tmp_path / "back", to="hf", verify=False)
+    assert same(tensors(source), tensors(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_of_any_size_give_the_same_files(case, saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(entry, "GAPPED_BYTES", 100)
+    monkeypatch.setattr(hf, "BLOCK_BYTES", 1000)
+    source = saved(case)
+    convert(source, tmp_path / "new", to="hf", verify=False)
+    assert same(tensors(source), tensors(tmp_path / "new"))
+
+
+def test_dtypes_change_only_when_asked(saved, tmp_path):
+    source = saved("deepseek-v3")
+    convert(source, tmp_path / "native", to="kumi", dtype="bfloat16")
+    convert(tmp_path / "native", tmp_path / "new", to="hf")
+    expected = {
+        name: value if "e_score_correction_bias" in name else value.bfloat16()
+        for name, value in tensors(source).items()
+    }
+    assert same(expected, tensors(tmp_path / "new"))
+    with pytest.raises(ConfigError, match=r"--dtype int8: weights are float64, float32, bfloat16, float16"):
+        convert(source, tmp_path / "other", to="hf", dtype="int8")
+
+
+@pytest.mark.parametrize(("layout", "words"), [
+    ("tp=3", r"--layout tp=3: tp=3 does not divide num_attention_heads=4"),
+    ("tp", r"'tp' is none of pp, dp_replicate, dp_shard, .* with a number"),
+    ("tp=2,tp=2", r"each once"),
+    ("size=2", r"'size=2' is none of"),
+    ("dp_shard=2", r"zero=0 divides nothing, but dp_shard=2"),
+])  # fmt: skip
+def test_layouts_that_do_not_fit_are_refused(layout, words, saved, tmp_path):
+    with pytest.raises(LayoutError, match=words):
+        convert(saved(), tmp_path / "new", to="kumi", layout=layout)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_layout_is_for_checkpoints_only(saved, tmp_path):
+    with pytest.raises(ConfigError, match="only checkpoints of kumi are cut"):
+        convert(saved(), tmp_path / "new", to="hf", layout="tp=2")
+
+
+@pytest.mark.parametrize("to", ["hf", "kumi"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_fails_half_way_leaves_nothing(to, error, saved, tmp_path, monkeypatch):
+    source, count = saved(max_shard_size="20KB"), iter(range(100))
+
+    def failing(handle, data, offset):
+        if next(count) == 7:
+            raise error
+        return write_at(handle, data, offset)
+
+    write_at = stream.write_at
+    monkeypatch.setattr("kumi.convert.hf_stream.write_at", failing)
+    monkeypatch.setattr(native, "write_at", failing)
+    with pytest.raises(type(error)):
+        convert(source, tmp_path / "new", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama-source"]
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(saved, tmp_path):
+    source = open_source(saved())
+    weights = source.folder / "model.safetensors"
+    shutil.copy(weights, tmp_path / "kept")
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+    with pytest.raises(ModelError, match="earlier than when it was opened"):
+        hf.write(tmp_path / "new", source.spec, source.reader, base_config=source.config, dtype=source.dtypes,
+                 tokenizer_folder=None, card="")  # fmt: skip
+
+
+def test_the_command_takes_dtype_and_layout(saved, tmp_path, capsys):
+    source = saved()
+    words = ["convert", str(source), str(tmp_path / "new"), "--to", "kumi"]
+    assert main([*words, "--dtype", "bfloat16", "--layout", "tp=2"]) == 0
+    found = checkpoint.open(tmp_path / "new")
+    assert found.tensors["model/lm_head.weight"].dtype == torch.bfloat16
+    assert len(found.tensors["model/lm_head.weight"].pieces) == 2
+    assert main([*words, "--layout", "tp=5"]) == 2
+    assert "--layout tp=5" in capsys.readouterr().err
