@@ -48,6 +48,21 @@ def _sinks_spec() -> ModelSpec:
     return ModelSpec("llama", VOCAB, 18, tuple(layers) * 2, 1e-5, 128)
 
 
+def _scores_spec() -> ModelSpec:
+    """Scores that are scaled, capped and tilted in both ways, heads turned in part, and rows that are long though what
+    a rank has of them may not be."""
+    part = Rope(10000.0, partial_rotary_factor=0.7, interleave=True)
+    long = Rope(10000.0, "longrope", original_max_position_embeddings=LENGTH // 2, attention_factor=1.2,
+                short_factor=(1.0, 1.5, 2.0), long_factor=(3.0, 5.0, 8.0))  # fmt: skip
+    attentions = (
+        Attention(4, 2, 6, None, alibi=True),
+        Attention(4, 2, 6, part, softcap=1.5, score_scale=0.7, sliding_window=5),
+        Attention(4, 1, 6, None, alibi=True, alibi_stepped=True, sliding_window=7),
+        Attention(4, 4, 6, long),
+    )
+    return ModelSpec("llama", VOCAB, 18, tuple(LayerSpec(one, MLP(36)) for one in attentions), 1e-5, 128)
+
+
 def _moe_spec() -> ModelSpec:
     layer = LayerSpec(Attention(4, 2, 6, Rope(10000.0), qk_norm=True), MoE(8, 2, 12))
     return ModelSpec("qwen3_moe", VOCAB, 16, (layer,) * 3, 1e-5, 128)
@@ -117,6 +132,7 @@ SPECS = {
     "moe": _moe_spec(),
     "latent": _latent_spec(),
     "sinks": _sinks_spec(),
+    "scores": _scores_spec(),
     "gpt": _gpt_spec(),
     "gemma": _gemma_spec(),
     "biased-moe": _biased_moe_spec(),

@@ -35,6 +35,8 @@ ALONE = [
     (Layout(pp=2, schedule="zb-h1"), "hybrid", 4),
     (Layout(dp_shard=2, zero=3, ep=2, recompute="selective"), "hybrid", 1),
     (Layout(cp=2, context="ulysses"), "sinks", 1),
+    (Layout(tp=4), "scores", 1),
+    (Layout(cp=2), "scores", 2),
     (Layout(pp=2), "deep", 3),
     (Layout(pp=4), "deep-tied", 6),
     (Layout(pp=4), "deep", 1),  # as many stages work in turn
@@ -77,6 +79,8 @@ PAIRS = [
     (Layout(tp=2, expert_tp=2), "moe", 2),
     (Layout(tp=4, ep=2, expert_tp=2), "moe", 1),
     (Layout(tp=2, pp=2), "sinks", 3),
+    (Layout(tp=2, pp=2, recompute="full"), "scores", 3),
+    (Layout(tp=2, cp=2, context="ulysses", recompute="selective"), "scores", 2),
     (Layout(tp=2, pp=2), "hybrid", 3),
     (Layout(tp=2, dp_shard=2, zero=3, recompute="full"), "hybrid", 2),
     (Layout(cp=2, dp_replicate=2), "qwen", 3),
