@@ -27,7 +27,10 @@ def test_verbs_and_flags_are_frozen():
                  "--svg", "--tokens", "--top", "--trace", "--trainable", "-h"],
         "data": ["--help", "--json", "-h"],
         "train": ["--allow-change", "--dry-run", "--help", "--json", "--rank", "-h"],
-        "convert": ["--help", "--public", "--push", "--to", "--unverified", "--verify", "-h"],
+        "convert": ["--config", "--dtype", "--help", "--layout", "--megatron-local", "--megatron-vocab", "--public", "--push", "--to",
+                    "--unverified", "--verify", "-h"],
+        "vocab": ["--add", "--data", "--help", "--init", "--json", "--learn", "--pad-to-multiple-of", "--special",
+                  "--text-key", "--verify", "-h"],
         "push": ["--help", "--public", "--unverified", "-h"],
         "bench": ["--help", "--json", "--out", "--quick", "--ranks", "-h"],
     }  # fmt: skip
@@ -42,7 +45,7 @@ def test_config_keys_are_frozen():
     assert found == frozen
 
 
-@pytest.mark.parametrize("verb", ["describe", "plan", "data", "train", "convert", "push", "bench"])
+@pytest.mark.parametrize("verb", ["describe", "plan", "data", "train", "convert", "vocab", "push", "bench"])
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])

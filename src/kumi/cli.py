@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kumi import __version__
 from kumi.errors import INTERRUPTED, OK, ConfigError, FitError, KumiError
+from kumi.output import keep_output
 
 if TYPE_CHECKING:
     from kumi.config import Run
@@ -25,7 +25,7 @@ SET_HELP = "set a key of the run file, such as optim.lr=2e-5"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code (see kumi.errors)."""
     if argv is None:
-        _keep_output()
+        keep_output()
     arguments = _parsed(argv)
     try:
         return int(arguments.verb(arguments))
@@ -58,48 +58,6 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-class _Kept(io.FileIO):
-    """Standard output or error whose reader may leave, as in `kumi describe | head`: what is written then is dropped.
-
-    A run goes on without anyone who watches; its metrics are in a file. What another error kept from being written
-    is said once, where that is possible.
-    """
-
-    said = False
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data) or 0
-        except BrokenPipeError:
-            return len(data)
-        except OSError as error:
-            if not self.said and self.fileno() == 1:
-                self.said = True
-                print(f"standard output cannot be written from here on: {error.strerror}", file=sys.stderr)
-            return len(data)
-
-
-def _keep_output() -> None:
-    """Makes sure that no output can end the program: to nobody, or in a character set without the right characters."""
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        present = getattr(sys, name)
-        if present is None:  # closed by whoever started this; opened files must not take the number
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            if nowhere != descriptor:
-                os.close(nowhere)
-            os.set_inheritable(descriptor, True)
-        raw = _Kept(descriptor, "w", closefd=False)
-        text = io.TextIOWrapper(
-            io.BufferedWriter(raw),
-            getattr(present, "encoding", "utf-8"),
-            errors="backslashreplace",
-            line_buffering=True,
-            write_through=True,
-        )
-        setattr(sys, name, text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kumi", allow_abbrev=False, description="Train large language models on many GPUs.",
@@ -112,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _data_parser(verbs)
     _train_parser(verbs)
     _convert_parser(verbs)
+    _vocab_parser(verbs)
     _push_parser(verbs)
     _bench_parser(verbs)
     return parser
@@ -233,9 +192,42 @@ def _convert_parser(verbs: Any) -> None:
         "--megatron-vocab", type=_positive, default=1, metavar="N", help="pad Megatron's vocabulary to a multiple of N"
     )
     parser.add_argument("--verify", action="store_true", help="load the result and compare tensors and logits")
+    parser.add_argument("--dtype", metavar="NAME", help="write weights as float32, bfloat16 or float16; default: as is")
+    parser.add_argument(
+        "--layout", metavar="TEXT", help="with --to kumi: cut as these ranks hold them, as in tp=2,pp=2"
+    )
     parser.add_argument("--push", metavar="ORG/NAME", help="with --to hf: verify, and send the folder to the hub")
     _push_flags(parser)
     parser.set_defaults(verb=_convert)
+
+
+def _vocab_parser(verbs: Any) -> None:
+    parser = _verb(
+        verbs, "vocab", "Add tokens to a model's tokenizer, embeddings and head",
+        "kumi vocab extend org/name out --learn 8000 --data texts.jsonl",
+    )  # fmt: skip
+    parser.add_argument("action", choices=["extend"], help="write a new folder with more tokens")
+    parser.add_argument("base", metavar="BASE", help="a Hugging Face folder, a kumi checkpoint, or a hub id")
+    parser.add_argument("out", metavar="OUT", help="the Hugging Face folder to write; it must not exist")
+    parser.add_argument("--add", action="append", default=[], metavar="FILE", help="add its tokens, one a line")
+    parser.add_argument(
+        "--special", action="append", default=[], metavar="FILE", help="add its tokens as marks, such as <|user|>"
+    )
+    parser.add_argument("--learn", type=_positive, default=0, metavar="N", help="learn N tokens from --data")
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="PATH", help="texts to learn from, and to measure the tokenizer on"
+    )
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="the field that holds the text; default text")
+    parser.add_argument(
+        "--init", choices=["pieces", "weighted", "mean"], default="pieces",
+        help="how new rows begin: the mean of the old pieces, weighted by their bytes, or the mean of all; marks: mean",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pad-to-multiple-of", type=_positive, default=1, metavar="M", help="make vocab_size a multiple of M"
+    )
+    parser.add_argument("--verify", action="store_true", help="read the result back and compare what was there before")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(verb=_vocab)
 
 
 def _push_parser(verbs: Any) -> None:
@@ -369,9 +361,21 @@ def _convert(arguments: argparse.Namespace) -> int:
     from kumi.convert import convert
 
     verify = arguments.verify or (arguments.push is not None and not arguments.unverified)
-    print(convert(arguments.source, arguments.target, to=arguments.to, verify=verify, config=arguments.config,
-                  megatron=_megatron(arguments)))  # fmt: skip
+    print(convert(arguments.source, arguments.target, to=arguments.to, verify=verify, dtype=arguments.dtype,
+                  layout=arguments.layout, config=arguments.config, megatron=_megatron(arguments)))  # fmt: skip
     return OK if arguments.push is None else _pushed(arguments.target, arguments.push, arguments)
+
+
+def _vocab(arguments: argparse.Namespace) -> int:
+    from kumi.convert.vocab import Request, extend, lines
+
+    request = Request(
+        arguments.add, arguments.special, arguments.learn, arguments.data, arguments.text_key, arguments.init,
+        arguments.pad_to_multiple_of,
+    )  # fmt: skip
+    report = extend(arguments.base, arguments.out, request, verify=arguments.verify)
+    print(json.dumps(report, indent=2) if arguments.json else "\n".join(lines(report)))
+    return OK
 
 
 def _push(arguments: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ def test_verification_finds_a_changed_bit_and_reports_in_the_card(saved, tmp_pat
 
 def test_what_is_refused(saved, tmp_path):
     source = saved()
-    with pytest.raises(ConfigError, match="--to gguf: kumi writes hf and kumi"):
+    with pytest.raises(ConfigError, match="--to gguf: kumi writes hf, kumi and megatron"):
         convert(source, tmp_path / "new", to="gguf")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("")

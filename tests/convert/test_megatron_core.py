@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from kumi import load_decoder
-from kumi.convert import hf, megatron, megatron_write
+from kumi.convert import convert, megatron
+from kumi.convert.megatron_write import ITERATION, Options
+from kumi.convert.source import open_source
 from kumi.plan.export import megatron_model
 from kumi.spec import families
-from kumi.spec.ledger import tensors
 
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("megatron", "psutil"))),
@@ -56,23 +57,16 @@ def run(jobs: list[dict[str, Any]], folder: Path) -> None:
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
 
 
-def export(source: Path, out: Path) -> Path:
-    config, spec = families.read_config(source), families.load(source)
-    stored = hf.check(source, spec)
-    megatron_write.write(out, spec, lambda name, start, shape: hf.read(stored[name], start, shape),
-                         dtypes={name: one.dtype for name, one in stored.items()}, config=config, tokenizer=None,
-                         options=megatron_write.Options(local=True, multiple=2))  # fmt: skip
-    return out / megatron_write.ITERATION
-
-
 def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path: Path) -> None:
     """At TP 1 and 2 the logits are kumi's, and what Megatron-Core saves again, however keyed, is what was given it."""
     jobs, sources = [], {case: saved(case) for case in CASES}
     for case, layout in zip(CASES, LAYOUTS):
         spec = families.load(sources[case])
-        theta = spec.layers[0].attention.rope.rope_theta
-        job = {"load": str(export(sources[case], tmp_path / f"{case}-megatron")), "vocab": spec.vocab_size + 1,
-               "tied": spec.tie_word_embeddings, "theta": theta, "fields": megatron_model.fields(spec)}  # fmt: skip
+        rope = spec.layers[0].attention.rope
+        written = tmp_path / f"{case}-megatron"
+        convert(sources[case], written, to="megatron", verify=False, megatron=Options(local=True, multiple=2))
+        job = {"load": str(written / ITERATION), "vocab": spec.vocab_size + 1, "tied": spec.tie_word_embeddings,
+               "theta": rope.rope_theta, "fields": megatron_model.fields(spec)}  # fmt: skip
         for tp in (1, 2):
             where = {"logits": str(tmp_path / f"{case}-{tp}.pt"), "save": str(tmp_path / f"{case}-{tp}")}
             jobs.append({**job, **where, "tp": tp, "layout": layout if tp == 1 else LAYOUTS[0]})
@@ -80,10 +74,11 @@ def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path:
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(3))
     ways = set()
     for case, source in sources.items():
-        ours, stored = load_decoder(source)(ids), hf.check(source, families.load(source))
+        ours, original = load_decoder(source)(ids), open_source(source)
         for tp in (1, 2):
             assert (torch.load(tmp_path / f"{case}-{tp}.pt")[..., :97] - ours).abs().max() <= 1e-4
-            again = megatron.open_model(tmp_path / f"{case}-{tp}", config=source)
-            ways.add((again.keys.homogeneous, again.keys.halves))
-            assert all(again.read(param.name).equal(hf.read(stored[param.name])) for param in tensors(again.spec))
+            keys = megatron.open_model(tmp_path / f"{case}-{tp}", config=source).keys
+            ways.add((keys.homogeneous, keys.halves))
+            again = open_source(tmp_path / f"{case}-{tp}", config=source)
+            assert all(tensor.equal(original.read(name)) for name, tensor in again.tensors())
     assert ways == {(True, False), (False, False), (False, True)}

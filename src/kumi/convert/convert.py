@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
-from kumi.convert import hf, hf_write, native
+from kumi.convert import hf, hf_write, megatron_write, native
 from kumi.convert.card import mark_verified, model_card
 from kumi.convert.entry import DTYPES
 from kumi.convert.origin import origin_of
@@ -21,39 +21,47 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.folders import free_space_check
 
-FORMATS = ("hf", "kumi")
+FORMATS = ("hf", "kumi", "megatron")
 
 
 def convert(
     src: str | Path, dst: str | Path, *, to: str, verify: bool = True, dtype: str | None = None,
-    layout: str | None = None,
+    layout: str | None = None, config: str | Path | None = None, megatron: megatron_write.Options | None = None,
 ) -> str:  # fmt: skip
-    """What was done, in a sentence: the model in `src` (either format) is in the new folder `dst`, as "hf" or "kumi".
+    """What was done, in a sentence: the model in `src` (any format) is in the new folder `dst`, in one of `FORMATS`.
 
     Weights keep their dtype unless `dtype` says otherwise. A `layout` such as "tp=2,pp=2" cuts a checkpoint of kumi
-    into the pieces that its ranks hold. With `verify`, the folder is read back and compared with `src`.
+    into the pieces that its ranks hold. `config` is the config.json of a Megatron checkpoint that does not say what its
+    model is, `megatron` how the Megatron that loads it is set up. With `verify`, the folder is read back and compared
+    with `src`.
     """
     if to not in FORMATS:
-        raise ConfigError(f"--to {to}: kumi writes {' and '.join(FORMATS)}")
+        raise ConfigError(f"--to {to}: kumi writes {', '.join(FORMATS[:-1])} and {FORMATS[-1]}")
     if not str(dst):
         raise ConfigError("convert: the folder to write has an empty name; name a new folder")
     if layout is not None and to != "kumi":
         raise ConfigError(f"--layout {layout}: only checkpoints of kumi are cut by a layout; use --to kumi")
-    source, target = open_source(located(src, "convert")), Path(dst)
-    dtypes = _dtypes(source, dtype)
+    if megatron is not None and to != "megatron":
+        raise ConfigError("convert: --megatron-local and --megatron-vocab are for --to megatron; leave them out")
+    source, target = open_source(located(src, "convert"), config), Path(dst)
+    dtypes, notes = _dtypes(source, dtype), [f"note: {note}" for note in source.spec.notes]
     if to == "hf":
         _write_hf(source, target, dtypes)
+    elif to == "megatron":
+        notes += _write_megatron(source, target, dtypes, megatron)
     else:
         _write_native(source, target, dtypes, Layout() if layout is None else parse_layout(layout, source.spec))
     done = f"{target}: {num_params(source.spec):,} parameters written as {to}"
-    if source.carried:
+    if source.carried and to != "megatron":
         done += f", and {len(source.carried)} tensors copied that are carried along"
     if not verify:
-        return done
-    difference = verify_written(source, open_source(target))
+        return "\n".join([done, *notes])
+    kept = replace(source, carried={}) if to == "megatron" else source
+    difference = verify_written(kept, open_source(target))
     if to == "hf":
         mark_verified(target, f"against the source: tensors equal, largest logit difference {difference:g}")
-    return f"{done}; all tensors equal {source.folder}, largest logit difference {difference:g}"
+    done += f"; all tensors equal {source.folder}, largest logit difference {difference:g}"
+    return "\n".join([done, *notes])
 
 
 def _dtypes(source: Source, dtype: str | None) -> Mapping[str, str]:
@@ -81,6 +89,17 @@ def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layou
     native.write_model(target, source.spec, source.reader, dtypes=dtypes, layout=layout, beside=source.carried,
                        meta={"hf_config": dict(source.config), "tokenizer": tokenizer,
                              "origin": origin_of(source.folder).plain()})  # fmt: skip
+
+
+def _write_megatron(
+    source: Source, target: Path, dtypes: Mapping[str, str], options: megatron_write.Options | None
+) -> list[str]:
+    """Writes it, and says what Megatron will not have or not compute of the model."""
+    problems = megatron_write.write(target, source.spec, source.reader, dtypes=dtypes, config=source.config,
+                                    tokenizer=source.tokenizer, options=options)  # fmt: skip
+    left = [f"left out, for Megatron has no place for them: {len(source.carried)} tensors that are carried along, such "
+            f"as {next(iter(source.carried))}"] if source.carried else []  # fmt: skip
+    return [*left, *(f"Megatron-Core's GPTModel will not compute this model: {problem}" for problem in problems)]
 
 
 def parse_layout(text: str, spec: ModelSpec) -> Layout:

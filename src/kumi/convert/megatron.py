@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from kumi.convert import dcp, megatron_args, pickles
+from kumi.convert.entry import BLOCK_BYTES
+from kumi.convert.rectangles import Dims, overlap, seen, unit_rows
+from kumi.convert.stream import Reader
 from kumi.errors import ModelError, RefusedError
 from kumi.spec import families
 from kumi.spec.ledger import tensors
 from kumi.spec.megatron_weights import VOCABULARY, Keys, files, parts
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
+from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part
-
-Shape = tuple[int, ...]
 
 LATEST, METADATA, COMMON, COMMON_ENTRY = "latest_checkpointed_iteration.txt", ".metadata", "common.pt", "common_state/"
 RUN_CONFIG = "run_config.yaml"
@@ -40,7 +42,10 @@ _LEFT_OUT = {"optimizer.": "optimizer state", "chained_": "optimizer state", "rn
 
 @dataclass(frozen=True)
 class Saved:
-    """A checked Megatron checkpoint, seen as a model: its native tensors are put together on demand."""
+    """A checked Megatron checkpoint, seen as a model: its native tensors are put together on demand.
+
+    `tokenizer` is a folder that may have one. `keys` says how the checkpoint is keyed.
+    """
 
     folder: Path
     spec: ModelSpec
@@ -51,57 +56,60 @@ class Saved:
     checkpoint: dcp.Checkpoint
     params: Mapping[str, Param]
 
-    def read(self, name: str, start: Shape | None = None, shape: Shape | None = None) -> Tensor:
-        """The rectangle of the native tensor `name` of `shape` from `start` on; all of it by default."""
+    def reader(self) -> Reader:
+        """The model's tensors, as other formats give theirs."""
+        return Reader(self.dtypes, self.read_into, self.cut)
+
+    def read_into(self, name: str, start: Dims, out: Tensor) -> None:
+        """Fill `out` with what the native tensor `name` has from the indices `start` on."""
+        for part in parts(self.spec, self.params[name], self.keys):
+            found = overlap(part.start, part.extent, start, tuple(out.shape))
+            if found:
+                first, shape = found
+                place = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, start, shape))
+                out[place] = self._part(part, tuple(a - b for a, b in zip(first, part.start)), shape)
+
+    def cut(self, name: str, row: int) -> int:
+        """The row before which to stop when rows of `name` are read in blocks, and `row` is the next."""
         param = self.params[name]
-        start = (0,) * len(param.shape) if start is None else start
-        shape = tuple(n - a for n, a in zip(param.shape, start)) if shape is None else shape
-        out = torch.empty(shape, dtype=getattr(torch, self.dtypes[name]))
-        for part in parts(self.spec, param, self.keys):
-            low = tuple(map(max, part.start, start))
-            high = tuple(min(a + n, b + m) for a, n, b, m in zip(part.start, part.extent, start, shape))
-            if all(a < b for a, b in zip(low, high)):
-                inner = tuple(slice(a - b, c - b) for a, c, b in zip(low, high, part.start))
-                into = tuple(slice(a - b, c - b) for a, c, b in zip(low, high, start))
-                out[into] = self._part(part, inner)
-        return out
+        own, rows = parts(self.spec, param, self.keys), param.shape[0]
+        row_bytes = prod(param.shape[1:]) * ITEMSIZE[self.dtypes[name]]
+        unit = max(unit_rows(part) for part in own)
+        return min(rows, -(-(row + max(1, BLOCK_BYTES // row_bytes)) // unit) * unit)
 
-    def _part(self, part: Part, wanted: tuple[slice, ...]) -> Tensor:
-        """The rectangle `wanted` of the native rectangle that `part` holds."""
-        start, extent = box(part)
-        if part.in_order and _squeezed(part.size) == _squeezed(part.extent):
-            # As in the file: no more is read than is wanted.
-            lead = len(part.size) - len(part.extent)
-            rows = (*(slice(0, 1) for _ in range(lead)), *wanted) if lead >= 0 else wanted[-lead:]
-            at = tuple(a + rows_.start for a, rows_ in zip(start, rows))
-            size = tuple(rows_.stop - rows_.start for rows_ in rows)
-            return self.checkpoint.read(part.name, at, size).view(tuple(s.stop - s.start for s in wanted))
-        data = self.checkpoint.read(part.name, start, extent)
-        lead = common_dims(part)
-        seen = data.view(*extent[:lead], *part.view[lead:])
-        inner = (*(slice(None) for _ in range(lead)),
-                 *(slice(a, a + n) for a, n in zip(part.at[lead:], part.size[lead:])))  # fmt: skip
-        return seen[inner].permute(part.order).reshape(part.extent)[wanted]
-
-
-def _squeezed(shape: Shape) -> Shape:
-    return tuple(n for n in shape if n != 1)
+    def _part(self, part: Part, offsets: Dims, shape: Dims) -> Tensor:
+        """Of the native rectangle that `part` holds the one of `shape` from `offsets` on."""
+        found = seen(part, offsets, shape)
+        start, extent = box(part, found.at, found.size)
+        data = inside(part, found.at, found.size, self.checkpoint.read(part.name, start, extent))
+        whole = data.permute(part.order).reshape(found.shape)
+        return whole[tuple(slice(low, low + count) for low, count in zip(found.skip, shape))]
 
 
 def common_dims(part: Part) -> int:
     """How many leading dims are the same in `part`'s view and in the file's tensor."""
     pairs = zip(part.view, part.shape)
-    return next(
-        (dim for dim, (seen, stored) in enumerate(pairs) if seen != stored), min(len(part.view), len(part.shape))
-    )
+    return next((dim for dim, (one, other) in enumerate(pairs) if one != other), len(part.shape))
 
 
-def box(part: Part) -> tuple[Shape, Shape]:
-    """Start and extent of the smallest rectangle of the file's tensor, of whole dims from the first that `part` sees
-    differently, that has all of `part`."""
-    lead = len(part.shape) if part.view == part.shape else common_dims(part)
-    rest = part.shape[lead:]
-    return (*part.at[:lead], *(0 for _ in rest)), (*part.size[:lead], *rest)
+def box(part: Part, at: Dims, size: Dims) -> tuple[Dims, Dims]:
+    """Start and extent of the smallest rectangle of the file's tensor that has all of the rectangle of `size` from `at`
+    on of `part`'s view, which differs from the tensor in that one dim is several there, if at all."""
+    lead = common_dims(part)
+    if part.view == part.shape:
+        return at, size
+    rows, rest = part.shape[lead] // part.view[lead], part.shape[lead + 1 :]
+    return (*at[:lead], at[lead] * rows, *(0 for _ in rest)), (*size[:lead], size[lead] * rows, *rest)
+
+
+def inside(part: Part, at: Dims, size: Dims, data: Tensor) -> Tensor:
+    """The rectangle of `part`'s view, out of the `data` of its `box`; writing to it writes to `data`."""
+    if part.view == part.shape:
+        return data
+    lead = common_dims(part) + 1
+    whole = data.view(*size[:lead], *part.view[lead:])
+    within = tuple(slice(low, low + count) for low, count in zip(at[lead:], size[lead:]))
+    return whole[(*(slice(None) for _ in range(lead)), *within)]
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -212,7 +220,7 @@ def check(folder: Path, spec: ModelSpec, found: Mapping[str, dcp.Stored]) -> tup
     return keys, [f"left out of what {folder.name} holds: {what}" for what in sorted(left)]
 
 
-def _same(folder: Path, spec: ModelSpec, wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
+def _same(folder: Path, spec: ModelSpec, wanted: Mapping[str, Dims], found: Mapping[str, Dims]) -> None:
     for name, shape in wanted.items():
         if name not in found:
             hint = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from kumi.convert import dcp_write, hf_write
-from kumi.convert.megatron import COMMON, COMMON_ENTRY, LATEST, box, common_dims, tensor_bytes
+from kumi.convert.megatron import COMMON, COMMON_ENTRY, LATEST, box, inside, tensor_bytes
 from kumi.convert.megatron_args import to_args
+from kumi.convert.rectangles import Dims
 from kumi.convert.safetensors_file import sync
+from kumi.convert.stream import Reader
 from kumi.errors import ModelError
 from kumi.plan.export import megatron_model
 from kumi.spec.ledger import tensors
@@ -26,9 +28,6 @@ from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part
 from kumi.storage.folders import free_space_check
-
-Shape = tuple[int, ...]
-Read = Callable[[str, Shape, Shape], Tensor]
 
 ITERATION = "iter_0000000"
 # The most that a piece has where it can be cut, and what is written besides tensors.
@@ -49,16 +48,16 @@ class _Target:
     """A rectangle of a tensor to write, and the native parts that it is made of."""
 
     name: str
-    shape: Shape
-    start: Shape
-    extent: Shape
+    shape: Dims
+    start: Dims
+    extent: Dims
     made_of: list[tuple[Param, Part]] = field(default_factory=list)
 
 
 def write(
     folder: str | Path,
     spec: ModelSpec,
-    read: Read,
+    reader: Reader,
     *,
     dtypes: Mapping[str, str],
     config: Mapping[str, Any],
@@ -67,8 +66,8 @@ def write(
 ) -> list[str]:
     """Write the Megatron folder `folder`: what Megatron will not compute as the model does, in sentences.
 
-    `read(name, start, shape)` gives a rectangle of a native tensor, stored in `dtypes[name]`. No more is held than a
-    piece and the native rectangles that it is made of. RefusedError where the folder is not empty or the disk too
+    `dtypes` says what each native tensor is stored in, by name. No more is held than a piece, and a native rectangle
+    that it is made of. RefusedError where the folder is not empty or the disk too
     small, before anything is written; nothing is left behind after an error.
     """
     folder, options = Path(folder), options or Options()
@@ -85,7 +84,7 @@ def write(
     inner.mkdir(parents=True)
     try:
         common = _common(spec, keys, dtypes)
-        pieces = (piece for target in targets for piece in _pieces(target, read, dtypes))
+        pieces = (piece for target in targets for piece in _pieces(target, reader, dtypes))
         dcp_write.write(inner, pieces, _objects(spec, keys, common))
         torch.save(common, inner / COMMON)
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
@@ -93,7 +92,7 @@ def write(
         _write_json(inner / "metadata.json", backend)
         (part / LATEST).write_text("0", encoding="utf-8")
         (part / "hf").mkdir()
-        _write_json(part / "hf" / "config.json", config)
+        _write_json(part / "hf" / "config.json", hf_write._with_dtype(dict(config), dtypes))
         hf_write._copy_tokenizer(tokenizer, part / "hf")
         _publish(part, folder)
     except BaseException:
@@ -121,11 +120,11 @@ def _objects(spec: ModelSpec, keys: Keys, common: Mapping[str, Any]) -> Iterator
 
 def _targets(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> list[_Target]:
     """What to write, in the order of the model; each of a size that can be held. ModelError where dtypes differ."""
-    found: dict[tuple[str, Shape], _Target] = {}
+    found: dict[tuple[str, Dims], _Target] = {}
     kinds: dict[str, str] = {}
     for param in tensors(spec):
         for part in parts(spec, param, keys):
-            start, extent = box(part)
+            start, extent = box(part, part.at, part.size)
             target = found.setdefault((part.name, start), _Target(part.name, part.shape, start, extent))
             target.made_of.append((param, part))
             dtype = kinds.setdefault(part.name, dtypes[param.name])
@@ -135,33 +134,30 @@ def _targets(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> list[_Ta
     return list(found.values())
 
 
-def _pieces(target: _Target, read: Read, dtypes: Mapping[str, str]) -> Iterator[dcp_write.Piece]:
+def _pieces(target: _Target, reader: Reader, dtypes: Mapping[str, str]) -> Iterator[dcp_write.Piece]:
     """The rectangle `target` in pieces, with the padding of the vocabulary behind it."""
     param, part = target.made_of[0]
     dtype = getattr(torch, dtypes[param.name])
     if len(target.made_of) > 1 or not part.in_order or prod(part.size) != prod(target.extent):
-        yield dcp_write.Piece(target.name, target.shape, target.start, _assembled(target, read, dtype))
+        yield dcp_write.Piece(target.name, target.shape, target.start, _assembled(target, reader, dtype))
     else:
-        yield from _cut(target, param, part, read, dtype)
+        yield from _cut(target, param, part, reader, dtype)
     padding = target.shape[0] - target.extent[0] if target.name in VOCABULARY else 0
     if padding:
         rows = torch.zeros(padding, *target.extent[1:], dtype=dtype)
         yield dcp_write.Piece(target.name, target.shape, (target.extent[0], *target.start[1:]), rows)
 
 
-def _assembled(target: _Target, read: Read, dtype: torch.dtype) -> Tensor:
+def _assembled(target: _Target, reader: Reader, dtype: torch.dtype) -> Tensor:
     """The data of `target`, put together from several native tensors."""
     out = torch.empty(target.extent, dtype=dtype)
     for param, part in target.made_of:
-        lead = common_dims(part)
-        inner = (*(slice(None) for _ in range(lead)),
-                 *(slice(a, a + n) for a, n in zip(part.at[lead:], part.size[lead:])))  # fmt: skip
-        into = out.view(*target.extent[:lead], *part.view[lead:])[inner].permute(part.order)
-        into.copy_(read(param.name, part.start, part.extent).reshape(into.shape))
+        into = inside(part, part.at, part.size, out).permute(part.order)
+        into.copy_(reader.read(param.name, part.start, part.extent).reshape(into.shape))
     return out
 
 
-def _cut(target: _Target, param: Param, part: Part, read: Read, dtype: torch.dtype) -> Iterator[dcp_write.Piece]:
+def _cut(target: _Target, param: Param, part: Part, reader: Reader, dtype: torch.dtype) -> Iterator[dcp_write.Piece]:
     """The data of `target`, which are one native rectangle, cut between the rows of its first long dim."""
     native = next((dim for dim, size in enumerate(part.extent) if size > 1), 0)
     stored = next((dim for dim, size in enumerate(target.extent) if size > 1), 0)
@@ -173,7 +169,8 @@ def _cut(target: _Target, param: Param, part: Part, read: Read, dtype: torch.dty
         size = (*part.extent[:native], count, *part.extent[native + 1 :])
         at = (*target.start[:stored], target.start[stored] + low, *target.start[stored + 1 :])
         extent = (*target.extent[:stored], count, *target.extent[stored + 1 :])
-        yield dcp_write.Piece(target.name, target.shape, at, read(param.name, start, size).to(dtype).reshape(extent))
+        data = reader.read(param.name, start, size).to(dtype).reshape(extent)
+        yield dcp_write.Piece(target.name, target.shape, at, data)
 
 
 def _publish(part: Path, folder: Path) -> None:

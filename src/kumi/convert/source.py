@@ -1,4 +1,4 @@
-"""A model on disk in either format, seen the same way."""
+"""A model on disk in any format, seen the same way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kumi.convert import hf, native
+from kumi.convert import hf, megatron, native
 from kumi.convert.carried import carried, of_checkpoint
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
@@ -54,9 +54,14 @@ class Source:
             yield param.name, self.read(param.name)
 
 
-def open_source(folder: str | Path) -> Source:
-    """The model in `folder`, a Hugging Face folder or a checkpoint of kumi."""
+def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
+    """The model in `folder`, a Hugging Face folder, a checkpoint of kumi, or one of Megatron-Core, which may need to be
+    told the model's `config` (a config.json)."""
     folder = Path(folder)
+    if megatron.is_checkpoint(folder):
+        return _open_megatron(folder, config)
+    if config is not None:
+        raise ModelError(f"--config {config}: only Megatron checkpoints need one, and {folder} is none; leave it out")
     if (folder / "config.json").exists():
         return _open_hf(folder)
     if native.is_checkpoint(folder):
@@ -64,7 +69,7 @@ def open_source(folder: str | Path) -> Source:
     if (folder / "adapter_config.json").exists():
         raise ModelError(f"{folder}: a LoRA adapter, which is no model by itself; merge it into its base model first "
                          f"(peft: merge_and_unload), and name the merged folder")  # fmt: skip
-    raise ModelError(f"{folder}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi")
+    raise ModelError(f"{folder}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or Megatron")
 
 
 def _open_hf(folder: Path) -> Source:
@@ -82,3 +87,9 @@ def _open_native(folder: Path) -> Source:
     native.check(saved, spec)
     kept = of_checkpoint(folder, spec, saved.carried_from)
     return Source(folder, spec, saved.config, native.reader(saved, spec), saved.tokenizer, kept)
+
+
+def _open_megatron(folder: Path, config: str | Path | None) -> Source:
+    saved = megatron.open_model(folder, config)
+    families.check_trained(saved.spec)
+    return Source(saved.folder, saved.spec, saved.config, saved.reader(), saved.tokenizer, {})
