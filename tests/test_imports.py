@@ -8,11 +8,11 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "kumi"
 
 # From the bottom up; a module may import its own package and what stands before it.
-ORDER = ["errors", "units", "hub", "spec", "plan", "report", "clusters", "config", "describe", "planning", "compat",
-         "storage", "data", "nn", "objectives", "parallel", "dryrun", "convert", "launch", "train", "bench",
-         "cli"]  # fmt: skip
-TORCH_FREE = ["errors", "units", "hub", "spec", "plan", "report", "config", "describe", "planning", "data", "cli",
-              "objectives"]  # fmt: skip
+ORDER = ["errors", "units", "output", "hub", "spec", "plan", "report", "clusters", "config", "describe", "planning",
+         "compat", "storage", "data", "nn", "objectives", "parallel", "dryrun", "convert", "launch", "train", "bench",
+         "verbs", "cli"]  # fmt: skip
+TORCH_FREE = ["errors", "units", "output", "hub", "spec", "plan", "report", "config", "describe", "planning", "data",
+              "verbs", "cli", "objectives"]  # fmt: skip
 
 
 def _imports(file: Path) -> list[tuple[str, bool]]:
