@@ -44,19 +44,36 @@ from kumi.spec.families.nearest import nearest
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 
 # model_type -> module with ARCHITECTURE, from_hf(config) -> ModelSpec and to_hf(spec) -> config
-TRAINED: dict[str, ModuleType] = {
-    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "mixtral": mixtral, "qwen3_moe": qwen3_moe,
-    "olmoe": olmoe, "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "ministral": ministral,
-    "glm4_moe": glm4_moe, "olmo2": olmo2, "granite": granite, "smollm3": smollm3, "cohere2": cohere2,
-    "starcoder2": starcoder2, "qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl,
-    "nemotron_h": nemotron_h, "phi3": phi3, "gemma2": gemma2, "gemma3_text": gemma3_text, "gpt_oss": gpt_oss,
-    "gpt_neox": gpt_neox, "gpt2": gpt2, "falcon": falcon, "bloom": bloom,
-}  # fmt: skip
-# Those that can be planned for, but not trained: modules with ARCHITECTURE and from_hf(config) -> ModelSpec.
-PLANNED: dict[str, ModuleType] = {
+FAMILIES: dict[str, ModuleType] = {
+    "bloom": bloom,
+    "cohere2": cohere2,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "falcon": falcon,
+    "gemma2": gemma2,
     "gemma3": gemma3,
-}  # fmt: skip
-FAMILIES = TRAINED | PLANNED
+    "gemma3_text": gemma3_text,
+    "glm4_moe": glm4_moe,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
+    "granite": granite,
+    "llama": llama,
+    "ministral": ministral,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "nemotron_h": nemotron_h,
+    "olmo2": olmo2,
+    "olmoe": olmoe,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_vl": qwen3_vl,
+    "smollm3": smollm3,
+    "starcoder2": starcoder2,
+}
 
 # The fields that the trainer reads; a model in which another one has been set is not a model that it computes.
 _COMPUTED = {
@@ -87,16 +104,16 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def check_trained(spec: ModelSpec) -> None:
     """Nothing, when the trainer computes exactly the model `spec`; ModelError when it can only be planned for."""
-    ways = f"this version trains {', '.join(TRAINED)}"
-    if spec.family not in TRAINED:
+    ways = f"this version trains {', '.join(FAMILIES)}"
+    if spec.family not in FAMILIES:
         raise ModelError(f"a {spec.family} model can be planned for but not trained: {ways}; plan it, or name a model "
                          f"of these families")  # fmt: skip
     parts = [spec, *(part for layer in spec.layer_kinds()[0] for part in _parts(layer))]
     for part in parts:
         unknown = _not_computed(part)
         if unknown:
-            raise ModelError(f"this {spec.family} model can be planned for but not trained: its {unknown} is beyond "
-                             f"what {', '.join(TRAINED)} models have; leave it out, or plan it only")  # fmt: skip
+            raise ModelError(f"this {spec.family} model can be planned for but not trained: its {unknown} is not "
+                             f"computed; leave it out, or plan it only")  # fmt: skip
 
 
 def _parts(layer: LayerSpec) -> tuple[object, ...]:
@@ -179,5 +196,5 @@ def _family(config: Mapping[str, Any]) -> str:
     known = isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in supported
     if known and model_type in (supported[architectures[0]], None):
         return supported[architectures[0]]
-    raise ModelError(f"config.json: architectures={architectures!r} with model_type={model_type!r} is not supported; "
-                     f"kumi knows {', '.join(supported)}; {nearest(config, FAMILIES)}")  # fmt: skip
+    raise ModelError(f"config.json: architectures={architectures!r} with model_type={model_type!r} is not supported; of the "
+                     f"{len(FAMILIES)} families that kumi knows (docs/models.md), {nearest(config, FAMILIES)}")  # fmt: skip
