@@ -123,6 +123,11 @@ CASES = {
                             "layer_types": ["sliding_attention", "full_attention"]}),
     "cohere2-biases": ("Cohere2", {"pad_token_id": None, "sliding_window": 64, "attention_bias": True,
                                    "logit_scale": 0.3, "tie_word_embeddings": False}),
+    "gemma3-sees": ("Gemma3", {**GEMMA3_SEES, "text_config": GEMMA | {"num_hidden_layers": 7}}),
+    "gemma3-sees-scaled": ("Gemma3", {**GEMMA3_SEES, "text_config": GEMMA | {
+        "query_pre_attn_scalar": 7, "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}}),
     "qwen2.5-vl": ("Qwen2_5_VL", {**QWEN25_VL, "text_config": {"rope_parameters": MROPE}}),
     "qwen2.5-vl-tied": ("Qwen2_5_VL", {**QWEN25_VL, "tie_word_embeddings": True, "text_config": {
         "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": MROPE}}),
