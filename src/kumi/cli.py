@@ -9,11 +9,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kumi import __version__
 from kumi.errors import INTERRUPTED, OK, ConfigError, FitError, KumiError
 from kumi.output import keep_output
+from kumi.verbs import add_push, add_vocab, push_flags, pushed
 
 if TYPE_CHECKING:
     from kumi.config import Run
@@ -70,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     _data_parser(verbs)
     _train_parser(verbs)
     _convert_parser(verbs)
-    _vocab_parser(verbs)
-    _push_parser(verbs)
+    add_vocab(partial(_verb, verbs), _positive)
+    add_push(partial(_verb, verbs))
     _bench_parser(verbs)
     return parser
 
@@ -197,50 +199,8 @@ def _convert_parser(verbs: Any) -> None:
         "--layout", metavar="TEXT", help="with --to kumi: cut as these ranks hold them, as in tp=2,pp=2"
     )
     parser.add_argument("--push", metavar="ORG/NAME", help="with --to hf: verify, and send the folder to the hub")
-    _push_flags(parser)
+    push_flags(parser)
     parser.set_defaults(verb=_convert)
-
-
-def _vocab_parser(verbs: Any) -> None:
-    parser = _verb(
-        verbs, "vocab", "Add tokens to a model's tokenizer, embeddings and head",
-        "kumi vocab extend org/name out --learn 8000 --data texts.jsonl",
-    )  # fmt: skip
-    parser.add_argument("action", choices=["extend"], help="write a new folder with more tokens")
-    parser.add_argument("base", metavar="BASE", help="a Hugging Face folder, a kumi checkpoint, or a hub id")
-    parser.add_argument("out", metavar="OUT", help="the Hugging Face folder to write; it must not exist")
-    parser.add_argument("--add", action="append", default=[], metavar="FILE", help="add its tokens, one a line")
-    parser.add_argument(
-        "--special", action="append", default=[], metavar="FILE", help="add its tokens as marks, such as <|user|>"
-    )
-    parser.add_argument("--learn", type=_positive, default=0, metavar="N", help="learn N tokens from --data")
-    parser.add_argument(
-        "--data", nargs="+", default=[], metavar="PATH", help="texts to learn from, and to measure the tokenizer on"
-    )
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="the field that holds the text; default text")
-    parser.add_argument(
-        "--init", choices=["pieces", "weighted", "mean"], default="pieces",
-        help="how new rows begin: the mean of the old pieces, weighted by their bytes, or the mean of all; marks: mean",
-    )  # fmt: skip
-    parser.add_argument(
-        "--pad-to-multiple-of", type=_positive, default=1, metavar="M", help="make vocab_size a multiple of M"
-    )
-    parser.add_argument("--verify", action="store_true", help="read the result back and compare what was there before")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(verb=_vocab)
-
-
-def _push_parser(verbs: Any) -> None:
-    parser = _verb(verbs, "push", "Send a verified Hugging Face folder to the hub", "kumi push out org/name")
-    parser.add_argument("folder", metavar="FOLDER", help="what kumi train or kumi convert --verify wrote")
-    parser.add_argument("repository", metavar="ORG/NAME", help="the repository; it is made where it is not there")
-    _push_flags(parser)
-    parser.set_defaults(verb=_push)
-
-
-def _push_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--public", action="store_true", help="a new repository on the hub can be read by everyone")
-    parser.add_argument("--unverified", action="store_true", help="send a folder that was not verified")
 
 
 def _bench_parser(verbs: Any) -> None:
@@ -363,30 +323,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     verify = arguments.verify or (arguments.push is not None and not arguments.unverified)
     print(convert(arguments.source, arguments.target, to=arguments.to, verify=verify, dtype=arguments.dtype,
                   layout=arguments.layout, config=arguments.config, megatron=_megatron(arguments)))  # fmt: skip
-    return OK if arguments.push is None else _pushed(arguments.target, arguments.push, arguments)
-
-
-def _vocab(arguments: argparse.Namespace) -> int:
-    from kumi.convert.vocab import Request, extend, lines
-
-    request = Request(
-        arguments.add, arguments.special, arguments.learn, arguments.data, arguments.text_key, arguments.init,
-        arguments.pad_to_multiple_of,
-    )  # fmt: skip
-    report = extend(arguments.base, arguments.out, request, verify=arguments.verify)
-    print(json.dumps(report, indent=2) if arguments.json else "\n".join(lines(report)))
-    return OK
-
-
-def _push(arguments: argparse.Namespace) -> int:
-    return _pushed(arguments.folder, arguments.repository, arguments)
-
-
-def _pushed(folder: str, name: str, arguments: argparse.Namespace) -> int:
-    from kumi.convert.publish import publish
-
-    print(publish(folder, name, public=arguments.public, unverified=arguments.unverified))
-    return OK
+    return OK if arguments.push is None else pushed(arguments.target, arguments.push, arguments)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
