@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from published_models import PUBLISHED
+from published_models import FURTHER, PUBLISHED
 
 from kumi.errors import ModelError
 from kumi.spec import families
@@ -14,15 +14,18 @@ LLAMA = PUBLISHED["Llama-3.1-8B"][0]
 QWEN = PUBLISHED["Qwen2.5-7B"][0]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+MODELS = PUBLISHED | FURTHER
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_published_parameter_counts(name):
-    config, count = PUBLISHED[name]
+    config, count = MODELS[name]
     assert num_params(families.from_hf(config)) == count
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", MODELS)
 def test_the_way_back_says_the_same(name):
-    config, _ = PUBLISHED[name]
+    config, _ = MODELS[name]
     spec = families.from_hf(config)
     assert families.from_hf(families.to_hf(spec)) == spec
     assert families.patched(config, spec) == config
@@ -132,7 +135,8 @@ REFUSED = [
     ({"rope_scaling": {"type": "linear"}}, r"'factor' is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "fctor": 1}}, r"'fctor'"),
     ({"rope_scaling": 3}, r"rope_scaling=3 of a llama model must be a table"),
-    ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, r"model_type='t5' is not supported; of the \d+ families that kumi knows"),
+    ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+     r"model_type='t5' is not supported; of the \d+ families that kumi knows"),
     ({"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": 4, "layer_types": []},
      r"the nearest is olmo2 \(Olmo2ForCausalLM\), which does not know its layer_types, mlp_bias, sliding_window"),
     ({"architectures": ["MistralForCausalLM2"], "model_type": "mistral2"}, r"the nearest is mistral \(MistralForCau"),

@@ -237,9 +237,9 @@ class ModelSpec:
     by 1 + weight. `learned_positions` is how many positions have a learned embedding of their own, 0 where none has;
     `embedding_norm`: the embeddings are normalised. Embeddings are multiplied by `embedding_scale`, what attention and
     mlp add to the residual stream by `residual_scale`, logits by `logit_scale`; with `logit_softcap` they then become
-    softcap * tanh(logit / softcap). `weights` says how files hold the tensors; `carried_config` is what config.json says
-    of parts that are carried along (`Weights.carried`), as JSON. With `lora` only adapters are trained. `notes` are
-    sentences about what was left out when the model was read.
+    softcap * tanh(logit / softcap). `weights` says how files hold the tensors; `carried_config` is what config.json
+    says of parts that are carried along (`Weights.carried`), as JSON. With `lora` only adapters are trained. `notes`
+    are sentences about what was left out when the model was read.
     """
 
     family: str

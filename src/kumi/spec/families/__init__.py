@@ -196,5 +196,6 @@ def _family(config: Mapping[str, Any]) -> str:
     known = isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in supported
     if known and model_type in (supported[architectures[0]], None):
         return supported[architectures[0]]
-    raise ModelError(f"config.json: architectures={architectures!r} with model_type={model_type!r} is not supported; of the "
-                     f"{len(FAMILIES)} families that kumi knows (docs/models.md), {nearest(config, FAMILIES)}")  # fmt: skip
+    raise ModelError(f"config.json: architectures={architectures!r} with model_type={model_type!r} is not supported; "
+                     f"of the {len(FAMILIES)} families that kumi knows (docs/models.md), "
+                     f"{nearest(config, FAMILIES)}")  # fmt: skip
