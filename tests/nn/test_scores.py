@@ -11,9 +11,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from kumi.nn import block_attention, blockwise, cpu_attention
-from kumi.nn.attention import attend
+from kumi.nn.attention import Attention, attend, leave_blocks_uncompiled
 from kumi.nn.scores import PLAIN, Scores, alibi_slopes
 from kumi.nn.where import Segments
+from kumi.spec import model
 from nn.test_flash_parts import ON_CPU
 
 ROWS, LENGTH, SIZE, VALUE_SIZE = 2, 11, 8, 8
@@ -185,3 +186,10 @@ def test_the_part_of_a_rank():
     assert [whole.part(index, 3).slopes for index in range(3)] == [slopes(6)[:2], slopes(6)[2:4], slopes(6)[4:]]
     assert whole.part(1, 3)[:2] == (0.5, 2.0)
     assert Scores(0.5, 2.0).part(1, 3) == Scores(0.5, 2.0)
+
+
+def test_blocks_are_left_out_of_compiled_layers():
+    plain, capped = (model.Attention(4, 2, 8, None, softcap=cap) for cap in (None, 2.0))
+    parts = [Attention(16, spec, 1e-5, device=torch.device("meta"), dtype=torch.float32) for spec in (plain, capped)]
+    leave_blocks_uncompiled(torch.nn.ModuleList(parts))
+    assert ["forward" in vars(part) for part in parts] == [False, True]

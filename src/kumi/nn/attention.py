@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,15 @@ class Attention(nn.Module):
         slopes = alibi_slopes(self.spec.num_attention_heads) if self.spec.alibi else None
         whole = Scores(self.spec.score_scale, self.spec.softcap, slopes, self.spec.alibi_stepped)
         return whole.part(*self.region.place)
+
+
+def leave_blocks_uncompiled(module: nn.Module) -> None:
+    """Keeps attention in `module` that is computed block by block out of what torch.compile makes of it: which blocks
+    there are depends on the data, and would be compiled anew with every batch."""
+    compiler: Any = torch.compiler
+    for part in module.modules():
+        if isinstance(part, Attention) and (part.sinks is not None or not part.scores.fused):
+            part.forward = compiler.disable(part.forward)  # type: ignore[method-assign]
 
 
 def attend(

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from kumi.nn.attention import leave_blocks_uncompiled
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import linears
 from kumi.nn.moe import leave_uncompiled
@@ -128,6 +129,7 @@ def _prepare(
         keep_on_host(layers, mesh.device)
     if compile:
         leave_uncompiled(decoder)
+        leave_blocks_uncompiled(decoder)
         for block in layers:
             block.compile()
     if data.is_divided(mesh):
