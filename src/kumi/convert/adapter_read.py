@@ -1,0 +1,176 @@
+"""Adapters in the format of PEFT, read strictly: whatever is not understood is refused, for it would be left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kumi.convert.adapter import CONFIG, PREFIX, WEIGHTS, Module, modules
+from kumi.convert.entry import entry_of, read_entry
+from kumi.convert.safetensors_read import read_header
+from kumi.errors import ModelError
+from kumi.spec.adapters import takes
+from kumi.spec.ledger import ops
+from kumi.spec.model import ModelSpec
+from kumi.storage.untrusted import inside, read_regular, strict_json
+
+# Keys of the configuration that say nothing about what the adapters compute.
+_BESIDE = ("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
+           "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
+           "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+           "fan_in_fan_out")  # fmt: skip
+_READ = ("peft_type", "bias", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
+# Other ways to begin take something out of the base's own weights.
+_INITS = (True, False, "gaussian", "orthogonal", None)
+_ENDINGS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What stands beside a native matrix (out, in): `a` (r, in) and `b` (out, r), multiplied by `scale`, and DoRA's
+    `magnitude` (out,)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    magnitude: Tensor | None
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether `folder` looks like one of adapters."""
+    return (folder / CONFIG).exists()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the adapters in `folder`, once it is sure that all it says is understood."""
+    path = folder / CONFIG
+    try:
+        found = strict_json(read_regular(inside(folder, CONFIG)))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read ({error}); fetch the file again") from None
+    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
+        kind = found.get("peft_type") if isinstance(found, dict) else type(found).__name__
+        raise ModelError(f"{path}: peft_type is {kind!r}; kumi reads adapters of LoRA and DoRA, 'LORA'")
+    known = (*_BESIDE, *_READ)
+    for key, value in found.items():
+        empty = value is None or value is False or value in ({}, [], "", 0)
+        if key not in known and not empty:
+            raise ModelError(f"{path}: {key}={value!r} is beyond what kumi knows of LoRA; merge with peft instead")
+    if found.get("init_lora_weights", True) not in _INITS:
+        raise ModelError(
+            f"{path}: init_lora_weights={found['init_lora_weights']!r} moves a part of the base's weights into the "
+            f"adapters; save them with peft's path_initial_model_for_weight_conversion first"
+        )
+    if found.get("bias", "none") != "none":
+        raise ModelError(f"{path}: bias={found['bias']!r}: kumi reads adapters with bias 'none' only")
+    return found
+
+
+def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
+    """The adapters in `folder` by the native names of the matrices they stand beside (without ".weight"), in float32.
+
+    ModelError where they are not adapters of a model of `spec`.
+    """
+    config = read_config(folder)
+    if not (folder / WEIGHTS).exists():
+        raise ModelError(f"{folder}: has no {WEIGHTS}; kumi opens no pickled adapters: save them with peft anew")
+    known, found = modules(spec), dict[str, dict[str, Tensor]]()
+    for name, span in read_header(inside(folder, WEIGHTS)).items():
+        ending = next((one for one in _ENDINGS if name.endswith(f".{one}")), "")
+        module = name.removeprefix(PREFIX).removesuffix(f".{ending}")
+        if not ending or not name.startswith(PREFIX) or module not in known:
+            raise ModelError(f"{folder / WEIGHTS}: {name!r} is no adapter of a matrix in the layers of this "
+                             f"{spec.family} model; kumi would drop it, so merge with peft instead")  # fmt: skip
+        found.setdefault(module, {})[ending] = read_entry(entry_of(span)).float()
+    if not found:
+        raise ModelError(f"{folder / WEIGHTS}: holds no adapters; fetch the file again")
+    result: dict[str, Adapter] = {}
+    for name, tensors in found.items():
+        result |= _natives(folder, config, known[name], tensors)
+    return result
+
+
+def _natives(
+    folder: Path, config: Mapping[str, Any], module: Module, tensors: Mapping[str, Tensor]
+) -> dict[str, Adapter]:  # fmt: skip
+    """The adapter of `module`, as those of its pieces."""
+    dora = bool(config.get("use_dora"))
+    r = _number(folder, config, "r", "rank_pattern", module.name)
+    alpha = _number(folder, config, "lora_alpha", "alpha_pattern", module.name)
+    wanted: dict[str, tuple[int, ...]] = {"lora_A.weight": (r, module.columns), "lora_B.weight": (module.rows, r)}
+    wanted |= {"lora_magnitude_vector": (module.rows,)} if dora else {}
+    shapes = {ending: tuple(tensor.shape) for ending, tensor in tensors.items()}
+    if shapes != wanted:
+        raise ModelError(f"{folder / WEIGHTS}: {module.name!r} has {shapes}, its model and {CONFIG} say {wanted}; the "
+                         f"files belong to different models")  # fmt: skip
+    scale = alpha / (sqrt(r) if config.get("use_rslora") else r)
+    a, b = tensors["lora_A.weight"], tensors["lora_B.weight"]
+    magnitude = tensors.get("lora_magnitude_vector")
+    return {
+        piece.native: Adapter(a, b[piece.rows], scale, None if magnitude is None else magnitude[piece.rows])
+        for piece in module.pieces
+    }
+
+
+def _number(folder: Path, config: Mapping[str, Any], key: str, pattern: str, module: str) -> Any:
+    """What the configuration says of `module`: the entry of `pattern` whose name ends its own, else `key`."""
+    found: Any = config.get(key)
+    for name, value in (config.get(pattern) or {}).items():
+        if not re.fullmatch(r"[\w.]+", name):
+            raise ModelError(f"{folder / CONFIG}: {pattern} has the expression {name!r}; kumi reads names only")
+        if module == name or module.endswith(f".{name}"):
+            found = value
+            break
+    valid = isinstance(found, int | float) and not isinstance(found, bool) and found > 0
+    if not valid or (key == "r" and int(found) != found):
+        raise ModelError(f"{folder / CONFIG}: {key}={found!r} of {module} is no positive number")
+    return found
+
+
+def as_trained(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -> dict[str, Tensor]:
+    """The parameters of the adapters of `spec`, by name, to go on from `adapters`, which `folder` has.
+
+    What `write_adapter` has joined is taken apart. ModelError where rank, scale, DoRA or the matrices that have
+    adapters are not those of `spec`.
+    """
+    lora, found = spec.lora, dict[str, Tensor]()
+    assert lora is not None, "only a model with adapters goes on from some"
+    wanted = [op.name for op in ops(spec) if takes(lora, op)]
+    held = {name: one for name, one in adapters.items() if bool(one.b.any()) or name in wanted}
+    other = sorted(set(wanted) ^ set(held))
+    if other:
+        raise ModelError(f"lora.source: {folder} and lora.target_modules disagree about {other[0]} and "
+                         f"{len(other) - 1} more; name the modules that the adapters have")  # fmt: skip
+    joined = {name: own for own in _joined(spec, wanted) for name in own}
+    for name in wanted:
+        one = _apart(held[name], joined[name].index(name), len(joined[name]), lora.r)
+        rank, dora = one.a.shape[0], one.magnitude is not None
+        if rank != lora.r or dora != lora.use_dora or abs(one.scale - lora.scale) > 1e-9 * lora.scale:
+            raise ModelError(
+                f"lora.source: {name} in {folder} has rank {rank}, scale {one.scale:g}{' and DoRA' if dora else ''}, "
+                f"and [lora] says {lora.r}, {lora.scale:g}{' and DoRA' if lora.use_dora else ''}; set them alike"
+            )
+        found |= {f"{name}.lora_A.weight": one.a, f"{name}.lora_B.weight": one.b}
+        if one.magnitude is not None:
+            found[f"{name}.lora_magnitude_vector"] = one.magnitude
+    return found
+
+
+def _joined(spec: ModelSpec, wanted: list[str]) -> list[list[str]]:
+    """Those of the matrices `wanted` that are one in files, together."""
+    return [[piece.native for piece in one.pieces if piece.native in wanted] for one in modules(spec).values()]
+
+
+def _apart(one: Adapter, place: int, count: int, r: int) -> Adapter:
+    """`one` without the ranks of other matrices, where its module's adapter is made of `count` and it is number
+    `place`: their columns of B are zero."""
+    own = slice(place * r, (place + 1) * r)
+    if one.a.shape[0] != count * r or bool(one.b[:, : own.start].any()) or bool(one.b[:, own.stop :].any()):
+        return one
+    return replace(one, a=one.a[own].clone(), b=one.b[:, own].clone())

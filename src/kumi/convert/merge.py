@@ -1,0 +1,119 @@
+"""A model with the adapters of a PEFT folder in it: merged, tensor by tensor, in float32.
+
+    W' = W + s B A,    and with DoRA    W' = m / |W + s B A| * (W + s B A)  by rows
+
+rounded once, to the dtype that W has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kumi.convert import adapter_read
+from kumi.convert.adapter_read import Adapter
+from kumi.convert.publish import located
+from kumi.convert.rectangles import Dims
+from kumi.convert.source import Source, open_source
+from kumi.convert.stream import Reader
+from kumi.convert.verify import sample_prompts
+from kumi.errors import ConfigError, ModelError
+from kumi.nn.decoder import Decoder
+from kumi.nn.dtypes import wide
+from kumi.nn.linear import Linear
+from kumi.nn.lora import LoraLinear
+from kumi.spec.ledger import tensors
+from kumi.spec.lora import Lora
+
+# Largest share of the logits' own spread by which a merged model may differ from its base with the adapters beside it,
+# both computed in float32, by the dtype that the merged weights are rounded to.
+TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+
+
+def open_merged(folder: Path, base: str | None = None) -> Source:
+    """The model `base`, by default the one that the adapters in `folder` name, with these in it."""
+    named = adapter_read.read_config(folder).get("base_model_name_or_path") if base is None else base
+    if not named:
+        raise ConfigError(f"{folder}: its adapter_config.json names no base model; say which one with --base FOLDER")
+    path = located(named, "--base")
+    if not path.is_dir():
+        raise ConfigError(
+            f"{folder}: its base model {str(named)!r} is no folder here; say where it is with --base FOLDER"
+        )
+    source = open_source(path)
+    return replace(source, folder=folder, reader=_reader(source, adapter_read.read_adapters(folder, source.spec)))
+
+
+def _reader(source: Source, adapters: Mapping[str, Adapter]) -> Reader:
+    shapes = {param.name: param.shape for param in tensors(source.spec)}
+
+    def read_into(name: str, start: Dims, out: Tensor) -> None:
+        one = adapters.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if one is None:
+            source.reader.read_into(name, start, out)
+            return
+        rows = torch.empty(out.shape[0], shapes[name][1], dtype=out.dtype)
+        source.reader.read_into(name, (start[0], 0), rows)
+        out.copy_(merged(rows, one, start[0])[:, start[1] : start[1] + out.shape[1]])
+
+    return replace(source.reader, read_into=read_into)
+
+
+def merged(rows: Tensor, one: Adapter, first: int = 0) -> Tensor:
+    """The `rows` (N, in) of a matrix, from number `first` on, with their adapter, in float32 or wider."""
+    own = slice(first, first + rows.shape[0])
+    dtype = wide(rows.dtype)
+    found = torch.addmm(rows.to(dtype), one.b[own].to(dtype), one.a.to(dtype), alpha=one.scale)
+    if one.magnitude is not None:
+        found *= (one.magnitude[own].to(dtype) / torch.linalg.vector_norm(found, dim=1))[:, None]
+    return found
+
+
+def check_merged(folder: Path, base: str | None, written: Source) -> float:
+    """The largest difference between the logits of `written`, which `open_merged` was written to, and those of the base
+    with the adapters of `folder` beside its matrices, in float32; ModelError where it is too large."""
+    with torch.no_grad():
+        beside, whole = _beside(folder, base), _decoder(written)
+        prompts = sample_prompts(written.spec.vocab_size, min(16, written.spec.max_position_embeddings))
+        wanted, found = beside(prompts), whole(prompts)
+    difference = float((wanted - found).abs().max())
+    names = [name for name in written.dtypes if name.endswith("_proj.weight")]
+    allowed = max(TOLERANCE[written.dtypes[name]] for name in names or written.dtypes) * float(wanted.std())
+    if not difference <= allowed:
+        raise ModelError(
+            f"{written.folder}: its logits differ by {difference:.3g} from those of the base with the adapters beside "
+            f"it, more than {allowed:.3g}; the adapters are too large for the dtype of the base: write it in float32 "
+            f"with --dtype, or keep them apart"
+        )
+    return difference
+
+
+def _decoder(source: Source) -> Decoder:
+    decoder = Decoder(source.spec)
+    for name, tensor in decoder.state_dict().items():
+        tensor.copy_(source.read(name))
+    return decoder.eval()
+
+
+def _beside(folder: Path, base: str | None) -> Decoder:
+    """The base, with the adapters of `folder` as modules of their own."""
+    named = adapter_read.read_config(folder).get("base_model_name_or_path") if base is None else base
+    source = open_source(located(str(named), "--base"))
+    decoder = _decoder(source)
+    there = dict(decoder.named_modules())
+    for name, one in adapter_read.read_adapters(folder, source.spec).items():
+        old = there[name]
+        assert isinstance(old, Linear), f"{name} is a {type(old).__name__}"
+        lora = Lora(one.a.shape[0], one.scale * one.a.shape[0], use_dora=one.magnitude is not None)
+        made = LoraLinear(old, lora, name, dtype=torch.float32)
+        made.lora_A.weight.copy_(one.a)
+        made.lora_B.weight.copy_(one.b)
+        if one.magnitude is not None and made.lora_magnitude_vector is not None:
+            made.lora_magnitude_vector.copy_(one.magnitude)
+        path, _, leaf = name.rpartition(".")
+        setattr(there[path], leaf, made.eval())
+    return decoder
