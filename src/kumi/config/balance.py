@@ -31,6 +31,11 @@ def choose_balance(model: ModelSpec, section: ModelSection) -> Balance:
             raise ConfigError(f"model.balance={kind!r} with balance_coef={coef} is for routed experts, of which this "
                               f"{model.family} model has none; remove both")  # fmt: skip
         return Balance()
+    if model.lora is not None:
+        if kind not in ("auto", "none"):
+            raise ConfigError(f"model.balance={kind!r} with [lora]: routers are frozen, and their experts as busy as "
+                              f"they were; remove it")  # fmt: skip
+        return Balance()
     if kind == "auto":
         wanted = experts.router_aux_loss_coef if coef is None else coef
         kind = "loss-free" if experts.has_correction_bias else "aux" if wanted else "none"

@@ -46,7 +46,7 @@ def _section(title: str, section: dict[str, Any]) -> str:
 
 
 def _target(item: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
-    reference = item.get("$ref")
+    reference = next((one["$ref"] for one in (item, *item.get("anyOf", ())) if "$ref" in one), None)
     found: dict[str, Any] | None = None if reference is None else schema["$defs"][reference.rsplit("/", 1)[1]]
     return found
 

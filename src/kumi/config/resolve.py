@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kumi import hub
 from kumi.config.balance import Balance, choose_balance
 from kumi.config.cluster import cluster_spec, of_nodes
 from kumi.config.model import local_folder, read_hf_config, snapshot
-from kumi.config.schema import OptimSection, PlanConfig, RunConfig
+from kumi.config.schema import LoraSection, OptimSection, PlanConfig, RunConfig
 from kumi.errors import ConfigError, LayoutError
 from kumi.plan.choose import choose_layout
 from kumi.plan.types import Estimate, MemoryEstimate
@@ -22,8 +22,10 @@ from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.comm import Comm, engine_with, refusals, sent_in
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
 from kumi.spec.optim import Optim
+from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS, Precision
 
 
@@ -46,6 +48,11 @@ class Run:
     @property
     def model(self) -> ModelSpec:
         return self.job.model
+
+    @property
+    def base(self) -> ModelSpec:
+        """The model without adapters, which is what files hold."""
+        return replace(self.job.model, lora=None)
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -108,6 +115,8 @@ def resolve(config: RunConfig) -> Run:
     pinned = config.layout.model_dump(exclude_none=True)
     run = Run(config, hf_config, source, wanted, choose_layout(wanted, pinned, of_nodes(config.cluster)), snapshots)
     wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
+    if run.model.lora is not None and config.comm.async_tp:
+        wrong.append("comm.async_tp=true with [lora]: regions with adapters gather before they multiply; set it false")
     if wrong:
         raise LayoutError("; ".join(wrong))
     return run
@@ -137,14 +146,24 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
     """What `config` trains on what, the same for who plans and who trains. `hf_config` is the model's config.json where
     it has been read already. Raises ConfigError or ModelError."""
     cluster = cluster_spec(config.cluster)
+    model = families.from_hf(read_hf_config(config.model) if hf_config is None else hf_config)
     return Job(
-        model=families.from_hf(read_hf_config(config.model) if hf_config is None else hf_config),
+        model=model if config.lora is None else with_adapters(model, adapters(config.lora)),
         cluster=cluster,
         batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step),
         precision=sent_in(choose_precision(config.precision.kind, cluster.device), comm(config)),
         optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
         engine=engine_with(comm(config)),
     )
+
+
+def adapters(section: LoraSection) -> Lora:
+    """The adapters that `section` describes."""
+    wanted = section.target_modules
+    return Lora(
+        section.r, section.alpha, (wanted,) if isinstance(wanted, str) else wanted, section.dropout,
+        section.use_rslora, section.use_dora, section.init, section.quantize.removeprefix("none"),
+    )  # fmt: skip
 
 
 def comm(config: PlanConfig) -> Comm:

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kumi.spec.comm import COMPRESS
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
+from kumi.spec.lora import INITS as LORA_INITS
+from kumi.spec.lora import QUANTIZED
 from kumi.spec.optim import KINDS
 from kumi.spec.precision import PRECISIONS
 
@@ -32,11 +34,14 @@ if TYPE_CHECKING:
     OptimKind: TypeAlias = str
     PrecisionKind: TypeAlias = str
     Compress: TypeAlias = str
+    LoraInit: TypeAlias = str
+    Quantize: TypeAlias = str
 else:
     Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[SCHEDULES], Literal[OFFLOAD]
     Context = Literal[CONTEXT]
     OptimKind, PrecisionKind = Literal[KINDS], Literal["auto", *PRECISIONS]
     Compress = Literal[COMPRESS]
+    LoraInit, Quantize = Literal[LORA_INITS], Literal["none", *QUANTIZED]
 
 
 class Section(BaseModel):
@@ -103,6 +108,36 @@ class ObjectiveSection(Section):
     """What is learned."""
 
     kind: Literal["lm"] = Field("lm", description="'lm' predicts every next token.")
+
+
+class LoraSection(Section):
+    """Adapters: with this section, small matrices beside those of a model's layers are trained, and nothing else."""
+
+    r: Positive = Field(16, description="Rank of the adapters.")
+    alpha: Annotated[Number, Field(gt=0)] = Field(
+        32.0, description="What an adapter gives is multiplied by `alpha` / `r`; `lora_alpha` in PEFT."
+    )
+    target_modules: tuple[Text, ...] | Text = Field(
+        "all-linear",
+        description="Matrices that get adapters, by the ends of their names in kumi (`q_proj`, `mlp.up_proj`); "
+        "'all-linear' is all those of the layers but routers and routed experts.",
+    )
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        0.0, description="Share of an adapter's input that is dropped in training."
+    )
+    use_rslora: Switch = Field(False, description="Divide `alpha` by the square root of `r` instead.")
+    use_dora: Switch = Field(False, description="Train the length of each row of the adapted matrices apart (DoRA).")
+    init: LoraInit = Field(
+        "default", description="How adapters begin: 'default' as new linear layers, 'gaussian' normal with 1 / `r`."
+    )
+    quantize: Quantize = Field(
+        "none",
+        description="'nf4' keeps the frozen matrices of layers in four bits (QLoRA), with the package bitsandbytes.",
+    )
+    source: Text | None = Field(None, description="A folder of adapters, as PEFT writes them, to go on from.")
+    merge: Switch = Field(
+        False, description="Write the model with the adapters in it to `hf` at the end, besides the folder `adapter`."
+    )
 
 
 class SourceSection(Section):
@@ -324,6 +359,7 @@ class PlanConfig(Section):
     cluster: ClusterSection = ClusterSection()
     batch: BatchSection
     objective: ObjectiveSection = ObjectiveSection()
+    lora: LoraSection | None = Field(None, description="Train adapters only; without this section, everything.")
     data: DataSection | None = None
     optim: OptimSection = OptimSection()
     precision: PrecisionSection = PrecisionSection()
@@ -348,6 +384,15 @@ class RunConfig(PlanConfig):
     def _weights_to_start_from(self) -> RunConfig:
         if self.model.config is not None and self.model.init == "pretrained":
             raise ValueError("model: an inline config has no weights; set model.init = 'random', or give model.source")
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_adapt(self) -> RunConfig:
+        if self.lora is not None and self.model.init != "pretrained":
+            raise ValueError(
+                "lora: adapters are trained beside given weights, and model.init='random' has none; give model.source, "
+                "or leave [lora] out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op
+from kumi.spec.peft import untrained_adapters
 from kumi.spec.schedule import placement, refusal
 from kumi.spec.sharding import AXIS, stage_bounds, zero_degree
 from kumi.spec.techniques import untrained_float8, untrained_techniques
@@ -89,6 +90,7 @@ def _experts_are_legal(model: ModelSpec, layout: Layout) -> bool:
 def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
     yield from untrained_techniques(job.model, layout)
     yield from untrained_float8(job, layout)
+    yield from untrained_adapters(job, layout)
     if job.optim.kind != "adamw":
         yield f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
     if job.precision.kind not in TRAINED_PRECISIONS:
