@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 from kumi.errors import ConfigError
 from kumi.spec.adapters import can_adapt, check_targets, takes
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
 from kumi.spec.ledger import ops
 from kumi.spec.lora import ALL, Lora
 from kumi.spec.model import ModelSpec
@@ -47,6 +49,23 @@ def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
     found = replace(spec, lora=replace(lora, targets=tuple(dict.fromkeys(targets))))
     _check_magnitudes(found)
     return found
+
+
+def untrained_adapters(job: Job, layout: Layout) -> Iterator[str]:
+    """Why this version cannot train the adapters of `job` with `layout`."""
+    lora = job.model.lora
+    if lora is None:
+        return
+    if layout.tiles > 1:
+        yield f"tiles={layout.tiles} with [lora]: adapters stand beside whole matrices; set tiles = 1"
+    if job.precision.products == "float8":
+        yield "precision.kind='fp8' with [lora]: frozen matrices multiply in 16 bits; set precision.kind = 'bf16'"
+    if not lora.quantize:
+        return
+    for name in ("tp", "zero"):
+        if getattr(layout, name) > (name == "tp"):
+            yield (f"{name}={getattr(layout, name)} with lora.quantize='{lora.quantize}': quantised matrices are whole "
+                   f"on every rank; set {name} = {int(name == 'tp')}, with dp_replicate or pp instead")  # fmt: skip
 
 
 def _path(op: Op) -> str:
