@@ -23,6 +23,12 @@ LATENT = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_t
           "v_head_dim": 10, "n_shared_experts": 2, "rms_norm_eps": 1e-5}  # fmt: skip
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 
+PHI = {"pad_token_id": None}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [2.0, 2.5, 3.0, 4.0]}  # fmt: skip
+GEMMA = {"head_dim": 16, "sliding_window": 5, "pad_token_id": None}
+NEOX = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25}}
+
 GLM = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "head_dim": 8}
 
 # Models that see are given text alone here. Their special tokens are none of the vocabulary's.
@@ -35,12 +41,6 @@ QWEN3_VL = {**QWEN_SEES, "vision_config": {**TOWER, "deepstack_visual_indexes": 
 GEMMA3_SEES = {"mm_tokens_per_image": 4, "image_token_index": 200, "boi_token_index": 201, "eoi_token_index": 202,
                "vision_config": SIGLIP}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}
-
-PHI = {"pad_token_id": None}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0, 1.5, 2.0, 3.0],
-            "long_factor": [2.0, 2.5, 3.0, 4.0]}  # fmt: skip
-GEMMA = {"head_dim": 16, "sliding_window": 5, "pad_token_id": None}
-NEOX = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25}}
 
 # What a family has no word for; its other sizes it has under names of its own.
 WITHOUT = {
@@ -174,7 +174,11 @@ BIASES = ".e_score_correction_bias"
 
 def build_reference(name: str) -> transformers.PreTrainedModel:
     """transformers' model of the case, with random weights everywhere (norms and biases too)."""
-    family, changes = CASES[name]
+    return reference_of(*CASES[name])
+
+
+def reference_of(family: str, changes: Mapping[str, object]) -> transformers.PreTrainedModel:
+    """transformers' model of `family` with `changes` of the sizes, with random weights everywhere."""
     sizes = {key: value for key, value in SIZES.items() if key not in WITHOUT.get(family, ())}
     if "text_config" in changes:
         changes = changes | {"text_config": sizes | changes["text_config"]}
@@ -198,10 +202,15 @@ def build_reference(name: str) -> transformers.PreTrainedModel:
 def build_pair(name: str) -> tuple[transformers.PreTrainedModel, Decoder]:
     """The case in transformers and in kumi, with equal weights."""
     reference = build_reference(name)
+    return reference, decoder_of(reference)
+
+
+def decoder_of(reference: transformers.PreTrainedModel) -> Decoder:
+    """kumi's model of the config of `reference`, with its weights."""
     decoder = Decoder(families.from_hf(reference.config.to_dict()))
     biases = {key: buffer for key, buffer in reference.named_buffers() if key.endswith(BIASES)}
     decoder.load_state_dict(native(decoder.spec, dict(reference.named_parameters()) | biases))
-    return reference, decoder
+    return decoder
 
 
 def native(spec: ModelSpec, theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,102 @@
+"""Random configurations of the dense families: logits against transformers, and files there and back bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import LLAMA3, YARN, decoder_of, reference_of
+
+from kumi.convert import convert, hf
+
+LENGTH = 24
+ROTATIONS = {
+    "default": {"rope_type": "default", "rope_theta": 1000.0},
+    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+}
+# How many heads have a size of their own beside that of the hidden state, which other families derive it from.
+OWN_HEAD_DIM = ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text")
+# The keys of biases that a config can ask for.
+BIASES = {
+    "Llama": ("attention_bias", "mlp_bias"), "Qwen3": ("attention_bias",), "Gemma2": ("attention_bias",),
+    "Gemma3Text": ("attention_bias",), "Olmo2": ("attention_bias",), "Granite": ("attention_bias", "mlp_bias"),
+    "SmolLM3": ("attention_bias", "mlp_bias"), "Cohere2": ("attention_bias",), "Starcoder2": ("use_bias",),
+}  # fmt: skip
+# Whether all layers have one window, or each its own kind.
+ONE_WINDOW = ("Mistral", "Phi3", "Starcoder2")
+KINDS_OF_LAYERS = ("Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "SmolLM3", "Cohere2")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2", "Gemma3Text", "Olmo2", "Granite", "SmolLM3",
+            "Cohere2", "Starcoder2")  # fmt: skip
+
+
+@st.composite
+def changes_of(draw, family):
+    """What to change of the sizes of tiny models."""
+    layers = draw(st.integers(1, 3))
+    kv_heads, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    head_dim, heads = draw(st.sampled_from((4, 8, 12))), kv_heads * queries
+    changes = {
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "hidden_size": heads * head_dim, "intermediate_size": draw(st.integers(1, 40)),
+        "vocab_size": draw(st.integers(2, 70)), "tie_word_embeddings": draw(st.booleans()),
+        "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    if family in OWN_HEAD_DIM:
+        changes["head_dim"] = draw(st.sampled_from((4, 8, 12)))
+    if family == "Qwen3" or (family == "Gemma3Text" and changes["hidden_size"] % heads):
+        changes["head_dim"] = head_dim
+    changes |= {key: draw(st.booleans()) for key in BIASES.get(family, ())}
+    return changes | draw(rotations(family)) | draw(windows(family, layers))
+
+
+@st.composite
+def rotations(draw, family):
+    if family == "Phi3":
+        return {"rope_parameters": ROTATIONS["default"] | {"partial_rotary_factor": draw(st.sampled_from((0.5, 1.0)))}}
+    kind = draw(st.sampled_from(sorted(ROTATIONS)))
+    if family == "Gemma3Text":
+        tables = {"full_attention": dict(ROTATIONS[kind]), "sliding_attention": dict(ROTATIONS["default"])}
+        return {"rope_parameters": tables}
+    return {"rope_parameters": dict(ROTATIONS[kind])}
+
+
+@st.composite
+def windows(draw, family, layers):
+    window = draw(st.integers(1, LENGTH + 2))
+    if family in ONE_WINDOW:
+        return {"sliding_window": window if draw(st.booleans()) else None}
+    if family not in KINDS_OF_LAYERS:
+        return {}
+    kinds = draw(st.lists(st.sampled_from(("full_attention", "sliding_attention")), min_size=layers, max_size=layers))
+    found = {"layer_types": kinds, "sliding_window": window}
+    if family in ("Qwen2", "Qwen3", "SmolLM3"):
+        found["use_sliding_window"] = "sliding_attention" in kinds
+    if family == "SmolLM3":
+        found["no_rope_layers"] = draw(st.lists(st.integers(0, 1), min_size=layers, max_size=layers))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_a_random_configuration(family, data):
+    changes = data.draw(changes_of(family))
+    reference = reference_of(family, changes)
+    ids = torch.randint(0, changes["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = reference(input_ids=ids, use_cache=False).logits, decoder_of(reference)(ids)
+    assert (logits - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        reference.save_pretrained(folder / "source")
+        convert(folder / "source", folder / "native", to="kumi", verify=False)
+        convert(folder / "native", folder / "back", to="hf", verify=False)
+        source, back = dict(hf.read_tensors(folder / "source")), dict(hf.read_tensors(folder / "back"))
+    assert source.keys() == back.keys()
+    assert all(value.equal(back[key]) for key, value in source.items())
