@@ -36,6 +36,9 @@ ALONE = {
     "latent attention": Case(Layout(), "latent", "bf16"),
     "latent attention, whole rows": Case(Layout(), "latent", "bf16", documents=False),
     "sinks": Case(Layout(), "sinks", "bf16"),
+    "scores": Case(Layout(recompute="selective"), "scores"),
+    "scores in bf16": Case(Layout(), "scores", "bf16"),
+    "scores, whole rows": Case(Layout(), "scores", "bf16", documents=False),
 }
 _OVERLAPPED = Comm(async_tp=True)
 ON_2 = {
@@ -55,6 +58,7 @@ ON_2 = {
     "cp ring": Case(Layout(cp=2, zero=1)),
     "cp ring in bf16": Case(Layout(cp=2, zero=3), precision="bf16"),
     "cp ring in bf16, whole rows": Case(Layout(cp=2, zero=3), precision="bf16", documents=False),
+    "cp ring, scores": Case(Layout(cp=2, zero=1), "scores"),
     "cp ring, sinks": Case(Layout(cp=2, zero=1), "sinks", "bf16"),
     "cp ulysses": Case(Layout(cp=2, zero=1, context="ulysses"), precision="bf16"),
     "ep": Case(Layout(dp_shard=2, ep=2, zero=2), "experts"),

@@ -14,7 +14,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", ["llama", "llama-head-dim", "mistral-window", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-head-dim", "mistral-window", "qwen3", "gemma2", "bloom", "falcon-alibi"]
+)
 def test_a_packed_row_equals_its_documents(name, dtype, device):
     _, decoder = build_pair(name)
     decoder.to(device).compute_dtype = dtype
@@ -39,5 +41,7 @@ def test_a_packed_row_equals_its_documents(name, dtype, device):
     separate = torch.cat(alone, dim=1)
     assert (packed - separate).abs().max() <= TOLERANCE[dtype] * separate.std()
     for key, parameter in decoder.named_parameters():
+        if key.endswith("k_proj.bias"):  # where nothing turns keys it moves all scores of a query alike
+            continue
         difference = (parameter.grad - packed_gradients[key]).norm()
         assert difference <= TOLERANCE[dtype] * parameter.grad.norm(), key
