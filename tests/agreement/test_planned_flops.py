@@ -16,7 +16,7 @@ from kumi.plan.work import table
 from kumi.spec import ledger
 from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
-from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
+from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from planned import job_of
 
 # One operation a second, no launches, and memory that takes no time: seconds are floating-point operations.
@@ -32,6 +32,13 @@ MODELS = {
     "window": (LayerSpec(WINDOW, DENSE), LayerSpec(GROUPED, DENSE)) * 2,
     "experts": (LayerSpec(GROUPED, DENSE), *(LayerSpec(GROUPED, EXPERTS),) * 3),
     "latent": (LayerSpec(LATENT, EXPERTS),) * 4,
+    # Rows are not whole chunks.
+    "hybrid": (
+        LayerSpec(Mamba(8, 12, 10, 4, 4, 20), None),
+        LayerSpec(None, EXPERTS),
+        LayerSpec(GROUPED, None),
+        LayerSpec(None, DENSE),
+    ),
 }
 
 
@@ -86,11 +93,13 @@ def test_one_rank_computes_what_the_ledger_says(name, microbatch):
         Layout(dp_shard=2, zero=1, tp=2, ep=2, expert_tp=2),
     ],
 )
-@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.parametrize("name", ["dense", "experts", "hybrid"])
 def test_ranks_that_share_a_microbatch_compute_it_once_together(name, layout):
     """All but routers, which every tensor-parallel rank computes."""
     if name == "dense" and layout.ep > 1:
         layout = replace(layout, ep=1, expert_tp=1)
+    if name == "hybrid":
+        layout = replace(layout, cp=1)  # states go along whole rows
     model = model_of(name)
     _, causal = counted(model, LENGTH)
     forward, _ = forward_seconds(job_on_clock(model), layout)

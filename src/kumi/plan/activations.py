@@ -150,11 +150,16 @@ class _Rank:
 
     def gradient(self, op: Op) -> Floats:
         """Bytes a token of the gradients of what `op` takes and returns, and of the residual stream."""
-        inputs = {"gate": 2, "attention": 1 + op.kv_size / op.source.size}.get(op.kind, 1)
+        others = 1 + op.kv_size / op.source.size
+        inputs = {"gate": 2, "gated_norm": 2, "attention": others, "scan": others}.get(op.kind, 1)
         found: Floats = self.compute * (inputs * self._rows(op, op.source) + self._rows(op, op.target))
         if op.kind == "gate" and is_tiled(self.job.model, op):
             # A tile's three results are made again.
             found = found + np.where(self.tiles > 1, 3 * self.compute * self._rows(op, op.source), 0.0)
+        if op.kind == "scan":
+            # The states at the chunks' beginnings, in float32.
+            size = op.kv_size // (2 * op.source.count)
+            found = found + ITEMSIZE["float32"] * self.numel((op.source,)) * size / op.chunk
         return found + self._score_gradients(op)
 
     def _score_gradients(self, op: Op) -> Floats:

@@ -12,6 +12,7 @@ from kumi.plan.comm import collective_seconds
 from kumi.plan.context import dealt_elements, gradient_itemsize, kv_elements
 from kumi.plan.distinct import distinct
 from kumi.plan.kernels import alignment, matmul_seconds, peak_flops, stream_seconds
+from kumi.plan.scans import AGAIN, kernels, product_seconds, score_seconds
 from kumi.plan.tensor import regions
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT
@@ -25,6 +26,8 @@ KEYS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel", "conte
 PASSES: dict[str, dict[str, tuple[float, float, int, int]]] = {
     "norm": {"eager": (15, 24, 6, 12), "fused": (2, 4, 1, 2), "compiled": (2, 4, 1, 2)},
     "rope": {"eager": (10, 10, 8, 8), "fused": (2, 2, 1, 1), "compiled": (2, 2, 1, 1)},
+    "gated_norm": {"eager": (20, 33, 8, 16), "fused": (3, 6, 1, 2), "compiled": (3, 6, 1, 2)},
+    "convolution": {"eager": (24, 60, 10, 40), "fused": (2, 4, 1, 2), "compiled": (2, 4, 1, 2)},
     "gate": {"eager": (5, 9, 2, 4), "fused": (3, 5, 1, 1), "compiled": (3, 5, 1, 1)},
     "activation": {"eager": (4, 6, 2, 2), "fused": (2, 3, 1, 1), "compiled": (2, 3, 1, 1)},
     "add": {"eager": (3, 2, 1, 1), "fused": (3, 1, 1, 1), "compiled": (1, 1, 0, 0)},
@@ -138,12 +141,16 @@ class _Rows:
             self._exchange(cost, op)
         elif op.kind == "embedding":
             self._embedding(cost, op)
+        elif op.kind == "scan":
+            self._scan(cost, op)
         elif op.kind in PASSES:
             self._elements(cost, op.kind, self._elements_of(op))
+            if op.kind == "convolution":
+                self._products(cost, op)
 
     def _cut(self, dim_name: str, op: Op) -> Floats:
         """How many ranks share `dim_name` of `op` among them."""
-        if dim_name not in ("heads", "kv_heads", "ffn", "vocab"):
+        if dim_name not in ("heads", "kv_heads", "groups", "ffn", "vocab"):
             return np.ones_like(self.tp)
         return self.expert_tp if op.experts else self.tp
 
@@ -264,10 +271,28 @@ class _Rows:
         cost.kernels_forward += 2
         cost.kernels_backward += 4
 
+    def _scan(self, cost: Cost, op: Op) -> None:
+        """Products of chunks; besides, a fused kernel reads what goes in and writes what comes out, others scores."""
+        self._products(cost, op)
+        if self.engine.kernels != "eager":
+            self._passes(cost, PASSES["gated_norm"]["fused"], self._elements_of(op))
+            return
+        forward, backward = score_seconds(self.job, op, self.tokens, self.tp)
+        kernels_forward, kernels_backward = kernels(self.job, op)
+        cost.forward += forward
+        cost.backward += backward
+        cost.kernels_forward += kernels_forward
+        cost.kernels_backward += kernels_backward
+
+    def _products(self, cost: Cost, op: Op) -> None:
+        seconds = product_seconds(self.job, op, self.sequences, self.tp)
+        cost.forward += seconds
+        cost.backward += AGAIN * seconds
+
     def _elements_of(self, op: Op) -> Floats:
         """Elements of what `op` returns on a rank; between the tensor-parallel regions divided only under SP."""
         cut = np.where(self.parallel, self.tp, 1.0)
-        if op.target.name in ("heads", "kv_heads", "ffn"):
+        if op.target.name in ("heads", "kv_heads", "groups", "ffn"):
             cut = self._cut(op.target.name, op)
         extra = op.kv_size / 2 if op.kind == "rope" else 0
         return self._rows_of(op) * (op.target.size + extra) / cut
