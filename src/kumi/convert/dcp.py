@@ -11,6 +11,7 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -192,7 +193,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             objects[name] = _blob(folder, name, where.get(MetadataIndex(name)), sizes)
         else:
             raise RefusedError(f"{folder / '.metadata'}: {name!r:.80} is neither a tensor nor an object")
+    _check_apart(folder, tensors)
     return Checkpoint(folder, tensors, objects)
+
+
+def _check_apart(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    """Nothing, or RefusedError where two pieces of tensors have bytes in common."""
+    spans = sorted((chunk.blob.file, chunk.blob.offset, chunk.blob.offset + chunk.blob.length, name)
+                   for name, stored in tensors.items() for chunk in stored.chunks)  # fmt: skip
+    for (file, _, end, name), (other_file, begin, _, other) in pairwise(spans):
+        if file == other_file and begin < end:
+            raise RefusedError(f"{folder / file}: {name!r} and {other!r} are both said to have its byte {begin}; copy "
+                               f"the checkpoint again")  # fmt: skip
 
 
 def _tensor(

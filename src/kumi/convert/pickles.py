@@ -64,6 +64,13 @@ def _head(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[i
     return Head(storage, offset, tuple(shape), tuple(stride))
 
 
+def _bytes(text: str, encoding: str) -> bytes:
+    """How such pickles write bytes."""
+    if encoding != "latin1":
+        raise ValueError(f"bytes are encoded as {encoding!r:.20}")
+    return text.encode("latin1")
+
+
 def _path(*parts: str) -> str:
     return str(PurePosixPath(*parts))
 
@@ -88,10 +95,13 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): argparse.Namespace,
     ("types", "SimpleNamespace"): types.SimpleNamespace,
     ("_io", "BytesIO"): io.BytesIO,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "slice"): slice,
-    ("builtins", "complex"): complex,
+    # Under both names of the module: torch.save writes pickles as Python 2 would read them.
+    **{
+        (module, kind.__name__): kind
+        for module in ("builtins", "__builtin__")
+        for kind in (set, frozenset, slice, complex, bytearray)
+    },
+    ("_codecs", "encode"): _bytes,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): Unread,
     ("torch.serialization", "_get_layout"): _layout,

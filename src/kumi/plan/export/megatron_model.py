@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kumi.plan.export.alike import Alike, alike
+from kumi.spec.families.rope import mscales_to_hf
 from kumi.spec.model import MLP, Attention, LatentAttention, ModelSpec, MoE, Rope
 
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -33,6 +34,7 @@ def problems(model: ModelSpec) -> Iterator[str]:
     if isinstance(found.attention, Attention):
         yield from _attention_problems(found.attention)
     yield from _bias_problems(found)
+    yield from _scale_problems(model, found)
     yield from _rope_problems(found.attention.rope, latent=isinstance(found.attention, LatentAttention))
 
 
@@ -73,6 +75,20 @@ def _bias_problems(found: Alike) -> Iterator[str]:
                "projection alone, or on none")  # fmt: skip
 
 
+def _scale_problems(model: ModelSpec, found: Alike) -> Iterator[str]:
+    """Factors and bounds that Megatron-Core's GPT model has no words for, and norms without a bias."""
+    factors = {"embeddings are": model.embedding_scale, "logits are": model.logit_scale,
+               "what attention and mlp add is": model.residual_scale}  # fmt: skip
+    yield from (f"{what} multiplied by {factor:g}; Megatron-Core's GPT model multiplies by 1"
+                for what, factor in factors.items() if factor != 1.0)  # fmt: skip
+    if model.logit_softcap is not None or (isinstance(found.attention, Attention) and found.attention.softcap):
+        yield "scores or logits are bounded by a tanh; Megatron-Core's GPT model bounds neither"
+    if isinstance(found.attention, Attention) and found.attention.score_scale is not None:
+        yield f"scores are multiplied by {found.attention.score_scale:g}; Megatron-LM multiplies by 1 / sqrt(head_dim)"
+    if model.norm == "layernorm" and not model.norm_bias:
+        yield "layer norms have no bias; Megatron-Core's have one"
+
+
 def biases(found: Alike) -> tuple[bool, set[bool]]:
     """Whether the query, key and value projections have a bias, and what holds for all other matrices."""
     attention = found.attention
@@ -85,9 +101,11 @@ def biases(found: Alike) -> tuple[bool, set[bool]]:
 def _rope_problems(rope: Rope | None, *, latent: bool) -> Iterator[str]:
     if rope is None or rope.scaling is None:
         return
+    if rope.scaling == "longrope":
+        yield "longrope positions: Megatron-Core does not know them"
     if rope.scaling == "yarn" and not latent:
         yield "yarn positions: Megatron-LM takes them for latent attention only"
-    if rope.scaling != "yarn" and latent:
+    if rope.scaling not in ("yarn", "longrope") and latent:
         yield f"{rope.scaling} positions with latent attention: Megatron-Core has plain and yarn ones there"
     if rope.scaling == "linear" and rope.factor != int(rope.factor):
         yield f"positions stretched by {rope.factor}: Megatron-LM takes a whole factor"
@@ -138,7 +156,7 @@ def _attention_fields(found: Alike) -> dict[str, Any]:
             "qk_pos_emb_head_dim": attention.qk_rope_head_dim,
             "v_head_dim": attention.v_head_dim,
             "qk_layernorm": True,
-            **_latent_rope(attention.rope),
+            **_latent_rope(attention),
         }
     window = None if found.window is None else (found.window - 1, 0)
     skip = None if window is None or None not in found.windows else [int(size is not None) for size in found.windows]
@@ -152,8 +170,9 @@ def _attention_fields(found: Alike) -> dict[str, Any]:
     }
 
 
-def _latent_rope(rope: Rope) -> dict[str, Any]:
+def _latent_rope(attention: LatentAttention) -> dict[str, Any]:
     """Rotation in MLATransformerConfig, where yarn is the default."""
+    rope = attention.rope
     if rope.scaling is None:
         return {"rope_type": "rope", "rotary_base": rope.rope_theta}
     return {
@@ -163,9 +182,7 @@ def _latent_rope(rope: Rope) -> dict[str, Any]:
         "original_max_position_embeddings": rope.original_max_position_embeddings,
         "beta_fast": rope.beta_fast,
         "beta_slow": rope.beta_slow,
-        # Scores grow with the stretch, or the turned parts do, where an attention factor is not 1.
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0 if rope.attention_factor == 1.0 else 0.0,
+        **mscales_to_hf(attention),
     }
 
 
