@@ -112,6 +112,8 @@ def _read_rectangle(entry: Entry, part: Part, at: Dims, size: Dims, out: Tensor)
     dim = next((dim for dim, count in enumerate(size) if count > 1), 0)
     span = steps[dim] * out.element_size()
     chunk = min(size[dim], max(1, GAPPED_BYTES // span))
+    if dim and entry.decode is not None:
+        chunk = size[dim]  # a row is decoded as a whole, and once
     buffer = torch.empty(min(chunk * steps[dim], prod(part.view)), dtype=out.dtype)
     for low in range(0, size[dim], chunk):
         count = min(chunk, size[dim] - low)

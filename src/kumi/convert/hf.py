@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kumi.convert import dequantise
 from kumi.convert.card import model_card
 from kumi.convert.carried import is_carried
-from kumi.convert.entry import BLOCK_BYTES, Entry, entry_of, read_entry, read_part
+from kumi.convert.entry import BLOCK_BYTES, Entry, read_entry, read_part
 from kumi.convert.hf_write import write
 from kumi.convert.rectangles import Dims, by_rows, overlap
 from kumi.convert.safetensors_read import tensors_of as spans_of
@@ -40,10 +41,12 @@ class Stored:
 def entries(folder: str | Path, spec: ModelSpec | None = None) -> dict[str, Entry]:
     """Every tensor of the safetensors file or files in `folder`, by name; nothing but headers is read.
 
-    With `spec`, what such a model carries along is left out.
+    Quantised ones are what they stand for. With `spec`, what such a model carries along is left out.
     """
-    spans = spans_of(Path(folder))
-    return {name: entry_of(span) for name, span in spans.items() if spec is None or not is_carried(spec, name)}
+    folder = Path(folder)
+    spans = spans_of(folder)
+    kept = {name: span for name, span in spans.items() if spec is None or not is_carried(spec, name)}
+    return dequantise.entries(folder, kept)
 
 
 def read(stored: Stored, start: Dims | None = None, shape: Dims | None = None) -> Tensor:

@@ -75,6 +75,7 @@ def write(
     carried_bytes = sum(span.nbytes for span in (carried or {}).values())
     free_space_check(folder, sum(layout.size for layout in shards.values()) + carried_bytes + _SLACK, "the model")
     config = _with_dtype(families.patched(base_config, spec) if base_config else families.to_hf(spec), dtypes)
+    config.pop("quantization_config", None)  # what is written here never is
     part = unfinished(folder)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)

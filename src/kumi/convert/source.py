@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from kumi.convert import hf, megatron, native
+from kumi.convert import dequantise, hf, megatron, native
 from kumi.convert.carried import carried, of_checkpoint
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
@@ -73,9 +73,12 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
 
 
 def _open_hf(folder: Path) -> Source:
-    config = families.read_config(folder)
+    quantised = dequantise.method(folder)  # which checks that config.json is in the folder, before it is read
+    config = {key: value for key, value in families.read_config(folder).items() if key != dequantise.KEY}
     spec = families.from_hf(config)
     families.check_trained(spec)
+    if quantised is not None:
+        spec = replace(spec, notes=(*spec.notes, dequantise.notice(quantised)))
     stored = hf.check(folder, spec)
     return Source(folder, spec, config, hf.reader(stored), folder, carried(folder, spec))
 

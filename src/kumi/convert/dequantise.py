@@ -1,0 +1,141 @@
+"""Weights that are stored in eight or four bits, with scales beside them: read as bfloat16, a few rows at a time.
+
+fp8     a matrix of F8_E4M3 and `<name>_scale_inv`: the factor of each block of rows and columns (DeepSeek-V3's
+        technical report, arXiv:2412.19437, section 3.3)
+mxfp4   `<name>_blocks`, two numbers of four bits in each byte, and `<name>_scales`, the exponent of each 32 of them
+        (the OCP Microscaling Formats specification, version 1.0), as the experts of gpt-oss are published
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kumi.convert.entry import Entry, entry_of, read_bytes
+from kumi.convert.safetensors_read import Span
+from kumi.errors import ModelError
+from kumi.storage.untrusted import inside, read_regular, strict_json
+from kumi.storage.write import as_bytes
+
+KEY = "quantization_config"
+
+# What the sixteen numbers of four bits stand for: a sign, two bits of exponent, one of fraction.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_GROUP = 32
+_SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
+
+
+def method(folder: Path) -> dict[str, Any] | None:
+    """How config.json in `folder` says that the weights are quantised; None where they are not."""
+    if not (folder / "config.json").exists():
+        return None
+    try:
+        config = strict_json(read_regular(inside(folder, "config.json")))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / 'config.json'}: cannot be read ({error}); fetch the file again") from None
+    found = config.get(KEY) if isinstance(config, dict) else None
+    if found is not None and not isinstance(found, dict):
+        raise ModelError(f"{folder / 'config.json'}: {KEY} is {json.dumps(found)}, no object; remove it")
+    return found
+
+
+def notice(quantised: Mapping[str, Any]) -> str:
+    """What is done about it, for the user."""
+    return f"the weights are quantised ({quantised.get('quant_method')}); they are read, and written, as bfloat16"
+
+
+def entries(folder: Path, spans: Mapping[str, Span]) -> dict[str, Entry]:
+    """The tensors that `spans` are, by name, those that are quantised as what they stand for.
+
+    ModelError for a way to quantise that is none of the above.
+    """
+    quantised = method(folder)
+    if quantised is None:
+        return {name: entry_of(span) for name, span in spans.items()}
+    kind = quantised.get("quant_method")
+    if kind == "fp8":
+        return _fp8(folder, spans, quantised.get("weight_block_size"))
+    if kind == "mxfp4":
+        return _mxfp4(spans)
+    raise ModelError(f"{folder}: the weights are quantised by {kind!r}, which kumi does not read; it reads fp8 in "
+                     f"blocks, and mxfp4: name the model before that, or dequantise it first")  # fmt: skip
+
+
+def _fp8(folder: Path, spans: Mapping[str, Span], block: Any) -> dict[str, Entry]:
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise ModelError(f"{folder}: fp8 weights with weight_block_size {block!r}; kumi reads those with a scale for "
+                         f"each block of rows and columns, as [128, 128]")  # fmt: skip
+    small = {name: span for name, span in spans.items() if span.dtype == "F8_E4M3"}
+    scales = {name: f"{name}_scale_inv" for name in small}
+    found = {name: entry_of(span) for name, span in spans.items() if name not in {*small, *scales.values()}}
+    for name, span in small.items():
+        scale = spans.get(scales[name])
+        rows, columns = (*span.shape, 0, 0)[:2]
+        wanted = (-(-rows // block[0]), -(-columns // block[1]))
+        if scale is None or scale.dtype not in _SCALES or scale.shape != wanted or len(span.shape) != 2:
+            have = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
+            raise ModelError(f"{folder}: {scales[name]!r} is {have}; {name!r} {span.shape} in blocks of {block} needs "
+                             f"numbers {wanted}")  # fmt: skip
+        found[name] = _decoded(span, span.shape, _fp8_rows(span, scale, block))
+    return found
+
+
+def _fp8_rows(span: Span, scale: Span, block: list[int]) -> Callable[[int, int], Tensor]:
+    def rows(low: int, high: int) -> Tensor:
+        values = _read(span, torch.float8_e4m3fn, low, high).float()
+        first, last = low // block[0], -(-high // block[0])
+        factors = _read(scale, _SCALES[scale.dtype], first, last).float()
+        inside_block = torch.arange(low, high) // block[0] - first
+        wide = factors.repeat_interleave(block[1], dim=1)[:, : span.shape[1]]
+        return values.mul_(wide[inside_block]).to(torch.bfloat16)
+
+    return rows
+
+
+def _mxfp4(spans: Mapping[str, Span]) -> dict[str, Entry]:
+    ending = "_blocks"
+    packed = [name.removesuffix(ending) for name in spans if name.endswith(ending)]
+    beside = {f"{name}{more}" for name in packed for more in (ending, "_scales")}
+    found = {name: entry_of(span) for name, span in spans.items() if name not in beside}
+    for name in packed:
+        blocks, scales = spans[name + ending], spans.get(f"{name}_scales")
+        shape = blocks.shape
+        fits = len(shape) == 4 and shape[3] == _GROUP // 2 and scales is not None and scales.shape == shape[:3]
+        if scales is None or not fits or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+            have = "missing" if scales is None else f"{scales.dtype} {scales.shape}"
+            raise ModelError(f"{blocks.file}: {blocks.name!r} {blocks.dtype} {shape} does not go with {name}_scales, "
+                             f"which is {have}")  # fmt: skip
+        experts, rows, groups, _ = shape
+        found[name] = _decoded(blocks, (experts, groups * _GROUP, rows), _mxfp4_rows(blocks, scales), name)
+    return found
+
+
+def _mxfp4_rows(blocks: Span, scales: Span) -> Callable[[int, int], Tensor]:
+    """Experts [low, high) (X, columns, rows): stored the other way round, as the model multiplies with them."""
+    numbers = torch.tensor([*_FP4, *(-number for number in _FP4)], dtype=torch.bfloat16)
+
+    def rows(low: int, high: int) -> Tensor:
+        packed = _read(blocks, torch.uint8, low, high)
+        exponents = _read(scales, torch.uint8, low, high).to(torch.int32) - 127
+        pairs = torch.stack((numbers[(packed & 15).int()], numbers[(packed >> 4).int()]), dim=-1)
+        values = torch.ldexp(pairs.flatten(-2), exponents[..., None])
+        return values.flatten(-2).transpose(1, 2)
+
+    return rows
+
+
+def _decoded(span: Span, shape: tuple[int, ...], rows: Callable[[int, int], Tensor], name: str | None = None) -> Entry:
+    return Entry(span.file, name or span.name, shape, "bfloat16", span.offset, rows)
+
+
+def _read(span: Span, dtype: torch.dtype, low: int, high: int) -> Tensor:
+    """Rows [low, high) of a stored tensor."""
+    out = torch.empty((high - low, *span.shape[1:]), dtype=dtype)
+    read_bytes(span.file, as_bytes(out), span.offset + low * prod(span.shape[1:]) * dtype.itemsize)
+    return out
