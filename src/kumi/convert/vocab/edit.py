@@ -26,6 +26,7 @@ def extended(base: Base, pieces: Sequence[Piece], tokens: Sequence[Wanted]) -> B
         data = _data(base, pieces, tokens, explicit=explicit)
         found = parsed(base.folder, data, json.dumps(data, ensure_ascii=False))
         if _as_wanted(base, found, pieces, tokens):
+            _check_spelled_back(found, tokens)
             return found
     raise ConfigError(f"{base.folder}: the tokenizers library would give tokens of this {base.kind} tokenizer other "
                       f"ids once some are added, for it leaves ids out or has one twice; number them anew")  # fmt: skip
@@ -66,6 +67,15 @@ def _as_wanted(base: Base, found: Base, pieces: Sequence[Piece], tokens: Sequenc
     return all(
         found.backend.encode(token.text, add_special_tokens=False).ids == [wanted[token.text]] for token in tokens
     )
+
+
+def _check_spelled_back(new: Base, tokens: Sequence[Wanted]) -> None:
+    """A byte-level decoder takes the letters of an added token for bytes, where all of them could be: ü is lost."""
+    for token in tokens:
+        found = new.backend.decode([new.vocab[token.text]], skip_special_tokens=False)
+        if found != token.text:
+            raise ConfigError(f"{token.where}: this tokenizer's decoder would spell {token.text!r} as {found!r}, "
+                              f"for letters such as ü in added tokens are bytes to it; use --learn")  # fmt: skip
 
 
 def write_files(base: Base, new: Base, tokens: Sequence[Wanted], folder: Path, names: Sequence[str]) -> list[str]:

@@ -23,6 +23,8 @@ LEAST = 2
 # Letters (bytes, in a byte-level tokenizer) of the longest token: beyond it words are phrases, or tables.
 _LONGEST = 48
 _BLANK = "▁"
+# Above any id.
+_LAST = 1 << 40
 
 Pair = tuple[int, int]
 
@@ -41,8 +43,8 @@ class Piece:
 def learn(base: Base, words: Mapping[str, int], count: int, taken: Iterable[str] = ()) -> list[Piece]:
     """Up to `count` tokens that shorten `words` (spelled as the vocabulary spells them, with how often) most.
 
-    Fewer where nothing is left that occurs twice. None is one of `taken`, which get ids of their own. Equal inputs give
-    equal tokens: ties go by spelling.
+    Fewer where nothing is left that occurs twice. None is one of `taken`, which get ids of their own. Of equally
+    frequent pairs that of the lowest ids comes first, as in the library's trainer.
     """
     if base.kind != "BPE":
         raise ConfigError(f"--learn: {base.folder} is a {base.kind} tokenizer, whose tokens are not made by merges; "
@@ -63,8 +65,8 @@ def learn(base: Base, words: Mapping[str, int], count: int, taken: Iterable[str]
 
 @dataclass
 class _State:
-    """Symbols by number: their spelling, the old tokens they are, and which of them are no tokens yet; words as lists
-    of symbols; where each pair and each pending symbol stands, and how often."""
+    """Symbols by number: their spelling, the old tokens they are, their ids, and which of them are no tokens yet; words
+    as lists of symbols; where each pair and each pending symbol stands, and how often."""
 
     base: Base
     taken: frozenset[str]
@@ -76,7 +78,9 @@ class _State:
     times: list[int] = field(default_factory=list)
     counts: Counter[Pair | int] = field(default_factory=Counter)
     places: defaultdict[Pair | int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    heap: list[tuple[int, tuple[str, ...], Pair | int]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    learnt: int = 0
+    heap: list[tuple[int, tuple[int, ...], Pair | int]] = field(default_factory=list)
 
     def add(self, word: str, times: int) -> None:
         """Another word that occurs `times`; its neighbours and unknown characters are counted."""
@@ -109,6 +113,8 @@ class _State:
             self.numbers[text] = len(self.texts)
             self.texts.append(text)
             self.parts.append(parts or ())
+            # A character that is no token comes after all that are, where both are as frequent.
+            self.ids.append(self.base.vocab.get(text, _LAST + ord(text[0]) if text else _LAST))
             if text not in self.base.vocab and parts is not None:
                 self.pending.add(self.numbers[text])
         return self.numbers[text]
@@ -120,8 +126,8 @@ class _State:
 
     def _offer(self, found: Pair | int) -> None:
         if self.counts[found] >= LEAST and self._allowed(found):
-            spelled = (self.texts[found],) if isinstance(found, int) else (self.texts[found[0]], self.texts[found[1]])
-            heapq.heappush(self.heap, (-self._gain(found), spelled, found))
+            symbols = (found,) if isinstance(found, int) else found
+            heapq.heappush(self.heap, (-self._gain(found), tuple(self.ids[one] for one in symbols), found))
 
     def _allowed(self, found: Pair | int) -> bool:
         if isinstance(found, int):
@@ -134,7 +140,7 @@ class _State:
         return not (inside or joined in self.base.vocab or joined in self.numbers or joined in self.taken)
 
     def _accept(self, symbol: int) -> Piece:
-        self.pending.remove(symbol)
+        self._known_now(symbol)
         for where in self.places[symbol]:
             word = self.words[where]
             for pair in pairwise(word):
@@ -142,11 +148,16 @@ class _State:
                     self._offer(pair)
         return Piece(self.texts[symbol], None, self.parts[symbol], self.counts[symbol])
 
+    def _known_now(self, symbol: int) -> None:
+        self.pending.discard(symbol)
+        self.ids[symbol] = self.base.size + self.learnt
+        self.learnt += 1
+
     def _merge(self, pair: Pair) -> Piece:
         left, right = pair
         count, merge = self.counts[pair], (self.texts[left], self.texts[right])
         new = self._number("".join(merge), self.parts[left] + self.parts[right])
-        self.pending.discard(new)
+        self._known_now(new)
         changed: set[Pair] = set()
         for where in sorted(self.places[pair]):
             changed |= self._replace(where, pair, new)
