@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from kumi.nn.dtypes import wide
 from kumi.nn.operators import define
 
 # Scores of all heads that are held at a time, on other devices and on a CPU, whose caches should hold them.
-SCORES = (2**27, 2**20)
+SCORES = (2**27, 2**19)
 
 
 class Inputs(NamedTuple):
@@ -74,9 +75,10 @@ class _Scan(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Span:
-    """Some chunks of a scan: `x` (b, m, q, g, r, p) times its steps, `b` and `c` (b, m, q, g, n).
+    """Some chunks of a scan: `x` (b, m, q, g, r, p) times its steps, `b` and `c` (b, m, q, g, n), and the sums of rates
+    times steps from the chunk's beginning to each position, `sums` (b, m, q, g, r).
 
-    Decays are 0 across documents: `decay` (b, m, g, r, q, k) from position k to q; `entering` (b, m, q, g, r, 1) from
+    `inside` says which positions k give to which q. Decays are 0 across documents: `entering` (b, m, q, g, r, 1) from
     the chunk's beginning to q, `leaving` (b, m, q, g, r, 1) from q to its end, `through` (b, m, g, r, 1, 1) from its
     beginning to its end.
     """
@@ -84,10 +86,17 @@ class _Span:
     x: Tensor
     b: Tensor
     c: Tensor
-    decay: Tensor
+    sums: Tensor
+    inside: Tensor
     entering: Tensor
     leaving: Tensor
     through: Tensor
+
+    @cached_property
+    def decay(self) -> Tensor:
+        """From position k to q (b, m, g, r, q, k): 0 where k comes after q, or belongs to another document."""
+        by_head = self.sums.permute(0, 1, 3, 4, 2).contiguous()  # or what is made of it would lie as oddly
+        return (by_head[..., :, None] - by_head[..., None, :]).masked_fill_(~self.inside, -torch.inf).exp_()
 
     @property
     def written(self) -> Tensor:
@@ -235,11 +244,8 @@ def _span(inputs: Inputs, steps: Tensor, rate: Tensor, place: _Place) -> _Span:
     step = _chunks(steps, place, inputs)
     sums = (step * rate.view(step.shape[3:])).cumsum(2)
     inside, begun, ended, unbroken = _same_document(inputs, place)
-    # (b, m, g, r, q)
-    by_head = sums.permute(0, 1, 3, 4, 2)
-    decay = (by_head[..., :, None] - by_head[..., None, :]).masked_fill_(~inside, -torch.inf).exp_()
     return _Span(
-        _chunks(inputs.x, place, inputs) * step[..., None], b, c, decay, (sums.exp() * begun)[..., None],
+        _chunks(inputs.x, place, inputs) * step[..., None], b, c, sums, inside, (sums.exp() * begun)[..., None],
         ((sums[:, :, -1:] - sums).exp() * ended)[..., None], (sums[:, :, -1].exp() * unbroken)[..., None, None],
     )  # fmt: skip
 

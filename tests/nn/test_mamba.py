@@ -1,0 +1,147 @@
+"""Mamba mixers against their definition, position by position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import kumi.nn.scan as scans
+from kumi.nn.mamba import Convolution, GatedNorm, Mamba
+from kumi.nn.scan import SCAN, SCAN_BACKWARD, Inputs, scan
+from kumi.nn.where import Where
+from kumi.spec import model
+from kumi.spec.ledger import layer_ops
+
+ROWS, HEADS, CHANNELS, GROUPS, STATE, CHUNK = 2, 6, 5, 3, 4, 8
+SPEC = model.Mamba(4, 6, 5, 2, 4, 7, bias=True)
+
+
+def inputs(length, documents=False, chunk=CHUNK, limits=(0.3, 1.5)):
+    random = torch.Generator().manual_seed(length)
+
+    def leaf(*shape):
+        return torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_()
+
+    numbers = (torch.rand(ROWS, length, generator=random) < 0.25).long().cumsum(1) if documents else None
+    both = (ROWS, length, GROUPS, STATE)
+    return Inputs(leaf(ROWS, length, HEADS, CHANNELS), leaf(*both), leaf(*both), leaf(ROWS, length, HEADS), leaf(HEADS),
+                  leaf(HEADS), leaf(HEADS), numbers, chunk, *limits)  # fmt: skip
+
+
+def one_by_one(given):
+    """The recurrence as it is written."""
+    steps = F.softplus(given.dt + given.dt_bias).clamp(given.low, given.high)
+    b, c = (value.repeat_interleave(HEADS // GROUPS, dim=2) for value in (given.b, given.c))
+    state, found = given.x.new_zeros(ROWS, HEADS, CHANNELS, STATE), []
+    for place in range(given.x.shape[1]):
+        kept = torch.exp(-given.a_log.exp() * steps[:, place])
+        if given.numbers is not None and place:
+            kept = kept * (given.numbers[:, place] == given.numbers[:, place - 1])[:, None]
+        written = (steps[:, place, :, None] * given.x[:, place])[..., None] * b[:, place, :, None]
+        state = kept[..., None, None] * state + written
+        found.append((state * c[:, place, :, None]).sum(-1) + given.d[:, None] * given.x[:, place])
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2**19])
+@pytest.mark.parametrize(("length", "documents"), [(24, False), (21, False), (21, True), (5, True), (40, True)])
+def test_the_recurrence(length, documents, at_a_time, monkeypatch):
+    """Rows of whole chunks, of less than one, and with a shorter one at the end; one chunk at a time, and all."""
+    monkeypatch.setattr(scans, "SCORES", (at_a_time, at_a_time))
+    given = inputs(length, documents)
+    found, wanted = scan(given), one_by_one(given)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0), dtype=wanted.dtype)
+    for value, expected in zip(*(torch.autograd.grad((y * weights).sum(), given[:7]) for y in (found, wanted))):
+        torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_strong_decay_stays_finite():
+    """Where one position forgets all: differences of large sums, in float32."""
+    given = inputs(40, limits=(0.0, float("inf")))
+    values = [value.detach().float() for value in given[:7]]
+    strong = Inputs(*values[:4], values[4], values[5] + 6, values[6], *given[7:])
+    exact = Inputs(*(value.double() for value in strong[:7]), *given[7:])
+    leaves = [value.requires_grad_() for value in strong[:7]]
+    found = scan(strong)
+    torch.testing.assert_close(found, one_by_one(exact).float(), rtol=1e-4, atol=1e-4)
+    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(found.sum(), leaves))
+
+
+@pytest.mark.parametrize("length", [24, 21])
+def test_operations_are_those_that_run(length):
+    """The operators' formulas, PyTorch's count of what they do, and the ledger."""
+    given = inputs(length)
+    grad = torch.ones_like(given.x)
+
+    def counted(function, *arguments):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            function(*arguments)
+        return counter.get_total_flops()
+
+    assert counted(SCAN, *given) == counted(scans._scan, *given)
+    assert counted(SCAN_BACKWARD, grad, *given) == counted(scans._scan_backward, grad, *given)
+    spec = model.Mamba(HEADS, CHANNELS, STATE, GROUPS, 4, CHUNK)
+    of = model.ModelSpec("nemotron_h", 8, 8, (model.LayerSpec(spec, None),), 1e-5, 64)
+    (op,) = (op for op in layer_ops(of, 0) if op.kind == "scan")
+    assert op.forward_flops(ROWS * length, length) == counted(SCAN, *given)
+
+
+def test_convolution_and_gated_norm():
+    """Against PyTorch's own differentiation."""
+    options = {"device": None, "dtype": torch.float64}
+    random = torch.Generator().manual_seed(1)
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2, 2, 2, 2]])
+    convolution, norm = Convolution(6, SPEC, **options), GatedNorm(6, 3, 1e-5, **options)
+    for parameter in (*convolution.parameters(), *norm.parameters()):
+        torch.nn.init.normal_(parameter, generator=random)
+    x, gate = (torch.randn(2, 9, 6, generator=random, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def plain(x, gate):
+        window = [F.pad(x, (0, 0, by, 0))[:, :9] for by in (3, 2, 1, 0)]
+        same = [F.pad(numbers, (by, 0), value=-1)[:, :9] == numbers for by in (3, 2, 1, 0)]
+        taps = convolution.weight[:, 0].T
+        y = sum(part * mask[..., None] * tap for part, mask, tap in zip(window, same, taps)) + convolution.bias
+        gated = (F.silu(y) * F.silu(gate)).view(2, 9, 2, 3)
+        return F.rms_norm(gated, (3,), eps=1e-5).flatten(2) * norm.weight
+
+    found, wanted = norm(convolution(x, numbers), gate), plain(x, gate)
+    torch.testing.assert_close(found, wanted)
+    leaves = [x, gate, *convolution.parameters(), *norm.parameters()]
+    weights = torch.randn(wanted.shape, generator=random, dtype=torch.float64)
+    for value, expected in zip(*(torch.autograd.grad((y * weights).sum(), leaves) for y in (found, wanted))):
+        torch.testing.assert_close(value, expected)
+
+
+def mixer(dtype=torch.float64):
+    made = Mamba(8, SPEC, 1e-5, device=None, dtype=torch.float64)
+    random = torch.Generator().manual_seed(2)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=random)
+    return made.to(dtype)
+
+
+def where(rows, length, document_ids=None):
+    return Where((rows, length), {}, lambda *_: torch.empty(0), document_ids)
+
+
+def test_documents_in_a_row_are_apart():
+    """A packed row is its documents alone, also where two that touch have gone by the same number before."""
+    made, sizes, ids = mixer(), (3, 11, 1, 9), (5, 2, 5, 7)
+    x = torch.randn(1, sum(sizes), 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    document_ids = torch.repeat_interleave(torch.tensor(ids), torch.tensor(sizes))[None]
+    packed = made(x, where(1, sum(sizes), document_ids))
+    alone = torch.cat([made(part, where(1, part.shape[1])) for part in x.split(sizes, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone)
+    assert not torch.allclose(made(x, where(1, sum(sizes))), alone)
+
+
+def test_half_precision_rounds_once():
+    """Inputs and results are in bfloat16, all between in float32."""
+    x = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(4))
+    wanted = mixer(torch.float32)(x, where(2, 40))
+    found = mixer(torch.bfloat16)(x.bfloat16(), where(2, 40))
+    assert found.dtype == torch.bfloat16
+    assert (found - wanted).abs().max() < 0.03 * wanted.abs().max()
