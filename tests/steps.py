@@ -109,8 +109,9 @@ def _gemma_spec() -> ModelSpec:
                   MLP(36, hidden_act="gelu_pytorch_tanh"), post_norms=True)
         for window in (5, None)
     ]  # fmt: skip
+    scales = {"embedding_scale": 18**0.5, "residual_scale": 0.6, "logit_softcap": 2.0}
     return ModelSpec("llama", VOCAB, 18, tuple(layers) * 2, 1e-5, 128, tie_word_embeddings=True,
-                     zero_centered_norm=True, embedding_scale=18**0.5, residual_scale=0.6, logit_softcap=2.0)  # fmt: skip
+                     zero_centered_norm=True, **scales)  # fmt: skip
 
 
 def _biased_moe_spec() -> ModelSpec:
@@ -118,7 +119,7 @@ def _biased_moe_spec() -> ModelSpec:
     attention = Attention(4, 2, 6, Rope(10000.0), qkv_bias=True, out_bias=True, sinks=True)
     clamped = MoE(8, 2, 12, bias=True, act_limit=0.05)
     plain = MoE(8, 2, 12, bias=True, hidden_act="relu2", gated=False, shared_intermediate_size=12)
-    layers = (LayerSpec(attention, clamped), LayerSpec(attention, plain))
+    layers = (LayerSpec(attention, plain), LayerSpec(attention, clamped))
     return ModelSpec("llama", VOCAB, 16, layers * 2, 1e-5, 128)
 
 

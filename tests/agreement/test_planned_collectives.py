@@ -83,6 +83,12 @@ CUT = [
     ("deep", Layout(pp=2, tp=2, schedule="1f1b")),
     ("deep-tied", Layout(pp=2, dp_shard=2, zero=3)),
     ("deep-tied", Layout(pp=2, schedule="zb-v", stages=2, dp_shard=2, zero=1)),
+    ("gpt", Layout(tp=2)),
+    ("gpt", Layout(tp=2, sequence_parallel=False, recompute="full")),
+    ("gpt", Layout(tp=2, recompute="selective")),
+    ("gpt", Layout(dp_shard=2, zero=3)),
+    ("gemma", Layout(tp=2, recompute="full")),
+    ("biased-moe", Layout(tp=2, expert_tp=2)),
 ]
 
 

@@ -100,7 +100,9 @@ def _units(layout, family):
     for prefix, module in reversed(list(model.named_modules())):
         if isinstance(module, FSDPModule):
             names = {f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()}
-            found[prefix] = names.difference(*found.values())
+            # Several modules, such as two tables, may be one unit.
+            unit = id(module._get_fsdp_state())
+            found[unit] = found.get(unit, set()) | names.difference(*found.values())
     return sorted(map(sorted, found.values()))
 
 

@@ -98,18 +98,16 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = PLAIN
     # A table that is this stage's head, too, belongs to the root.
     alone = decoder.has_embedding and not (decoder.has_head and decoder.spec.tie_word_embeddings)
     apart = _shard_experts(decoder, mesh, options) | set(divided_by_tiles(decoder, mesh))
-    embedding = _embedding(decoder) if alone else []
-    for unit in [*([embedding] if alone else []), *([layer] for layer in layers)]:
+    for unit in [*([_tables(decoder)] if alone else []), *([layer] for layer in layers)]:
         # The backward begins with the last layer: to free it in between would only cost another gathering.
         free = mesh.layout.zero == 3 and unit[0] not in layers[-1:] and not getattr(unit[0], "shared", False)
         parts: Any = unit if len(unit) > 1 else unit[0]
         fully_shard(parts, mesh=axes, reshard_after_forward=free, ignored_params=apart, **options)
     fully_shard(decoder, mesh=axes, reshard_after_forward=False, ignored_params=apart, **options)
-    normed = decoder.model.embed_norm is not None
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
-            # The gradient of a lookup needs no weights, that of a norm does.
-            module.set_unshard_in_backward(normed or not isinstance(module, Embedding))
+            # The gradient of a lookup needs no weights.
+            module.set_unshard_in_backward(not isinstance(module, Embedding))
             # Gloo has no pre-multiplied sums; a plain sum divided by 1 is what is wanted anyway.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -117,11 +115,9 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = PLAIN
         _gather_ahead([*([decoder.model.embed_tokens] if alone else []), *layers], comm.prefetch)
 
 
-def _embedding(decoder: Decoder) -> list[nn.Module]:
-    """The parts of the embedding, one unit: tables, and what normalises what is found in them."""
-    model = decoder.model
-    parts = (model.embed_tokens, model.embed_positions, model.embed_norm)
-    return [part for part in parts if part is not None]
+def _tables(decoder: Decoder) -> list[nn.Module]:
+    """Tables of tokens and positions, one unit. What normalises the rows found in them belongs to the root."""
+    return [table for table in (decoder.model.embed_tokens, decoder.model.embed_positions) if table is not None]
 
 
 def _gather_ahead(units: list[Any], count: int) -> None:

@@ -15,7 +15,7 @@ from kumi.spec.sharding import AXIS, style
 class Regions:
     """Elements a token of every message of a layer going forward: what regions take in for matrices cut by columns
     (`enter`), what they read without one (`share`), and what matrices cut by rows give back (`leave`); how many norms
-    there are whose mean is taken over ranks (`norms`); and whether the layer's last matrix is one of these (`ends`).
+    there are whose mean is taken over ranks (`norms`); and whether the layer ends with one of these (`ends`).
 
     With sequence parallelism what enters is gathered, its gradient scattered, and it is gathered once more for the
     gradients of the weights; what leaves is scattered and its gradient gathered. Without, all that leaves is summed
@@ -40,8 +40,9 @@ def regions(ops: Sequence[Op]) -> Regions:
         before = op
     norms = [op for op in dense if op.kind == "norm" and AXIS.get(op.params[0].dims[0].name) == "tp"]
     leave = tuple(op.target.size for op in dense if style(op) == "row")
-    matrices = [op for op in ops if op.kind in ("linear", "combine")]
-    return Regions(tuple(enter), tuple(_shared(dense)), leave, len(norms), style(matrices[-1]) == "row")
+    # A norm of what the last matrix gives reads it going backward.
+    last = [op for op in ops if op.kind in ("linear", "combine", "norm")][-1]
+    return Regions(tuple(enter), tuple(_shared(dense)), leave, len(norms), style(last) == "row")
 
 
 def _shared(ops: Sequence[Op]) -> list[int]:

@@ -78,17 +78,19 @@ class _Own:
 
     @cached_property
     def units(self) -> list[tuple[str, tuple[Op, ...]]]:
-        """What is gathered and reduced as one: the embedding, each layer, and the root (see `spec.sharding.units`)."""
+        """What is gathered and reduced as one: the tables, each layer, and the root (see `spec.sharding.units`)."""
         model = self.job.model
         found = [("layer", layer_ops(model, index)) for index in self.layers]
         embedding = embedding_ops(model) if self.first else ()
         head = head_ops(model) if self.last else ()
+        tables, normed = (tuple(op for op in embedding if (op.kind == "norm") == norm) for norm in (False, True))
         staged = self.layout.pp * self.layout.stages > 1
         if model.tie_word_embeddings and embedding and head and not staged:
             return [*found, ("root", (*embedding, *head))]
         if model.tie_word_embeddings and head and not embedding:
             head = (embedding_ops(model)[0], *head)  # the last stage has a table of its own
-        return [*([("embedding", embedding)] if embedding else []), *found, *([("root", head)] if head else [])]
+        root = (*normed, *head)
+        return [*([("embedding", tables)] if tables else []), *found, *([("root", root)] if root else [])]
 
 
 def _data(own: _Own) -> Iterator[Collective]:

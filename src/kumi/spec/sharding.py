@@ -149,13 +149,14 @@ def _stage_params(model: ModelSpec, first: int, last: int, stage: int, stages: i
 
 
 def units(model: ModelSpec) -> tuple[tuple[Param, ...], ...]:
-    """The parameters in the pieces that are gathered and reduced as one: embedding, each layer and the routed experts
-    of each by themselves, and last the root.
+    """The parameters in the pieces that are gathered and reduced as one: tables, each layer and the routed experts of
+    each by themselves, and last the root.
 
-    The root has the final norm and the head, and the embedding where they share it; it is gathered when the forward
-    begins and kept until the backward, which needs the head first, has ended.
+    The root has the final norm and the head, the norm of the embeddings, and the tables where the head is one of them;
+    it is gathered when the forward begins and kept until the backward, which needs the head first, has ended.
     """
-    embedding = [param for op in embedding_ops(model) for param in op.params]
+    embedding = [param for op in embedding_ops(model) if op.kind != "norm" for param in op.params]
+    normed = [param for op in embedding_ops(model) if op.kind == "norm" for param in op.params]
     root = [param for op in head_ops(model) for param in op.params]
     every = (
         [param for op in layer_ops(model, index) for param in op.params] for index in range(model.num_hidden_layers)
@@ -165,8 +166,8 @@ def units(model: ModelSpec) -> tuple[tuple[Param, ...], ...]:
     )
     layers = [part for part in parts if part]
     if model.tie_word_embeddings:
-        return (*layers, (*embedding, *root))
-    return (tuple(embedding), *layers, tuple(root))
+        return (*layers, (*embedding, *normed, *root))
+    return (tuple(embedding), *layers, (*normed, *root))
 
 
 @dataclass(frozen=True)
