@@ -7,6 +7,7 @@ their names). They are bytes here, of whatever dtype.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from kumi.storage.untrusted import inside
 
 # Where a checkpoint of kumi has them.
 FILE = "carried.safetensors"
+# Files of a folder that say how images and the like are given to a model.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def carried(folder: str | Path, spec: ModelSpec) -> dict[str, Span]:
@@ -41,6 +44,13 @@ def of_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str
         raise ModelError(f"{folder}: the tensors {names} that its model carries along are in {source}, which is no "
                          f"folder (any more); put it back")  # fmt: skip
     return carried(source, spec)
+
+
+def copy_processor(source: Path, folder: Path) -> None:
+    """Copy what `source` says of how images are given to its model, as it is."""
+    for name in PROCESSOR_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
 
 
 def grouped(spans: Mapping[str, Span], limit: int) -> list[dict[str, Span]]:

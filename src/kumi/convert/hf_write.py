@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from kumi.convert import hf_stream, stream
-from kumi.convert.carried import grouped, write_spans
+from kumi.convert.carried import PROCESSOR_FILES, grouped, write_spans
 from kumi.convert.safetensors_file import Layout, create, lay_out, put, sync
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
@@ -26,11 +26,11 @@ from kumi.spec.weights import Part, parts
 from kumi.storage.folders import free_space_check
 from kumi.storage.untrusted import inside
 
-# Files that go with a tokenizer, or say how images are given to the model; copied as they are.
+# Files that go with a tokenizer, copied as they are.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    *PROCESSOR_FILES,
 )  # fmt: skip
 
 # Of every tensor its shape, and the parts of it that files hold.

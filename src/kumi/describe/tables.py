@@ -93,6 +93,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
             "hidden_size": model.hidden_size,
             "vocab_size": model.vocab_size,
             "init": config.model.init,
+            "notes": list(model.notes),
         },
         "cluster": {
             "device": cluster.device.name,
@@ -140,6 +141,7 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("run", f"{found['name']} -> {found['out']}" if "out" in found else f"{found['name']}, only planned"),
         ("model", f"{model['family']}, {format_count(model['parameters'])} parameters, {model['layers']} layers of "
                   f"{model['hidden_size']}, vocabulary {model['vocab_size']}, {model['init']} weights"),
+        *(("", note) for note in model["notes"]),
         ("machines", f"{ranks} x {cluster['device']}, {format_bytes(cluster['memory_bytes'])} each"),
         ("layout", f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "
                    f"recompute {layout['recompute']}{offload}"),

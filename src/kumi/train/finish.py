@@ -15,7 +15,7 @@ from kumi import hub
 from kumi.config import Run
 from kumi.convert import load_decoder
 from kumi.convert.card import check_verified, mark_verified, model_card
-from kumi.convert.carried import carried
+from kumi.convert.carried import carried, copy_processor
 from kumi.convert.hf_write import write
 from kumi.data import Store, load_tokenizer
 from kumi.errors import KumiError, RefusedError
@@ -86,6 +86,8 @@ def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
         card=model_card(**_card(run, store)),
         replace=True,
     )
+    if source := carried_from(run):
+        copy_processor(Path(source), part)
     decoder = load_decoder(part)
     difference = _compare(decoder, run, part)
     mark_verified(part, f"logits within {difference:.1e} of the trained model's")
