@@ -23,6 +23,7 @@ from kumi.parallel.grads import local
 from kumi.spec import families
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.layout import Layout
+from kumi.spec.model import MLP, Attention, LayerSpec
 from planned import job_of
 from steps import LENGTH, SEQUENCES, SPECS, mesh_of
 
@@ -156,6 +157,21 @@ def test_experts_get_equally_many_tokens():
     tokens = rows[512 * 8 * 2048 * 2]  # eight experts for each of 512 tokens, 2048 wide, in bfloat16
     assert tokens["agrees"]
     assert tokens["sent"] == 2 * 4  # there and back, and their gradients, in two layers
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(cp=2, context="ulysses")], ids=str)
+def test_scores_of_every_kind_keep_on_a_gpu_what_plain_ones_keep(layout):
+    """Where no kernel computes them, blocks do, which keep no scores either."""
+    plain = Attention(4, 2, 8, None)
+    kinds = (plain, replace(plain, softcap=2.0, sliding_window=5), replace(plain, alibi=True),
+             replace(plain, score_scale=0.3))  # fmt: skip
+    found = []
+    for one in kinds:
+        model = replace(SPECS["llama"], layers=(LayerSpec(one, MLP(32)),) * 2)
+        found.append(carry_out(job_of(model, seq_len=64, sequences=4), layout, 0))
+    # A kernel keeps besides what it would draw random numbers from.
+    assert all(0 <= found[0].peak - other.peak <= 64 for other in found[1:])
+    assert all(other.flops == found[0].flops for other in found[1:])
 
 
 def test_ranks_are_chosen_and_refused():
