@@ -38,14 +38,28 @@ def tokens(dtype=torch.float64, shape=(*SHAPE, 16)):
 
 def reference(module, x):
     """Every expert on every token, times a weight that is 0 where it was not chosen."""
-    gate, up = torch.einsum("...d,xfd->...xf", x, module.experts.gate_up_proj).chunk(2, dim=-1)
-    out = torch.einsum("...xf,xdf->...xd", F.silu(gate) * up, module.experts.down_proj)
+    experts, spec = module.experts, module.experts.spec
+    first = experts.gate_up_proj if spec.gated else experts.up_proj
+    biases = [experts.gate_up_proj_bias if spec.gated else experts.up_proj_bias, experts.down_proj_bias]
+    biases = [0.0 if bias is None else bias for bias in biases]
+    inner = torch.einsum("...d,xfd->...xf", x, first) + biases[0]
+    gate, up = inner.chunk(2, dim=-1) if spec.gated else (inner, None)
+    if spec.act_limit is not None:
+        gate, up = gate.clamp(max=spec.act_limit), up.clamp(-spec.act_limit, spec.act_limit)
+        inner = gate * (spec.act_alpha * gate).sigmoid() * (up + 1)
+    else:
+        act = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda x: F.relu(x).square()}[spec.hidden_act]
+        inner = act(gate) * up if spec.gated else act(gate)
+    out = torch.einsum("...xf,xdf->...xd", inner, experts.down_proj) + biases[1]
     routing = module.gate(x.flatten(0, -2), SHAPE)
     weights = x.new_zeros(len(routing.ids), module.gate.spec.num_experts).scatter(1, routing.ids, routing.weights)
     return (out * weights.view(*x.shape[:-1], -1, 1)).sum(-2) + module.shared_experts(x)
 
 
-@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, norm_topk_prob=False), V3], ids=["plain", "no-norm", "v3"])
+@pytest.mark.parametrize("spec", [
+    SPEC, replace(SPEC, norm_topk_prob=False), V3, replace(SPEC, bias=True, act_limit=0.5),
+    replace(V3, hidden_act="gelu"), replace(SPEC, bias=True, gated=False, hidden_act="relu2"),
+], ids=["plain", "no-norm", "v3", "clamped", "gelu", "not-gated"])  # fmt: skip
 @pytest.mark.parametrize("flat", [False, True])
 def test_equals_all_experts_on_all_tokens(spec, flat):
     module, x = made(spec), tokens().requires_grad_()

@@ -49,6 +49,24 @@ def test_both_modes_equal_the_plain_formula():
         torch.testing.assert_close(torch.autograd.grad(value, (hidden, weight)), expected_grads)
 
 
+@pytest.mark.parametrize("shaping", [logprob.Shaping(0.3), logprob.Shaping(1.0, 1.5), logprob.Shaping(2.0, 0.7)])
+def test_scaled_and_capped_logits(shaping):
+    hidden, weight, labels, token_weights = inputs()
+    logits = shaping.shape(hidden @ weight.T)
+    if shaping.softcap is not None:
+        torch.testing.assert_close(
+            logits, shaping.softcap * (shaping.scale / shaping.softcap * hidden @ weight.T).tanh()
+        )
+    expected = torch.log_softmax(logits, dim=-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    expected = torch.where(labels == logprob.IGNORE, 0.0, expected)
+    grads = torch.autograd.grad((expected * token_weights).sum(), (hidden, weight))
+    found = logprob.log_probs(hidden, weight, labels, shaping=shaping)
+    total, _ = logprob.weighted_sum(hidden, weight, labels, token_weights, shaping=shaping)
+    torch.testing.assert_close(found, expected)
+    for value in ((found * token_weights).sum(), total):
+        torch.testing.assert_close(torch.autograd.grad(value, (hidden, weight)), grads)
+
+
 def test_the_mean_is_the_cross_entropy():
     hidden, weight, labels, _ = inputs(torch.float32)
     loss = F.cross_entropy(hidden @ weight.T, labels)

@@ -85,12 +85,12 @@ def test_a_rank_never_gathers_a_whole_matrix(ranks):
         assert held == 3 * whole // 2
 
 
-def _both(kind):
+def _both(kind, **fields):
     """Output and gradients of a layer with biases, whole and in tiles."""
     dtype, found = getattr(torch, kind), []
     for tiling in (None, Tiling(4, None, dtype)):
         torch.manual_seed(0)
-        mlp = MLP(10, model.MLP(24, bias=True), device=None, dtype=torch.promote_types(dtype, torch.float32))
+        mlp = MLP(10, model.MLP(24, bias=True, **fields), device=None, dtype=torch.promote_types(dtype, torch.float32))
         for parameter in mlp.parameters():
             nn.init.normal_(parameter)
         x = torch.randn(2, 5, 10, dtype=dtype, requires_grad=True)
@@ -105,6 +105,15 @@ def test_a_layer_with_biases(kind, tolerance):
     for whole, tiled in zip(*_both(kind)):
         assert whole.dtype == tiled.dtype
         assert float((whole - tiled).double().norm() / whole.double().norm()) < tolerance
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"gated": False, "hidden_act": "gelu"}, {"gated": False, "hidden_act": "relu"}, {"hidden_act": "gelu_new"}],
+)
+def test_a_layer_with_another_activation(fields):
+    for whole, tiled in zip(*_both("float64", **fields)):
+        torch.testing.assert_close(tiled, whole)
 
 
 def test_only_the_input_is_kept():
