@@ -91,5 +91,18 @@ def test_links_lead_somewhere(page):
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_quoted_is_what_the_source_says(page):
+    quotes = re.findall(r"^<!-- quoted: (\S+) -->\n```\w+\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert len(quotes) == page.read_text().count("<!-- quoted:")
+    assert [text for file, text in quotes if text not in (ROOT / file).read_text()] == []
+
+
+def test_a_family_is_quoted_whole():
+    page, file = ROOT / "docs" / "adding-a-family.md", "src/kumi/spec/families/olmo2.py"
+    quotes = re.findall(rf"^<!-- quoted: {file} -->\n```\w+\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert "\n\n\n".join(text.rstrip() for text in quotes) == (ROOT / file).read_text().rstrip()
+
+
 def test_the_reference_of_run_files_is_up_to_date():
     assert (ROOT / "docs" / "run-file.md").read_text() == reference()
