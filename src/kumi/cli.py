@@ -189,6 +189,7 @@ def _convert_parser(verbs: Any) -> None:
     parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
     parser.add_argument("--to", choices=["hf", "kumi", "megatron"], required=True, help="the format to write")
     parser.add_argument("--config", metavar="FILE", help="the config.json of a Megatron checkpoint that has none")
+    parser.add_argument("--base", metavar="FOLDER", help="the model of adapters that are to be merged, if elsewhere")
     parser.add_argument("--megatron-local", action="store_true", help="for Megatron-Core without TransformerEngine")
     parser.add_argument(
         "--megatron-vocab", type=_positive, default=1, metavar="N", help="pad Megatron's vocabulary to a multiple of N"
@@ -322,7 +323,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     verify = arguments.verify or (arguments.push is not None and not arguments.unverified)
     print(convert(arguments.source, arguments.target, to=arguments.to, verify=verify, dtype=arguments.dtype,
-                  layout=arguments.layout, config=arguments.config, megatron=_megatron(arguments)))  # fmt: skip
+                  layout=arguments.layout, config=arguments.config, megatron=_megatron(arguments),
+                  base=arguments.base))  # fmt: skip
     return OK if arguments.push is None else pushed(arguments.target, arguments.push, arguments)
 
 

@@ -120,7 +120,7 @@ class LoraSection(Section):
     target_modules: tuple[Text, ...] | Text = Field(
         "all-linear",
         description="Matrices that get adapters, by the ends of their names in kumi (`q_proj`, `mlp.up_proj`); "
-        "'all-linear' is all those of the layers but routers and routed experts.",
+        "'all-linear' is all those of the layers but routers, routed experts and, beside these, feed-forward layers.",
     )
     dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(
         0.0, description="Share of an adapter's input that is dropped in training."
@@ -392,6 +392,11 @@ class RunConfig(PlanConfig):
             raise ValueError(
                 "lora: adapters are trained beside given weights, and model.init='random' has none; give model.source, "
                 "or leave [lora] out"
+            )
+        if self.lora is not None and self.export.push is not None:
+            raise ValueError(
+                "lora: export.push sends a verified model, not adapters; leave it out, and push the merged folder "
+                "with `kumi push`"
             )
         return self
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
-from kumi.convert import hf, hf_write, megatron_write, native
+from kumi.convert import hf, hf_write, megatron_write, merge, native
 from kumi.convert.card import mark_verified, model_card
 from kumi.convert.entry import DTYPES
 from kumi.convert.origin import origin_of
 from kumi.convert.publish import located
 from kumi.convert.source import Source, open_source
 from kumi.convert.verify import verify as verify_written
-from kumi.errors import ConfigError, LayoutError
+from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.checks import misfits
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params, params, tensors
@@ -27,13 +28,15 @@ FORMATS = ("hf", "kumi", "megatron")
 def convert(
     src: str | Path, dst: str | Path, *, to: str, verify: bool = True, dtype: str | None = None,
     layout: str | None = None, config: str | Path | None = None, megatron: megatron_write.Options | None = None,
+    base: str | None = None,
 ) -> str:  # fmt: skip
     """What was done, in a sentence: the model in `src` (any format) is in the new folder `dst`, in one of `FORMATS`.
 
     Weights keep their dtype unless `dtype` says otherwise. A `layout` such as "tp=2,pp=2" cuts a checkpoint of kumi
     into the pieces that its ranks hold. `config` is the config.json of a Megatron checkpoint that does not say what its
-    model is, `megatron` how the Megatron that loads it is set up. With `verify`, the folder is read back and compared
-    with `src`.
+    model is, `megatron` how the Megatron that loads it is set up. Adapters are merged into their model, `base` where it
+    is not the one that they name, and the logits compared. With `verify`, the folder is read back and compared with
+    `src`.
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: kumi writes {', '.join(FORMATS[:-1])} and {FORMATS[-1]}")
@@ -43,7 +46,11 @@ def convert(
         raise ConfigError(f"--layout {layout}: only checkpoints of kumi are cut by a layout; use --to kumi")
     if megatron is not None and to != "megatron":
         raise ConfigError("convert: --megatron-local and --megatron-vocab are for --to megatron; leave them out")
-    source, target = open_source(located(src, "convert"), config), Path(dst)
+    folder, target = located(src, "convert"), Path(dst)
+    apart = merge.is_apart(folder)
+    if base is not None and not apart:
+        raise ConfigError(f"--base {base}: is for adapters, and {folder} holds none; leave it out")
+    source = merge.open_merged(folder, base) if apart else open_source(folder, config)
     dtypes, notes = _dtypes(source, dtype), [f"note: {note}" for note in source.spec.notes]
     if to == "hf":
         _write_hf(source, target, dtypes)
@@ -54,6 +61,9 @@ def convert(
     done = f"{target}: {num_params(source.spec):,} parameters written as {to}"
     if source.carried and to != "megatron":
         done += f", and {len(source.carried)} tensors copied that are carried along"
+    if apart:
+        difference = _check_merged(folder, base, target)
+        done += f"; merged, with logits within {difference:.1e} of those with the adapters beside their matrices"
     if not verify:
         return "\n".join([done, *notes])
     kept = replace(source, carried={}) if to == "megatron" else source
@@ -62,6 +72,15 @@ def convert(
         mark_verified(target, f"against the source: tensors equal, largest logit difference {difference:g}")
     done += f"; all tensors equal {source.folder}, largest logit difference {difference:g}"
     return "\n".join([done, *notes])
+
+
+def _check_merged(folder: Path, base: str | None, target: Path) -> float:
+    """How far the logits of `target` are from those with the adapters beside; it is removed if that is too far."""
+    try:
+        return merge.check_merged(folder, base, open_source(target))
+    except ModelError:
+        shutil.rmtree(target)
+        raise
 
 
 def _dtypes(source: Source, dtype: str | None) -> Mapping[str, str]:

@@ -19,7 +19,7 @@ from kumi.nn.moe import leave_uncompiled
 from kumi.parallel import context, data, expert, tensor, tiles
 from kumi.parallel.float8 import multiply_in_float8
 from kumi.parallel.kept import keep_on_host
-from kumi.parallel.lora import add_adapters, connect, fill_adapted, hold_moments
+from kumi.parallel.lora import add_adapters, connect, fill_adapted, fill_packed, hold_moments, to_pack
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.overlap import overlap
 from kumi.parallel.recompute import recompute_layers
@@ -43,11 +43,13 @@ def build(
     and `adapters` is the like for them.
     """
     model = assemble(spec, mesh, precision, compile=compile, comm=comm)
+    packed = to_pack(model)
     _give_memory(model, mesh)
     tensor.clear_padding(model, mesh)
     pieces = model_pieces(model, mesh)
     if spec.lora is not None:
         fill_adapted(pieces, spec, weights, adapters)
+        fill_packed(packed, spec, mesh, precision, weights, adapters)
     elif isinstance(weights, int):
         draw(pieces, spec, weights)
     else:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from kumi import hub
 from kumi.config import Run
-from kumi.convert import load_decoder
+from kumi.convert import convert, load_decoder, merge
+from kumi.convert.adapter import adapter_card, write_adapter
 from kumi.convert.card import check_verified, mark_verified, model_card
 from kumi.convert.carried import carried, copy_processor
 from kumi.convert.hf_write import write
@@ -21,6 +22,7 @@ from kumi.data import Store, load_tokenizer
 from kumi.errors import KumiError, RefusedError
 from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
+from kumi.nn.packed import quantize_linears
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage import checkpoint
 from kumi.train.loop import checkpoint_root
@@ -42,6 +44,9 @@ def finish(run: Run, store: Store, *, anew: bool) -> None:
     folder = run.out / "hf"
     if not run.config.export.enabled:
         return
+    if run.model.lora is not None:
+        _sample(run, _finish_adapters(run, store, anew=anew))
+        return
     decoder = None if anew or not folder.exists() else load_decoder(folder)
     difference, allowed = (math.inf, 0.0) if decoder is None else _difference(decoder, run)
     if decoder is not None and difference <= allowed:
@@ -53,6 +58,38 @@ def finish(run: Run, store: Store, *, anew: bool) -> None:
         print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
     _push(run, folder)
     _sample(run, decoder)
+
+
+def _finish_adapters(run: Run, store: Store, *, anew: bool) -> Decoder:
+    """The same for a run that has trained adapters: `adapter` has them, and `hf`, where asked for, the merged model.
+    Returns the model with the adapters beside it."""
+    folder, whole, section = run.out / "adapter", run.out / "hf", run.config.lora
+    assert section is not None, "adapters are in the run file"
+    for other in (folder, whole) if anew else ():
+        if other.exists():
+            print(f"export     {other} was of an earlier state of the model; it is {_put_aside(other)} now")
+    part = folder if folder.exists() else _write_adapters(run, store, folder.with_name(folder.name + ".unverified"))
+    decoder = merge.decoder_of(merge.open_beside(part, str(run.source)))
+    if run.model.lora is not None and run.model.lora.quantize:
+        quantize_linears(decoder)
+    difference = _compare(decoder, run, part)
+    part.rename(folder)
+    print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
+    if section.merge and not whole.exists():
+        print(f"export     {convert(folder, whole, to='hf', verify=False, base=str(run.source))}")
+    return decoder
+
+
+def _write_adapters(run: Run, store: Store, folder: Path) -> Path:
+    """Write the adapters of the last checkpoint to `folder`, in PEFT's format."""
+    found = checkpoint.latest(checkpoint_root(run))
+    assert found is not None, "a finished run has a checkpoint"
+    assert run.model.lora is not None, "only a run with adapters has any to write"
+    saved, snapshot = checkpoint.open(found), run.snapshots.get("model.source")
+    base = str(run.source.resolve()) if snapshot is None and run.source is not None else run.config.model.source or ""
+    card = adapter_card(name=run.config.name, base=base, lora=run.model.lora, facts=_card(run, store)["facts"])
+    write_adapter(folder, run.model, lambda name: saved.read(f"model/{name}"), base=base, card=card, replace=True)
+    return folder
 
 
 def _push(run: Run, folder: Path) -> None:

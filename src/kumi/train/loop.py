@@ -16,6 +16,7 @@ import torch
 
 from kumi.config import Run
 from kumi.convert import weights_reader
+from kumi.convert.adapter_read import adapters_reader
 from kumi.data import Store
 from kumi.errors import OK, DeviceMemoryError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
@@ -131,13 +132,17 @@ def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
     """Model, optimizer and data as the last checkpoint left them, or as the run begins."""
     found = checkpoint.latest(checkpoint_root(run))
     saved = None if found is None else checkpoint.open(found)
-    state = TrainState() if saved is None else restored_state(saved, store)
+    state = TrainState() if saved is None else restored_state(saved, store, run)
     weights: int | Reader = run.config.train.seed
-    if saved is not None:
+    adapters: int | Reader = run.config.train.seed if saved is None else saved.read
+    if saved is not None and run.model.lora is None:
         weights = saved.read
     elif run.source is not None and run.config.model.init == "pretrained":
-        weights = weights_reader(run.source, run.model)
-    model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm)
+        weights = weights_reader(run.source, run.base)
+    if saved is None and run.config.lora is not None and run.config.lora.source is not None:
+        adapters = adapters_reader(Path(os.path.expanduser(run.config.lora.source)), run.model)
+    model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm,
+                  adapters=adapters)  # fmt: skip
     folder = Path(os.path.expanduser(run.config.train.offload_dir or run.out / "offload"))
     optimizer = init_optimizer(bare(model).named_parameters(), run.optim, mesh, folder)
     if saved is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from kumi import hub
@@ -11,7 +12,7 @@ from kumi.config import Run
 from kumi.config.resolve import named
 from kumi.data import Store
 from kumi.describe import console, describe, render
-from kumi.errors import OK, LayoutError, ModelError
+from kumi.errors import OK, ConfigError, LayoutError, ModelError
 from kumi.launch.local import environment
 from kumi.spec.families import check_trained
 from kumi.spec.schedule import WHOLE
@@ -57,6 +58,7 @@ def check(run: Run) -> None:
     check_trained(run.model)
     _check_ranks(run, os.environ)
     _check_compiled(run)
+    _check_adapters(run)
     check_data(run)
     if run.config.model.init == "pretrained":
         _check_weights(run)
@@ -100,6 +102,28 @@ def _check_compiled(run: Run) -> None:
             f"layout.schedule={schedule} puts the gradients of weights off, which compiled layers cannot; set "
             f"train.compile=false, or layout.schedule to {', '.join(WHOLE[:-1])} or {WHOLE[-1]}"
         )
+    lora = run.model.lora
+    if run.config.train.compile and lora is not None and (lora.dropout or lora.quantize):
+        raise LayoutError(
+            f"train.compile=true with lora.dropout={lora.dropout:g} and lora.quantize={lora.quantize or 'none'!r}: "
+            f"compiled layers neither drop nor unpack; set train.compile=false, or dropout=0 and quantize='none'"
+        )
+
+
+def _check_adapters(run: Run) -> None:
+    """Nothing, when what the adapters of `run` need is there."""
+    section = run.config.lora
+    if section is None:
+        return
+    if section.quantize != "none" and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"lora.quantize={section.quantize!r} needs the package bitsandbytes: pip install bitsandbytes, or set "
+            f"lora.quantize='none'"
+        )
+    if section.source is not None:
+        from kumi.convert.adapter_read import adapters_reader
+
+        adapters_reader(Path(os.path.expanduser(section.source)), run.model)
 
 
 def _check_weights(run: Run) -> None:
@@ -111,7 +135,7 @@ def _check_weights(run: Run) -> None:
         raise ModelError(
             f"model.source: {run.source} has no .safetensors file; add the weights, or set model.init=random"
         )
-    hf.check_headers(run.source, run.model)
+    hf.check_headers(run.source, run.base)
 
 
 def _trained(run: Run) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from kumi import __version__
 from kumi.config import Run
+from kumi.convert.base import digest
 from kumi.convert.origin import UNKNOWN, Origin, origin_of
 from kumi.data import Mixture, Store, Sweep
 from kumi.errors import RefusedError
@@ -16,6 +17,7 @@ from kumi.parallel.grads import LossScale
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optimizer import Optimizer
 from kumi.parallel.state import model_pieces, optimizer_pieces, owned
+from kumi.spec.adapters import is_adapter
 from kumi.storage.checkpoint import Checkpoint, Piece
 from kumi.train.prepare import tokenizer_folder
 
@@ -48,8 +50,11 @@ class Parts:
 
 
 def pieces(parts: Parts) -> list[Piece]:
-    """The part of the model and the optimizer that this rank saves."""
-    every = [*model_pieces(parts.model, parts.mesh), *optimizer_pieces(parts.model, parts.optimizer, parts.mesh)]
+    """The part of the model and the optimizer that this rank saves: what is frozen is where it came from."""
+    model = model_pieces(parts.model, parts.mesh)
+    if parts.run.model.lora is not None:
+        model = [piece for piece in model if is_adapter(piece.name)]
+    every = [*model, *optimizer_pieces(parts.model, parts.optimizer, parts.mesh)]
     return owned(every, parts.model, parts.mesh)
 
 
@@ -68,7 +73,15 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
         "origin": origin(run).plain(),
         "carried_from": carried_from(run),
         "tokenizer": str(tokenizer_folder(run).resolve()),
+        **base_of(run),
     }
+
+
+def base_of(run: Run) -> dict[str, Any]:
+    """Where the frozen model is beside which adapters are trained, its digest, and what they are; else nothing."""
+    if run.model.lora is None or run.source is None:
+        return {}
+    return {"lora": asdict(run.model.lora), "base": str(run.source.resolve()), "base_digest": digest(run.source)}
 
 
 def carried_from(run: Run) -> str | None:
@@ -90,13 +103,19 @@ def origin(run: Run) -> Origin:
     )
 
 
-def restored_state(checkpoint: Checkpoint, store: Store) -> TrainState:
+def restored_state(checkpoint: Checkpoint, store: Store, run: Run) -> TrainState:
     """The state in `checkpoint`. Raises RefusedError when it was trained on other data than `store` holds."""
     found = checkpoint.meta
     if found["data"] != store.content:
         raise RefusedError(
             f"{checkpoint.folder}: was trained on data {found['data'][:12]}, {store.folder} holds "
             f"{store.content[:12]}; restore the data files, or start a new run in another train.out"
+        )
+    base = base_of(run)
+    if found.get("base_digest") != base.get("base_digest"):
+        raise RefusedError(
+            f"{checkpoint.folder}: holds adapters of the model that was in {found.get('base')}, and {base.get('base')} "
+            f"holds another one now; restore it, or start a new run in another train.out"
         )
     scale = LossScale(found["loss_scale"], found["loss_scale_good_steps"])
     return TrainState(found["step"], found["tokens"], found["sequences"], scale, saved=found["step"])

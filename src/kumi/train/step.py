@@ -14,7 +14,9 @@ from kumi.data import Batch
 from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import lm
 from kumi.parallel import context, pipeline
+from kumi.parallel.data import bare
 from kumi.parallel.grads import clip_gradients
+from kumi.parallel.lora import begin_step
 from kumi.parallel.mesh import Mesh, counts_once, total
 from kumi.parallel.optimizer import forget_gradients
 from kumi.parallel.record import gather, start
@@ -55,6 +57,7 @@ def train_step(
     run, mesh = parts.run, parts.mesh
     scale = state.scale.scale if run.precision.loss_scaling else 1.0
     balance.begin(parts.model, run, scale)
+    begin_step(bare(parts.model), run.config.train.seed, state.step)
     # The head forms its gradient in the forward pass, so the loss scale must be in the weights already.
     whole = [to_device(microbatch, mesh.device) for microbatch in _cut(counts.batch, run.layout.microbatch)]
     microbatches = [context.cut(microbatch, mesh) for microbatch in whole]
