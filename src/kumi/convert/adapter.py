@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import kumi
 from kumi.convert.hf_write import check_target, unfinished
 from kumi.convert.safetensors_file import sync
 from kumi.spec.adapters import takes
@@ -186,3 +187,16 @@ def _targets(spec: ModelSpec, names: list[str]) -> list[str]:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def adapter_card(*, name: str, base: str, lora: Lora, facts: Mapping[str, str]) -> str:
+    """The README.md of a folder of adapters. `facts` become a table, in their order."""
+    kind = "DoRA" if lora.use_dora else "LoRA"
+    shape = {"kind": kind, "rank": str(lora.r), "scale": f"{lora.scale:g}", "matrices": ", ".join(lora.targets)}
+    rows = [f"| {key} | {value} |" for key, value in (shape | dict(facts)).items()]
+    header = {"library_name": "peft", "base_model": base, "base_model_relation": "adapter", "tags": ["kumi", "lora"]}
+    return "\n".join([
+        "---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()), "---", "",
+        f"# {name}", "", f"{kind} adapters of {base}, written by kumi {kumi.__version__}.", "", "| | |", "|---|---|",
+        *rows, "",
+    ])  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -174,3 +174,17 @@ def _apart(one: Adapter, place: int, count: int, r: int) -> Adapter:
     if one.a.shape[0] != count * r or bool(one.b[:, : own.start].any()) or bool(one.b[:, own.stop :].any()):
         return one
     return replace(one, a=one.a[own].clone(), b=one.b[:, own].clone())
+
+
+def adapters_reader(folder: Path, spec: ModelSpec) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
+    """A function that reads one part of an adapter's parameter, `read("model/<parameter>", start, shape)`: those of
+    `spec`, to go on from the adapters in `folder`."""
+    if not is_adapter_folder(folder):
+        raise ModelError(f"lora.source: {folder} has no {CONFIG}; name a folder of adapters as PEFT writes them")
+    found = as_trained(read_adapters(folder, replace(spec, lora=None)), spec, folder)
+
+    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        part = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+        return found[name.removeprefix("model/")][part]
+
+    return read

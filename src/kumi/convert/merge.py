@@ -8,14 +8,15 @@ rounded once, to the dtype that W has.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kumi.convert import adapter_read
+from kumi.convert import adapter_read, native
 from kumi.convert.adapter_read import Adapter
+from kumi.convert.base import digest
 from kumi.convert.publish import located
 from kumi.convert.rectangles import Dims
 from kumi.convert.source import Source, open_source
@@ -26,17 +27,42 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear
-from kumi.spec.ledger import tensors
+from kumi.spec.adapters import takes
+from kumi.spec.ledger import ops, tensors
 from kumi.spec.lora import Lora
+from kumi.spec.model import ModelSpec
 
 # Largest share of the logits' own spread by which a merged model may differ from its base with the adapters beside it,
 # both computed in float32, by the dtype that the merged weights are rounded to.
 TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
-def open_merged(folder: Path, base: str | None = None) -> Source:
-    """The model `base`, by default the one that the adapters in `folder` name, with these in it."""
-    named = adapter_read.read_config(folder).get("base_model_name_or_path") if base is None else base
+@dataclass(frozen=True)
+class Beside:
+    """A model, and the adapters that stand beside its matrices, by the native names of these (without ".weight")."""
+
+    folder: Path
+    base: Source
+    adapters: Mapping[str, Adapter]
+
+
+def is_apart(folder: Path) -> bool:
+    """Whether `folder` holds adapters of a model that is elsewhere: PEFT's, or those of a run's checkpoint."""
+    return adapter_read.is_adapter_folder(folder) or _of_run(folder) is not None
+
+
+def _of_run(folder: Path) -> native.SavedModel | None:
+    saved = native.open_model(folder) if native.is_checkpoint(folder) else None
+    return saved if saved is not None and "lora" in saved.checkpoint.meta else None
+
+
+def open_beside(folder: Path, base: str | None = None) -> Beside:
+    """The adapters in `folder` and their model: `base`, by default the one that they name."""
+    saved = _of_run(folder)
+    if saved is None:
+        named = adapter_read.read_config(folder).get("base_model_name_or_path") if base is None else base
+    else:
+        named = saved.checkpoint.meta["base"] if base is None else base
     if not named:
         raise ConfigError(f"{folder}: its adapter_config.json names no base model; say which one with --base FOLDER")
     path = located(named, "--base")
@@ -45,7 +71,30 @@ def open_merged(folder: Path, base: str | None = None) -> Source:
             f"{folder}: its base model {str(named)!r} is no folder here; say where it is with --base FOLDER"
         )
     source = open_source(path)
-    return replace(source, folder=folder, reader=_reader(source, adapter_read.read_adapters(folder, source.spec)))
+    if saved is None:
+        return Beside(folder, source, adapter_read.read_adapters(folder, source.spec))
+    if (path / "config.json").exists() and digest(path) != saved.checkpoint.meta["base_digest"]:
+        raise ConfigError(f"{folder}: holds adapters of another model than {path} holds now; restore it, or name it "
+                          f"with --base FOLDER")  # fmt: skip
+    return Beside(folder, source, _trained(saved, source.spec))
+
+
+def _trained(saved: native.SavedModel, spec: ModelSpec) -> dict[str, Adapter]:
+    """The adapters in a checkpoint of a run."""
+    lora = Lora(**saved.checkpoint.meta["lora"] | {"targets": tuple(saved.checkpoint.meta["lora"]["targets"])})
+    found, read = {}, saved.checkpoint.read
+    for op in ops(replace(spec, lora=lora)):
+        if takes(lora, op):
+            a, b = (read(f"model/{op.name}.lora_{which}.weight").float() for which in "AB")
+            magnitude = read(f"model/{op.name}.lora_magnitude_vector").float() if lora.use_dora else None
+            found[op.name] = Adapter(a, b, lora.scale, magnitude)
+    return found
+
+
+def open_merged(folder: Path, base: str | None = None) -> Source:
+    """The model `base`, by default the one that the adapters in `folder` name, with these in it."""
+    found = open_beside(folder, base)
+    return replace(found.base, folder=folder, reader=_reader(found.base, found.adapters))
 
 
 def _reader(source: Source, adapters: Mapping[str, Adapter]) -> Reader:
@@ -77,9 +126,10 @@ def check_merged(folder: Path, base: str | None, written: Source) -> float:
     """The largest difference between the logits of `written`, which `open_merged` was written to, and those of the base
     with the adapters of `folder` beside its matrices, in float32; ModelError where it is too large."""
     with torch.no_grad():
-        beside, whole = _beside(folder, base), _decoder(written)
         prompts = sample_prompts(written.spec.vocab_size, min(16, written.spec.max_position_embeddings))
-        wanted, found = beside(prompts), whole(prompts)
+        # One model in memory at a time.
+        wanted = decoder_of(open_beside(folder, base))(prompts)
+        found = _decoder(written)(prompts)
     difference = float((wanted - found).abs().max())
     names = [name for name in written.dtypes if name.endswith("_proj.weight")]
     allowed = max(TOLERANCE[written.dtypes[name]] for name in names or written.dtypes) * float(wanted.std())
@@ -99,13 +149,12 @@ def _decoder(source: Source) -> Decoder:
     return decoder.eval()
 
 
-def _beside(folder: Path, base: str | None) -> Decoder:
-    """The base, with the adapters of `folder` as modules of their own."""
-    named = adapter_read.read_config(folder).get("base_model_name_or_path") if base is None else base
-    source = open_source(located(str(named), "--base"))
-    decoder = _decoder(source)
+@torch.no_grad()
+def decoder_of(found: Beside) -> Decoder:
+    """The model in float32, with the adapters as modules of their own."""
+    decoder = _decoder(found.base)
     there = dict(decoder.named_modules())
-    for name, one in adapter_read.read_adapters(folder, source.spec).items():
+    for name, one in found.adapters.items():
         old = there[name]
         assert isinstance(old, Linear), f"{name} is a {type(old).__name__}"
         lora = Lora(one.a.shape[0], one.scale * one.a.shape[0], use_dora=one.magnitude is not None)

@@ -7,7 +7,7 @@ and the other is the same on all ranks, which each have a part of its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ from kumi.errors import LayoutError
 from kumi.nn import init
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
+from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear, Moment, adapt, lora_linears
+from kumi.nn.packed import pack, take_out
 from kumi.parallel.collectives import summed
 from kumi.parallel.grads import by_name
 from kumi.parallel.mesh import Mesh
@@ -115,6 +117,30 @@ def fill_adapted(pieces: Sequence[Piece], spec: ModelSpec, base: int | Reader, a
     of_adapters = [piece for piece in pieces if is_adapter(piece.name)]
     fill([piece for piece in pieces if not is_adapter(piece.name)], read)
     fill(of_adapters, _first(spec, adapters, read, pieces) if isinstance(adapters, int) else adapters)
+
+
+def to_pack(model: nn.Module) -> dict[str, Linear]:
+    """The layers of `model`, by their names, whose frozen matrices are to be packed, and are no parameters any more."""
+    found: dict[str, Linear] = {}
+    for decoder in stages_of(model).values():
+        if isinstance(decoder, Decoder) and decoder.spec.lora is not None and decoder.spec.lora.quantize:
+            found |= take_out(decoder)
+    return found
+
+
+def fill_packed(
+    layers: Mapping[str, Linear], spec: ModelSpec, mesh: Mesh, precision: Precision, base: int | Reader,
+    adapters: int | Reader,
+) -> None:  # fmt: skip
+    """Packs the matrices of `layers`, one after the other, so that only one is there in full at a time."""
+    read, known = _drawn(spec, base) if isinstance(base, int) else base, by_name(spec)
+    for name, layer in layers.items():
+        shape = known[f"{name}.weight"].shape
+        matrix = read(f"model/{name}.weight", (0, 0), shape)
+        pack(layer, matrix.to(mesh.device, getattr(torch, precision.compute)))
+        if isinstance(layer, LoraLinear) and layer.lora_magnitude_vector is not None and isinstance(adapters, int):
+            # B is zero: these are the norms of what was packed, not of what it was before.
+            layer.lora_magnitude_vector.data.copy_(layer.row_norms())
 
 
 def _drawn(spec: ModelSpec, seed: int) -> Reader:

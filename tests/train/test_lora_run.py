@@ -1,0 +1,154 @@
+"""Runs that train adapters: nothing else is saved, a continued run is the same, and what is exported is verified."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import warnings
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import back_to, losses, run_file
+from kumi.cli import main
+from kumi.convert.adapter import CONFIG, WEIGHTS
+from kumi.convert.base import digest
+from kumi.convert.load import load_decoder
+from kumi.storage import checkpoint
+
+SOME = {"r": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"], "dropout": 0.1}
+
+
+def adapters(folder, **changes):
+    """A run file that trains adapters of the model that the small run has exported."""
+    lora = changes.pop("lora", {})
+    model = {"source": "run/hf"}
+    return run_file(folder, model=model, train={"steps": 6, "out": "adapted"}, lora=SOME | lora,
+                    sample={"prompts": ["the model"], "max_new_tokens": 3}, **changes)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(small, tmp_path_factory):
+    """A folder in which adapters have been trained, merged, too."""
+    folder = small.copy(tmp_path_factory.mktemp("adapted"))
+    with contextlib.chdir(folder):
+        assert main(["train", str(adapters(folder, lora={"merge": True}))]) == 0
+    return folder
+
+
+def _logits(decoder):
+    with torch.no_grad():
+        return decoder(torch.arange(40).view(2, 20))
+
+
+def test_only_adapters_are_trained_and_saved(run):
+    saved = checkpoint.open(run / "adapted/checkpoints/step_000006")
+    assert all(".lora_" in name for name in saved.tensors)
+    assert len([name for name in saved.tensors if name.startswith("model/")]) == 2 * 3 * 2
+    assert saved.meta["base_digest"] == digest(run / "run/hf")
+    found = losses(run / "adapted")
+    assert found[6] < found[1]
+    assert found[1] == pytest.approx(losses(run / "run")[6], rel=0.2)
+
+
+def test_peft_loads_it_and_the_merged_model_is_the_same(run):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import peft
+        import transformers
+
+        base = transformers.AutoModelForCausalLM.from_pretrained(run / "run/hf")
+        model = peft.PeftModel.from_pretrained(base, run / "adapted/adapter").eval()
+    with torch.no_grad():
+        theirs = model(torch.arange(40).view(2, 20)).logits
+    ours, before = _logits(load_decoder(run / "adapted/hf")), _logits(load_decoder(run / "run/hf"))
+    assert (ours - theirs).abs().max() < 1e-4
+    assert (ours - before).abs().max() > 1e-2
+    assert (run / "adapted/hf/tokenizer.json").exists()
+    assert "base_model" in (run / "adapted/adapter/README.md").read_text()
+
+
+def test_a_continued_run_is_the_same_run(run, tmp_path):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    wanted = losses(run / "adapted")
+    back_to(tmp_path / "adapted", 2)
+    with contextlib.chdir(tmp_path):
+        assert main(["train", str(adapters(tmp_path, lora={"merge": True}))]) == 0
+    assert losses(tmp_path / "adapted") == wanted
+    before, after = (load_file(where / "adapted/adapter" / WEIGHTS) for where in (run, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
+
+
+def test_checkpoints_and_folders_of_adapters_are_merged_on_the_command_line(run, tmp_path, capsys):
+    with contextlib.chdir(run):
+        for number, source in enumerate(("adapted/checkpoints/step_000006", "adapted/adapter")):
+            assert main(["convert", source, str(tmp_path / str(number)), "--to", "hf", "--verify"]) == 0
+        assert main(["convert", "adapted/adapter", str(tmp_path / "kumi"), "--to", "kumi", "--base", "run/hf"]) == 0
+    assert "with the adapters beside their matrices" in capsys.readouterr().out
+    wanted = load_file(run / "adapted/hf/model.safetensors")
+    for number in range(2):
+        found = load_file(tmp_path / str(number) / "model.safetensors")
+        assert all(found[name].equal(wanted[name]) for name in wanted)
+
+
+def test_adapters_go_on_from_adapters(run, tmp_path):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    more = adapters(tmp_path, lora={"source": "adapted/adapter"})
+    with contextlib.chdir(tmp_path):
+        assert main(["train", str(more), "train.out=more", "optim.lr=1e-4", "optim.warmup_steps=0"]) == 0
+        first = losses("more")[1]
+        assert first < 0.5 * (losses("adapted")[1] + losses("adapted")[6])
+        assert main(["train", str(more), "train.out=other", "lora.r=3"]) == 2
+
+
+def test_another_base_is_refused(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    back_to(tmp_path / "adapted", 2)
+    weights = load_file(tmp_path / "run/hf/model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "run/hf/model.safetensors")
+    with contextlib.chdir(tmp_path):
+        assert main(["train", str(adapters(tmp_path, lora={"merge": True}))]) == 2
+        assert "holds adapters of the model that was in" in capsys.readouterr().err
+        assert main(["convert", "adapted/checkpoints/step_000002", "out", "--to", "hf", "--base", "run/hf"]) == 2
+        assert "holds adapters of another model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lora.target_modules=['q_prj']"], "did you mean 'q_proj'?"),
+        (["lora.r=0"], "lora.r"),
+        (["lora.rank=4"], "lora.rank"),
+        (["model.init=random"], "model.init='random' has none"),
+        (["layout.tiles=2"], "adapters stand beside whole matrices"),
+        (["lora.source=nowhere"], "has no adapter_config.json"),
+        (["train.compile=true"], "compiled layers neither drop nor unpack"),
+        (["model.balance=aux"], "model.balance"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(run, tmp_path, capsys, words, said):
+    file = adapters(tmp_path)
+    shutil.copytree(run / "run/hf", tmp_path / "run/hf")
+    shutil.copy(run / "documents.jsonl", tmp_path)
+    with contextlib.chdir(tmp_path):
+        assert main(["train", str(file), *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "adapted").exists()
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("dora", [False, True])
+def test_frozen_matrices_in_four_bits(run, tmp_path, dora):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    file = adapters(tmp_path, lora={"quantize": "nf4", "use_dora": dora})
+    with contextlib.chdir(tmp_path):
+        assert main(["train", str(file), "train.out=packed", "precision.kind=fp32"]) == 0
+    plain, found = losses(run / "adapted"), losses(tmp_path / "packed")
+    assert found != plain
+    assert list(found.values()) == pytest.approx(list(plain.values()), rel=0.01)
+    assert all(value.any() for value in load_file(tmp_path / "packed/adapter" / WEIGHTS).values())
+    assert json.loads((tmp_path / "packed/adapter" / CONFIG).read_text())["use_dora"] is dora
