@@ -4,6 +4,7 @@ a time."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from random import Random
 from unittest.mock import patch
 
 import pytest
@@ -52,7 +53,7 @@ def by_the_formula(q, k, v, ids, window, sinks, scores):
                 found = (k[row, seen, head // group] @ q[row, place, head]) * scale
                 if scores.softcap is not None:
                     found = scores.softcap * torch.tanh(found / scores.softcap)
-                if scores.stepped:
+                if scores.slopes is not None and scores.stepped:
                     first = 0 if ids is None else int((ids[row] == ids[row, place]).nonzero()[0])
                     steps = torch.tensor(scores.slopes[head]).bfloat16() * (torch.tensor(seen) - first).bfloat16()
                     found = found + steps.to(found.dtype) * scale
@@ -105,6 +106,27 @@ def test_every_way_equals_the_formula(kind, documents, window, sunk):
             of_found = torch.autograd.grad(found, leaves, grad)
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
         for one, other in zip(of_found, of_wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_cases(seed):
+    random = Random(seed)
+    kv_heads = random.choice((1, 2, 3))
+    heads, window = kv_heads * random.choice((1, 2, 4)), random.choice((None, 1, 3, 7))
+    scores = Scores(random.choice((None, 0.1, 1.0)), random.choice((None, 0.5, 3.0)),
+                    random.choice((None, slopes(heads))), random.random() < 0.3)  # fmt: skip
+    ids = torch.tensor([[random.random() < 0.3 for _ in range(LENGTH)] for _ in range(ROWS)]).cumsum(1)
+    begins = torch.cat([torch.ones(ROWS, 1, dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], 1).flatten().nonzero()[:, 0]
+    bounds = [*begins.tolist(), ROWS * LENGTH]
+    qkv, grad = inputs(heads, kv_heads, seed)
+    sinks = torch.randn(heads, dtype=torch.float64, requires_grad=True) if random.random() < 0.5 else None
+    leaves = qkv if sinks is None else [*qkv, sinks]
+    wanted = by_the_formula(*qkv, ids, window, sinks, scores)
+    of_wanted = torch.autograd.grad(wanted, leaves, grad)
+    for where in (Segments(ids, bounds), Segments(ids, torch.tensor(bounds, dtype=torch.int32))):
+        found = attend(where, *qkv, window, sinks, scores)
+        for one, other in zip((found, *torch.autograd.grad(found, leaves, grad)), (wanted, *of_wanted), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
