@@ -19,6 +19,7 @@ class MLP(nn.Module):
     def __init__(self, hidden_size: int, spec: model.MLP, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec, self.region = spec, WHOLE
+        self.how = gate_by(spec.hidden_act)
         size, options = spec.intermediate_size, dict[str, Any](bias=spec.bias, device=device, dtype=dtype)
         self.gate_proj = Linear(hidden_size, size, **options) if spec.gated else None
         self.up_proj = Linear(hidden_size, size, **options)
@@ -28,7 +29,7 @@ class MLP(nn.Module):
         """Of the hidden states `x` (.., D), in the same shape."""
         if self.gate_proj is not None:
             gate, up = self.region.enter(x, (self.gate_proj, self.up_proj))
-            inner = joined(gate, up, gate_by(self.spec.hidden_act))
+            inner = joined(gate, up, self.how)
         else:
             (up,) = self.region.enter(x, (self.up_proj,))
             inner = activate(up, self.spec.hidden_act)

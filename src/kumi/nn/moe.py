@@ -54,7 +54,7 @@ class Experts(nn.Module):
 
     def __init__(self, hidden_size: int, spec: model.MoE, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.how = spec, gate_of(spec)
         # Where several ranks have parts of each expert's width, one of them adds what is added to the sum.
         self.adds_bias = True
         count, width = spec.num_experts, spec.moe_intermediate_size * (2 if spec.gated else 1)
@@ -73,7 +73,7 @@ class Experts(nn.Module):
         """Of `rows` (N, D), the first counts[0] through the first expert, and so on."""
         if self.gate_up_proj is not None:
             halves = add_rows(grouped_linear(rows, self.gate_up_proj, counts), self.gate_up_proj_bias, counts)
-            inner = joined_halves(halves, gate_of(self.spec))
+            inner = joined_halves(halves, self.how)
         else:
             assert self.up_proj is not None
             up = add_rows(grouped_linear(rows, self.up_proj, counts), self.up_proj_bias, counts)
