@@ -67,8 +67,8 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
     if native.is_checkpoint(folder):
         return _open_native(folder)
     if (folder / "adapter_config.json").exists():
-        raise ModelError(f"{folder}: a LoRA adapter, which is no model by itself; merge it into its base model first "
-                         f"(peft: merge_and_unload), and name the merged folder")  # fmt: skip
+        raise ModelError(f"{folder}: a LoRA adapter, which is no model by itself: merge it into its model first, with "
+                         f"`kumi convert {folder} MERGED --to hf`, and name the merged folder")  # fmt: skip
     raise ModelError(f"{folder}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or Megatron")
 
 
