@@ -59,6 +59,10 @@ def _moe_problems(moe: MoE) -> Iterator[str]:
         yield "experts with a bias or another activation than silu: Megatron-LM has SwiGLU experts without bias"
     if moe.scoring_func == "sigmoid" and not moe.norm_topk_prob:
         yield "norm_topk_prob=false with sigmoid scores: Megatron-Core always normalises sigmoid scores"
+    best, theirs = 2 if moe.has_correction_bias else 1, moe.num_experts_per_tok // moe.topk_group
+    if moe.n_group > 1 and best != theirs:
+        yield (f"a group of experts is as good as the sum of its {best} best; Megatron-Core adds up the {theirs} best "
+               f"(num_experts_per_tok / topk_group)")  # fmt: skip
 
 
 def _attention_problems(attention: Attention) -> Iterator[str]:

@@ -1,0 +1,70 @@
+"""Token files next to megatron-core's own classes for them: each reads what the other wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kumi.data import Source, prepare
+from kumi.data.binfile import open_file, token_dtype, writing
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="megatron-core is not installed: pip install -e '.[export-check]'"
+)
+
+# In a program of its own: importing Megatron-Core changes PyTorch.
+PROGRAM = """
+import json, sys
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+job = json.loads(sys.argv[1])
+found = []
+for mmap in (True, False):
+    data = IndexedDataset(job["read"], multimodal=False, mmap=mmap)
+    found.append({"sequences": [data[i].tolist() for i in range(len(data))], "dtype": data.index.dtype.__name__,
+                  "documents": data.document_indices.tolist(), "part": data.get(0, offset=1, length=2).tolist()})
+for prefix, vocab, documents in job["write"]:
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=DType.optimal_dtype(vocab))
+    for sequences in documents:
+        builder.add_document([token for one in sequences for token in one], [len(one) for one in sequences])
+    builder.finalize(prefix + ".idx")
+print(json.dumps(found))
+"""
+# Documents of sequences; Megatron's own tools write one of several where a document is split into sentences.
+DOCUMENTS = [[[5, 6, 7]], [[8], [9, 10]], [[11, 12, 13, 14]], [[3, 4]]]
+
+
+def megatron(job: dict[str, object]) -> list[dict[str, object]]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, object]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_both_write_and_read_the_same(tokens, tmp_path: Path) -> None:
+    whole = [[token for one in sequences for token in one] for sequences in DOCUMENTS]
+    with writing(tmp_path / "ours", token_dtype(600)) as append:
+        append(np.concatenate(whole).astype(token_dtype(600)), np.array([len(ids) for ids in whole]))
+    small, large, same = (str(tmp_path / name) for name in ("small", "large", "same"))
+    write = [(small, 600, DOCUMENTS), (large, 70_000, DOCUMENTS), (same, 600, [[ids] for ids in whole])]
+    for found in megatron({"read": str(tmp_path / "ours"), "write": write}):
+        assert found == {"sequences": whole, "dtype": "uint16", "documents": [0, 1, 2, 3, 4], "part": [6, 7]}
+    for prefix in (small, large):
+        theirs = open_file(prefix)
+        assert [theirs.document(number).tolist() for number in range(theirs.document_count)] == whole
+        assert theirs.lengths.tolist() == [len(one) for sequences in DOCUMENTS for one in sequences]
+    for suffix in (".bin", ".idx"):
+        assert Path(same + suffix).read_bytes() == (tmp_path / f"ours{suffix}").read_bytes()
+    store = prepare([Source(small, format="indexed")], tokens, tmp_path / "prepared", workers=1)
+    kept = open_file(store.sources[0].train)
+    assert sorted(kept.document(number).tolist() for number in range(4)) == sorted(
+        [*ids, tokens.eos_id] for ids in whole
+    )
