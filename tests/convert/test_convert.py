@@ -1,6 +1,7 @@
 """Hugging Face -> kumi -> Hugging Face, bit for bit, for every family; the command's checks."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,9 @@ def test_transformers_loads_what_kumi_wrote(case, anew, saved, tmp_path):
 def test_verification_finds_a_changed_bit_and_reports_in_the_card(saved, tmp_path):
     source = saved()
     done = convert(source, tmp_path / "new", to="hf", verify=True)
-    assert "21,728 parameters written as hf; all tensors equal" in done
-    assert "largest logit difference 0" in (tmp_path / "new/README.md").read_text()
+    words = r"all 21 tensors equal, bit by bit; largest logit difference \S+ from transformers \S+'s"
+    assert re.search(f"21,728 parameters written as hf; verified against .*: {words}", done)
+    assert re.search(rf"\| verified \| against the source: {words} \|", (tmp_path / "new/README.md").read_text())
     weights = tmp_path / "new/model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1

@@ -67,10 +67,10 @@ def convert(
     if not verify:
         return "\n".join([done, *notes])
     kept = replace(source, carried={}) if to == "megatron" else source
-    difference = verify_written(kept, open_source(target))
+    verdict = verify_written(kept, open_source(target))
     if to == "hf":
-        mark_verified(target, f"against the source: tensors equal, largest logit difference {difference:g}")
-    done += f"; all tensors equal {source.folder}, largest logit difference {difference:g}"
+        mark_verified(target, f"against the source: {verdict}")
+    done += f"; verified against {source.folder}: {verdict}"
     return "\n".join([done, *notes])
 
 
