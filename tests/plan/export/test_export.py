@@ -309,6 +309,29 @@ def test_what_a_trainer_cannot_do_is_said_with_what_it_can(trainer, change, word
     assert any(re.search(words, reason) for reason in reasons), reasons
 
 
+FOREIGN = {
+    "capped": {"attention": {"softcap": 50.0}}, "scaled": {"attention": {"score_scale": 0.1}},
+    "biased": {"attention": {"alibi": True, "rope": None}}, "neighbours": {"rope": {"interleave": True}},
+    "no norms before": {"layer": {"pre_norms": False, "post_norms": True}}, "logits": {"logit_softcap": 30.0},
+    "embeddings": {"embedding_scale": 8.0}, "positions": {"learned_positions": 64},
+    "longrope": {"rope": {"scaling": "longrope"}}, "tables": {"attention": {"rope": None}, "learned_positions": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", ["torchtitan", "nanotron", "megatron-lm", "megatron-bridge"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_a_trainer_s_layers_lack_is_never_dropped(name, trainer):
+    change = dict(FOREIGN[name])
+    layer, of_layer, of_rope = LLAMA2_7B.layers[0], change.pop("layer", {}), change.pop("rope", {})
+    attention = replace(layer.attention, rope=replace(layer.attention.rope, **of_rope))
+    layer = replace(layer, attention=replace(attention, **change.pop("attention", {})), **of_layer)
+    layout = Layout(dp_shard=8, zero=1 if trainer == "nanotron" else 3)
+    plain, found = (set(unsupported(job(one, 8, 64), layout, trainer))
+                    for one in (LLAMA2_7B, replace(LLAMA2_7B, layers=(layer,) * 32, **change)))  # fmt: skip
+    # Megatron-LM has learned positions, and nothing else of these.
+    assert bool(found - plain) == (trainer in ("torchtitan", "nanotron") or name not in ("tables", "positions"))
+
+
 def test_every_reason_names_a_value_and_ends_without_a_stop():
     for work, layout, able in EXAMPLES.values():
         for trainer in set(EVERYONE) - set(able):

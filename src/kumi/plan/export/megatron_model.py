@@ -103,6 +103,8 @@ def biases(found: Alike) -> tuple[bool, set[bool]]:
 
 
 def _rope_problems(rope: Rope | None, *, latent: bool) -> Iterator[str]:
+    if rope is not None and rope.interleave:
+        yield "neighbouring dimensions are turned together; kumi has Megatron-LM turn those half a head apart"
     if rope is None or rope.scaling is None:
         return
     if rope.scaling == "longrope":

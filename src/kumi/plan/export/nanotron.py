@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kumi.plan.export.alike import Alike, alike
+from kumi.plan.export.alike import Alike, alike, uncommon
 from kumi.plan.export.common import MADE_UP, floor, offload, only, optimizer, precision, title, torchrun
 from kumi.plan.export.text import to_yaml
 from kumi.spec.job import Job
@@ -65,6 +65,7 @@ def _foreign(model: ModelSpec, found: Alike, attention: Attention) -> dict[str, 
         "heads of another size than hidden_size / num_attention_heads":
             attention.head_dim * attention.num_attention_heads != model.hidden_size,
         "other order of norms, attention and mlp": layer.parallel or layer.post_norms or model.embedding_norm,
+        **uncommon(model, found),
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kumi.plan.export.alike import Alike, alike
+from kumi.plan.export.alike import Alike, alike, uncommon
 from kumi.spec.model import Attention, ModelSpec, MoE, Rope
 
 
@@ -44,6 +44,7 @@ def _foreign(model: ModelSpec, found: Alike, attention: Attention) -> dict[str, 
         "attention sinks": attention.sinks,
         "experts like these (softmax over normalised scores, no shared one, with query norms, as Qwen 3 has)":
             moe is not None and (not _qwen_experts(moe) or not attention.qk_norm),
+        **uncommon(model, found),
     }  # fmt: skip
 
 
@@ -54,8 +55,8 @@ def _qwen_experts(moe: MoE) -> bool:
 
 def _rope_problems(attention: Attention) -> Iterator[str]:
     scaling = None if attention.rope is None else attention.rope.scaling
-    if scaling == "linear":
-        yield "linearly stretched positions: torchtitan has plain, llama3 and yarn ones"
+    if scaling in ("linear", "longrope"):
+        yield f"positions stretched by '{scaling}': torchtitan has plain, llama3 and yarn ones"
     if scaling == "llama3" and attention.qk_norm:
         yield "llama3 positions with query norms: torchtitan's Qwen 3 has plain and yarn ones"
     if scaling == "yarn" and attention.rope is not None and attention.rope.attention_factor not in (None, 1.0):
