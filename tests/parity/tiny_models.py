@@ -177,13 +177,18 @@ def build_reference(name: str) -> transformers.PreTrainedModel:
     return reference_of(*CASES[name])
 
 
-def reference_of(family: str, changes: Mapping[str, object]) -> transformers.PreTrainedModel:
-    """transformers' model of `family` with `changes` of the sizes, with random weights everywhere."""
+def config_of(family: str, changes: Mapping[str, object]) -> transformers.PreTrainedConfig:
+    """transformers' configuration of `family` with `changes` of the sizes."""
     sizes = {key: value for key, value in SIZES.items() if key not in WITHOUT.get(family, ())}
     if "text_config" in changes:
         changes = changes | {"text_config": sizes | changes["text_config"]}
         sizes = {}
-    config = getattr(transformers, f"{family}Config")(**sizes | changes)
+    return getattr(transformers, f"{family}Config")(**sizes | changes)
+
+
+def reference_of(family: str, changes: Mapping[str, object]) -> transformers.PreTrainedModel:
+    """transformers' model of `family` with `changes` of the sizes, with random weights everywhere."""
+    config = config_of(family, changes)
     # Experts are computed in products that PyTorch's counter knows.
     config._experts_implementation = "eager"
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config)

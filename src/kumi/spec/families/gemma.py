@@ -25,6 +25,9 @@ GEMMA_KEYS = {
     "rms_norm_eps": Key("number", 1e-6),
     "tie_word_embeddings": Key("true or false", True),
     "attention_bias": Key("true or false", False),
+    "bos_token_id": Key("integer?", 2),
+    "eos_token_id": Key("integer or list of integers?", 1),
+    "pad_token_id": Key("integer?", 0),
     "layer_types": Key("list?", None),
     # Older configs have the first of these, or both; the second counts.
     "hidden_act": Key("text", "gelu_pytorch_tanh"),

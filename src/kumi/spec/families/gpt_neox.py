@@ -17,6 +17,8 @@ KEYS = {
     **{name: key for name, key in DECODER.items() if name not in ("rms_norm_eps", "head_dim", "rope_theta")},
     "hidden_act": Key("text", "gelu"),
     "layer_norm_eps": Key("number", 1e-5),
+    "bos_token_id": Key("integer?", 0),
+    "eos_token_id": Key("integer or list of integers?", 2),
     "rotary_pct": Key("number?", None),
     "rotary_emb_base": Key("number?", None),
     "use_parallel_residual": Key("true or false", True),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import windows
+from kumi.spec.families import rope, windows
 from kumi.spec.families.common import check_layer_types, check_sizes, grouped, model, windowed
 from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.experts import COUNT, check_experts, count, routed
@@ -42,9 +42,17 @@ WEIGHTS = Weights((
 ))  # fmt: skip
 
 
+# What transformers assumes where a config says nothing, or null.
+DEFAULT_THETA = 150_000.0
+DEFAULT_SCALING = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                   "original_max_position_embeddings": 4096}  # fmt: skip
+
+
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "gpt_oss" describes."""
-    values = read("gpt_oss", config, KEYS)
+    values = rope.with_base(read("gpt_oss", config, KEYS), DEFAULT_THETA)
+    if not values["rope_scaling"] and not values["rope_parameters"]:
+        values["rope_scaling"] = DEFAULT_SCALING
     check_sizes(values)
     for name in ("swiglu_limit", "swiglu_alpha"):
         if values[name] <= 0:
@@ -60,7 +68,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
-    moe = routed(spec)
+    moe, turned = routed(spec), grouped(spec).rope
+    plain = {"rope_scaling": {"rope_type": "default"}} if turned is not None and turned.scaling is None else {}
     return common_to_hf(spec, ARCHITECTURE, moe.moe_intermediate_size) | {
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_tok,
@@ -70,6 +79,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         "layer_types": windows.kinds(spec),
         "swiglu_limit": moe.act_limit,
         "swiglu_alpha": moe.act_alpha,
+        **plain,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kumi.spec.families import rope
 from kumi.spec.families.common import check_sizes, model, windowed
 from kumi.spec.families.common import to_hf as common_to_hf
 from kumi.spec.families.experts import aux_loss_coef, check_experts, routed
@@ -23,6 +24,7 @@ KEYS = {
     "bos_token_id": Key("integer?", 1),
     "eos_token_id": Key("integer or list of integers?", 2),
 }
+DEFAULT_THETA = 1_000_000.0
 
 WEIGHTS = Weights((
     Rename("mlp.gate", "block_sparse_moe.gate"),
@@ -34,7 +36,7 @@ WEIGHTS = Weights((
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "mixtral" describes."""
-    values = read("mixtral", config, KEYS)
+    values = rope.with_base(read("mixtral", config, KEYS), DEFAULT_THETA)
     check_sizes(values)
     moe = MoE(values["num_local_experts"], values["num_experts_per_tok"], values["intermediate_size"],
               router_aux_loss_coef=aux_loss_coef("mixtral", values, "router_aux_loss_coef", 0.001))  # fmt: skip

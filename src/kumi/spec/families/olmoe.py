@@ -23,6 +23,8 @@ KEYS = {
     "norm_topk_prob": Key("true or false", False),
     "clip_qkv": Key("number?", None),
     "rms_norm_eps": Key("number", 1e-5),
+    "eos_token_id": Key("integer or list of integers?", 50279),
+    "pad_token_id": Key("integer?", 1),
 }
 
 

@@ -22,6 +22,9 @@ KEYS = {
     "sliding_window": Key("integer?", None),
     "original_max_position_embeddings": Key("integer", 4096),
     "partial_rotary_factor": Key("number?", None),
+    "bos_token_id": Key("integer?", 1),
+    "eos_token_id": Key("integer or list of integers?", 32000),
+    "pad_token_id": Key("integer?", 32000),
     "auto_map": Key("table?", None),
     # Whether a trainer drops anything is not the model's affair.
     "attention_dropout": Key("number", 0.0),

@@ -1,0 +1,36 @@
+"""Configurations of every family against transformers: what is written reads back, and what is left out is the same."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from tiny_models import CASES, SIZES, WITHOUT, config_of
+
+from kumi.spec import families
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_reads_what_is_written(name):
+    config = config_of(*CASES[name])
+    spec = families.from_hf(config.to_dict() | {"architectures": None})
+    again = type(config).from_dict(families.to_hf(spec))
+    assert families.from_hf(again.to_dict()) == spec
+
+
+# What a config must say here besides sizes.
+SAID = ("rms_norm_eps", "n_routed_experts", "num_local_experts", "num_experts")
+# Those whose sizes have other names, or that have more sizes than these.
+APART = ("GPT2", "NemotronH", "Glm4Moe", "DeepseekV2", "DeepseekV3")
+FAMILIES = sorted({family for family, changes in CASES.values() if "text_config" not in changes} - set(APART))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_left_out_is_what_transformers_assumes(family):
+    given = {key: value for key, value in SIZES.items() if key not in (*WITHOUT.get(family, ()), "initializer_range")}
+    config = getattr(transformers, f"{family}Config")(**given)
+    keys = families.FAMILIES[config.model_type].KEYS
+    said = {key: getattr(config, key) for key in SAID if key in keys and hasattr(config, key)}
+    if "num_experts" in said:
+        said.pop("num_local_experts", None)
+    spec = families.from_hf({"model_type": config.model_type, **given, **said})
+    assert spec == families.from_hf(config.to_dict() | {"architectures": None})
