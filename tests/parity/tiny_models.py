@@ -42,6 +42,10 @@ GEMMA3_SEES = {"mm_tokens_per_image": 4, "image_token_index": 200, "boi_token_in
                "vision_config": SIGLIP}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}
 
+OMNI = "NemotronH_Omni_Reasoning_V3_"
+RADIO = {"model_type": "radio", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "video_temporal_patch_size": 2}  # fmt: skip
+
 # What a family has no word for; its other sizes it has under names of its own.
 WITHOUT = {
     "GPT2": ("intermediate_size", "num_key_value_heads"),
@@ -49,8 +53,9 @@ WITHOUT = {
     "Falcon": ("intermediate_size", "num_key_value_heads"),
     "Bloom": ("intermediate_size", "num_key_value_heads", "max_position_embeddings"),
     "NemotronH": ("num_hidden_layers",),
+    OMNI: ("num_hidden_layers",),
 }
-CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", OMNI: "NemotronH_Omni_Reasoning_V3"} | {
     family: f"{family}ForConditionalGeneration" for family in ("Gemma3", "Qwen2_5_VL", "Qwen3VL")
 }
 # Their norms multiply by 1 + weight.
@@ -60,6 +65,7 @@ IN_MEMORY = {
     "nemotron_h": ("model.", "backbone."),
     "gemma3": ("model.language_model.", "language_model.model."),
     "qwen2_5_vl": ("model.language_model.", "model."),
+    "nemotron_h_omni": ("language_model.model.", "language_model.backbone."),
 }
 MAMBA = {"mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 5, "head_dim": 8}
 
@@ -138,6 +144,11 @@ CASES = {
     "starcoder2": ("Starcoder2", {}),
     "starcoder2-window": ("Starcoder2", {"use_bias": False, "sliding_window": 5, "tie_word_embeddings": False,
                                          "hidden_act": "gelu"}),
+    "nemotron-h-omni": (OMNI, {
+        "vision_config": RADIO, "vision_hidden_size": 16, "projector_hidden_size": 20, "image_token_id": 200,
+        "text_config": {**MAMBA, "model_type": "nemotron_h", "hybrid_override_pattern": "M-*E", "chunk_size": 7,
+                        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                        "moe_shared_expert_intermediate_size": 20, "pad_token_id": None}}),
     # Rows of 24 tokens are not whole chunks of 7.
     "nemotron-h": ("NemotronH", {**MAMBA, "hybrid_override_pattern": "M-*M-", "chunk_size": 7, "use_bias": True,
                                  "mlp_bias": True, "time_step_min": 0.4}),

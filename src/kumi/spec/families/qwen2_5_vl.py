@@ -16,5 +16,6 @@ FAMILY = Seeing(
     beginnings=("visual.",),
     unsaid=("head_dim",),
     theta=1_000_000.0,
+    either_ties=True,
 )  # fmt: skip
 from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf

@@ -30,7 +30,8 @@ UNREAD = {key for group in IGNORED.values() for key in group.split()}
 class Seeing:
     """A family of models that see: its text is a model of `text`, with `defaults` where the text says nothing.
 
-    Without a base of its own its rotation has `theta`, where that is not None.
+    Without a base of its own its rotation has `theta`, where that is not None. Whether the head is the embedding is
+    said outside of the text, else in it; with `either_ties` one of them is enough.
 
     `kept` are keys of config.json about what is carried along, `beginnings` those of its tensors' names. Names of the
     text's tensors begin as `prefixes` say (see `Weights`). `unsaid` are keys that the text's family writes and this one
@@ -46,6 +47,7 @@ class Seeing:
     prefixes: tuple[tuple[str, str], ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     theta: float | None = None
+    either_ties: bool = False
     unsaid: tuple[str, ...] = ()
 
     def from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
@@ -55,14 +57,14 @@ class Seeing:
         rotation = {key: table.pop(key) for table in tables.values() for key in SECTIONS if key in table}
         for table in tables.values():
             table |= {key: "default" for key in ("type", "rope_type") if table.get(key) == "mrope"}
-        text = {**NO_ROTATION, **self.defaults, **text, **tables}
-        text = text if self.theta is None else rope.with_base(text, self.theta)
+        text = {**self.defaults, **text, **tables}
+        text = text if self.theta is None else rope.with_base(NO_ROTATION | text, self.theta)
         refused = next((key for key in self.unsaid if text.get(key)), None)
         if refused:
             raise ModelError(f"config.json: {refused}={text[refused]!r} is not supported of a {self.family} model; "
                              f"remove it")  # fmt: skip
         read_text: ModelSpec = self.text.from_hf(text)
-        weights = replace(read_text.weights, prefixes=self.prefixes, carried=self.beginnings)
+        weights = replace(read_text.weights, prefixes=self.prefixes, base="", carried=self.beginnings)
         kept = {key: outer[key] for key in self.kept if key in outer}
         return replace(read_text, family=self.family, weights=weights,
                        carried_config=json.dumps([kept, rotation], sort_keys=True),
@@ -89,16 +91,14 @@ class Seeing:
         outer = {key: value for key, value in config.items() if key in self.kept}
         flat = {key: value for key, value in config.items() if key not in (*self.kept, "text_config")}
         inner = dict(config.get("text_config") or {})
-        said = {one for one in (flat.pop("tie_word_embeddings", None), inner.pop("tie_word_embeddings", None))
-                if one is not None}  # fmt: skip
-        if len(said) > 1:
-            raise ModelError("config.json: tie_word_embeddings differs from that of text_config; correct one of them")
+        said = [one for one in (flat.pop("tie_word_embeddings", None), inner.pop("tie_word_embeddings", None))
+                if one is not None]  # fmt: skip
+        tied = {"tie_word_embeddings": any(said) if self.either_ties else said[0]} if said else {}
         for key in set(flat) & set(inner) - {*SHARED, *UNREAD}:
             if flat[key] != inner[key]:
                 raise ModelError(f"config.json: {key}={flat[key]!r} differs from {inner[key]!r} in text_config; remove "
                                  f"one of them")  # fmt: skip
         text = {**flat, **{key: value for key, value in inner.items() if key not in self.kept}}
-        tied = {"tie_word_embeddings": said.pop()} if said else {}
         if "vision_config" not in outer:
             raise ModelError(f"config.json: 'vision_config' is missing; a {self.family} model has one")
         return text | tied, outer

@@ -1,0 +1,23 @@
+"""Nemotron 3 Nano Omni: the text of a Nemotron-H hybrid; what sees and hears is carried along."""
+
+from __future__ import annotations
+
+from kumi.spec.families import nemotron_h
+from kumi.spec.families.vision import Seeing
+
+ARCHITECTURE = "NemotronH_Omni_Reasoning_V3"
+FAMILY = Seeing(
+    "nemotron_h_omni",
+    ARCHITECTURE,
+    text=nemotron_h,
+    text_type="nemotron_h",
+    kept=("vision_config", "audio_config", "force_image_size", "downsample_ratio", "projector_hidden_size",
+          "vision_hidden_size", "video_pruning_rate", "video_temporal_patch_size", "image_token_id", "video_token_id",
+          "audio_token_id"),
+    beginnings=("vision_model.", "mlp1.", "sound_encoder.", "sound_projection."),
+    prefixes=(
+        *((native, f"language_model.{stored}") for native, stored in nemotron_h.WEIGHTS.prefixes),
+        ("lm_head.", "language_model.lm_head."),
+    ),
+)  # fmt: skip
+from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf
