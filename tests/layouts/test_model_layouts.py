@@ -120,6 +120,8 @@ MORE = [
     (Layout(dp_shard=2, tp=2, cp=2, zero=3, ep=4), "latent", 2),
     (Layout(dp_shard=2, tp=2, pp=2, zero=1, ep=2, expert_tp=2), "moe", 3),
     (Layout(tp=2, pp=2, dp_replicate=2, ep=2, schedule="zb-v", stages=2), "latent", 3),
+    (Layout(dp_shard=4, tp=2, zero=3, ep=2, expert_tp=2), "biased-moe", 3),
+    (Layout(tp=2, cp=2, dp_shard=2, zero=3), "gpt", 2),
 ]
 
 

@@ -1,7 +1,9 @@
 """The decoder as a whole: packing, dtypes, building on the meta device. Parity with transformers is in tests/parity."""
 
+import pytest
 import torch
 
+from kumi.errors import ModelError
 from kumi.nn import Decoder
 from kumi.nn.init import init_weights
 from kumi.spec.families import from_hf
@@ -21,6 +23,19 @@ def make(dtype=torch.float64):
 
 def tokens(length, seed=0):
     return torch.randint(0, 61, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_learned_positions_begin_anew_in_every_document():
+    config = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 12}
+    spec = from_hf(config | {"initializer_range": 0.2})
+    decoder = Decoder(spec, dtype=torch.float64)
+    init_weights(decoder, spec, seed=0)
+    parts = [tokens(length, seed) for seed, length in enumerate((5, 1, 12))]
+    document_ids = torch.cat([torch.full_like(part, index) for index, part in enumerate(parts)], dim=1)
+    packed = decoder(torch.cat(parts, dim=1), document_ids=document_ids)
+    torch.testing.assert_close(packed, torch.cat([decoder(part) for part in parts], dim=1))
+    with pytest.raises(ModelError, match="a row of 13 tokens is longer than the 12 positions that this gpt2 model has"):
+        decoder(tokens(13))
 
 
 def test_packed_documents_equal_separate_ones():

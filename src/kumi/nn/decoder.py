@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kumi.errors import ModelError
 from kumi.nn import logprob
 from kumi.nn.attention import Attention, attend
 from kumi.nn.latent import LatentAttention
@@ -224,6 +225,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The last hidden states (B, S, D) in the compute dtype, normalised where the stage has the head."""
         if position_ids is None:
+            self.check_length(input_ids, document_ids)
             position_ids = positions(input_ids, document_ids)
         layers = [self.spec.layers[int(index)].attends for index in self.model.layers]
         specs = [spec for spec in layers if spec is not None]
@@ -234,6 +236,13 @@ class Decoder(nn.Module):
         for layer in self.model.layers.values():
             x = layer(x, where)
         return self.model.norm(x) if self.has_head else x
+
+    def check_length(self, input_ids: Tensor, document_ids: Tensor | None) -> None:
+        """Nothing, when each of the rows (B, S), where it is one document, has learned positions enough; ModelError."""
+        known, length = self.spec.learned_positions, input_ids.shape[1]
+        if self.has_embedding and known and document_ids is None and length > known:
+            raise ModelError(f"a row of {length} tokens is longer than the {known} positions that this "
+                             f"{self.spec.family} model has embeddings for; give at most {known}")  # fmt: skip
 
     def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """What goes into the first layer, in the compute dtype, of tokens and positions (B, S)."""
