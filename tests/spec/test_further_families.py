@@ -1,0 +1,133 @@
+"""Families besides those of the first hour: what makes them other than Llama, and what of them is refused."""
+
+from dataclasses import replace
+
+import pytest
+from published_models import FURTHER
+
+from kumi.errors import ModelError
+from kumi.spec import families
+from kumi.spec.model import MLP, MoE
+
+CONFIGS = {name: config for name, (config, _) in FURTHER.items()}
+
+
+def spec(name, **changes):
+    return families.from_hf(CONFIGS[name] | changes)
+
+
+def test_layers_without_positions():
+    assert [layer.attention.rope is None for layer in spec("SmolLM3-3B").layers[:5]] == [False] * 3 + [True, False]
+    said = {key: value for key, value in CONFIGS["SmolLM3-3B"].items() if key != "no_rope_layers"}
+    assert families.from_hf(said) == spec("SmolLM3-3B")
+    command = spec("Command-R7B").layers
+    assert [layer.window for layer in command[:5]] == [4096] * 3 + [None, 4096]
+    assert all((layer.attention.rope is None) == (layer.window is None) for layer in command)
+    assert command[0].attention.rope.interleave
+
+
+def test_norms():
+    olmo, command = spec("OLMo-2-7B"), spec("Command-R7B")
+    assert (olmo.layers[0].pre_norms, olmo.layers[0].post_norms) == (False, True)
+    assert (command.norm, command.norm_bias, command.layers[0].shared_norm) == ("layernorm", False, True)
+    assert spec("starcoder2-7b").norm_bias
+
+
+def test_factors_of_granite():
+    granite = spec("Granite-3.0-8B")
+    assert (granite.embedding_scale, granite.residual_scale, granite.logit_scale) == (12.0, 0.22, 1 / 16)
+    assert granite.layers[0].attention.score_scale == 0.0078125
+
+
+def test_layers_of_glm():
+    glm = spec("GLM-4.5-Air")
+    assert [type(layer.mlp) for layer in glm.layers[:2]] == [MLP, MoE]
+    assert glm.layers[1].mlp.has_correction_bias
+    assert glm.layers[0].attention.rotary_dim == 64
+    assert glm.weights.carried == ("model.layers.46.",)
+    assert "model.layers.46.* predict tokens further ahead; they are carried along" in glm.notes[0]
+    assert (
+        spec("GLM-4.5-Air", num_nextn_predict_layers=None, num_mtp_layers=2).weights.carried[-1] == "model.layers.47."
+    )
+
+
+def test_the_text_of_a_model_that_sees():
+    gemma = spec("gemma-3-4b")
+    assert (gemma.vocab_size, gemma.num_hidden_layers, gemma.tie_word_embeddings) == (262_208, 34, True)
+    assert [layer.window for layer in gemma.layers[4:7]] == [1024, None, 1024]
+    assert gemma.layers[5].attention.rope.factor == 8.0
+    assert gemma.weights.carried == ("vision_tower.", "multi_modal_projector.")
+    qwen, plain = spec("Qwen2.5-VL-7B"), families.from_hf(CONFIGS["Qwen2.5-VL-7B"] | {"rope_scaling": None})
+    assert qwen.layers == plain.layers
+
+
+def test_what_is_carried_is_written_again():
+    for name in ("Qwen2.5-VL-7B", "Qwen3-VL-4B", "gemma-3-4b"):
+        written = families.to_hf(spec(name))
+        assert written["vision_config"] == CONFIGS[name]["vision_config"]
+        other = written | {"vision_config": {"hidden_size": 1}}
+        assert families.from_hf(other) != spec(name)
+    sections = families.to_hf(spec("Qwen3-VL-4B"))["text_config"]["rope_scaling"]
+    assert sections == CONFIGS["Qwen3-VL-4B"]["text_config"]["rope_scaling"]
+
+
+def test_only_what_changes_is_changed_in_a_model_that_sees():
+    for name in ("Qwen3-VL-4B", "gemma-3-4b"):
+        longer = replace(spec(name), max_position_embeddings=4)
+        text = CONFIGS[name]["text_config"] | {"max_position_embeddings": 4}
+        assert families.patched(CONFIGS[name], longer) == CONFIGS[name] | {"text_config": text}
+    flat = CONFIGS["Qwen2.5-VL-7B"]
+    longer = replace(spec("Qwen2.5-VL-7B"), max_position_embeddings=4)
+    assert families.patched(flat, longer) == flat | {"max_position_embeddings": 4}
+
+
+VL = CONFIGS["Qwen3-VL-4B"]["text_config"]
+REFUSED = [
+    ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] must have a 0 .* for each of the 36 layers"),
+    ("SmolLM3-3B", {"no_rope_layers": None, "no_rope_layer_interval": 0}, r"no_rope_layer_interval=0 must be 1 or"),
+    ("SmolLM3-3B", {"layer_types": ["sliding_attention"] * 36}, r"use_sliding_window=False and sliding_window=None"),
+    ("Command-R7B", {"use_parallel_block": False}, r"use_parallel_block=False of a cohere2 model is not supported"),
+    ("Command-R7B", {"position_embedding_type": "rope"}, r"position_embedding_type='rope' of a cohere2 model"),
+    ("Command-R7B", {"layer_switch": 5}, r"sliding_window_pattern=4 and layer_switch=5 of a cohere2 model"),
+    ("Granite-3.0-8B", {"logits_scaling": 0}, r"logits_scaling=0 of a granite model must be above 0"),
+    ("Granite-3.0-8B", {"hidden_act": "gelu"}, r"hidden_act='gelu' of a granite model is not supported, only 'silu'"),
+    ("starcoder2-7b", {"mlp_type": "gated"}, r"mlp_type='gated' of a starcoder2 model is not supported"),
+    ("starcoder2-7b", {"hidden_act": "mish"}, r"hidden_act='mish' of a starcoder2 model is not supported; kumi knows"),
+    ("GLM-4.5-Air", {"n_shared_experts": 0}, r"n_shared_experts=0 1 or more"),
+    ("GLM-4.5-Air", {"first_k_dense_replace": 47}, r"first_k_dense_replace=47 must be 0 to num_hidden_layers=46"),
+    ("GLM-4.5-Air", {"num_mtp_layers": 2}, r"num_nextn_predict_layers=1 and num_mtp_layers=2 of a glm4_moe model"),
+    ("GLM-4.5-Air", {"partial_rotary_factor": 0}, r"the share of each head that a glm4_moe model turns is 0"),
+    ("GLM-4.5-Air", {"num_experts_per_tok": 129}, r"num_experts_per_tok=129 is more than the 128 experts"),
+    ("Qwen3-VL-4B", {"vocab_size": 3}, r"vocab_size=3 differs from 151936 in text_config; remove one of them"),
+    ("Qwen3-VL-4B", {"text_config": VL | {"use_sliding_window": True}}, r"use_sliding_window=True is not supported"),
+    ("Qwen3-VL-4B", {"text_config": VL | {"deepstack": 1}}, r"'deepstack' \(1\) is not a key that kumi knows"),
+    ("Qwen2.5-VL-7B", {"audio_config": {}}, r"'audio_config' .* is not a key that kumi knows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"), REFUSED, ids=[f"{row[0]}-{next(iter(row[1]))}" for row in REFUSED]
+)
+def test_what_is_not_understood_is_refused_in_a_sentence(name, change, words):
+    with pytest.raises(ModelError, match=words):
+        spec(name, **change)
+
+
+def test_a_model_that_sees_has_a_vision_config():
+    config = {key: value for key, value in CONFIGS["gemma-3-4b"].items() if key != "vision_config"}
+    with pytest.raises(ModelError, match="'vision_config' is missing; a gemma3 model has one"):
+        families.from_hf(config)
+
+
+def test_a_ministral_with_windows_and_none():
+    config = {**CONFIGS["Ministral-8B"], "model_type": "ministral", "architectures": ["MinistralForCausalLM"]}
+    mixed = families.from_hf(config | {"layer_types": ["full_attention", "sliding_attention"] * 18})
+    assert [layer.window for layer in mixed.layers[:2]] == [None, 32768]
+    with pytest.raises(ModelError, match="has sliding_attention, but sliding_window is null"):
+        families.from_hf(config | {"layer_types": ["sliding_attention"] * 36, "sliding_window": None})
+
+
+def test_a_model_that_its_family_has_no_words_for_is_not_written():
+    olmo = spec("OLMo-2-7B")
+    with pytest.raises(ModelError, match=r"cannot be written as a olmo2 config\.json"):
+        families.to_hf(replace(olmo, layers=tuple(replace(layer, pre_norms=True) for layer in olmo.layers)))
