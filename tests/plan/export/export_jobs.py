@@ -42,7 +42,17 @@ _MLA = LatentAttention(
     128,
     Rope(10_000.0, "yarn", 40.0, 4096, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0),
 )
-_V3 = MoE(256, 8, 2048, 2048, scoring_func="sigmoid", n_group=8, topk_group=4, routed_scaling_factor=2.5)
+_V3 = MoE(
+    256,
+    8,
+    2048,
+    2048,
+    scoring_func="sigmoid",
+    n_group=8,
+    topk_method="noaux_tc",
+    topk_group=4,
+    routed_scaling_factor=2.5,
+)
 DEEPSEEK_V3 = ModelSpec(
     "deepseek_v3", 129_280, 7168, (LayerSpec(_MLA, MLP(18_432)),) * 3 + (LayerSpec(_MLA, _V3),) * 58, 1e-6, 163_840
 )
