@@ -107,13 +107,19 @@ def varlen_attention(
     """Causal attention (T, H, E) of `q` (T, H, E) over `k`, `v` (T, K, E) within the documents that begin at `bounds`;
     scores are multiplied by `scale`, 1 / sqrt(E) where that is None.
 
-    2.12 added `enable_gqa`; 2.11 needs as many key heads as query heads.
+    2.12 added `enable_gqa`; 2.11 needs as many key heads as query heads. `scale` is given where it is not the default,
+    and multiplied into queries where the kernel does not take it.
     """
     # Imported here because it imports torch's compiler, which takes longer than the rest of torch.
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    known = inspect.signature(varlen_attn).parameters
+    if scale is not None and "scale" in known:
+        options["scale"] = scale
+    elif scale is not None:
+        q = q * (scale * q.shape[-1] ** 0.5)
+    if "enable_gqa" in known:
         options["enable_gqa"] = True
     else:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
