@@ -19,7 +19,7 @@ class Scores(NamedTuple):
     of nothing is its head's sink, as it is.
 
     `stepped`: in place of that, scores gain slope * position of the key in its document, rounded to bfloat16 at every
-    step and multiplied by the scale like products: what transformers computes for Falcon, a staircase from position 256.
+    step and multiplied by the scale like products: what transformers computes for Falcon, a staircase from 256 on.
     """
 
     scale: float | None = None
