@@ -75,12 +75,12 @@ class _Scan(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Span:
-    """Some chunks of a scan: `x` (b, m, q, g, r, p) times its steps, `b` and `c` (b, m, q, g, n), and the sums of rates
-    times steps from the chunk's beginning to each position, `sums` (b, m, q, g, r).
+    """Some chunks of a scan: `x` (b, m, g, q, r, p) times its steps, `b` and `c` (b, m, g, q, n), and the sums of rates
+    times steps from the chunk's beginning to each position, `sums` (b, m, g, q, r).
 
-    `inside` says which positions k give to which q. Decays are 0 across documents: `entering` (b, m, q, g, r, 1) from
-    the chunk's beginning to q, `leaving` (b, m, q, g, r, 1) from q to its end, `through` (b, m, g, r, 1, 1) from its
-    beginning to its end.
+    `inside` says which positions k give to which q. Decays are 0 across documents: `entering` (b, m, g, q, r, 1) from
+    the chunk's beginning to q, `leaving` (b, m, g, q, r, 1) from q to its end, `through` (b, m, g, r, 1, 1) from its
+    beginning to its end. Groups come before positions in memory, too, or every product would copy what it reads.
     """
 
     x: Tensor
@@ -95,18 +95,18 @@ class _Span:
     @cached_property
     def decay(self) -> Tensor:
         """From position k to q (b, m, g, r, q, k): 0 where k comes after q, or belongs to another document."""
-        by_head = self.sums.permute(0, 1, 3, 4, 2).contiguous()  # or what is made of it would lie as oddly
+        by_head = self.sums.transpose(3, 4).contiguous()  # or what is made of it would lie as oddly
         return (by_head[..., :, None] - by_head[..., None, :]).masked_fill_(~self.inside, -torch.inf).exp_()
 
     @property
     def written(self) -> Tensor:
         """What each chunk adds to the state (b, m, g, r, p, n)."""
-        return torch.einsum("bmqgrp,bmqgn->bmgrpn", self.x * self.leaving, self.b)
+        return torch.einsum("bmgqrp,bmgqn->bmgrpn", self.x * self.leaving, self.b)
 
     @property
     def products(self) -> Tensor:
         """c_q . b_k (b, m, g, 1, q, k)."""
-        return torch.einsum("bmqgn,bmkgn->bmgqk", self.c, self.b).unsqueeze(3)
+        return torch.einsum("bmgqn,bmgkn->bmgqk", self.c, self.b).unsqueeze(3)
 
 
 def _scan(*values: Any) -> Tensor:
@@ -117,11 +117,11 @@ def _scan(*values: Any) -> Tensor:
         span = _span(inputs, steps, rate, place)
         entering, state = _pass_on(span.written, span.through, state)
         scores = span.decay * span.products
-        made = torch.einsum("bmgrqk,bmkgrp->bmqgrp", scores, span.x)
-        made += torch.einsum("bmqgn,bmgrpn->bmqgrp", span.c, entering) * span.entering
+        made = torch.einsum("bmgrqk,bmgkrp->bmgqrp", scores, span.x)
+        made += torch.einsum("bmgqn,bmgrpn->bmgqrp", span.c, entering) * span.entering
         where = slice(place.start, place.start + place.chunks * place.size)
         skipped = inputs.d.to(made.dtype)[:, None] * inputs.x[:, where]
-        out[:, where] = made.reshape(skipped.shape) + skipped
+        out[:, where] = skipped.add_(_in_order(made, skipped))
     return out
 
 
@@ -139,9 +139,10 @@ def _scan_backward(grad: Tensor, *values: Any) -> list[Tensor]:
         span = _span(inputs, steps, rate, place)
         found = _span_backward(span, _chunks(grad, place, inputs).to(steps.dtype), entering, of_state)
         of_state = found.of_state
-        of_b[:, where], of_c[:, where] = found.of_b.flatten(1, 2), found.of_c.flatten(1, 2)
-        of_sums[:, where] = found.of_sums.flip(2).cumsum(2).flip(2).reshape(of_sums[:, where].shape)
-        of_stepped, x = found.of_x.reshape(of_x[:, where].shape), inputs.x[:, where].to(steps.dtype)
+        for part, value in ((of_b[:, where], found.of_b), (of_c[:, where], found.of_c)):
+            part.copy_(_in_order(value, part))
+        of_sums[:, where] = _in_order(found.of_sums.flip(3).cumsum(3).flip(3), of_sums[:, where])
+        of_stepped, x = _in_order(found.of_x, of_x[:, where]), inputs.x[:, where].to(steps.dtype)
         of_steps[:, where] = (of_stepped * x).sum(-1)
         of_d += (grad[:, where] * x).sum((0, 1, 3))
         skipped = inputs.d.to(x.dtype)[:, None] * grad[:, where]
@@ -166,29 +167,29 @@ class _Gradients(NamedTuple):
 
 
 def _span_backward(span: _Span, grad: Tensor, entering: Tensor, of_state: Tensor) -> _Gradients:
-    """Given the gradient (b, m, q, g, r, p) of what the span returned, the states that enter its chunks, and the
+    """Given the gradient (b, m, g, q, r, p) of what the span returned, the states that enter its chunks, and the
     gradient of the one that leaves it.
 
     An exponent's gradient is the value times the value's: that of position q's own sum is what its result gave, that of
     k's is minus what it gave others; what the leaving state gave belongs to the sum at the chunk's end.
     """
     decayed = grad * span.entering
-    own = torch.einsum("bmqgn,bmqgrp->bmgrpn", span.c, decayed)
+    own = torch.einsum("bmgqn,bmgqrp->bmgrpn", span.c, decayed)
     leaving, of_state = _pass_back(own, span.through, of_state)
-    of_scores = torch.einsum("bmqgrp,bmkgrp->bmgrqk", grad, span.x).mul_(span.decay)
+    of_scores = torch.einsum("bmgqrp,bmgkrp->bmgrqk", grad, span.x).mul_(span.decay)
     of_products, products = of_scores.sum(3), span.products
     rows = of_scores.mul_(products).sum(-1)
     scores = span.decay * products
-    written = torch.einsum("bmqgn,bmgrpn->bmqgrp", span.b, leaving) * span.leaving
-    read = torch.einsum("bmqgn,bmgrpn->bmqgrp", span.c, entering)
-    of_c = torch.einsum("bmgqk,bmkgn->bmqgn", of_products, span.b)
-    of_c += torch.einsum("bmqgrp,bmgrpn->bmqgn", decayed, entering)
-    of_b = torch.einsum("bmgqk,bmqgn->bmkgn", of_products, span.c)
-    of_b += torch.einsum("bmqgrp,bmgrpn->bmqgn", span.x * span.leaving, leaving)
-    of_x = torch.einsum("bmgrqk,bmqgrp->bmkgrp", scores, grad) + written
-    of_sums = rows.permute(0, 1, 4, 2, 3) + (decayed * read).sum(-1) - (span.x * of_x).sum(-1)
+    written = torch.einsum("bmgqn,bmgrpn->bmgqrp", span.b, leaving) * span.leaving
+    read = torch.einsum("bmgqn,bmgrpn->bmgqrp", span.c, entering)
+    of_c = torch.einsum("bmgqk,bmgkn->bmgqn", of_products, span.b)
+    of_c += torch.einsum("bmgqrp,bmgrpn->bmgqn", decayed, entering)
+    of_b = torch.einsum("bmgqk,bmgqn->bmgkn", of_products, span.c)
+    of_b += torch.einsum("bmgqrp,bmgrpn->bmgqn", span.x * span.leaving, leaving)
+    of_x = torch.einsum("bmgrqk,bmgqrp->bmgkrp", scores, grad) + written
+    of_sums = rows.transpose(3, 4) + (decayed * read).sum(-1) - (span.x * of_x).sum(-1)
     through = (span.through * leaving * entering).sum((-1, -2))
-    of_sums[:, :, -1] += (span.x * written).sum((-1, 2)) + through
+    of_sums[:, :, :, -1] += (span.x * written).sum((-1, 3)) + through
     return _Gradients(of_x, of_b, of_c, of_sums, of_state)
 
 
@@ -227,45 +228,52 @@ def _no_state(inputs: Inputs) -> Tensor:
 
 
 def _chunks(value: Tensor, place: _Place, inputs: Inputs) -> Tensor:
-    """The part of `value` (B, S, H, ...) at `place`, as (b, m, q, g, r, ...)."""
+    """The part of `value` (B, S, H, ...) at `place`, as (b, m, g, q, r, ...)."""
     part = value[:, place.start : place.start + place.chunks * place.size]
     groups = inputs.b.shape[2]
-    return part.reshape(len(part), place.chunks, place.size, groups, part.shape[2] // groups, *part.shape[3:])
+    return _by_group(part.reshape(*part.shape[:2], groups, part.shape[2] // groups, *part.shape[3:]), place)
 
 
-def _by_chunk(part: Tensor, place: _Place) -> Tensor:
-    """(b, m, q, ...) of (b, m * q, ...)."""
-    return part.reshape(len(part), place.chunks, place.size, *part.shape[2:])
+def _by_group(part: Tensor, place: _Place) -> Tensor:
+    """(b, m, g, q, ...) of (b, m * q, g, ...)."""
+    parted = part.reshape(len(part), place.chunks, place.size, *part.shape[2:])
+    return parted.transpose(2, 3).contiguous()
+
+
+def _in_order(value: Tensor, like: Tensor) -> Tensor:
+    """(b, m, g, q, ...) in the shape of `like`, (b, m * q, ...)."""
+    return value.transpose(2, 3).reshape(like.shape)
 
 
 def _span(inputs: Inputs, steps: Tensor, rate: Tensor, place: _Place) -> _Span:
     where = slice(place.start, place.start + place.chunks * place.size)
-    b, c = (_by_chunk(value[:, where], place).to(steps.dtype) for value in inputs[1:3])
+    b, c = (_by_group(value[:, where].to(steps.dtype), place) for value in inputs[1:3])
     step = _chunks(steps, place, inputs)
-    sums = (step * rate.view(step.shape[3:])).cumsum(2)
+    sums = (step * rate.view(step.shape[2], 1, step.shape[4])).cumsum(3)
     inside, begun, ended, unbroken = _same_document(inputs, place)
+    last = sums[:, :, :, -1:]
     return _Span(
         _chunks(inputs.x, place, inputs) * step[..., None], b, c, sums, inside, (sums.exp() * begun)[..., None],
-        ((sums[:, :, -1:] - sums).exp() * ended)[..., None], (sums[:, :, -1].exp() * unbroken)[..., None, None],
+        ((last - sums).exp() * ended)[..., None], (last[:, :, :, 0].exp() * unbroken)[..., None, None],
     )  # fmt: skip
 
 
 def _same_document(inputs: Inputs, place: _Place) -> tuple[Tensor, Tensor | int, Tensor | int, Tensor | int]:
     """Where positions belong to one document: k before q, or q itself (b, m, 1, 1, q, k), the position before the chunk
-    and q, q and the chunk's last position (b, m, q, 1, 1), and these two (b, m, 1, 1)."""
+    and q, q and the chunk's last position (b, m, 1, q, 1), and these two (b, m, 1, 1)."""
     size = place.size
     causal = torch.ones(size, size, dtype=torch.bool, device=inputs.x.device).tril_()
     if inputs.numbers is None:
         return causal, 1, 1, 1
     stop = place.start + place.chunks * size
-    numbers = _by_chunk(inputs.numbers[:, place.start : stop], place)
+    numbers = inputs.numbers[:, place.start : stop].reshape(-1, place.chunks, size)
     before = inputs.numbers[:, max(0, place.start - 1) : stop - 1 : size]
     if not place.start:
         before = torch.cat((numbers[:, :1, 0], inputs.numbers[:, size - 1 : stop - 1 : size]), dim=1)
     inside = causal & (numbers[..., :, None] == numbers[..., None, :])
     begun, ended = numbers == before[..., None], numbers == numbers[..., -1:]
     unbroken = before == numbers[..., -1]
-    return inside[:, :, None, None], begun[..., None, None], ended[..., None, None], unbroken[..., None, None]
+    return inside[:, :, None, None], begun[:, :, None, :, None], ended[:, :, None, :, None], unbroken[..., None, None]
 
 
 def _pass_on(written: Tensor, through: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
