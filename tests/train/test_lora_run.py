@@ -68,7 +68,7 @@ def test_peft_loads_it_and_the_merged_model_is_the_same(run):
     assert (ours - theirs).abs().max() < 1e-4
     assert (ours - before).abs().max() > 1e-2
     assert (run / "adapted/hf/tokenizer.json").exists()
-    assert "base_model" in (run / "adapted/adapter/README.md").read_text()
+    assert f"LoRA adapters of {run / 'run/hf'}" in (run / "adapted/adapter/README.md").read_text()
 
 
 def test_a_continued_run_is_the_same_run(run, tmp_path):

@@ -393,10 +393,13 @@ class RunConfig(PlanConfig):
                 "lora: adapters are trained beside given weights, and model.init='random' has none; give model.source, "
                 "or leave [lora] out"
             )
-        if self.lora is not None and self.export.push is not None:
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_push(self) -> RunConfig:
+        if self.export.push is not None and not self.export.enabled:
             raise ValueError(
-                "lora: export.push sends a verified model, not adapters; leave it out, and push the merged folder "
-                "with `kumi push`"
+                f"export.push={self.export.push!r} and export.enabled=false leave nothing to send; take one of them out"
             )
         return self
 

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kumi
+from kumi import hub
 from kumi.convert.hf_write import check_target, unfinished
 from kumi.convert.safetensors_file import sync
 from kumi.spec.adapters import takes
@@ -98,8 +99,8 @@ def write_adapter(
 ) -> None:  # fmt: skip
     """Write `folder`, the adapters of `spec`, whose tensors `read` gives by their native names, in float32.
 
-    `base` is what the configuration says of the model that they belong to. RefusedError when `folder` is there and not
-    empty (unless `replace`).
+    `base` is what the configuration says of the model that they belong to: a folder, or a hub id with its revision.
+    RefusedError when `folder` is there and not empty (unless `replace`).
     """
     assert spec.lora is not None, "only a model with adapters has any to write"
     check_target(folder, replace=replace)
@@ -150,11 +151,13 @@ def _config(spec: ModelSpec, ranks: Mapping[str, int], base: str | None) -> dict
     """adapter_config.json, of modules whose rank is so many times that of `spec.lora`."""
     lora = spec.lora
     assert lora is not None
+    name, revision = hub.split(base or "") or (base, None)
     usual = max(sorted(set(ranks.values())), key=list(ranks.values()).count)
     odd = {name: times for name, times in ranks.items() if times != usual}
     turned = {modules(spec)[name].transposed for name in ranks}
     return _DEFAULTS | {
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name,
+        "revision": revision,
         "r": lora.r * usual,
         "lora_alpha": _alpha(lora, usual),
         "lora_dropout": lora.dropout,
@@ -194,7 +197,9 @@ def adapter_card(*, name: str, base: str, lora: Lora, facts: Mapping[str, str]) 
     kind = "DoRA" if lora.use_dora else "LoRA"
     shape = {"kind": kind, "rank": str(lora.r), "scale": f"{lora.scale:g}", "matrices": ", ".join(lora.targets)}
     rows = [f"| {key} | {value} |" for key, value in (shape | dict(facts)).items()]
-    header = {"library_name": "peft", "base_model": base, "base_model_relation": "adapter", "tags": ["kumi", "lora"]}
+    published = hub.split(base)  # a folder here is no model there
+    above = {} if published is None else {"base_model": published[0], "base_model_relation": "adapter"}
+    header = {"library_name": "peft", **above, "tags": ["kumi", "lora"]}
     return "\n".join([
         "---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()), "---", "",
         f"# {name}", "", f"{kind} adapters of {base}, written by kumi {kumi.__version__}.", "", "| | |", "|---|---|",

@@ -85,7 +85,8 @@ def check_verified(folder: Path) -> None:
 def digest(folder: Path) -> str:
     """The SHA-256 of names and contents of weights, config.json and tokenizer.json in `folder`."""
     whole = hashlib.sha256()
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("tokenizer.json")]):
+    names = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")
+    for file in sorted(file for name in names for file in folder.glob(name)):
         with file.open("rb") as opened:
             whole.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
     return whole.hexdigest()

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kumi import hub
 from kumi.convert import adapter_read, native
 from kumi.convert.adapter_read import Adapter
 from kumi.convert.base import digest
@@ -56,11 +58,17 @@ def _of_run(folder: Path) -> native.SavedModel | None:
     return saved if saved is not None and "lora" in saved.checkpoint.meta else None
 
 
+def _named(config: Mapping[str, Any]) -> str | None:
+    """The base model of PEFT's configuration: a folder, or a hub id with its revision."""
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return f"{name}@{revision}" if isinstance(name, str) and revision and hub.is_id(name) else name
+
+
 def open_beside(folder: Path, base: str | None = None) -> Beside:
     """The adapters in `folder` and their model: `base`, by default the one that they name."""
     saved = _of_run(folder)
     if saved is None:
-        named = adapter_read.read_config(folder).get("base_model_name_or_path") if base is None else base
+        named = _named(adapter_read.read_config(folder)) if base is None else base
     else:
         named = saved.checkpoint.meta["base"] if base is None else base
     if not named:

@@ -22,14 +22,13 @@ def located(source: str | Path, key: str) -> Path:
 def publish(folder: str | Path, name: str, *, public: bool = False, unverified: bool = False) -> str:
     """The address of the repository `name`, once it holds the files of `folder`.
 
-    RefusedError when the folder is no Hugging Face folder, or is not as it was when it was verified, unless
-    `unverified`.
+    RefusedError when the folder holds neither a model nor adapters of one, or is not as it was when it was verified,
+    unless `unverified`.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise RefusedError(
-            f"{folder}: is no Hugging Face folder with a config.json; write one with kumi convert --to hf"
-        )
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise RefusedError(f"{folder}: holds neither a Hugging Face model (config.json) nor adapters "
+                           f"(adapter_config.json); write one with kumi convert --to hf")  # fmt: skip
     hub.check_push(name, "--push")
     if not unverified:
         check_verified(folder)

@@ -1,6 +1,7 @@
 """The hub: a model's or a tokenizer's files from a repository, and finished folders to one.
 
 is_id(source)            -> whether `source` is written as `org/name` or `org/name@revision`
+split(source)            -> its name and its revision
 fetch(source, key)       -> Snapshot: everything of a repository but its weights, at one commit
 fetch_weights(snapshot)  -> its safetensors files, into the same folder
 fetch_config(source, key)-> its config.json alone
@@ -11,7 +12,7 @@ huggingface_hub comes with tokenizers; it is imported only where it is used. No 
 pickled file: configurations, tokenizers, model cards and safetensors are all that kumi takes from a repository.
 """
 
-from kumi.hub.fetch import Snapshot, fetch, fetch_config, fetch_weights, is_id
+from kumi.hub.fetch import Snapshot, fetch, fetch_config, fetch_weights, is_id, split
 from kumi.hub.push import check_push, push
 from kumi.hub.record import recorded, write_record
 
@@ -24,5 +25,6 @@ __all__ = [
     "is_id",
     "push",
     "recorded",
+    "split",
     "write_record",
 ]

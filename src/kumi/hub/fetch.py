@@ -35,6 +35,12 @@ def is_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None
 
 
+def split(source: str) -> tuple[str, str | None] | None:
+    """The repository and the revision, if any, that `source` names; None where it is not written as an id."""
+    match = _ID.fullmatch(source)
+    return None if match is None else (match[1], match[2])
+
+
 def fetch(source: str, key: str, *, commit: str | None = None, weights: bool = False) -> Snapshot:
     """Everything of the repository `source`, the value of `key`, but its weights, which come with `weights`.
 
@@ -102,10 +108,10 @@ def _weight_files(snapshot: Snapshot) -> list[str]:
 
 
 def _parsed(source: str, key: str) -> tuple[str, str | None]:
-    match = _ID.fullmatch(source)
-    if match is None:
+    found = split(source)
+    if found is None:
         raise ConfigError(f"{key}: {source!r} is no folder and no hub id; name a folder that holds {_holds(key)}")
-    return match[1], match[2]
+    return found
 
 
 def _holds(key: str) -> str:

@@ -45,7 +45,9 @@ def finish(run: Run, store: Store, *, anew: bool) -> None:
     if not run.config.export.enabled:
         return
     if run.model.lora is not None:
-        _sample(run, _finish_adapters(run, store, anew=anew))
+        adapted = _finish_adapters(run, store, anew=anew)
+        _push(run, run.out / "adapter")
+        _sample(run, adapted)
         return
     decoder = None if anew or not folder.exists() else load_decoder(folder)
     difference, allowed = (math.inf, 0.0) if decoder is None else _difference(decoder, run)
@@ -73,6 +75,8 @@ def _finish_adapters(run: Run, store: Store, *, anew: bool) -> Decoder:
     if run.model.lora is not None and run.model.lora.quantize:
         quantize_linears(decoder)
     difference = _compare(decoder, run, part)
+    if part != folder:
+        mark_verified(part, f"logits within {difference:.1e} of the trained model's")
     part.rename(folder)
     print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
     if section.merge and not whole.exists():
@@ -86,7 +90,8 @@ def _write_adapters(run: Run, store: Store, folder: Path) -> Path:
     assert found is not None, "a finished run has a checkpoint"
     assert run.model.lora is not None, "only a run with adapters has any to write"
     saved, snapshot = checkpoint.open(found), run.snapshots.get("model.source")
-    base = str(run.source.resolve()) if snapshot is None and run.source is not None else run.config.model.source or ""
+    assert run.source is not None, "adapters are trained beside given weights"
+    base = str(run.source.resolve()) if snapshot is None else f"{snapshot.name}@{snapshot.commit}"
     card = adapter_card(name=run.config.name, base=base, lora=run.model.lora, facts=_card(run, store)["facts"])
     write_adapter(folder, run.model, lambda name: saved.read(f"model/{name}"), base=base, card=card, replace=True)
     return folder

@@ -29,12 +29,12 @@ def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
     """
     # OpenMP reads these once, when torch is imported, which everything below may do.
     os.environ.update(environment(run.cluster.devices_per_node, os.environ))
-    if run.config.export.push is not None:
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0 and run.config.export.push is not None:
         hub.check_push(run.config.export.push, "export.push")
     if "model.source" in run.snapshots and run.config.model.init == "pretrained":
         hub.fetch_weights(run.snapshots["model.source"])
     check(run)
-    rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         return _follow(run)
     with claim(run.out, run.config, allow_change):

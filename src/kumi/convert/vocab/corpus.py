@@ -61,10 +61,11 @@ def words(base: Base, texts: Iterable[str]) -> Counter[str]:
     normalizer, cutter = base.backend.normalizer, base.backend.pre_tokenizer
     found: Counter[str] = Counter()
     for text in texts:
-        for part in pieces(text, PIECE):
-            plain = normalizer.normalize_str(part) if normalizer is not None else part
+        for piece in pieces(text, PIECE):
+            plain = normalizer.normalize_str(piece) if normalizer is not None else piece
             cut = [word for word, _ in cutter.pre_tokenize_str(plain)] if cutter is not None else [plain]
-            found.update(word for one in cut for word in _AT_BLANKS.findall(one))
+            found.update(word for word in cut if "▁" not in word[1:])
+            found.update(part for word in cut if "▁" in word[1:] for part in _AT_BLANKS.findall(word))
     if cutter is None and found and not any("▁" in word for word in found):
         raise ConfigError(f"--learn: {base.folder} has no rule for where words begin, so that whole texts would become "
                           f"tokens; name the new tokens with --add")  # fmt: skip
