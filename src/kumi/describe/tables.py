@@ -89,6 +89,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         "model": {
             "family": model.family,
             "parameters": ledger.num_params(model),
+            "trained_parameters": ledger.trained_params(model),
             "layers": model.num_hidden_layers,
             "hidden_size": model.hidden_size,
             "vocab_size": model.vocab_size,
@@ -136,11 +137,15 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
             for axis in (*AXES, "ep", "expert_tp") if layout[axis] > 1]  # fmt: skip
     kinds = [f"{kind} {format_bytes(size)}" for kind, size in memory.items() if kind != "total" and size]
     offload = f", {layout['offload']} offloaded" if layout["offload"] != "none" else ""
+    trained = "" if model["trained_parameters"] == model["parameters"] else (
+        f" of which {format_count(model['trained_parameters'])}, in adapters, are trained"
+    )  # fmt: skip
     length = [("length", f"{batch['steps']} steps, {format_count(batch['tokens'])} tokens")] if "steps" in batch else []
     return [
         ("run", f"{found['name']} -> {found['out']}" if "out" in found else f"{found['name']}, only planned"),
-        ("model", f"{model['family']}, {format_count(model['parameters'])} parameters, {model['layers']} layers of "
-                  f"{model['hidden_size']}, vocabulary {model['vocab_size']}, {model['init']} weights"),
+        ("model", f"{model['family']}, {format_count(model['parameters'])} parameters{trained}, "
+                  f"{model['layers']} layers of {model['hidden_size']}, vocabulary {model['vocab_size']}, "
+                  f"{model['init']} weights"),
         *(("", note) for note in model["notes"]),
         ("machines", f"{ranks} x {cluster['device']}, {format_bytes(cluster['memory_bytes'])} each"),
         ("layout", f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "

@@ -60,7 +60,7 @@ def model_flops(job: Job, layout: Layout, pp_rank: int) -> float:
     ops += embedding_ops(job.model) if 0 in held else ()
     ops += head_ops(job.model) if len(bounds) - 1 in held else ()
     tokens = job.batch.tokens_per_step
-    return 3 * sum(op.forward_flops(tokens, job.batch.seq_len) for op in ops) / (layout.dp * layout.cp * layout.tp)
+    return sum(op.train_flops(tokens, job.batch.seq_len) for op in ops) / (layout.dp * layout.cp * layout.tp)
 
 
 def messages(found: Measured, job: Job, layout: Layout, pp_rank: int) -> list[dict[str, Any]]:

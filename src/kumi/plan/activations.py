@@ -23,7 +23,7 @@ from kumi.spec.sharding import AXIS, cut, style
 from kumi.spec.techniques import is_tiled
 
 # Operations whose results `recompute = "selective"` keeps: they took a matrix product, or communication.
-PRODUCTS = ("linear", "attention", "scan", "router", "dispatch", "combine")
+PRODUCTS = ("linear", "lora", "attention", "scan", "router", "dispatch", "combine")
 
 # Attention that writes the scores to memory.
 HOLDS_SCORES = ("fused-softmax", "eager")

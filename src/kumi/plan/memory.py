@@ -128,11 +128,18 @@ def _weight_copies(job: Job, x: Columns, own: Held, part: Share) -> Floats:
 
     Weights that are kept or gathered in the compute dtype already need no copies.
     """
+    unpacked = np.full(len(x), float(job.itemsize * _largest_packed(job)))
     if job.engine.half_weights or job.precision.compute == job.precision.param:
-        return np.zeros(len(x))
+        return unpacked
     again = _recomputed(x, part)
     copies = (1 - again) * own.total.products + np.where(again > 0, own.layer.products, 0.0)
-    return np.asarray(job.itemsize * np.where(divided(x) > 1, 0.0, copies))
+    return np.asarray(unpacked + job.itemsize * np.where(divided(x) > 1, 0.0, copies))
+
+
+def _largest_packed(job: Job) -> int:
+    """Elements of the largest matrix that is kept in few bits, and unpacked where it is used."""
+    packed = (param.numel for ops in kind_ops(job.model) for op in ops for param in op.params if param.quantized)
+    return max(packed, default=0)
 
 
 def recomputed_share(x: Columns, layers: Floats) -> Floats:
@@ -205,6 +212,8 @@ def _head_gradient(job: Job, x: Columns, part: Share) -> Floats:
     whole = divided(x) > 1
     found = ITEMSIZE["float32"] + _rounded(job) * (2.0 - whole)
     kept = np.where(whole, job.itemsize, ITEMSIZE[job.precision.param])
+    if job.model.lora is not None:  # the head is frozen, and in the dtype that it is multiplied in
+        matrix = np.zeros(len(x))
     waiting = np.where(x.schedule == GPIPE, part.in_flight - 1, 0.0)
     hidden = job.itemsize * tokens_of(job, x) * job.model.hidden_size
     return np.asarray(part.head * (matrix * (found + waiting * kept) + hidden * (1 + waiting)))

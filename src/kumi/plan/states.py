@@ -24,6 +24,8 @@ from kumi.spec.techniques import is_tiled
 class Elements:
     """Of some parameters on a rank, (rows,) each: elements before ZeRO divides them, padded so that all its ranks have
     equally many, of the largest part, and of matrices that layers multiply with; bytes of the part's optimizer state.
+    `trained` and so on are those of what is trained: all but what stands frozen beside adapters. `frozen` and
+    `frozen_part` are bytes of what is not, at rest.
     """
 
     whole: Floats
@@ -31,6 +33,11 @@ class Elements:
     part: Floats
     products: Floats
     states: Floats
+    trained: Floats
+    trained_padded: Floats
+    trained_part: Floats
+    frozen: Floats
+    frozen_part: Floats
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -55,6 +62,11 @@ class Held:
     root: Elements
     layer: Elements
     embedding: Elements
+
+    @property
+    def largest_trained(self) -> Floats:
+        """Of the units besides the root, elements that are trained of the one that has most."""
+        return np.maximum(self.layer.trained, self.embedding.trained)
 
     @property
     def largest_whole(self) -> Floats:
@@ -96,7 +108,8 @@ def elements(job: Job, ops: Iterable[Op], x: Columns, *, at_once: bool = False) 
     found = Elements(*(np.zeros(len(x)) for _ in fields(Elements)))
     for op in ops:
         for param in op.params:
-            matrix = op.kind == "linear" and is_hidden(param) and len(param.dims) > 1
+            # Frozen matrices lie in the dtype that they are multiplied in.
+            matrix = op.kind in ("linear", "lora") and is_hidden(param) and len(param.dims) > 1 and not param.frozen
             tiled = matrix and is_tiled(job.model, op)
             # Tiles are cast one by one, and none is kept.
             one = _of_param(job, param, x, np.where(x.tiles > 1, 0.0, 1.0) if tiled else np.full(len(x), float(matrix)))
@@ -104,13 +117,14 @@ def elements(job: Job, ops: Iterable[Op], x: Columns, *, at_once: bool = False) 
     return found
 
 
-def local_elements(ops: Iterable[Op], x: Columns) -> tuple[Floats, Floats]:
+def local_elements(ops: Iterable[Op], x: Columns, *, trained: bool = False) -> tuple[Floats, Floats]:
     """Elements of the dense parameters of `ops` and of those of routed experts before ZeRO divides them, (rows,) each:
-    all that is to be known where neither padding nor states matter."""
+    all that is to be known where neither padding nor states matter. `trained`: of those that are."""
     found = [np.zeros(len(x)), np.zeros(len(x))]
     for op in ops:
         for param in op.params:
-            found[is_routed(param)] += prod(_local_shape(param, x))
+            if not (trained and param.frozen):
+                found[is_routed(param)] += prod(_local_shape(param, x))
     dense, expert = found
     return dense, expert
 
@@ -132,7 +146,13 @@ def _of_param(job: Job, param: Param, x: Columns, matrix: Floats) -> Elements:
     states = optimizer_bytes(job.optim, own, ITEMSIZE[job.precision.param], hidden=is_hidden(param))
     part = np.asarray(prod(own), np.float64)
     states = np.broadcast_to(np.asarray(states, np.float64), len(x))
-    return Elements(whole, part * degree, part, whole * matrix, states)
+    if param.frozen:
+        each, none = job.precision.itemsize(frozen=True, quantized=param.quantized), np.zeros(len(x))
+        return Elements(whole, part * degree, part, whole * matrix, none, none, none, none, each * whole, each * part)
+    none = np.zeros(len(x))
+    return Elements(
+        whole, part * degree, part, whole * matrix, states, whole, part * degree, part, none, none
+    )  # fmt: skip
 
 
 def is_pure(job: Job) -> bool:
@@ -149,7 +169,9 @@ def state_bytes(job: Job, x: Columns, own: Held) -> dict[str, Floats]:
     param, compute = ITEMSIZE[job.precision.param], job.itemsize
     part = np.where(x.zero > 0, total.part, total.whole)
     if not engine.half_weights:
-        return {"params": param * part, "grads": param * part, "optimizer": total.states}
+        trained = param * np.where(x.zero > 0, total.trained_part, total.trained)
+        frozen = np.where(x.zero > 0, total.frozen_part, total.frozen)
+        return {"params": trained + frozen, "grads": trained, "optimizer": total.states}
     grad = compute if is_pure(job) else engine.grad_itemsize
     grads = grad * np.where(x.zero >= 2, total.part, total.whole)
     if engine.half_grads and not is_pure(job):
@@ -164,7 +186,8 @@ def state_bytes(job: Job, x: Columns, own: Held) -> dict[str, Floats]:
 
 def update_bytes(job: Job, x: Columns, own: Held) -> Floats:
     """Bytes that the update copies of a rank's part in passing."""
-    return np.asarray(job.engine.update_itemsize * np.where(x.zero > 0, own.total.part, own.total.whole))
+    trained = np.where(x.zero > 0, own.total.trained_part, own.total.trained)
+    return np.asarray(job.engine.update_itemsize * trained)
 
 
 @dataclass(frozen=True)
@@ -199,29 +222,29 @@ def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
     compute, reduce = job.itemsize, ITEMSIZE[job.precision.reduce]
     root, layer, shards = own.root, own.layer, x.zero == 3
     every = compute * own.total.padded
-    kept = reduce * np.where((x.zero == 1) & (microbatches > 1), own.total.whole, 0.0)
+    kept = reduce * np.where((x.zero == 1) & (microbatches > 1), own.total.trained, 0.0)
     # Summed from one buffer into another, in the dtype of the reduction.
     summed = reduce * (1 + 1 / np.maximum(1, divided(x)))
     in_loss = np.where(shards, compute * (root.padded + layer.padded), every)
     # The buffer that the last layer came in goes when another unit comes, and that of the unit whose gradients were
     # summed last when others are.
     came, again = shards | (microbatches == 1), (x.zero >= 2) & (microbatches > 1)
-    summed_last = np.where(own.embedding.padded > 0, own.embedding.padded, np.maximum(root.padded, layer.padded))
+    summed_last = np.where(own.embedding.trained_padded > 0, own.embedding.trained_padded,
+                           np.maximum(root.trained_padded, layer.trained_padded))  # fmt: skip
     waiting = compute * np.where(came, layer.padded, 0.0) + reduce * np.where(again, summed_last, 0.0)
-    in_layer = in_loss + compute * (np.where(shards, layer.padded, 0.0) + root.whole + layer.whole)
+    in_layer = in_loss + compute * (np.where(shards, layer.padded, 0.0) + root.trained + layer.trained)
     if not job.engine.head_stays:
-        in_layer = in_layer - compute * (np.where(shards, root.padded, 0.0) + root.whole)
-    last = np.maximum(root.padded, own.embedding.padded)
-    at_end = (
-        np.where(shards, compute * root.padded, every) + compute * (root.whole + own.embedding.whole) + summed * last
-    )
+        in_layer = in_layer - compute * (np.where(shards, root.padded, 0.0) + root.trained)
+    last = np.maximum(root.trained_padded, own.embedding.trained_padded)
+    whole_grads = compute * (root.trained + own.embedding.trained)
+    at_end = np.where(shards, compute * root.padded, every) + whole_grads + summed * last
     active = (divided(x) > 1) & (shards | (not job.engine.half_weights))
     return Gathered(*(np.where(active, size, 0.0) for size in (
         np.where(shards, compute * (root.padded + own.largest_padded), every),
         compute * np.maximum(own.largest_padded, root.padded),
         kept,
-        compute * (root.whole + own.largest_whole),
+        compute * (root.trained + own.largest_trained),
         in_loss + kept + waiting,
-        in_layer + kept + summed * layer.padded,
+        in_layer + kept + summed * layer.trained_padded,
         at_end + kept,
     )))  # fmt: skip

@@ -23,7 +23,7 @@ from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops, logit_chunk
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.schedule import placement
-from kumi.spec.sharding import held_params, local_numel
+from kumi.spec.sharding import held_params, local_numel, style
 
 # Which kind of seconds of a step an axis' traffic is counted as.
 INT64 = 8.0
@@ -98,28 +98,32 @@ def _data(own: _Own) -> Iterator[Collective]:
     job, layout, times = own.job, own.layout, own.microbatches
     reduced, whole = float(job.engine.grad_reduce_itemsize), float(job.itemsize)
     different = {id(ops): ops for _, ops in own.units}
-    sizes = {key: _sizes(job, layout, ops) for key, ops in different.items()}
+    sizes = {key: (*_sizes(job, layout, ops), *_sizes(job, layout, ops, trained=True))
+             for key, ops in different.items()}  # fmt: skip
     units = [(name, sizes[id(ops)]) for name, ops in own.units]
     shards = layout.dp_shard * layout.cp
     experts = max(1, shards * layout.tp // (layout.ep * layout.expert_tp))
     if layout.zero == 0:
         for part, degree, what in ((0, shards, "gradients"), (1, experts, "experts")):
-            size = reduced * sum(unit[part] for _, unit in units)
+            size = reduced * sum(unit[2 + part] for _, unit in units)
             yield Collective("all_reduce", "dp", layout.dp_replicate * degree, size, 1, "backward", what)
         yield _norm(layout)
         return
     last_layer = max((number for number, unit in enumerate(units) if unit[0] == "layer"), default=-1)
-    every, gathered = Counter(units), Counter[tuple[str, tuple[float, float]]]()
+    every, gathered = Counter(units), Counter[tuple[str, tuple[float, ...]]]()
     for number, unit in enumerate(units):
         again = unit[0] == "layer" and number != last_layer
         gathered[unit] += times * (1 + again) if layout.zero == 3 else 1
     when = "forward+backward" if layout.zero == 3 else "forward"
-    for (name, (dense, expert)), count in every.items():
-        gathers, reduces = gathered[name, (dense, expert)], count if layout.zero == 1 else count * times
-        for size, degree, what in ((dense, shards, name), (expert, experts, "experts")):
+    for (name, alike), count in every.items():
+        gathers, reduces = gathered[name, alike], count if layout.zero == 1 else count * times
+        dense, expert, of_dense, of_expert = alike
+        for size, trained, degree, what in (
+            (dense, of_dense, shards, name), (expert, of_expert, experts, "experts")
+        ):  # fmt: skip
             yield Collective("all_gather", "dp_shard", degree, whole * size, gathers, when, what)
-            yield Collective("reduce_scatter", "dp_shard", degree, reduced * size, reduces, "backward", what)
-            share = reduced * size / degree
+            yield Collective("reduce_scatter", "dp_shard", degree, reduced * trained, reduces, "backward", what)
+            share = reduced * trained / degree
             yield Collective("all_reduce", "dp_replicate", layout.dp_replicate, share, count, "backward", what)
     yield _norm(layout)
 
@@ -129,12 +133,15 @@ def _norm(layout: Layout) -> Collective:
     return Collective("all_reduce", "world", int(degree[0]), NORM_BYTES, 1, "update", "norm")
 
 
-def _sizes(job: Job, layout: Layout, ops: Sequence[Op]) -> tuple[float, float]:
+def _sizes(job: Job, layout: Layout, ops: Sequence[Op], *, trained: bool = False) -> tuple[float, float]:
     """Elements of the dense parameters of `ops` and of those of routed experts as they travel: cut by tp and ep, and
-    padded so that all ranks that divide them have equally many."""
+    padded so that all ranks that divide them have equally many. `trained`: of those that are."""
     x = columns([layout])
-    dense, routed = ([op for op in ops if bool(op.experts) == routed] for routed in (False, True))
-    return float(elements(job, dense, x).padded[0]), float(elements(job, routed, x).padded[0])
+    dense, routed = (
+        elements(job, [op for op in ops if bool(op.experts) == routed], x) for routed in (False, True)
+    )  # fmt: skip
+    found = (dense.trained_padded, routed.trained_padded) if trained else (dense.padded, routed.padded)
+    return float(found[0][0]), float(found[1][0])
 
 
 def _tensor(own: _Own) -> Iterator[Collective]:
@@ -146,6 +153,7 @@ def _tensor(own: _Own) -> Iterator[Collective]:
         found = regions(layer_ops(own.job.model, layer))
         times = own.microbatches * count
         yield from _around(own, found, times, round(times * again / every))
+        yield from _adapters(own, layer_ops(own.job.model, layer), times, round(times * again / every))
     yield from _ends(own)
     yield from _alike(own)
 
@@ -160,7 +168,8 @@ def _around(own: _Own, found: Regions, times: int, again: int) -> Iterator[Colle
         yield _message(own, entering[0], width, kept, "recompute", "activations")
         yield _message(own, "reduce_scatter" if own.sequence_parallel else "all_reduce", width, times, "backward",
                        "activations")  # fmt: skip
-        yield _message(own, entering[0], width, entering[1], "backward", "inputs of weight gradients")
+        if own.job.model.lora is None:
+            yield _message(own, entering[0], width, entering[1], "backward", "inputs of weight gradients")
     for width in found.share:
         yield _message(own, entering[0], width, entering[1], "forward", "activations")
         yield _message(own, entering[0], width, again, "recompute", "activations")
@@ -180,6 +189,26 @@ def _around(own: _Own, found: Regions, times: int, again: int) -> Iterator[Colle
         yield Collective("all_reduce", "tp", own.layout.tp, square, found.norms * often, when, "norms")
 
 
+def _adapters(own: _Own, ops: Sequence[Op], times: int, again: int) -> Iterator[Collective]:
+    """What adapters beside matrices cut by columns make of the tokens between regions, gathered once for all that read
+    the same input: thin."""
+    if not own.sequence_parallel:
+        return
+    ranks, widths = {op.name.removesuffix(".lora"): op.rank for op in ops if op.kind == "lora"}, list[int]()
+    before = None
+    for op in ops:
+        if style(op) == "column" and op.kind == "linear":
+            if before is None or before.source != op.source:
+                widths.append(0)
+            widths[-1] += ranks.get(op.name, 0)
+        before = op if style(op) == "column" else None
+    kept = again if own.layout.recompute == "full" else 0
+    for width in widths:
+        for kind, count, when in (("all_gather", times, "forward"), ("all_gather", kept, "recompute"),
+                                  ("reduce_scatter", times, "backward")):  # fmt: skip
+            yield _message(own, kind, width, count, when, "adapters")
+
+
 def _message(own: _Own, kind: str, width: float, count: int, when: str, what: str) -> Collective:
     """`width` elements of every token."""
     size = own.size * own.tokens * width
@@ -191,7 +220,8 @@ def _ends(own: _Own) -> Iterator[Collective]:
     hidden, first, last = own.job.model.hidden_size, own.microbatches * own.first, own.microbatches * own.last
     if own.sequence_parallel:
         yield _message(own, "reduce_scatter", hidden, first, "forward", "embedding")
-        yield _message(own, "all_gather", hidden, first, "backward", "embedding")
+        if own.job.model.lora is None:
+            yield _message(own, "all_gather", hidden, first, "backward", "embedding")
         yield _message(own, "all_gather", hidden, last, "forward", "head")
         yield _message(own, "reduce_scatter", hidden, last, "backward", "head")
         again = last * own.job.engine.recompute_whole
@@ -307,7 +337,7 @@ def _pipeline(own: _Own) -> Iterator[Collective]:
 def _tied(own: _Own) -> Iterator[Collective]:
     """The gradients of a table that the first and the last stage hold, where these are on two ranks."""
     model, layout = own.job.model, own.layout
-    if model.tie_word_embeddings and own.first != own.last:
+    if model.tie_word_embeddings and own.first != own.last and model.lora is None:
         elements = local_numel(embedding_ops(model)[0].params[0], layout, 0)
         yield Collective(
             "all_reduce", "pp", 2, float(ITEMSIZE[own.job.precision.param] * elements), 1, "backward", TIED

@@ -45,11 +45,12 @@ SAME_UPDATE = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", 
 
 @dataclass(frozen=True)
 class Held:
-    """Elements of parameters on a pp rank before ZeRO divides them, dense and of experts, its layers, and how many
-    units it has that are gathered and reduced as one, (rows,)."""
+    """Elements of parameters on a pp rank before ZeRO divides them, dense and of experts, and the same of what is
+    trained of them; its layers, and how many units it has that are gathered and reduced as one, (rows,)."""
 
     dense: Floats
     expert: Floats
+    trained: tuple[Floats, Floats]
     layers: Floats
     units: Floats
 
@@ -66,10 +67,11 @@ def unit_seconds(job: Job, x: Columns, ops: Sequence[Op]) -> tuple[Floats, Float
     first, index = distinct(x.dp_shard, x.cp, x.tp, x.ep, x.expert_tp, x.zero)
     rows = x.take(first)
     gather = scatter = np.zeros(len(rows))
-    for elements, degree, stride in data_groups(rows, *local_elements(ops, rows)):
+    groups = (data_groups(rows, *local_elements(ops, rows, trained=trained)) for trained in (False, True))
+    for (elements, degree, stride), (trained, _, _) in zip(*groups, strict=True):
         whole = job.itemsize * elements
         gather = gather + collective_seconds(job.cluster, "all_gather", whole, degree, stride)
-        size = job.engine.grad_reduce_itemsize * elements
+        size = job.engine.grad_reduce_itemsize * trained
         scatter = scatter + collective_seconds(job.cluster, "reduce_scatter", size, degree, stride)
     return np.where(rows.zero == 3, gather, 0.0)[index], np.where(rows.zero >= 2, scatter, 0.0)[index]
 
@@ -78,13 +80,15 @@ def parameters(job: Job, x: Columns, part: Share) -> Held:
     """Parameters of a rank that holds `part`."""
     pieces = list(zip(kind_ops(job.model), part.layers, strict=True))
     pieces += [(embedding_ops(job.model), part.embedding), (head_ops(job.model), part.head)]
-    dense, expert = np.zeros(len(x)), np.zeros(len(x))
+    dense, expert, *trained = (np.zeros(len(x)) for _ in range(4))
     for ops, count in pieces:
         own_dense, own_expert = local_elements(ops, x)
         dense, expert = dense + count * own_dense, expert + count * own_expert
+        found = local_elements(ops, x, trained=True)
+        trained = [sum_ + count * own for sum_, own in zip(trained, found, strict=True)]
     layers = part.layers.sum(axis=0)
     ends = np.maximum(part.embedding, part.head) if job.model.tie_word_embeddings else part.embedding + part.head
-    return Held(dense, expert, layers, layers + ends)
+    return Held(dense, expert, (trained[0], trained[1]), layers, layers + ends)
 
 
 def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backward: Floats) -> dict[str, Floats]:
@@ -121,11 +125,11 @@ def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     """Seconds in which gradients are reduced once a step, and updated weights gathered: copies of everything all at
     once over all ranks that have one, what is divided unit by unit."""
     reduce = gather = np.zeros(len(x))
-    for (elements, degree, stride), count in zip(
-        data_groups(x, own.dense, own.expert), (own.units, own.layers), strict=True
+    for (elements, degree, stride), trained, count in zip(
+        data_groups(x, own.dense, own.expert), own.trained, (own.units, own.layers), strict=True
     ):
         units = np.where(x.zero == 0, 1.0, np.maximum(1.0, count))
-        size = job.engine.grad_reduce_itemsize * elements
+        size = job.engine.grad_reduce_itemsize * trained
         once = in_messages(job, "all_reduce", size, degree * x.dp_replicate, stride, units)
         cut = in_messages(job, "reduce_scatter", size, degree, stride, units)
         copies = in_messages(job, "all_reduce", size / degree, x.dp_replicate, x.tp * x.cp * x.dp_shard, units)
@@ -161,7 +165,7 @@ def hidden_share(job: Job, overlaps: bool) -> float:
 def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     """Seconds of the update on the device (or, where the states are on the host, there), and of moving to and fro."""
     elements = np.zeros(len(x))
-    for count, degree, _ in data_groups(x, own.dense, own.expert):
+    for count, degree, _ in data_groups(x, *own.trained):
         elements = elements + count / np.where(x.zero >= 1, degree, 1)
     # Per element of a large matrix, where the state of single rows and steps does not count.
     state = state_bytes(job.optim, (4096, 4096), 4, hidden=True) / 4096**2

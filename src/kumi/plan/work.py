@@ -133,6 +133,8 @@ class _Rows:
     def _add(self, cost: Cost, op: Op) -> None:
         if op.kind in ("linear", "router"):
             self._linear(cost, op)
+        elif op.kind == "lora":
+            self._adapter(cost, op)
         elif op.kind == "attention":
             self._attention(cost, op)
         elif op.kind == "log_prob":
@@ -171,10 +173,13 @@ class _Rows:
         one = [matmul_seconds(self.device, dtype, *shape) / slower for shape in shapes]
         cost.forward += repeats * one[0]
         cost.backward += repeats * one[1]
+        cost.kernels_forward += 1
+        cost.kernels_backward += 1
+        if op.frozen:
+            return
         cost.weight += repeats * one[2]
         cost.weight += stream_seconds(self.device, 2 * self.engine.grad_itemsize * repeats * inner * weight_columns)
-        cost.kernels_forward += 1
-        cost.kernels_backward += 2
+        cost.kernels_backward += 1
         if len(op.params) > 1:
             # The gradient of a bias is summed over the rows.
             cost.weight += stream_seconds(self.device, self.size * rows * repeats * weight_columns)
@@ -185,6 +190,15 @@ class _Rows:
                 cost.kernels_forward += 1
         entering, leaving = rows * repeats * inner, rows * repeats * weight_columns
         self._casts(cost, op, entering, leaving, repeats * inner * weight_columns)
+
+    def _adapter(self, cost: Cost, op: Op) -> None:
+        """Two thin products, and what they give added to what the matrix does, in DoRA multiplied besides."""
+        a, b, *more = op.params
+        for source, target, param in ((op.source, a.dims[0], a), (b.dims[1], op.target, b)):
+            self._linear(cost, Op(param.name, "linear", source, target, (param,)))
+        leaving = self._rows_of(op) * np.ceil(op.target.size / self._cut(op.target.name, op))
+        for kind in ("add", *(["gate"] if more else [])):
+            self._elements(cost, kind, leaving)
 
     def _rows_of(self, op: Op) -> Floats:
         """Tokens that pass through `op` on a rank. Experts see those of a rank's share of the sequence, `top_k` times,
@@ -314,9 +328,10 @@ class _Rows:
         elements = self.tokens * op.target.size
         cost.forward += stream_seconds(self.device, 2 * self.size * elements)
         table = self.engine.grad_itemsize * np.ceil(op.source.size / self.tp) * op.target.size
-        cost.weight += stream_seconds(self.device, 3 * self.size * elements + 2 * table)
         cost.kernels_forward += 2
-        cost.kernels_backward += 4
+        if not op.frozen:
+            cost.weight += stream_seconds(self.device, 3 * self.size * elements + 2 * table)
+            cost.kernels_backward += 4
         if self.engine.dropout:
             self._elements(cost, "dropout", elements)
         self._gather(cost, elements * self.size, (1, 0, 0), (1, 1, 0))
@@ -328,7 +343,7 @@ class _Rows:
         one = [matmul_seconds(self.device, self.job.precision.compute, *map(np.asarray, shape)) for shape in shapes]
         cost.forward += one[0]
         cost.backward += one[1]
-        cost.weight += one[2]
+        cost.weight += one[2] * (not op.frozen)
         cost.kernels_forward += 1
         cost.kernels_backward += 2
         # A loss that keeps float32 copies of the logits makes them one operation after another.

@@ -18,7 +18,8 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Activation, Dim, Op, Param, block_norm
 
 __all__ = ["Activation", "Dim", "Op", "Param", "active_params", "buffers", "embedding_ops", "forward_flops", "head_ops",
-           "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "tensors", "train_flops"]  # fmt: skip
+           "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "tensors", "train_flops",
+           "trained_params"]  # fmt: skip
 
 
 # The token table, which is the head's too where they are tied, and the head.
@@ -100,6 +101,11 @@ def tensors(spec: ModelSpec) -> tuple[Param, ...]:
 def num_params(spec: ModelSpec) -> int:
     """How many parameters the model has, a tied head counted once."""
     return sum(param.numel for param in params(spec))
+
+
+def trained_params(spec: ModelSpec) -> int:
+    """How many parameters are trained: all, or those of adapters."""
+    return sum(param.numel for param in params(spec) if not param.frozen)
 
 
 def active_params(spec: ModelSpec) -> float:
