@@ -1,0 +1,95 @@
+"""What the ledger and the planner say of adapters is what training them takes: states byte for byte, and FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from kumi.nn import init
+from kumi.nn.decoder import Decoder
+from kumi.nn.lora import adapt
+from kumi.parallel import bare, build, init_adamw
+from kumi.parallel.grads import local
+from kumi.plan.memory import rank_memory
+from kumi.spec import ledger
+from kumi.spec.batch import BatchSpec
+from kumi.spec.cluster import ClusterSpec, Device
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+from kumi.spec.lora import Lora
+from kumi.spec.optim import Optim
+from kumi.spec.peft import with_adapters
+from kumi.spec.precision import PRECISIONS
+from kumi.spec.sharding import state_bytes
+from steps import SPECS, forward_backward, mesh_of
+
+LORA = Lora(3, 5.0, ("q_proj", "down_proj"), use_dora=True)
+
+
+def _bytes(tensors):
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def _measured(layout):
+    mesh, spec = mesh_of(layout), with_adapters(SPECS["qwen"], LORA)
+    model = build(spec, mesh, PRECISIONS["bf16"], weights=0)
+    optimizer = init_adamw(bare(model).named_parameters(), Optim())
+    forward_backward(model, mesh, 0, 3)
+    grads = [value.grad for value in model.parameters() if value.grad is not None]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return _bytes(model.parameters()), _bytes(grads), _bytes(states)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=2, zero=3), Layout(tp=2)], ids=["one", "zero3", "tp2"])
+def test_states_are_those_of_the_ledger(ranks, layout):
+    spec = with_adapters(SPECS["qwen"], LORA)
+    for rank, found in enumerate(ranks(layout.world_size, _measured, layout)):
+        said = state_bytes(spec, layout, rank, PRECISIONS["bf16"], Optim())
+        assert found == (said.params, said.grads, said.optimizer)
+
+
+def test_flops_leave_out_gradients_of_frozen_matrices():
+    spec = with_adapters(SPECS["llama"], Lora(3, 5.0))
+    decoder = Decoder(spec)
+    init.init_weights(decoder, replace(spec, lora=None), 0)
+    adapt(decoder, spec, spec.lora, dtype=torch.float32)
+    ids = torch.arange(64).view(4, 16)
+    weights = torch.full(ids.shape, 1.0)
+    with FlopCounterMode(display=False) as counter:
+        decoder(ids, labels=ids, token_weights=weights)[0].backward()
+    said = ledger.train_flops(spec, 64, 16)
+    # The first layer's input needs no gradient, for the embedding below it is frozen, too.
+    first = [op for op in ledger.layer_ops(spec, 0) if op.name.endswith(("q_proj", "k_proj", "v_proj"))]
+    spared = sum(op.forward_flops(64, 16) for op in first)
+    spared += sum(2 * 64 * 3 * op.source.size for op in first)
+    attention = sum(op.forward_flops(64, 16) for op in ledger.ops(spec) if op.kind == "attention")
+    counted = counter.get_total_flops()
+    # PyTorch counts attention's backward with the scores computed again.
+    assert said - spared <= counted <= said - spared + 0.5 * attention + 1
+
+
+def _job(spec):
+    peak = (("bfloat16", 2e14), ("float32", 2e13))
+    device = Device("GPU", "cuda", 1 << 34, ("float32", "bfloat16"), peak, 1.5e12)
+    return Job(spec, ClusterSpec("test", device, 1), BatchSpec(16, 64), PRECISIONS["bf16"], Optim())
+
+
+def test_plans_count_gradients_and_states_of_adapters_only():
+    whole, adapted, packed = (
+        rank_memory(_job(one), Layout())
+        for one in (
+            SPECS["llama"],
+            with_adapters(SPECS["llama"], LORA),
+            with_adapters(SPECS["llama"], replace(LORA, quantize="nf4")),
+        )
+    )
+    spec = with_adapters(SPECS["llama"], LORA)
+    said = state_bytes(spec, Layout(), 0, PRECISIONS["bf16"], Optim())
+    assert (adapted.params, adapted.grads, adapted.optimizer) == (said.params, said.grads, said.optimizer)
+    assert adapted.params < 0.6 * whole.params
+    assert adapted.optimizer < 0.2 * whole.optimizer
+    assert packed.params < adapted.params
+    assert adapted.total < whole.total
