@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch import Tensor
 from kumi.convert import dcp_write, hf_write
 from kumi.convert.megatron import COMMON, COMMON_ENTRY, LATEST, box, inside, tensor_bytes
 from kumi.convert.megatron_args import to_args
+from kumi.convert.progress import showing
 from kumi.convert.rectangles import Dims
 from kumi.convert.safetensors_file import sync
-from kumi.convert.stream import Reader
+from kumi.convert.stream import Reader, threads
 from kumi.errors import ModelError
 from kumi.plan.export import megatron_model
 from kumi.spec.ledger import tensors
@@ -30,8 +32,8 @@ from kumi.spec.weights import Part
 from kumi.storage.folders import free_space_check
 
 ITERATION = "iter_0000000"
-# The most that a piece has where it can be cut, and what is written besides tensors.
-PIECE_BYTES, _SLACK = 2**27, 2**24
+# The most that a piece has where it can be cut; files written at once; and what is written besides tensors.
+PIECE_BYTES, MAX_THREADS, _SLACK = 2**25, 4, 2**24
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def write(
     """Write the Megatron folder `folder`: what Megatron will not compute as the model does, in sentences.
 
     `dtypes` says what each native tensor is stored in, by name. No more is held than a piece, and a native rectangle
-    that it is made of. RefusedError where the folder is not empty or the disk too
+    that it is made of, in each of a few threads. RefusedError where the folder is not empty or the disk too
     small, before anything is written; nothing is left behind after an error.
     """
     folder, options = Path(folder), options or Options()
@@ -84,8 +86,7 @@ def write(
     inner.mkdir(parents=True)
     try:
         common = _common(spec, keys, dtypes)
-        pieces = (piece for target in targets for piece in _pieces(target, reader, dtypes))
-        dcp_write.write(inner, pieces, _objects(spec, keys, common))
+        _write_tensors(inner, targets, reader, dtypes, _objects(spec, keys, common), title=str(folder))
         torch.save(common, inner / COMMON)
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
                    "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
@@ -134,31 +135,93 @@ def _targets(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> list[_Ta
     return list(found.values())
 
 
-def _pieces(target: _Target, reader: Reader, dtypes: Mapping[str, str]) -> Iterator[dcp_write.Piece]:
+def _write_tensors(
+    folder: Path, targets: Sequence[_Target], reader: Reader, dtypes: Mapping[str, str],
+    objects: Iterable[tuple[str, Any]], *, title: str,
+) -> None:  # fmt: skip
+    """Writes the distributed checkpoint, a file or more for each of some threads."""
+    sizes = [prod(one.extent) * ITEMSIZE[dtypes[one.made_of[0][0].name]] for one in targets]
+    lock, done = threading.Lock(), 0
+    with showing(title, sum(sizes)) as update:
+
+        def wrote(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                update(done)
+
+        groups = [_all_pieces(group, reader, dtypes) for group in _dealt(targets, sizes, min(MAX_THREADS, threads()))]
+        dcp_write.write(folder, groups, objects, wrote=wrote)
+
+
+def _dealt(targets: Sequence[_Target], sizes: Sequence[int], count: int) -> list[list[_Target]]:
+    """`targets` in no more than `count` groups of about as many bytes, in order."""
+    share, groups, begun = sum(sizes) / count, [[]], 0.0  # type: ignore[var-annotated]
+    for target, size in zip(targets, sizes):
+        if begun >= share * len(groups) and groups[-1]:
+            groups.append([])
+        groups[-1].append(target)
+        begun += size
+    return groups
+
+
+class _Buffers:
+    """Memory of some sizes, used again: what is freed and asked for again in several threads is not given back."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], Tensor] = {}
+
+    def take(self, use: str, shape: Dims, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor with a storage of its own size, valid until the next call for the same `use`."""
+        key = (use, prod(shape) * dtype.itemsize)
+        if key not in self._kept:
+            if sum(size for _, size in self._kept) + key[1] > 4 * PIECE_BYTES:
+                self._kept.clear()
+            self._kept[key] = torch.empty(key[1], dtype=torch.uint8)
+        return self._kept[key].view(dtype).view(shape)
+
+
+def _all_pieces(targets: Iterable[_Target], reader: Reader, dtypes: Mapping[str, str]) -> Iterator[dcp_write.Piece]:
+    """The pieces of `targets`, each of which is valid until the next one is asked for."""
+    buffers = _Buffers()
+    for target in targets:
+        yield from _pieces(target, reader, dtypes, buffers)
+
+
+def _pieces(target: _Target, reader: Reader, dtypes: Mapping[str, str], buffers: _Buffers) -> Iterator[dcp_write.Piece]:
     """The rectangle `target` in pieces, with the padding of the vocabulary behind it."""
     param, part = target.made_of[0]
     dtype = getattr(torch, dtypes[param.name])
     if len(target.made_of) > 1 or not part.in_order or prod(part.size) != prod(target.extent):
-        yield dcp_write.Piece(target.name, target.shape, target.start, _assembled(target, reader, dtype))
+        yield dcp_write.Piece(target.name, target.shape, target.start, _assembled(target, reader, dtype, buffers))
     else:
-        yield from _cut(target, param, part, reader, dtype)
+        yield from _cut(target, reader, dtype, buffers)
     padding = target.shape[0] - target.extent[0] if target.name in VOCABULARY else 0
     if padding:
         rows = torch.zeros(padding, *target.extent[1:], dtype=dtype)
         yield dcp_write.Piece(target.name, target.shape, (target.extent[0], *target.start[1:]), rows)
 
 
-def _assembled(target: _Target, reader: Reader, dtype: torch.dtype) -> Tensor:
+def _native(reader: Reader, name: str, start: Dims, shape: Dims, dtype: torch.dtype, buffers: _Buffers) -> Tensor:
+    """A rectangle of a native tensor, in `dtype`."""
+    stored: torch.dtype = getattr(torch, reader.dtypes[name])
+    data = buffers.take("native", shape, stored)
+    reader.read_into(name, start, data)
+    return data if stored == dtype else buffers.take("cast", shape, dtype).copy_(data)
+
+
+def _assembled(target: _Target, reader: Reader, dtype: torch.dtype, buffers: _Buffers) -> Tensor:
     """The data of `target`, put together from several native tensors."""
-    out = torch.empty(target.extent, dtype=dtype)
+    out = buffers.take("whole", target.extent, dtype)
     for param, part in target.made_of:
         into = inside(part, part.at, part.size, out).permute(part.order)
-        into.copy_(reader.read(param.name, part.start, part.extent).reshape(into.shape))
+        into.copy_(_native(reader, param.name, part.start, part.extent, dtype, buffers).reshape(into.shape))
     return out
 
 
-def _cut(target: _Target, param: Param, part: Part, reader: Reader, dtype: torch.dtype) -> Iterator[dcp_write.Piece]:
+def _cut(target: _Target, reader: Reader, dtype: torch.dtype, buffers: _Buffers) -> Iterator[dcp_write.Piece]:
     """The data of `target`, which are one native rectangle, cut between the rows of its first long dim."""
+    param, part = target.made_of[0]
     native = next((dim for dim, size in enumerate(part.extent) if size > 1), 0)
     stored = next((dim for dim, size in enumerate(target.extent) if size > 1), 0)
     rows = part.extent[native]
@@ -169,8 +232,8 @@ def _cut(target: _Target, param: Param, part: Part, reader: Reader, dtype: torch
         size = (*part.extent[:native], count, *part.extent[native + 1 :])
         at = (*target.start[:stored], target.start[stored] + low, *target.start[stored + 1 :])
         extent = (*target.extent[:stored], count, *target.extent[stored + 1 :])
-        data = reader.read(param.name, start, size).to(dtype).reshape(extent)
-        yield dcp_write.Piece(target.name, target.shape, at, data)
+        data = _native(reader, param.name, start, size, dtype, buffers)
+        yield dcp_write.Piece(target.name, target.shape, at, data.view(extent))
 
 
 def _publish(part: Path, folder: Path) -> None:
