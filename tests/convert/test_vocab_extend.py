@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from tiny_models import build_reference
 from vocabularies import END, NEW, OLD, byte_level, sentence_piece, template, unigram, word_piece
 
@@ -217,6 +218,43 @@ def test_the_command_reports_in_words_and_as_data(base, files, tmp_path, capsys)
         "finetune",
         "mit",
     )
+
+
+@pytest.mark.parametrize("case", ["gpt2", "gemma3-sees", "nemotron-h"])
+def test_tables_by_other_names_and_inside_of_other_models(case, base, files, tmp_path):
+    folder = base(case)
+    (add,) = files(add="".join(f"zap{number}\n" for number in range(9)))
+    extend(folder, tmp_path / "out", Request([add]), verify=True)
+    assert open_source(tmp_path / "out").spec.vocab_size == 311
+    old, new = tensors(folder), tensors(tmp_path / "out")
+    changed = [name for name, tensor in new.items() if tensor.shape != old[name].shape]
+    assert {tuple(new[name].shape) for name in changed} == {(311, 32)}
+    assert all(torch.equal(tensor, old[name]) for name, tensor in new.items() if name not in changed)
+    seen, unseen = (
+        json.loads((folder / "config.json").read_text()),
+        json.loads((tmp_path / "out/config.json").read_text()),
+    )
+    for config in (seen, unseen):
+        config.get("text_config", config).pop("vocab_size")
+    assert seen == unseen
+
+
+def test_tables_that_are_only_copied_and_ids_with_a_meaning_are_refused(base, files, tmp_path):
+    folder = base("deepseek-v3")
+    names = [f"zap{number}\n" for number in range(9)]
+    few, some, many = files(few=names[0], some="".join(names[:5]), many="".join(names))
+    ahead = "model.layers.2.embed_tokens.weight"
+    save_file({ahead: torch.zeros(ROWS, 32)}, folder / "ahead.safetensors", {"format": "pt"})
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"][ahead] = "ahead.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"layers\.2\.embed_tokens\.weight' \(309, 32\) is carried along.*at most 7"):
+        extend(folder, tmp_path / "out", Request([many]))
+    extend(folder, tmp_path / "out", Request([few]), verify=True)
+    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": 304}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"pad_token_id=304 is an id that the tokenizer has no token for.*at most 2"):
+        extend(folder, tmp_path / "again", Request([some]))
 
 
 @pytest.mark.parametrize(("text", "words"), [

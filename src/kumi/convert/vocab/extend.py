@@ -68,6 +68,7 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     new += [_new_token(tokenizer, token, request.init) for token in tokens]
     place = _place(source.spec, tokenizer, len(new), request.multiple)
     _check_carried(source, place)
+    _check_meanings(source.config, place)
     wide = extended(tokenizer, pieces, tokens)
     report = reported(base, target, tokenizer, wide, new, place, corpus, request.init)
     spec = replace(source.spec, vocab_size=place.new)
@@ -137,6 +138,18 @@ def _check_carried(source: Source, place: rows.Place) -> None:
             raise ModelError(f"{source.folder}: {name!r} {span.shape} is carried along, and has a row for every token, "
                              f"as it seems; kumi does not extend it: add at most {place.old - place.first} tokens, for "
                              f"which there are rows")  # fmt: skip
+
+
+def _check_meanings(config: Mapping[str, Any], place: rows.Place, inside: str = "") -> None:
+    """Nothing, unless config.json gives a meaning, such as that of an image, to the id of a new token."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_meanings(value, place, f"{inside}{key}.")
+        numbers = value if isinstance(value, list) else [value]
+        taken = [one for one in numbers if isinstance(one, int) and place.first <= one < place.first + place.count]
+        if re.search(r"_token_(id|index)s?$", key) and taken:
+            raise ModelError(f"config.json: {inside}{key}={value} is an id that the tokenizer has no token for, and "
+                             f"that a new one would get; add at most {min(taken) - place.first} tokens")  # fmt: skip
 
 
 def _write(
