@@ -17,7 +17,7 @@ from kumi.errors import ModelError
 from kumi.spec import families
 from kumi.storage import checkpoint
 
-SEEING = ("gemma3-sees", "qwen2.5-vl", "qwen3-vl-tied", "nemotron-h-omni")
+SEEING = ("gemma3-sees", "ministral3-sees", "qwen2.5-vl", "qwen3-vl-tied", "nemotron-h-omni")
 
 
 def with_layers_beyond(folder, count):

@@ -22,6 +22,8 @@ LATENT = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_t
           "first_k_dense_replace": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
           "v_head_dim": 10, "n_shared_experts": 2, "rms_norm_eps": 1e-5}  # fmt: skip
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+GROWING = YARN | {"original_max_position_embeddings": 10, "max_position_embeddings": 64, "mscale": 1.0,
+                  "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}  # fmt: skip
 
 PHI = {"pad_token_id": None}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0, 1.5, 2.0, 3.0],
@@ -36,6 +38,7 @@ QWEN_SEES = {"image_token_id": 200, "video_token_id": 201, "vision_start_token_i
 TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 28, "patch_size": 14}  # fmt: skip
+PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 8}
 QWEN25_VL = {**QWEN_SEES, "vision_config": {**TOWER, "fullatt_block_indexes": [0]}}
 QWEN3_VL = {**QWEN_SEES, "vision_config": {**TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}}
 GEMMA3_SEES = {"mm_tokens_per_image": 4, "image_token_index": 200, "boi_token_index": 201, "eoi_token_index": 202,
@@ -56,7 +59,7 @@ WITHOUT = {
     OMNI: ("num_hidden_layers",),
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", OMNI: "NemotronH_Omni_Reasoning_V3"} | {
-    family: f"{family}ForConditionalGeneration" for family in ("Gemma3", "Qwen2_5_VL", "Qwen3VL")
+    family: f"{family}ForConditionalGeneration" for family in ("Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL")
 }
 # Their norms multiply by 1 + weight.
 ZERO_CENTERED = ("Gemma2", "Gemma3Text", "Gemma3")
@@ -64,6 +67,7 @@ ZERO_CENTERED = ("Gemma2", "Gemma3Text", "Gemma3")
 IN_MEMORY = {
     "nemotron_h": ("model.", "backbone."),
     "gemma3": ("model.language_model.", "language_model.model."),
+    "mistral3": ("model.language_model.", "language_model.model."),
     "qwen2_5_vl": ("model.language_model.", "model."),
     "nemotron_h_omni": ("language_model.model.", "language_model.backbone."),
 }
@@ -117,6 +121,10 @@ CASES = {
     "ministral": ("Ministral", {"head_dim": 16, "sliding_window": 5,
                                 "layer_types": ["sliding_attention", "full_attention"]}),
     "ministral-windows": ("Ministral", {"head_dim": 8, "sliding_window": 6, "tie_word_embeddings": True}),
+    # Rows of 24 tokens reach into the third of contexts of 10.
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": GROWING}),
+    "ministral3-window": ("Ministral3", {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 5,
+                                         "rope_parameters": GROWING | {"llama_4_scaling_beta": 1.3}}),
     "granite": ("Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.11,
                             "logits_scaling": 3.0}),
     "granite-biases": ("Granite", {"embedding_multiplier": 0.7, "attention_bias": True, "mlp_bias": True,
@@ -134,6 +142,10 @@ CASES = {
         "query_pre_attn_scalar": 7, "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}}),
+    "ministral3-sees": ("Mistral3", {"image_token_index": 200, "vision_config": PIXTRAL, "text_config": {
+        "model_type": "ministral3", "head_dim": 16, "rope_parameters": GROWING}}),
+    "mistral-sees": ("Mistral3", {"image_token_index": 200, "vision_config": PIXTRAL, "tie_word_embeddings": False,
+                                  "text_config": {"model_type": "mistral", "head_dim": 16, "sliding_window": None}}),
     "qwen2.5-vl": ("Qwen2_5_VL", {**QWEN25_VL, "text_config": {"rope_parameters": MROPE}}),
     "qwen2.5-vl-tied": ("Qwen2_5_VL", {**QWEN25_VL, "tie_word_embeddings": True, "text_config": {
         "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": MROPE}}),

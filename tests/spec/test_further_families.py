@@ -101,6 +101,8 @@ REFUSED = [
     ("Qwen3-VL-4B", {"vocab_size": 3}, r"vocab_size=3 differs from 151936 in text_config; remove one of them"),
     ("Qwen3-VL-4B", {"text_config": VL | {"use_sliding_window": True}}, r"use_sliding_window=True is not supported"),
     ("Qwen3-VL-4B", {"text_config": VL | {"deepstack": 1}}, r"'deepstack' \(1\) is not a key that kumi knows"),
+    ("gemma-3-4b", {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"},
+     r"model_type='gemma3_text' of the text_config of a mistral3 model is not supported; kumi knows ministral3, mist"),
     ("Qwen2.5-VL-7B", {"audio_config": {}}, r"'audio_config' .* is not a key that kumi knows"),
 ]  # fmt: skip
 
@@ -119,12 +121,32 @@ def test_a_model_that_sees_has_a_vision_config():
         families.from_hf(config)
 
 
+def test_a_model_that_sees_with_nothing_is_not_written():
+    with pytest.raises(ModelError, match="this qwen3_vl model says nothing of what it sees with"):
+        families.to_hf(replace(spec("Qwen3-VL-4B"), carried_config=""))
+
+
 def test_a_ministral_with_windows_and_none():
     config = {**CONFIGS["Ministral-8B"], "model_type": "ministral", "architectures": ["MinistralForCausalLM"]}
     mixed = families.from_hf(config | {"layer_types": ["full_attention", "sliding_attention"] * 18})
     assert [layer.window for layer in mixed.layers[:2]] == [None, 32768]
     with pytest.raises(ModelError, match="has sliding_attention, but sliding_window is null"):
         families.from_hf(config | {"layer_types": ["sliding_attention"] * 36, "sliding_window": None})
+
+
+def test_queries_that_grow():
+    table = {"type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+             "max_position_embeddings": 262144, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+             "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}  # fmt: skip
+    config = {key: value for key, value in CONFIGS["Ministral-8B"].items() if key not in ("rope_theta", "rope_scaling")}
+    config |= {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "rope_parameters": table}
+    found = families.from_hf(config)
+    turned = found.layers[0].attention.rope
+    assert (turned.query_growth, turned.attention_factor, turned.of_keys.query_growth) == (0.1, 1.0, 0.0)
+    assert families.from_hf(families.to_hf(found)) == found
+    for change in ({"type": "default"}, {"llama_4_scaling_beta": -1}):
+        with pytest.raises(ModelError, match=r"of a ministral3 model must be YaRN's|is not a key that kumi knows"):
+            families.from_hf(config | {"rope_parameters": table | change})
 
 
 def test_a_model_that_its_family_has_no_words_for_is_not_written():

@@ -18,7 +18,7 @@ from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
 from kumi.nn.region import WHOLE
 from kumi.nn.scores import PLAIN, Scores, alibi_slopes
-from kumi.nn.where import Segments, Where, positions, rotary
+from kumi.nn.where import Segments, Where, of_keys, positions, rotary
 from kumi.spec import model
 
 
@@ -54,7 +54,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
         turn = rotary(self.spec)
         if turn is not None:
-            q, k = (rope.rotate(one, *where.tables[turn], interleave=turn[0].interleave) for one in (q, k))
+            pairs = ((q, turn), (k, of_keys(turn)))
+            q, k = (rope.rotate(x, *where.tables[key], interleave=turn[0].interleave) for x, key in pairs)
         out = where.attend(q, k, v, self.spec.sliding_window, self.sinks, self.scores)
         return self.region.leave(out.flatten(2), self.o_proj).view(x.shape)
 

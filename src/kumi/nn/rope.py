@@ -22,9 +22,19 @@ def tables(rope: Rope, size: int, position_ids: Tensor, length: int = 0) -> tupl
     cos, sin = angles.cos(), angles.sin()
     if rope.attention_factor is not None:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    if rope.query_growth:
+        grown = _growth(rope, position_ids)
+        cos, sin = cos * grown, sin * grown
     if rope.interleave:
         return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def _growth(rope: Rope, position_ids: Tensor) -> Tensor:
+    """What queries are multiplied by besides (B, S, 1, 1): more in every further multiple of the original context."""
+    assert rope.original_max_position_embeddings is not None
+    contexts = (position_ids // rope.original_max_position_embeddings).float()
+    return 1 + rope.query_growth * torch.log1p(contexts)[..., None, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool = False) -> Tensor:

@@ -68,12 +68,17 @@ def rotary(spec: Attention | LatentAttention) -> Rotary | None:
     return None if spec.rope is None else (spec.rope, spec.rotary_dim)
 
 
+def of_keys(turn: Rotary) -> Rotary:
+    """The rotation of keys beside queries that are turned by `turn`."""
+    return turn[0].of_keys, turn[1]
+
+
 def tables(
     specs: Iterable[Attention | LatentAttention], position_ids: Tensor, length: int = 0
 ) -> dict[Rotary, tuple[Tensor, Tensor]]:
     """cos and sin (B, S, 1, R) of every rotation in `specs` at `position_ids` (B, S), a part of rows of `length`."""
-    keys = {key for spec in specs if (key := rotary(spec)) is not None}
-    return {key: rope.tables(*key, position_ids, length) for key in keys}
+    found = [key for spec in specs if (key := rotary(spec)) is not None]
+    return {key: rope.tables(*key, position_ids, length) for key in {*found, *map(of_keys, found)}}
 
 
 def segments(tokens: Tensor, document_ids: Tensor | None) -> Segments:

@@ -51,7 +51,8 @@ def embedding_ops(spec: ModelSpec) -> tuple[Op, ...]:
     vocab, embed = Dim("vocab", spec.vocab_size), Dim("embed", spec.hidden_size)
     table = Param(EMBEDDING, (vocab, embed))
     attentions = [layer.attends for layer in spec.layers if layer.attends is not None]
-    sizes = {(att.rope, att.rotary_dim): att.rotary_dim for att in attentions if att.rope is not None}
+    ropes = [(rope, att.rotary_dim) for att in attentions if att.rope for rope in (att.rope, att.rope.of_keys)]
+    sizes = {key: key[1] for key in ropes}
     rotary = tuple(Activation((Dim("head_dim", 2 * size),), "float32") for size in sizes.values())
     found = [Op("model.embed_tokens", "embedding", vocab, embed, (table,), (Activation((), "int64"), *rotary))]
     if spec.learned_positions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, log
 
@@ -20,7 +20,8 @@ class Rope:
     "longrope" (Ding et al., 2024, arXiv:2402.13753: each pair's frequency divided by its own number, of `long_factor`
     in rows longer than the original context, else of `short_factor`). Fields after `factor` are None where the scaling
     does not use them. `partial_rotary_factor` is the share of every head that is turned. `interleave`: pairs to turn
-    are neighbours, not half the turned dimensions apart.
+    are neighbours, not half the turned dimensions apart. `query_growth`: queries at position p are multiplied by
+    1 + query_growth * ln(1 + floor(p / original context)), as in Llama 4 and Ministral 3.
     """
 
     rope_theta: float
@@ -37,6 +38,12 @@ class Rope:
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
     interleave: bool = False
+    query_growth: float = 0.0
+
+    @property
+    def of_keys(self) -> Rope:
+        """What keys are turned by."""
+        return replace(self, query_growth=0.0) if self.query_growth else self
 
 
 @dataclass(frozen=True)

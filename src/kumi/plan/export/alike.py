@@ -64,6 +64,7 @@ def uncommon(model: ModelSpec, found: Alike) -> dict[str, bool]:
         "scores scaled otherwise, capped or biased by distance":
             grouped and (attention.score_scale is not None or attention.softcap is not None or attention.alibi),
         "neighbouring dimensions that are turned together": rope is not None and rope.interleave,
+        "queries that grow with their position": rope is not None and rope.query_growth != 0,
         "layers that normalise only what they add": not found.layer.pre_norms,
         "norms that multiply by 1 + weight": model.zero_centered_norm,
         "scaled embeddings, layers or logits":

@@ -26,7 +26,9 @@ from kumi.spec.families import (
     granite,
     llama,
     ministral,
+    ministral3,
     mistral,
+    mistral3,
     mixtral,
     nemotron_h,
     nemotron_h_omni,
@@ -61,7 +63,9 @@ FAMILIES: dict[str, ModuleType] = {
     "granite": granite,
     "llama": llama,
     "ministral": ministral,
+    "ministral3": ministral3,
     "mistral": mistral,
+    "mistral3": mistral3,
     "mixtral": mixtral,
     "nemotron_h": nemotron_h,
     "nemotron_h_omni": nemotron_h_omni,
@@ -94,7 +98,8 @@ _COMPUTED = {
          "topk_group norm_topk_prob routed_scaling_factor topk_method router_aux_loss_coef seq_aux bias hidden_act "
          "gated act_limit act_alpha",
     Rope: "rope_theta scaling factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast "
-          "beta_slow attention_factor truncate partial_rotary_factor short_factor long_factor interleave",
+          "beta_slow attention_factor truncate partial_rotary_factor short_factor long_factor interleave "
+          "query_growth",
 }  # fmt: skip
 
 

@@ -9,8 +9,7 @@ ARCHITECTURE = "Gemma3ForConditionalGeneration"
 FAMILY = Seeing(
     "gemma3",
     ARCHITECTURE,
-    text=gemma3_text,
-    text_type="gemma3_text",
+    texts={"gemma3_text": gemma3_text},
     kept=("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
     beginnings=("vision_tower.", "multi_modal_projector."),
     prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),

@@ -28,7 +28,11 @@ def nearest(config: Mapping[str, Any], families: Mapping[str, ModuleType]) -> st
 
 def _keys(module: ModuleType) -> set[str]:
     """What a family's config.json may say besides; of models that see, what it says beside the text."""
-    own = module.KEYS if hasattr(module, "KEYS") else (*module.FAMILY.kept, *module.FAMILY.text.KEYS, "text_config")
+    own = (
+        module.KEYS
+        if hasattr(module, "KEYS")
+        else (*module.FAMILY.kept, *next(iter(module.FAMILY.texts.values())).KEYS, "text_config")
+    )
     return set(own) - _COMMON
 
 

@@ -9,8 +9,7 @@ ARCHITECTURE = "NemotronH_Omni_Reasoning_V3"
 FAMILY = Seeing(
     "nemotron_h_omni",
     ARCHITECTURE,
-    text=nemotron_h,
-    text_type="nemotron_h",
+    texts={"nemotron_h": nemotron_h},
     kept=("vision_config", "audio_config", "force_image_size", "downsample_ratio", "projector_hidden_size",
           "vision_hidden_size", "video_pruning_rate", "video_temporal_patch_size", "image_token_id", "video_token_id",
           "audio_token_id"),

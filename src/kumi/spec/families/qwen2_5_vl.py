@@ -9,8 +9,7 @@ ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 FAMILY = Seeing(
     "qwen2_5_vl",
     ARCHITECTURE,
-    text=qwen2,
-    text_type="qwen2_5_vl_text",
+    texts={"qwen2_5_vl_text": qwen2},
     kept=("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
           "vision_token_id"),
     beginnings=("visual.",),

@@ -10,8 +10,7 @@ ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 FAMILY = Seeing(
     "qwen3_vl",
     ARCHITECTURE,
-    text=qwen3,
-    text_type="qwen3_vl_text",
+    texts={"qwen3_vl_text": qwen3},
     kept=("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     beginnings=("model.visual.",),
     prefixes=(("model.", "model.language_model."),),

@@ -28,7 +28,8 @@ UNREAD = {key for group in IGNORED.values() for key in group.split()}
 
 @dataclass(frozen=True)
 class Seeing:
-    """A family of models that see: its text is a model of `text`, with `defaults` where the text says nothing.
+    """A family of models that see: its text is a model of one of `texts` (by the model_type of text_config; else of the
+    first), with `defaults` where the text says nothing.
 
     Without a base of its own its rotation has `theta`, where that is not None. Whether the head is the embedding is
     said outside of the text, else in it; with `either_ties` one of them is enough.
@@ -40,8 +41,7 @@ class Seeing:
 
     family: str
     architecture: str
-    text: ModuleType
-    text_type: str
+    texts: Mapping[str, ModuleType]
     kept: tuple[str, ...]
     beginnings: tuple[str, ...]
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -52,7 +52,7 @@ class Seeing:
 
     def from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
         """The text of the model that `config` describes."""
-        text, outer = self._split(config)
+        kind, (text, outer) = self._kind(config), self._split(config)
         tables = {key: dict(text[key]) for key in ("rope_scaling", "rope_parameters") if text.get(key)}
         rotation = {key: table.pop(key) for table in tables.values() for key in SECTIONS if key in table}
         for table in tables.values():
@@ -63,19 +63,22 @@ class Seeing:
         if refused:
             raise ModelError(f"config.json: {refused}={text[refused]!r} is not supported of a {self.family} model; "
                              f"remove it")  # fmt: skip
-        read_text: ModelSpec = self.text.from_hf(text)
+        read_text: ModelSpec = self.texts[kind].from_hf(text)
         weights = replace(read_text.weights, prefixes=self.prefixes, base="", carried=self.beginnings)
         kept = {key: outer[key] for key in self.kept if key in outer}
         return replace(read_text, family=self.family, weights=weights,
-                       carried_config=json.dumps([kept, rotation], sort_keys=True),
+                       carried_config=json.dumps([kind, kept, rotation], sort_keys=True),
                        notes=(*read_text.notes, self._note()))  # fmt: skip
 
     def to_hf(self, spec: ModelSpec) -> dict[str, Any]:
         """The config.json of `spec`, with what it said of the parts that are carried along."""
-        written: dict[str, Any] = self.text.to_hf(spec)
+        if not spec.carried_config:
+            raise ModelError(f"this {self.family} model says nothing of what it sees with; read it from a config.json, "
+                             f"or use the family of its text")  # fmt: skip
+        kind, kept, rotation = json.loads(spec.carried_config)
+        written: dict[str, Any] = self.texts[kind].to_hf(spec)
         unsaid = (*self.unsaid, "architectures", "tie_word_embeddings")
-        text = {key: value for key, value in written.items() if key not in unsaid} | {"model_type": self.text_type}
-        kept, rotation = json.loads(spec.carried_config or "[{}, {}]")
+        text = {key: value for key, value in written.items() if key not in unsaid} | {"model_type": kind}
         if rotation:
             text["rope_scaling"] = (text["rope_scaling"] or {"rope_type": "default"}) | rotation
         return {
@@ -85,6 +88,14 @@ class Seeing:
             "text_config": text,
             **kept,
         }
+
+    def _kind(self, config: Mapping[str, Any]) -> str:
+        """Which of `texts` the text is."""
+        said, known = (config.get("text_config") or {}).get("model_type"), list(self.texts)
+        if said not in known and said is not None and len(known) > 1:
+            raise ModelError(f"config.json: model_type={said!r} of the text_config of a {self.family} model is not "
+                             f"supported; kumi knows {', '.join(known)}")  # fmt: skip
+        return str(said) if said in known else known[0]
 
     def _split(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What `config` says of the text, in a table of its own or, as older ones do, beside the rest; and the rest."""

@@ -1,0 +1,59 @@
+"""Ministral 3, the text: Mistral with YaRN, and queries that grow with their position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families import rope
+from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.model import MLP, LayerSpec, ModelSpec, Rope
+
+ARCHITECTURE = "Ministral3ForCausalLM"
+KEYS = {
+    **DECODER,
+    "num_key_value_heads": Key("integer?", 8),
+    "head_dim": Key("integer?", 128),
+    "rms_norm_eps": Key("number", 1e-5),
+    "sliding_window": Key("integer?", None),
+    "bos_token_id": Key("integer?", 1),
+    "eos_token_id": Key("integer or list of integers?", 2),
+    "pad_token_id": Key("integer?", 11),
+}
+GROWTH = "llama_4_scaling_beta"
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that a config.json with model_type "ministral3" describes."""
+    values = read("ministral3", config, KEYS)
+    check_sizes(values)
+    attention = grouped_attention(values, _rope(values), sliding_window=values["sliding_window"])
+    layer = LayerSpec(attention, MLP(values["intermediate_size"]))
+    return model("ministral3", values, [layer] * values["num_hidden_layers"])
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json of `spec`."""
+    turned, written = grouped(spec).rope, common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size)
+    if turned is None or written["rope_scaling"] is None:
+        raise ModelError("a ministral3 config.json has no words for a model without YaRN; use mistral")
+    written["rope_scaling"] |= {GROWTH: turned.query_growth}
+    return written | {"sliding_window": grouped(spec).sliding_window}
+
+
+def _rope(values: Mapping[str, Any]) -> Rope:
+    """The rotation; its table has two keys more, one of which only says again how long rows may be."""
+    tables = {key: dict(values[key]) for key in ("rope_scaling", "rope_parameters") if values[key]}
+    said = {float(table.pop(GROWTH, 0)) for table in tables.values()}
+    for table in tables.values():
+        table.pop("max_position_embeddings", None)
+    found = rope.from_hf("ministral3", {**values, **tables})
+    if found.scaling != "yarn" or len(said) != 1 or min(said) < 0:
+        raise ModelError(f"config.json: rope_parameters={values['rope_parameters']!r} and rope_scaling="
+                         f"{values['rope_scaling']!r} of a ministral3 model must be YaRN's, with one {GROWTH} of 0 or "
+                         f"more")  # fmt: skip
+    return replace(found, query_growth=said.pop())
