@@ -72,6 +72,7 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     wide = extended(tokenizer, pieces, tokens)
     report = reported(base, target, tokenizer, wide, new, place, corpus, request.init)
     spec = replace(source.spec, vocab_size=place.new)
+    report["notes"] = list(source.spec.notes)
     report["files_left_out"] = _write(source, target, spec, (tokenizer, wide, tokens), place, new, report)
     if verify:
         _verify(source, target, place)

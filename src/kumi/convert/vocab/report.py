@@ -98,4 +98,5 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         found.append(f"data       {report['records_left_out']:,} records could not be read")
     if report["files_left_out"]:
         found.append(f"left out   {', '.join(report['files_left_out'])}: the old vocabulary in another format")
+    found += [f"note       {note}" for note in report["notes"]]
     return [*found, f"wrote      {report['out']}"]
