@@ -1,0 +1,206 @@
+"""Conversion of a random Llama against a plain copy of its files, transformers, and Megatron-Bridge.
+
+    python benchmarks/convert.py [--gigabytes 2] [--rounds 3] [--folder /scratch] [--json FILE] [--bridge PYTHON]
+
+Every case runs in a process of its own, one round of all cases after the other, the page cache warm and nothing
+waiting to be written. Times begin when everything is imported. `copy` is `cp` of the files, `copy, on the disk` waits
+until the disk has them, as kumi does. Memory is the most that was resident, mapped pages included, over what was before
+the work began. `--bridge` is a Python that has megatron-bridge; see `convert_bridge.py` for what it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from machine import describe
+
+HERE = Path(__file__).parent
+
+CUT = {"to": "kumi", "layout": "tp=2,pp=2,dp_shard=2,zero=3"}
+
+# The name of each case, what it reads and writes below the scratch folder, and its options for kumi.
+CASES = {
+    "copy": ("copy", "hf", "copy", {}),
+    "copy, on the disk": ("copied", "hf", "copy", {}),
+    "kumi: Hugging Face to kumi": ("kumi", "hf", "kumi", {"to": "kumi"}),
+    "kumi: kumi to Hugging Face": ("kumi", "kumi", "back", {"to": "hf"}),
+    "kumi: to 8 ranks, tp=2,pp=2,dp_shard=2": ("kumi", "hf", "cut", CUT),
+    "kumi: 8 ranks to Hugging Face": ("kumi", "cut", "back", {"to": "hf"}),
+    "kumi: Hugging Face to Hugging Face": ("kumi", "hf", "back", {"to": "hf"}),
+    "kumi: to float32": ("kumi", "hf", "back", {"to": "hf", "dtype": "float32"}),
+    "kumi: Hugging Face to Megatron": ("kumi", "hf", "megatron", {"to": "megatron"}),
+    "transformers: from_pretrained, save_pretrained": ("transformers", "hf", "back", {}),
+}  # fmt: skip
+BRIDGE = {
+    "Megatron-Bridge: import": ("import", "hf", "bridge", {}),
+    "Megatron-Bridge: import and export": ("export", "hf", "back", {}),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder")
+    parser.add_argument("--json")
+    parser.add_argument("--bridge")
+    parser.add_argument("--only", help="cases that contain this, besides the copies")
+    parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(run_case(*arguments.case)))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        result = measure(Path(name), arguments)
+    show(result)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure(folder, arguments):
+    size, largest = make_llama(folder / "hf", arguments.gigabytes * 1e9)
+    rows, missing = {}, {}
+    for _ in range(arguments.rounds):
+        for name, case in (CASES | (BRIDGE if arguments.bridge else {})).items():
+            if name in missing or (arguments.only and "copy" not in name and arguments.only not in name):
+                continue
+            try:
+                rows.setdefault(name, []).append(one(folder, name, case, arguments.bridge))
+            except subprocess.CalledProcessError as error:
+                missing[name] = (error.stderr.strip().splitlines() or ["it failed"])[-1]
+    if not arguments.bridge:
+        missing["Megatron-Bridge"] = "no Python with megatron-bridge was named with --bridge"
+    return {"machine": describe(), "bytes": size, "largest_tensor": largest, "rounds": arguments.rounds, "rows": rows,
+            "missing": missing}  # fmt: skip
+
+
+def one(folder, name, case, bridge):
+    """Seconds, CPU seconds and bytes of memory of one case, in a new process."""
+    what, source, target, options = case
+    shutil.rmtree(folder / target, ignore_errors=True)
+    warm(folder / source)
+    subprocess.run(["sync", "-f", str(folder)], check=True)
+    paths = [str(folder / source), str(folder / target)]
+    if name in BRIDGE:
+        command = [bridge, str(HERE / "convert_bridge.py"), what, *paths]
+    else:
+        command = [sys.executable, __file__, "--case", what, *paths, json.dumps(options)]
+    load = os.getloadavg()[0]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(found.stdout.splitlines()[-1]) | {"load": load}
+
+
+def warm(folder):
+    """Reads every file, so that it is in the page cache."""
+    buffer = bytearray(2**22)
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def make_llama(folder, size):
+    """The bytes of the weights, and of the largest of them, of a new folder with a random Llama in bfloat16."""
+    import torch
+
+    from kumi.convert import hf
+    from kumi.spec import families
+    from kumi.spec.ledger import num_params, params
+
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "hidden_act": "silu",
+              "intermediate_size": 5632, "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8,
+              "vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0,
+              "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    small = 2 * num_params(families.from_hf(config))
+    layer = 2 * num_params(families.from_hf(config | {"num_hidden_layers": 2})) - small
+    config["num_hidden_layers"] = max(1, round((size - small) / layer) + 1)
+    spec, generator = families.from_hf(config), torch.Generator().manual_seed(0)
+
+    def tensors():
+        for param in params(spec):
+            value = torch.empty(param.shape).normal_(0, 0.02, generator=generator)
+            yield param.name, value.bfloat16() if len(param.shape) > 1 else torch.ones_like(value).bfloat16()
+
+    hf.write(folder, spec, tensors(), base_config=config, dtype="bfloat16", tokenizer_folder=None, card="")
+    return 2 * num_params(spec), 2 * max(param.numel for param in params(spec))
+
+
+def run_case(what, source, target, options):
+    if what in ("copy", "copied"):
+        return copy(Path(source), Path(target), wait=what == "copied")
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if what == "kumi":
+        from kumi.convert import convert
+
+        work = lambda: convert(source, target, verify=False, **json.loads(options))  # noqa: E731
+    else:
+        import transformers
+
+        def work():
+            model = transformers.LlamaForCausalLM.from_pretrained(source, dtype="auto")
+            model.save_pretrained(target, max_shard_size="5GB")
+
+    return timed(work)
+
+
+def timed(work):
+    """Seconds, CPU seconds, and most bytes resident over those before, of `work()`."""
+    Path("/proc/self/clear_refs").write_text("5")  # from here on, the kernel counts the peak anew
+    before, cpu, begun = resident("VmRSS"), time.process_time(), time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begun
+    return {"seconds": seconds, "cpu": time.process_time() - cpu, "memory": resident("VmHWM") - before,
+            "interpreter": before}  # fmt: skip
+
+
+def resident(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def copy(source, target, wait):
+    target.mkdir()
+    files = [str(path) for path in source.iterdir()]
+    begun, before = time.perf_counter(), os.times()
+    subprocess.run(["cp", *files, str(target)], check=True)
+    if wait:
+        subprocess.run(["sync", *(str(path) for path in target.iterdir())], check=True)
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"seconds": time.perf_counter() - begun, "cpu": cpu, "memory": 0, "interpreter": 0}
+
+
+def show(result):
+    size, largest = result["bytes"], result["largest_tensor"]
+    copies = [median(result["rows"][name], "seconds") for name in ("copy", "copy, on the disk")]
+    print(f"{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, {result['machine']['cores']} cores, "
+          f"{result['rounds']} rounds: medians (best)")  # fmt: skip
+    for name, rows in result["rows"].items():
+        middle, best = median(rows, "seconds"), min(row["seconds"] for row in rows)
+        cpu, memory = median(rows, "cpu"), max(row["memory"] for row in rows)
+        print(
+            f"{name:48s} {middle:6.2f} s ({best:5.2f}) {size / middle / 1e9:5.2f} GB/s, of the copy's speed "
+            f"{copies[0] / middle:4.2f}, of that on the disk {copies[1] / middle:4.2f}; CPU {cpu:4.1f} s; "
+            f"memory +{memory / 1e6:.0f} MB, {memory / largest:.2f} of the largest tensor"
+        )
+    for name, why in result["missing"].items():
+        print(f"{name}: not measured: {why}")
+
+
+def median(rows, key):
+    return statistics.median(row[key] for row in rows)
+
+
+if __name__ == "__main__":
+    main()
