@@ -13,16 +13,19 @@ from kumi.spec.checks import problems
 from kumi.spec.cluster import ClusterSpec, Device, Host
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Layout
-from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
+from kumi.spec.model import MLP, Attention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 
 ROPE = Rope(10000.0)
 DENSE = LayerSpec(Attention(12, 4, 16, ROPE), MLP(96))
 EXPERTS = LayerSpec(Attention(12, 4, 16, ROPE), MoE(12, 2, 32, shared_intermediate_size=64))
+MAMBA = LayerSpec(Mamba(8, 16, 8, 4, 4, 16), None)
+HYBRID = (MAMBA, replace(DENSE, mlp=None), replace(EXPERTS, attention=None))
 MODELS = {
     "dense": ModelSpec("llama", 256, 64, (DENSE,) * 10, 1e-5, 512),
     "experts": ModelSpec("mixtral", 256, 64, (EXPERTS,) * 6, 1e-5, 512),
+    "hybrid": ModelSpec("nemotron_h", 256, 64, HYBRID * 3, 1e-5, 512),
     "both": ModelSpec("mixtral", 256, 64, (DENSE, *[EXPERTS] * 4), 1e-5, 512),
 }
 BATCH = BatchSpec(96, 96 * 48)
@@ -44,6 +47,7 @@ LEGAL = {
         Layout(dp_shard=3, zero=1, tp=2, ep=2),
         Layout(pp=2, dp_shard=3, zero=1, ep=3, cp=2),
     ],
+    "hybrid": [Layout(dp_shard=4, zero=1, tp=4, ep=4), Layout(pp=3, dp_shard=2, zero=1, tp=2)],
     "both": [Layout(dp_shard=2, zero=3, cp=2, tp=2, ep=4), Layout(pp=2, schedule="zb-h1", dp_shard=6, zero=1, ep=6)],
 }
 CHANGES = {
