@@ -86,7 +86,12 @@ def windows(draw, family, layers):
 @given(data=st.data())
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_a_random_configuration(family, data):
-    changes = data.draw(changes_of(family))
+    check(family, data.draw(changes_of(family)))
+
+
+def check(family, changes):
+    """Asserts that transformers' model of `family` with `changes` and kumi's give the same logits, and that its files
+    come back as they were."""
     reference = reference_of(family, changes)
     ids = torch.randint(0, changes["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
