@@ -31,19 +31,16 @@ def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
     one, or none that PEFT can read."""
     every = [op for op in ops(replace(spec, lora=None)) if op.kind == "linear"]
     check_targets(lora, every, spec.family)
-    taken_by_experts = _leaves_of_experts(spec)
-    apart = [op for op in every if can_adapt(op) and _modules(spec)[op.name].rpartition(".")[2] in taken_by_experts]
+    of_experts = _leaves_of_experts(spec)
+    apart = {op: _unread(spec, op, of_experts) for op in every if can_adapt(op)}
     targets: list[str] = []
     for target in lora.targets:
         one = replace(lora, targets=(target,))
-        shared = [op for op in apart if takes(one, op)]
+        reasons = [f"{op.name}, which PEFT {why}" for op, why in apart.items() if why and takes(one, op)]
         if target == ALL:
-            targets += dict.fromkeys(_path(op) for op in every if can_adapt(op) and op not in apart)
-        elif shared:
-            raise ConfigError(
-                f"lora.target_modules: {target!r} names {shared[0].name}, which PEFT takes for a matrix of the routed "
-                f"experts that this {spec.family} model has besides; name matrices of the attention"
-            )
+            targets += dict.fromkeys(_path(op) for op, why in apart.items() if not why)
+        elif reasons:
+            raise ConfigError(f"lora.target_modules: {target!r} names {reasons[0]}; name others")
         else:
             targets.append(target)
     if not targets:
@@ -51,6 +48,14 @@ def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:
     found = replace(spec, lora=replace(lora, targets=tuple(dict.fromkeys(targets))))
     _check_magnitudes(found)
     return found
+
+
+def _unread(spec: ModelSpec, op: Op, of_experts: set[str]) -> str:
+    """What PEFT does that keeps it from reading an adapter beside `op`; nothing where it reads it."""
+    if _modules(spec)[op.name].rpartition(".")[2] in of_experts:
+        return f"takes for a matrix of the routed experts that this {spec.family} model has besides"
+    # Their kernel multiplies with the matrix itself, and would leave an adapter out.
+    return "refuses in Mamba layers" if op.name.endswith(".mamba.out_proj") else ""
 
 
 def untrained_adapters(job: Job, layout: Layout) -> Iterator[str]:
