@@ -81,6 +81,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 def _scaled(layer: LayerSpec, number: int) -> LayerSpec:
     """`layer`, its scores divided by the number of the layer, which counts from 1."""
     assert isinstance(layer.attention, Attention)
+    if number == 1:
+        return layer
     scale = layer.attention.head_dim**-0.5 if layer.attention.score_scale is None else layer.attention.score_scale
     return replace(layer, attention=replace(layer.attention, score_scale=scale / number))
 
