@@ -95,3 +95,17 @@ def test_a_corpus_is_drawn_by_its_texts_and_split(tmp_path):
     assert set(part.learn) | set(part.measure) < set(found.learn) | set(found.measure)
     with pytest.raises(ConfigError, match=r"--data: .*a\.jsonl holds no text under the key 'text' \(401 records"):
         read_corpus([str(tmp_path / "a.jsonl")], "text")
+
+
+def test_words_that_are_tokens_are_found_whole_where_the_tokenizer_does_that(tmp_path):
+    """As Llama 3's does, which looks a word up before it merges anything."""
+    base = load_base(byte_level(tmp_path / "base", ignore_merges=True))
+    pieces = learn(base, words(base, NEW), 40)
+    new = extended(base, pieces, [])
+    for text in (*OLD, *NEW):
+        ids = new.backend.encode(text, add_special_tokens=False).ids
+        assert new.backend.decode(ids, skip_special_tokens=False) == text
+    assert fertility(base.backend, OLD)["tokens"] == fertility(new.backend, OLD)["tokens"]
+    assert fertility(new.backend, NEW)["tokens"] < fertility(base.backend, NEW)["tokens"] / 2
+    for number, piece in enumerate(pieces, base.size):
+        assert [token.id for token in new.backend.model.tokenize(piece.text)] == [number]
