@@ -27,7 +27,7 @@ SOME = Lora(r=3, alpha=5.0, targets=("q_proj", "v_proj", "down_proj"))
 LORAS = {
     "lora": SOME,
     "dora": replace(SOME, targets=("all-linear",), use_dora=True, use_rslora=True),
-    "drop": replace(SOME, dropout=0.3),
+    "drop": replace(SOME, targets=("q_proj", "v_proj", "up_proj"), dropout=0.3),
     # What tp divides has no adapter here, and the first matrix of all has none.
     "rows": replace(SOME, targets=("o_proj", "up_proj")),
 }
@@ -94,16 +94,14 @@ def equal(trace: Trace, wanted: Trace) -> None:
     assert trace.grads
 
 
-TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
+TP, SP = Layout(tp=2, sequence_parallel=False), Layout(tp=2)
 CASES = [
-    (Layout(dp_replicate=2), "llama", "lora"), (Layout(dp_shard=2, zero=1), "qwen", "dora"),
-    (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora"), (TP, "qwen", "lora"), (SP, "qwen", "dora"),
-    (replace(TP, recompute="selective"), "llama", "dora"), (replace(SP, recompute="selective"), "llama", "rows"),
-    (replace(SP, recompute="full"), "latent", "dora"), (TP, "llama", "rows"), (Layout(pp=2), "qwen", "lora"),
-    (Layout(pp=2, schedule="zb-h1"), "llama", "rows"), (Layout(cp=2), "llama", "lora"),
-    (Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True), "llama", "dora"),
-    (Layout(dp_shard=2, tp=2, ep=2, zero=1, sequence_parallel=True), "moe", "dora"),
-    (Layout(tp=4), "llama", "dora"), (Layout(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1"), "llama", "dora"),
+    (Layout(dp_replicate=2), "llama", "lora"), (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora"),
+    (TP, "qwen", "lora"), (SP, "qwen", "dora"), (replace(SP, recompute="selective"), "llama", "rows"),
+    (replace(SP, recompute="full"), "latent", "dora"), (replace(TP, recompute="selective"), "llama", "dora"),
+    (Layout(pp=2), "qwen", "lora"), (Layout(cp=2), "llama", "lora"),
+    (Layout(dp_shard=2, tp=2, zero=3), "llama", "dora"), (Layout(dp_shard=2, tp=2, ep=2, zero=1), "moe", "dora"),
+    (Layout(tp=2, pp=2, schedule="zb-h1"), "llama", "dora"),
 ]  # fmt: skip
 
 
@@ -119,3 +117,26 @@ def test_layout_equals_one_process(ranks, case):
     wanted = alone(ranks, family, lora)
     for trace in ranks(layout.world_size, train, layout, family, lora, 3 if layout.pp == 1 else 6):
         equal(trace, wanted)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(recompute="full"), Layout(recompute="selective"), TP], ids=["full", "selective", "tp"]
+)
+def test_the_same_is_dropped_when_recomputed_and_by_ranks_with_the_same_input(ranks, layout):
+    wanted = alone(ranks, "llama", "drop")
+    assert wanted.losses[0] != alone(ranks, "llama", "lora").losses[0]
+    for trace in ranks(layout.world_size, train, layout, "llama", "drop", 1):
+        equal(trace, wanted)
+
+
+def test_half_precision_follows_float32(ranks):
+    wanted = ranks(1, train, Layout(), "llama", "dora", 1, "fp32")[0]
+    for trace in ranks(2, train, Layout(dp_shard=2, zero=3), "llama", "dora", 3, "bf16"):
+        assert trace.losses == pytest.approx(wanted.losses, rel=5e-3)
+        assert trace.norms == pytest.approx(wanted.norms, rel=5e-2)
+
+
+def test_a_first_stage_without_adapters_is_refused(ranks):
+    layout = Layout(pp=2, stage_layers=(0, 3))
+    with pytest.raises(AssertionError, match="none with an adapter"):
+        ranks(2, train, layout, "llama", "lora", 6)
