@@ -319,3 +319,16 @@ def test_damaged_files_never_crash_the_reader(saved: Saved, tmp_path: Path) -> N
                 refused += 1
         (folder / file).write_bytes(good)
     assert refused > 60
+
+
+def test_what_megatron_lm_does_not_take_from_a_checkpoint_is_said(saved: Saved, tmp_path: Path) -> None:
+    for case, words in {
+        "qwen3": ["does not take these from it; give them too: --norm-epsilon 1e-06 --qk-layernorm"],
+        "llama-llama3": ["--use-rope-scaling", "Megatron-Core has (1.0, 4.0, 8192) built in"],
+        "mistral-window": ["--window-size 6,0"],
+        "deepseek-v3": ["--moe-router-num-groups 4", "--rope-type yarn --rotary-scaling-factor 4.0 --mscale 0.7",
+                        "Megatron-Core adds up the 1 best"],
+        "granite": ["embeddings are multiplied by"],
+    }.items():  # fmt: skip
+        done = convert(saved(case), tmp_path / case, to="megatron", verify=False)
+        assert all(word in done for word in words), done

@@ -114,11 +114,11 @@ def _write_megatron(
     source: Source, target: Path, dtypes: Mapping[str, str], options: megatron_write.Options | None
 ) -> list[str]:
     """Writes it, and says what Megatron will not have or not compute of the model."""
-    problems = megatron_write.write(target, source.spec, source.reader, dtypes=dtypes, config=source.config,
-                                    tokenizer=source.tokenizer, options=options)  # fmt: skip
+    notes = megatron_write.write(target, source.spec, source.reader, dtypes=dtypes, config=source.config,
+                                 tokenizer=source.tokenizer, options=options)  # fmt: skip
     left = [f"left out, for Megatron has no place for them: {len(source.carried)} tensors that are carried along, such "
             f"as {next(iter(source.carried))}"] if source.carried else []  # fmt: skip
-    return [*left, *(f"Megatron-Core's GPTModel will not compute this model: {problem}" for problem in problems)]
+    return [*left, *notes]
 
 
 def parse_layout(text: str, spec: ModelSpec) -> Layout:

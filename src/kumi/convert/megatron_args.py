@@ -15,6 +15,15 @@ from kumi.plan.export import megatron_model
 from kumi.plan.export.alike import alike
 from kumi.spec.model import ModelSpec, Rope
 
+# Arguments that Megatron-LM's --use-checkpoint-args leaves as they are, and what they are where they are not given.
+NOT_TAKEN: dict[str, Any] = {
+    "norm_epsilon": 1e-5, "qk_layernorm": False, "use_rope_scaling": False, "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None, "window_size": None, "window_attn_skip_freq": None,
+    "softmax_type": "vanilla", "moe_router_num_groups": None, "moe_router_group_topk": None,
+    "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rope_type": None, "rotary_scaling_factor": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}  # fmt: skip
 # Fields of TransformerConfig, and the arguments that set them where these have another name.
 NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts",
          "layernorm_zero_centered_gamma": "apply_layernorm_1p"}  # fmt: skip
@@ -39,7 +48,8 @@ def to_args(model: ModelSpec, *, dtype: str, padded_vocab: int) -> argparse.Name
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
         "apply_layernorm_1p": model.zero_centered_norm,
         "vocab_size": model.vocab_size,
-        "padded_vocab_size": padded_vocab,
+        # Left open, Megatron-LM pads it for the tensor parallelism that it runs with.
+        **({"padded_vocab_size": padded_vocab} if padded_vocab != model.vocab_size else {}),
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
         **_positions(model, found.attention.rope),
@@ -53,6 +63,20 @@ def to_args(model: ModelSpec, *, dtype: str, padded_vocab: int) -> argparse.Name
         values["moe_router_enable_expert_bias"] = found.moe.has_correction_bias
         values["moe_aux_loss_coeff"] = found.moe.router_aux_loss_coef
     return argparse.Namespace(**values)
+
+
+def to_give(args: argparse.Namespace) -> str:
+    """The arguments that Megatron-LM has to be given beside --use-checkpoint-args; empty where there are none."""
+    words = []
+    for name, default in NOT_TAKEN.items():
+        value = getattr(args, name, default)
+        if value == default:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            pair = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            words.append(f'"{pair}"' if isinstance(value, list) else str(pair))
+    return " ".join(words)
 
 
 def _positions(model: ModelSpec, rope: Rope | None) -> dict[str, Any]:

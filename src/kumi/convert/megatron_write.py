@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import threading
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kumi.convert import dcp_write, hf_write
 from kumi.convert.megatron import COMMON, COMMON_ENTRY, LATEST, box, inside, tensor_bytes
-from kumi.convert.megatron_args import to_args
+from kumi.convert.megatron_args import to_args, to_give
 from kumi.convert.progress import showing
 from kumi.convert.rectangles import Dims
 from kumi.convert.safetensors_file import sync
@@ -66,7 +67,7 @@ def write(
     tokenizer: Path | None,
     options: Options | None = None,
 ) -> list[str]:
-    """Write the Megatron folder `folder`: what Megatron will not compute as the model does, in sentences.
+    """Write the Megatron folder `folder`: what there is to know of it, in sentences.
 
     `dtypes` says what each native tensor is stored in, by name. No more is held than a piece, and a native rectangle
     that it is made of, in each of a few threads. RefusedError where the folder is not empty or the disk too
@@ -99,7 +100,19 @@ def write(
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    return list(megatron_model.problems(spec))
+    return _notes(spec, common.get("args"))
+
+
+def _notes(spec: ModelSpec, args: argparse.Namespace | None) -> list[str]:
+    """What Megatron will not compute as the model does, and what it does not take from the checkpoint."""
+    notes = [f"Megatron-Core's GPTModel will not compute this model: {problem}"
+             for problem in megatron_model.problems(spec)]  # fmt: skip
+    given = "" if args is None else to_give(args)
+    return (
+        [*notes, f"Megatron-LM's --use-checkpoint-args does not take these from it; give them too: {given}"]
+        if given
+        else notes
+    )
 
 
 def _common(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> dict[str, Any]:
