@@ -36,6 +36,19 @@ def test_round_trip_is_exact(case, saved, tmp_path):
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
+def test_settings_of_generation_are_kept(saved, tmp_path):
+    source = saved()
+    settings = {"eos_token_id": [3, 5], "temperature": 0.6, "top_p": 0.9}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    convert(source, tmp_path / "native", to="kumi")
+    convert(tmp_path / "native", tmp_path / "back", to="hf")
+    assert json.loads((tmp_path / "back/generation_config.json").read_text()) == settings
+    (source / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json: not valid JSON"):
+        convert(source, tmp_path / "new", to="hf")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("case", ["llama-tied", "mistral-window", "qwen3", "mixtral-window", "qwen3-moe", "olmoe",
                                   "deepseek-v2", "deepseek-v3", "phi3-partial", "phi3-longrope", "gemma2",

@@ -90,7 +90,7 @@ def write(
             write_spans(part / name, spans)
         _write_index(part, shards, beside)
         _write_json(part / "config.json", config)
-        _write_json(part / "generation_config.json", generation_config or _generation(config))
+        _write_json(part / "generation_config.json", generation_config or _generation(config, tokenizer_folder))
         (part / "README.md").write_text(card, encoding="utf-8")
         _copy_tokenizer(tokenizer_folder, part)
         _publish(part, folder)
@@ -171,7 +171,21 @@ def _with_dtype(config: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, 
     return config | {key: max(sorted(set(names)), key=names.count)}
 
 
-def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_generation(folder: Path) -> dict[str, Any] | None:
+    """The generation_config.json of `folder`, None where it has none."""
+    path = folder / "generation_config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error}); fetch the file again") from None
+    return found if isinstance(found, dict) else None
+
+
+def _generation(config: Mapping[str, Any], tokenizer: str | Path | None) -> dict[str, Any]:
+    """The settings that stand beside the tokenizer, whose tokens they name; else the ids that `config` has."""
+    given = None if tokenizer is None else read_generation(Path(tokenizer))
+    if given is not None:
+        return given
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {"_from_model_config": True} | {key: config[key] for key in keys if config.get(key) is not None}
 

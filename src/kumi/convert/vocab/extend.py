@@ -163,20 +163,11 @@ def _write(
     origin = replace(origin_of(source.folder), relation="finetune")
     card = model_card(name=target.name, model=spec, facts=facts(report), origin=origin)
     with tempfile.TemporaryDirectory(prefix="kumi-vocab-") as folder:
-        left_out = write_files(old, wide, tokens, Path(folder), hf_write.TOKENIZER_FILES)
+        names = (*hf_write.TOKENIZER_FILES, "generation_config.json")
+        left_out = write_files(old, wide, tokens, Path(folder), names)
         hf_write.write(target, spec, reader, base_config=source.config, dtype=source.dtypes, tokenizer_folder=folder,
-                       card=card, generation_config=_generation(source.folder), carried=source.carried)  # fmt: skip
+                       card=card, carried=source.carried)  # fmt: skip
     return left_out
-
-
-def _generation(folder: Path) -> dict[str, Any] | None:
-    """The generation_config.json of `folder`, None where it has none."""
-    path = folder / "generation_config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON ({error}); fetch the file again") from None
-    return found if isinstance(found, dict) else None
 
 
 def _verify(source: Source, target: Path, place: rows.Place) -> None:
