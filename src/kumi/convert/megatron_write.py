@@ -24,6 +24,7 @@ from kumi.convert.safetensors_file import sync
 from kumi.convert.stream import Reader, threads
 from kumi.errors import ModelError
 from kumi.plan.export import megatron_model
+from kumi.plan.export.megatron_lm import BUILT_IN
 from kumi.spec.ledger import tensors
 from kumi.spec.megatron_weights import VOCABULARY, Keys, extra_states, keys_for, parts
 from kumi.spec.model import ModelSpec
@@ -107,12 +108,14 @@ def _notes(spec: ModelSpec, args: argparse.Namespace | None) -> list[str]:
     """What Megatron will not compute as the model does, and what it does not take from the checkpoint."""
     notes = [f"Megatron-Core's GPTModel will not compute this model: {problem}"
              for problem in megatron_model.problems(spec)]  # fmt: skip
-    given = "" if args is None else to_give(args)
-    return (
-        [*notes, f"Megatron-LM's --use-checkpoint-args does not take these from it; give them too: {given}"]
-        if given
-        else notes
-    )
+    if args is None:
+        return notes
+    notes += [f"Megatron-LM has {name}={value:g} built in for latent attention, this model {getattr(args, name):g}"
+              for name, value in BUILT_IN.items() if getattr(args, name, value) != value]  # fmt: skip
+    given = to_give(args)
+    if given:
+        notes.append(f"Megatron-LM's --use-checkpoint-args does not take these from it; give them too: {given}")
+    return notes
 
 
 def _common(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> dict[str, Any]:
