@@ -39,6 +39,7 @@ def run(arguments: Namespace) -> int:
     _refuse_flags(arguments)
     _refuse_places(arguments)
     config = load_plan(arguments.run, arguments.overrides)
+    _check_adapters(config, arguments)
     wanted, pinned = replace(job(config), engine=engine(arguments)), config.layout.model_dump(exclude_none=True)
     if arguments.tokens is not None:
         return _size(arguments, wanted, pinned, of_nodes(config.cluster))
@@ -66,6 +67,14 @@ def _show(arguments: Namespace, report: Report) -> None:
     from kumi.report.terminal import render
 
     show(render(report))
+
+
+def _check_adapters(config: PlanConfig, arguments: Namespace) -> None:
+    """Nothing, unless adapters are to be trained by another trainer, of whose ways with them nothing is known here."""
+    other = arguments.export or (arguments.engine if arguments.engine != "kumi" else None)
+    if config.lora is not None and other:
+        raise ConfigError(f"plan: {other} with [lora]: adapters are planned for kumi only; leave [lora] out to plan "
+                          f"what {other} takes for all weights")  # fmt: skip
 
 
 def engine(arguments: Namespace) -> Engine:

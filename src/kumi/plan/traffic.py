@@ -23,7 +23,7 @@ from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops, logit_chunk
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.schedule import placement
-from kumi.spec.sharding import held_params, local_numel, style
+from kumi.spec.sharding import AXIS, held_params, local_numel, style
 
 # Which kind of seconds of a step an axis' traffic is counted as.
 INT64 = 8.0
@@ -154,8 +154,20 @@ def _tensor(own: _Own) -> Iterator[Collective]:
         times = own.microbatches * count
         yield from _around(own, found, times, round(times * again / every))
         yield from _adapters(own, layer_ops(own.job.model, layer), times, round(times * again / every))
+    yield from _first(own)
     yield from _ends(own)
     yield from _alike(own)
+
+
+def _first(own: _Own) -> Iterator[Collective]:
+    """Above a frozen embedding the first region needs no gradient of what it takes in: it is not sent."""
+    model = own.job.model
+    if model.lora is None or not own.first or not own.layers:
+        return
+    column = next((op for op in layer_ops(model, 0) if style(op) == "column"), None)
+    if column is not None and column.source.name == "embed":
+        kind = "reduce_scatter" if own.sequence_parallel else "all_reduce"
+        yield _message(own, kind, column.source.size, -own.microbatches, "backward", "activations")
 
 
 def _around(own: _Own, found: Regions, times: int, again: int) -> Iterator[Collective]:
@@ -191,7 +203,13 @@ def _around(own: _Own, found: Regions, times: int, again: int) -> Iterator[Colle
 
 def _adapters(own: _Own, ops: Sequence[Op], times: int, again: int) -> Iterator[Collective]:
     """What adapters beside matrices cut by columns make of the tokens between regions, gathered once for all that read
-    the same input: thin."""
+    the same input: thin. And, for DoRA, squares of rows of which each rank has some columns."""
+    kept = again if own.layout.recompute == "full" else 0
+    for op in ops:
+        if op.kind == "lora" and len(op.params) > 2 and AXIS.get(op.source.name) == "tp":
+            squares = own.wide * op.target.size
+            for when, count in (("forward", times), ("recompute", kept)):
+                yield Collective("all_reduce", "tp", own.layout.tp, squares, count, when, "norms of adapted matrices")
     if not own.sequence_parallel:
         return
     ranks, widths = {op.name.removesuffix(".lora"): op.rank for op in ops if op.kind == "lora"}, list[int]()
@@ -202,7 +220,6 @@ def _adapters(own: _Own, ops: Sequence[Op], times: int, again: int) -> Iterator[
                 widths.append(0)
             widths[-1] += ranks.get(op.name, 0)
         before = op if style(op) == "column" else None
-    kept = again if own.layout.recompute == "full" else 0
     for width in widths:
         for kind, count, when in (("all_gather", times, "forward"), ("all_gather", kept, "recompute"),
                                   ("reduce_scatter", times, "backward")):  # fmt: skip
