@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from kumi.dryrun import dry_run
 from kumi.nn import init
 from kumi.nn.decoder import Decoder
 from kumi.nn.lora import adapt
@@ -93,3 +94,21 @@ def test_plans_count_gradients_and_states_of_adapters_only():
     assert adapted.optimizer < 0.2 * whole.optimizer
     assert packed.params < adapted.params
     assert adapted.total < whole.total
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp_shard=2, tp=2, zero=3), Layout(dp_replicate=2, tp=2, sequence_parallel=False),
+     Layout(pp=2, tp=2, recompute="full")],
+    ids=["zero3-sp", "ddp-tp", "pp-sp"],
+)  # fmt: skip
+def test_the_planner_lists_the_messages_that_a_dry_run_sends(layout):
+    spec = with_adapters(SPECS["llama"], replace(LORA, targets=("all-linear",)))
+    peak = (("bfloat16", 1e12),)
+    cpu = Device("CPU", "cpu", 1 << 34, ("float32", "bfloat16"), peak)
+    job = Job(spec, ClusterSpec("test", cpu, layout.world_size), BatchSpec(16, 16 * 8), PRECISIONS["bf16"], Optim())
+    (found,) = dry_run(job, layout, [0])["ranks"]
+    assert [row for row in found["collectives"] if not row["agrees"]] == []
+    for kind in ("params", "optimizer"):
+        assert found["memory"]["kinds"][kind]["measured"] == found["memory"]["kinds"][kind]["planned"]
+    assert abs(found["memory"]["difference"]) < 0.2
