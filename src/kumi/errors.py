@@ -9,7 +9,7 @@ KumiError (1)
 ├── FitError (4)            the plan does not fit the device
 ├── DeviceMemoryError (5)   the device ran out of memory during a step
 ├── DivergedError (6)       the loss is not finite
-├── CommunicationError (7)  a rank died, or a collective timed out
+├── CommunicationError (7)  a rank died, a collective timed out, or the hub did not take a folder
 └── SaveError (8)           a checkpoint could not be written during the run
 
 Codes 75 (saved, please run again), 130 (Ctrl-C, saved) and 143 (SIGTERM, saved) are not errors.

@@ -2,6 +2,7 @@
 
 runs/<name>/
   config.toml        the resolved configuration
+  sources.json       the commits of what came from a hub
   metrics.jsonl      one JSON object a step, and one an evaluation
   data/              tokenizer and tokenised data
   checkpoints/       step_000200/ ...
