@@ -44,3 +44,13 @@ def _bytes(span):
     with span.file.open("rb") as file:
         file.seek(span.offset)
         return file.read(span.nbytes)
+
+
+def test_a_merged_model_has_the_tower_too(folder):
+    model, lora = {"source": "vl", "init": "pretrained"}, {"r": 2, "target_modules": ["q_proj"], "merge": True}
+    with contextlib.chdir(folder):
+        assert main(["train", str(run_file(folder, model=model, lora=lora, train__steps=4))]) == 0
+    source, merged = tensors_of(folder / "vl"), tensors_of(folder / "run/hf")
+    assert source.keys() == merged.keys()
+    changed = {name for name, span in source.items() if _bytes(span) != _bytes(merged[name])}
+    assert {name.rpartition("self_attn.")[2] for name in changed} == {"q_proj.weight"}
