@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ LORAS = {
     "drop": replace(SOME, targets=("q_proj", "v_proj", "up_proj"), dropout=0.3),
     # What tp divides has no adapter here, and the first matrix of all has none.
     "rows": replace(SOME, targets=("o_proj", "up_proj")),
+    "packed": replace(SOME, use_dora=True, quantize="nf4"),
 }
 
 
@@ -140,3 +142,15 @@ def test_a_first_stage_without_adapters_is_refused(ranks):
     layout = Layout(pp=2, stage_layers=(0, 3))
     with pytest.raises(AssertionError, match="none with an adapter"):
         ranks(2, train, layout, "llama", "lora", 6)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2), Layout(pp=2, recompute="full")], ids=["ddp", "pp"])
+def test_matrices_in_four_bits_are_the_same_in_every_layout(ranks, layout):
+    plain, wanted = (ranks(1, train, Layout(), "llama", lora, 1, "fp32")[0] for lora in ("lora", "packed"))
+    assert wanted.losses != plain.losses
+    for trace in ranks(2, train, layout, "llama", "packed", 6, "fp32"):
+        assert trace.losses == pytest.approx(wanted.losses, rel=1e-5)
+        assert trace.norms == pytest.approx(wanted.norms, rel=1e-3)
+        # What is packed is no parameter.
+        assert "model.layers.0.self_attn.q_proj.weight" not in {part.name for part in trace.params}
