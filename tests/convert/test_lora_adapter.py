@@ -7,17 +7,19 @@ import warnings
 from dataclasses import replace
 
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
 from kumi.convert import merge
-from kumi.convert.adapter import CONFIG, WEIGHTS, write_adapter
+from kumi.convert.adapter import CONFIG, WEIGHTS, modules, write_adapter
 from kumi.convert.adapter_read import as_trained, read_adapters
 from kumi.convert.load import load_decoder
 from kumi.convert.source import open_source
 from kumi.errors import ConfigError, ModelError
 from kumi.nn.decoder import Decoder
 from kumi.nn.lora import adapt
+from kumi.spec import families, ledger
 from kumi.spec.adapters import is_adapter
 from kumi.spec.lora import Lora
 from kumi.spec.peft import with_adapters
@@ -92,6 +94,26 @@ def test_peft_computes_the_same_with_it_and_merged(saved, tmp_path, case, lora):
         for name, tensor in whole.state_dict().items():
             tensor.copy_(source.read(name))
         assert (whole(TOKENS) - theirs).abs().max() < 1e-4
+
+
+FAMILIES = {name.split("-")[0]: name for name in reversed(tiny_models.CASES)} | {
+    name: name
+    for name in ("gpt-neox", "qwen2.5-vl", "qwen3-vl", "gemma3", "gpt-oss", "nemotron-h-moe")
+    if name in tiny_models.CASES
+}
+
+
+@pytest.mark.parametrize("case", sorted(set(FAMILIES.values())))
+def test_every_module_is_one_of_transformers(case):
+    model = tiny_models.build_reference(case)
+    spec, there = families.from_hf(model.config.to_dict()), dict(model.named_modules())
+    found = modules(spec)
+    assert {piece.native for module in found.values() for piece in module.pieces} == {
+        op.name for op in ledger.ops(spec) if op.kind == "linear" and not op.experts
+    }
+    for module in found.values():
+        shape = (module.columns, module.rows) if module.transposed else (module.rows, module.columns)
+        assert tuple(there[module.name].weight.shape) == shape
 
 
 def test_gradients_are_those_of_peft(saved, tmp_path):
