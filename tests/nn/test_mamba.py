@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import kumi.nn.mamba as mixers
 import kumi.nn.scan as scans
 from kumi.nn.mamba import Convolution, GatedNorm, Mamba
 from kumi.nn.scan import SCAN, SCAN_BACKWARD, Inputs, scan
@@ -89,8 +90,10 @@ def test_operations_are_those_that_run(length):
     assert op.forward_flops(ROWS * length, length) == counted(SCAN, *given)
 
 
-def test_convolution_and_gated_norm():
-    """Against PyTorch's own differentiation."""
+@pytest.mark.parametrize("at_a_time", [1, 75, 2**20])
+def test_convolution_and_gated_norm(at_a_time, monkeypatch):
+    """Against PyTorch's own differentiation, some channels at a time."""
+    monkeypatch.setattr(mixers, "ELEMENTS", (at_a_time, at_a_time))
     options = {"device": None, "dtype": torch.float64}
     random = torch.Generator().manual_seed(1)
     numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2, 2, 2, 2]])

@@ -7,6 +7,7 @@ The projections to the gate (z), the channels (x), what writes into states (b), 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from kumi.nn.region import WHOLE
 from kumi.nn.scan import Inputs, scan
 from kumi.nn.where import Where, begins
 from kumi.spec import model
+
+# Elements that a convolution works on at a time, on other devices and on a CPU.
+ELEMENTS = (2**26, 2**20)
 
 
 class Mamba(nn.Module):
@@ -113,14 +117,37 @@ def _weighted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tenso
     return out if bias is None else out.add_(bias.to(x.dtype))
 
 
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """The channels of `x` (B, S, C), as many at a time as `ELEMENTS` allows: what is made in float32 stays small."""
+    rows, length, channels = x.shape
+    size = max(1, ELEMENTS[x.device.type == "cpu"] // (rows * length))
+    return (slice(first, first + size) for first in range(0, channels, size))
+
+
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None) -> Tensor:
-    return F.silu(_weighted_sum(x.to(wide(x.dtype)), weight, bias, numbers), inplace=True).to(x.dtype)
+    out = torch.empty_like(x)
+    for part in _blocks(x):
+        values = x[..., part].to(wide(x.dtype))
+        summed = _weighted_sum(values, weight[part], None if bias is None else bias[part], numbers)
+        out[..., part] = F.silu(summed, inplace=True)
+    return out
 
 
 def _convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
 ) -> list[Tensor]:
     """The gradients of input, weight and bias, the last of which is there without a bias, too."""
+    found = [torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight[:, 0, 0])]
+    for part in _blocks(x):
+        some = None if bias is None else bias[part]
+        of_x, of_weight, of_bias = _block_backward(grad[..., part], x[..., part], weight[part], some, numbers)
+        found[0][..., part], found[1][part], found[2][part] = of_x, of_weight, of_bias
+    return found
+
+
+def _block_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     values = x.to(wide(x.dtype))
     grad = torch.ops.aten.silu_backward(grad.to(values.dtype), _weighted_sum(values, weight, bias, numbers))
     taps = weight.to(values.dtype).squeeze(1).T
@@ -132,8 +159,7 @@ def _convolution_backward(
         of_taps[-1 - by] = (later * earlier).sum((0, 1))
         if by:
             of_x[:, : x.shape[1] - by].addcmul_(later, taps[-1 - by])
-    of_bias = grad.sum((0, 1)).to(weight.dtype)
-    return [of_x.to(x.dtype), of_taps.T.unsqueeze(1).to(weight.dtype).contiguous(), of_bias]
+    return of_x, of_taps.T.unsqueeze(1), grad.sum((0, 1))
 
 
 CONVOLUTION = define("mamba_convolution", "(Tensor x, Tensor weight, Tensor? bias, Tensor? numbers) -> Tensor",
@@ -191,15 +217,17 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """With u = y * scale and v = grad * weight, the gradient of y is scale * (v - u * mean(v * u))."""
         x, gate, weight, scale = ctx.saved_tensors
-        gated, size = _gated(x, gate), x.shape[-1] // scale.shape[-2]
-        normed = gated.view(*gated.shape[:-1], -1, size) * scale
-        grad = grad.to(gated.dtype)
-        of_weight = (grad * normed.flatten(-2)).flatten(0, -2).sum(0).to(weight.dtype)
-        of_normed = (grad * weight.to(gated.dtype)).view_as(normed)
-        mean = (of_normed * normed).sum(-1, keepdim=True).mul_(1 / size)
-        of_gated = of_normed.sub_(normed.mul_(mean)).mul_(scale).flatten(-2)
-        of_gate = torch.ops.aten.silu_backward(of_gated * x, gate.to(gated.dtype)).to(gate.dtype)
-        return of_gated.mul_(F.silu(gate.to(gated.dtype))).to(x.dtype), of_gate, of_weight, None, None
+        normed = _gated(x, gate).view(*scale.shape[:-1], -1).mul_(scale)
+        grad = grad.to(normed.dtype).view_as(normed)
+        of_weight = (grad * normed).flatten(0, -3).sum(0).flatten().to(weight.dtype)
+        of_normed = grad * weight.to(grad.dtype).view(normed.shape[-2:])
+        del grad  # the wider copy of it: as much memory as all that is kept
+        mean = (of_normed * normed).mean(-1, keepdim=True)
+        of_gated = of_normed.sub_(normed.mul_(mean)).mul_(scale).view_as(x)
+        del normed
+        wide_gate = gate.to(of_gated.dtype)
+        of_gate = torch.ops.aten.silu_backward(of_gated * x, wide_gate).to(gate.dtype)
+        return of_gated.mul_(F.silu(wide_gate)).to(x.dtype), of_gate, of_weight, None, None
 
 
 def _gated(x: Tensor, gate: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ from kumi.spec.techniques import is_tiled
 # Operations whose results `recompute = "selective"` keeps: they took a matrix product, or communication.
 PRODUCTS = ("linear", "lora", "attention", "scan", "router", "dispatch", "combine")
 
+# Tensors in float32, of the size of what goes in, that the backward of a gated norm holds at a time.
+WIDE = 3
+
 # Attention that writes the scores to memory.
 HOLDS_SCORES = ("fused-softmax", "eager")
 
@@ -156,6 +159,8 @@ class _Rank:
         if op.kind == "gate" and is_tiled(self.job.model, op):
             # A tile's three results are made again.
             found = found + np.where(self.tiles > 1, 3 * self.compute * self._rows(op, op.source), 0.0)
+        if op.kind == "gated_norm":
+            found = found + WIDE * ITEMSIZE["float32"] * self._rows(op, op.source)
         if op.kind == "scan":
             # The states at the chunks' beginnings, in float32.
             size = op.kv_size // (2 * op.source.count)
