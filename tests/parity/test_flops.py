@@ -1,0 +1,34 @@
+"""The ledger's FLOPs against those that PyTorch counts in transformers' own models of every family and variant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import CASES, reference_of
+from torch.utils.flop_counter import FlopCounterMode
+
+from kumi.errors import ModelError
+from kumi.nn import Decoder
+from kumi.spec import families, ledger
+from kumi.spec.families import generic
+
+# transformers scans otherwise than kumi.
+SCANNED = ("nemotron-h", "nemotron-h-moe", "nemotron-h-omni")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SCANNED])
+def test_flops_of_the_forward_pass(name):
+    family, changes = CASES[name]
+    # Heads are computed in products that PyTorch's counter knows.
+    theirs = reference_of(family, {**changes, "attn_implementation": "eager"})
+    theirs.set_attn_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        theirs(input_ids=torch.zeros(2, 24, dtype=torch.int64), use_cache=False)
+    spec = families.from_hf(theirs.config.to_dict())
+    assert counter.get_total_flops() == ledger.forward_flops(spec, tokens=48, seq_len=24)
+
+
+def test_what_is_only_planned_for_is_not_built():
+    spec = generic.gpt(layers=2, hidden=32, heads=4, vocab=97, seq_len=64)
+    with pytest.raises(ModelError, match="a gpt model can be planned for but not trained: this version trains"):
+        Decoder(spec, device="meta")
