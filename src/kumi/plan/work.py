@@ -176,6 +176,7 @@ class _Rows:
         cost.kernels_forward += 1
         cost.kernels_backward += 1
         if op.frozen:
+            self._unpack(cost, op, inner * weight_columns)
             return
         cost.weight += repeats * one[2]
         cost.weight += stream_seconds(self.device, 2 * self.engine.grad_itemsize * repeats * inner * weight_columns)
@@ -190,6 +191,16 @@ class _Rows:
                 cost.kernels_forward += 1
         entering, leaving = rows * repeats * inner, rows * repeats * weight_columns
         self._casts(cost, op, entering, leaving, repeats * inner * weight_columns)
+
+    def _unpack(self, cost: Cost, op: Op, elements: Floats) -> None:
+        """What is kept in few bits is unpacked in the forward and again in the backward pass."""
+        if op.params[0].quantized:
+            packed = self.job.precision.itemsize(quantized=op.params[0].quantized)
+            seconds = stream_seconds(self.device, (packed + self.size) * elements)
+            cost.forward += seconds
+            cost.backward += seconds
+            cost.kernels_forward += 1
+            cost.kernels_backward += 1
 
     def _adapter(self, cost: Cost, op: Op) -> None:
         """Two thin products, and what they give added to what the matrix does, in DoRA multiplied besides."""
