@@ -157,7 +157,8 @@ def test_a_configuration_of_megatron_bridge(saved: Saved, tmp_path: Path) -> Non
         "  activation_func: {_target_: torch.nn.functional.silu, _call_: false}\n  gated_linear_unit: true\n"
         "  normalization: RMSNorm\n  layernorm_epsilon: 1.0e-06\n  add_bias_linear: false\n  qk_layernorm: true\n"
         "  add_qkv_bias: false\n  share_embeddings_and_output_weights: false\n  vocab_size: 97\n  seq_length: 64\n"
-        "  rotary_base: 10000.0\n  position_embedding_type: rope\n  init_method_std: 0.3\n"
+        "  rotary_base: 10000.0\n  position_embedding_type: rope\n  init_method_std: 0.3\n  window_size: null\n"
+        "  attention_backend: {_args_: [5], _call_: true, _target_: megatron.core.transformer.enums.AttnBackend}\n"
     )
     found = open_source(folder).spec
     assert replace(found, eos_token_id=expected.eos_token_id, bos_token_id=expected.bos_token_id) == expected
@@ -170,6 +171,8 @@ def test_a_configuration_of_megatron_bridge(saved: Saved, tmp_path: Path) -> Non
     ({"moe_layer_freq": "1"}, "moe_layer_freq='1' for 2 layers"),
     ({"num_experts": 4, "moe_router_topk": 2, "moe_router_score_function": "sigmoid"}, "sigmoid scores"),
     ({"window_size": (3, 0), "qk_layernorm": True}, "window_size"),
+    ({"glu_linear_offset": 1.0}, "glu_linear_offset=1.0, which no model"),
+    ({"attention_output_gate": True}, "attention_output_gate=True"),
 ])  # fmt: skip
 def test_arguments_of_no_known_model_are_refused(changes: dict[str, Any], words: str) -> None:
     args = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "swiglu": True, "normalization": "RMSNorm",

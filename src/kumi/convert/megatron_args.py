@@ -117,6 +117,7 @@ def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not model.get("share_embeddings_and_output_weights", True),
         "max_position_embeddings": model.get("max_position_embeddings") or model.get("seq_length"),
         "use_rope_scaling": bool(model.get("rope_scaling")),
+        "rotary_seq_len_interpolation_factor": model.get("seq_len_interpolation_factor"),
     }
 
 
@@ -126,7 +127,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope",), "rotary_percent": (1.0, None), "rotary_interleaved": (False, None),
     "heterogeneous_layers_config_path": (None,), "hybrid_override_pattern": (None,), "hybrid_layer_pattern": (None,),
     "softmax_type": ("vanilla", None), "window_attn_skip_freq": (None,), "mtp_num_layers": (None, 0),
-    "linear_attention_freq": (None,), "qk_l2_norm": (False, None), "attention_output_gate": (False, None),
+    "glu_linear_offset": (0, None), "activation_func_clamp_value": (None,), "softmax_scale": (None,),
+    "no_rope_freq": (None,), "moe_shared_expert_gate": (False, None), "moe_latent_size": (None,),
+    "apply_residual_connection_post_layernorm": (False, None), "linear_attention_freq": (None,),
+    "qk_l2_norm": (False, None), "attention_output_gate": (False, None),
 }  # fmt: skip
 
 
