@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         goes_on = "; what was finished is kept, and the same command goes on from there"
-        print(f"interrupted{goes_on if arguments.verb in (_data, _train, _convert) else ''}", file=sys.stderr)
+        print(f"interrupted{goes_on if arguments.verb in (_data, _train) else ''}", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
         if os.environ.get("KUMI_DEBUG"):
