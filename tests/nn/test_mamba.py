@@ -67,7 +67,7 @@ def test_strong_decay_stays_finite():
     exact = Inputs(*(value.double() for value in strong[:7]), *given[7:])
     leaves = [value.requires_grad_() for value in strong[:7]]
     found = scan(strong)
-    torch.testing.assert_close(found, one_by_one(exact).float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, one_by_one(exact).float(), rtol=1e-5, atol=1e-5)
     assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(found.sum(), leaves))
 
 

@@ -76,7 +76,7 @@ class _Scan(torch.autograd.Function):
 @dataclass(frozen=True)
 class _Span:
     """Some chunks of a scan: `x` (b, m, g, q, r, p) times its steps, `b` and `c` (b, m, g, q, n), and the sums of rates
-    times steps from the chunk's beginning to each position, `sums` (b, m, g, q, r).
+    times steps from the chunk's beginning to each position, `sums` (b, m, g, q, r), in float64 where the device has it.
 
     `inside` says which positions k give to which q. Decays are 0 across documents: `entering` (b, m, g, q, r, 1) from
     the chunk's beginning to q, `leaving` (b, m, g, q, r, 1) from q to its end, `through` (b, m, g, r, 1, 1) from its
@@ -95,8 +95,14 @@ class _Span:
     @cached_property
     def decay(self) -> Tensor:
         """From position k to q (b, m, g, r, q, k): 0 where k comes after q, or belongs to another document."""
-        by_head = self.sums.transpose(3, 4).contiguous()  # or what is made of it would lie as oddly
-        return (by_head[..., :, None] - by_head[..., None, :]).masked_fill_(~self.inside, -torch.inf).exp_()
+        # Contiguous, or what is made of it lies as oddly; in two parts, or differences of large sums are coarse.
+        exact = self.sums.transpose(3, 4)
+        near = exact.to(self.x.dtype).contiguous()
+        rest = (exact - near).to(near.dtype).contiguous()
+        found = near[..., :, None] - near[..., None, :]
+        if exact.dtype != near.dtype:
+            found.add_(rest[..., :, None]).sub_(rest[..., None, :])
+        return found.masked_fill_(~self.inside, -torch.inf).exp_()
 
     @property
     def written(self) -> Tensor:
@@ -249,12 +255,14 @@ def _span(inputs: Inputs, steps: Tensor, rate: Tensor, place: _Place) -> _Span:
     where = slice(place.start, place.start + place.chunks * place.size)
     b, c = (_by_group(value[:, where].to(steps.dtype), place) for value in inputs[1:3])
     step = _chunks(steps, place, inputs)
-    sums = (step * rate.view(step.shape[2], 1, step.shape[4])).cumsum(3)
+    exact = steps.dtype if steps.device.type == "mps" else torch.float64
+    sums = (step.to(exact) * rate.view(step.shape[2], 1, step.shape[4])).cumsum(3)
     inside, begun, ended, unbroken = _same_document(inputs, place)
     last = sums[:, :, :, -1:]
+    entering, leaving, through = (part.exp().to(steps.dtype) for part in (sums, last - sums, last[:, :, :, 0]))
     return _Span(
-        _chunks(inputs.x, place, inputs) * step[..., None], b, c, sums, inside, (sums.exp() * begun)[..., None],
-        ((last - sums).exp() * ended)[..., None], (last[:, :, :, 0].exp() * unbroken)[..., None, None],
+        _chunks(inputs.x, place, inputs) * step[..., None], b, c, sums, inside, (entering * begun)[..., None],
+        (leaving * ended)[..., None], (through * unbroken)[..., None, None],
     )  # fmt: skip
 
 
