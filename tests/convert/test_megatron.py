@@ -164,6 +164,15 @@ def test_a_configuration_of_megatron_bridge(saved: Saved, tmp_path: Path) -> Non
     assert replace(found, eos_token_id=expected.eos_token_id, bos_token_id=expected.bos_token_id) == expected
 
 
+ARGS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "swiglu": True, "normalization": "RMSNorm",
+        "vocab_size": 97, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["norm_epsilon", "layernorm_epsilon"])
+def test_the_epsilon_of_norms_has_had_two_names(name: str) -> None:
+    assert families.from_hf(megatron_args.to_config({**ARGS, name: 3e-7})).norm_eps == 3e-7
+
+
 @pytest.mark.parametrize(("changes", "words"), [
     ({"swiglu": False}, "swiglu=False, which no model"),
     ({"normalization": None}, r"normalization=None"),
@@ -175,8 +184,7 @@ def test_a_configuration_of_megatron_bridge(saved: Saved, tmp_path: Path) -> Non
     ({"attention_output_gate": True}, "attention_output_gate=True"),
 ])  # fmt: skip
 def test_arguments_of_no_known_model_are_refused(changes: dict[str, Any], words: str) -> None:
-    args = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "swiglu": True, "normalization": "RMSNorm",
-            "vocab_size": 97, "max_position_embeddings": 64}  # fmt: skip
+    args = dict[str, Any](ARGS)
     if "moe_layer_freq" in changes:
         args |= {"num_experts": 4, "moe_router_topk": 2, "ffn_hidden_size": 48}
     with pytest.raises(ModelError, match=words):

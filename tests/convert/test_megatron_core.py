@@ -50,7 +50,7 @@ def run(jobs: list[dict[str, Any]], folder: Path) -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=300)[0].decode() for rank in ranks]
+        outputs = [rank.communicate(timeout=900)[0].decode() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -130,7 +130,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "glu_linear_offset": (0, None), "activation_func_clamp_value": (None,), "softmax_scale": (None,),
     "no_rope_freq": (None,), "moe_shared_expert_gate": (False, None), "moe_latent_size": (None,),
     "apply_residual_connection_post_layernorm": (False, None), "linear_attention_freq": (None,),
-    "qk_l2_norm": (False, None), "attention_output_gate": (False, None),
+    "layernorm_zero_centered_gamma": (False, None), "qk_l2_norm": (False, None), "attention_output_gate": (False, None),
 }  # fmt: skip
 
 
@@ -163,7 +163,8 @@ def _common(args: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
         "head_dim": args.get("kv_channels") or hidden // heads,
-        "rms_norm_eps": args.get("norm_epsilon") or 1e-5,
+        # The argument has the field's name from megatron-core 0.17 on.
+        "rms_norm_eps": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
         "max_position_embeddings": _given(args, "max_position_embeddings", "seq_length"),
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights"),
         "initializer_range": args.get("init_method_std") or 0.02,
