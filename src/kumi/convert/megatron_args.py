@@ -163,7 +163,7 @@ def _common(args: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
         "head_dim": args.get("kv_channels") or hidden // heads,
-        # The argument has the field's name from megatron-core 0.17 on.
+        # The argument was renamed: with megatron-core 0.19 it has the field's name.
         "rms_norm_eps": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
         "max_position_embeddings": _given(args, "max_position_embeddings", "seq_length"),
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights"),
