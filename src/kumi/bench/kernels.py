@@ -21,7 +21,7 @@ from kumi.nn.mlp import gated
 from kumi.nn.norm import RMSNorm
 from kumi.nn.where import Segments, segments
 from kumi.parallel.optimizer import init_adamw
-from kumi.plan.work import PASSES
+from kumi.plan.cost import PASSES
 from kumi.spec.engine import KUMI
 from kumi.spec.op import Dim, Op
 from kumi.spec.optim import Optim

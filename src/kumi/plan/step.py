@@ -10,10 +10,11 @@ import numpy as np
 from kumi.plan.closed import closed_form
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.comm import collective_seconds
+from kumi.plan.cost import Cost
 from kumi.plan.memory import host_memory, microbatches_of, recomputed_share
 from kumi.plan.stages import Share, share
 from kumi.plan.update import HIDES, data_groups, hidden_share, parameters, slowing, unit_seconds, update
-from kumi.plan.work import Cost, Table, table
+from kumi.plan.work import Table, table
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE
 from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
