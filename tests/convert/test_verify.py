@@ -22,7 +22,7 @@ def test_logits_are_kumi_s_own_where_transformers_cannot_say(saved, tmp_path, mo
     source = saved()
     convert(source, tmp_path / "a", to="kumi", verify=False)
     said = convert(tmp_path / "a", tmp_path / "b", to="kumi", layout="tp=2")
-    assert "largest logit difference 0 from those of a by kumi (there is no Hugging Face folder)" in said
+    assert "largest logit difference 0 from those of a by kumi (there is no plain Hugging Face folder)" in said
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLM"]}))
     find = importlib.util.find_spec

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from kumi.convert.source import Source
 from kumi.convert.stream import threads
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
+from kumi.spec import families
 from kumi.spec.ledger import num_params, tensors
 from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
@@ -95,18 +95,23 @@ def _logits_agree(source: Source, written: Source) -> str:
 
 
 def _other_logits(source: Source, written: Source, prompts: Tensor) -> tuple[Tensor, str]:
-    folder = next((one.folder for one in (written, source) if (one.folder / "config.json").exists()), None)
+    folder = next((one.folder for one in (written, source) if _is_plain(one.folder)), None)
     if folder is None or importlib.util.find_spec("transformers") is None:
-        why = "there is no Hugging Face folder" if folder is None else "transformers is not installed"
+        why = "there is no plain Hugging Face folder" if folder is None else "transformers is not installed"
         return _logits(source, prompts), f"those of {source.folder.name} by kumi ({why})"
     import transformers
 
-    name = str((json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ["?"])[0])
+    name = str((families.read_config(folder).get("architectures") or ["?"])[0])
     kind = getattr(transformers, name, None)
     if kind is None:
         why = f"transformers {transformers.__version__} has no {name}"
         return _logits(source, prompts), f"those of {source.folder.name} by kumi ({why})"
     return _transformers_logits(kind, folder, prompts), f"transformers {transformers.__version__}'s"
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether `folder` is a Hugging Face folder whose weights are not quantised: others want devices and packages."""
+    return (folder / "config.json").exists() and not families.read_config(folder).get("quantization_config")
 
 
 @torch.no_grad()
