@@ -85,7 +85,7 @@ def _logits_agree(source: Source, written: Source) -> str:
             f"logits not compared: in float32 they need {format_bytes(needed)} of memory, {format_bytes(free)} are free"
         )
     prompts = sample_prompts(source.spec.vocab_size, min(16, source.spec.max_position_embeddings))
-    ours = _logits(written, prompts)
+    ours = _logits(written, prompts, written)
     theirs, whose = _other_logits(source, written, prompts)
     difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
     if not difference <= TOLERANCE * max(1.0, largest):
@@ -95,17 +95,18 @@ def _logits_agree(source: Source, written: Source) -> str:
 
 
 def _other_logits(source: Source, written: Source, prompts: Tensor) -> tuple[Tensor, str]:
-    folder = next((one.folder for one in (written, source) if _is_plain(one.folder)), None)
+    same = [written, source] if source.dtypes == written.dtypes else [written]
+    folder = next((one.folder for one in same if _is_plain(one.folder)), None)
     if folder is None or importlib.util.find_spec("transformers") is None:
         why = "there is no plain Hugging Face folder" if folder is None else "transformers is not installed"
-        return _logits(source, prompts), f"those of {source.folder.name} by kumi ({why})"
+        return _logits(source, prompts, written), f"those of {source.folder.name} by kumi ({why})"
     import transformers
 
     name = str((families.read_config(folder).get("architectures") or ["?"])[0])
     kind = getattr(transformers, name, None)
     if kind is None:
         why = f"transformers {transformers.__version__} has no {name}"
-        return _logits(source, prompts), f"those of {source.folder.name} by kumi ({why})"
+        return _logits(source, prompts, written), f"those of {source.folder.name} by kumi ({why})"
     return _transformers_logits(kind, folder, prompts), f"transformers {transformers.__version__}'s"
 
 
@@ -159,10 +160,11 @@ def free_memory() -> int | None:
 
 
 @torch.no_grad()
-def _logits(source: Source, prompts: Tensor) -> Tensor:
+def _logits(source: Source, prompts: Tensor, written: Source) -> Tensor:
+    """The logits (3, S, V) of `source` in float32, its weights rounded as in `written`."""
     decoder = Decoder(source.spec)
     for name, tensor in decoder.state_dict().items():
-        tensor.copy_(source.read(name))
+        tensor.copy_(source.read(name).to(getattr(torch, written.dtypes[name])))
     logits: Tensor = decoder(prompts)
     return logits
 
