@@ -19,8 +19,8 @@ def test_transformers_reads_what_is_written(name):
 
 # What a config must say here besides sizes.
 SAID = ("rms_norm_eps", "n_routed_experts", "num_local_experts", "num_experts")
-# Those whose sizes have other names, or that have more sizes than these.
-APART = ("GPT2", "NemotronH", "Glm4Moe", "DeepseekV2", "DeepseekV3")
+# Those whose sizes have other names, that have more sizes than these, or that must say how they turn heads.
+APART = ("GPT2", "NemotronH", "Glm4Moe", "DeepseekV2", "DeepseekV3", "Ministral3")
 FAMILIES = sorted({family for family, changes in CASES.values() if "text_config" not in changes} - set(APART))
 
 
