@@ -150,7 +150,7 @@ def test_a_plan_of_a_hub_id_in_a_process_of_its_own_imports_no_torch(hub, tmp_pa
                "assert not heavy, heavy")  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False,
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
+        env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
