@@ -11,8 +11,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.train.conftest import back_to, losses, run_file
 
-from conftest import back_to, losses, run_file
 from kumi.cli import main
 from kumi.convert.adapter import CONFIG, WEIGHTS
 from kumi.convert.base import digest
