@@ -161,7 +161,7 @@ def _answering(pool: list[Rank], waiting: set[int], timeout: float) -> list[int]
 
 
 def _death(process: BaseProcess) -> str:
-    process.join(GRACE)
+    process.join(5 * GRACE)  # a busy machine takes its time to write a core
     code = process.exitcode
     if code is None:
         return "closed its pipe"
