@@ -82,7 +82,10 @@ def test_dtypes_change_only_when_asked(saved, tmp_path):
         for name, value in tensors(source).items()
     }
     assert same(expected, tensors(tmp_path / "new"))
-    with pytest.raises(ConfigError, match=r"--dtype int8: weights are float64, float32, bfloat16, float16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--dtype int8: kumi writes weights as float64, float32, bfloat16, float16; name one of these",
+    ):
         convert(source, tmp_path / "other", to="hf", dtype="int8")
 
 

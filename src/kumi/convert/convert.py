@@ -88,7 +88,7 @@ def _dtypes(source: Source, dtype: str | None) -> Mapping[str, str]:
     if dtype is None:
         return source.dtypes
     if dtype not in DTYPES.values():
-        raise ConfigError(f"--dtype {dtype}: weights are {', '.join(DTYPES.values())}")
+        raise ConfigError(f"--dtype {dtype}: kumi writes weights as {', '.join(DTYPES.values())}; name one of these")
     return dict(source.dtypes) | {param.name: dtype for param in params(source.spec)}
 
 

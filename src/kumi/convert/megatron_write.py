@@ -35,7 +35,7 @@ from kumi.storage.folders import free_space_check
 
 ITERATION = "iter_0000000"
 # The most that a piece has where it can be cut; files written at once; and what is written besides tensors.
-PIECE_BYTES, MAX_THREADS, _SLACK = 2**25, 4, 2**24
+PIECE_BYTES, MAX_THREADS, _SLACK = 2**23, 4, 2**24
 
 
 @dataclass(frozen=True)
