@@ -6,21 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import windows
+from kumi.spec.families import mistral, windows
 from kumi.spec.families.common import build, check_layer_types, dense
 from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families.keys import read
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "MinistralForCausalLM"
-KEYS = {
-    **DECODER,
-    "num_key_value_heads": Key("integer?", 8),
-    "sliding_window": Key("integer?", 4096),
-    "layer_types": Key("list?", None),
-    "bos_token_id": Key("integer?", 1),
-    "eos_token_id": Key("integer or list of integers?", 2),
-}
+KEYS = mistral.KEYS
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
