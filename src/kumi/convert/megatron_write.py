@@ -182,19 +182,20 @@ def _dealt(targets: Sequence[_Target], sizes: Sequence[int], count: int) -> list
 
 
 class _Buffers:
-    """Memory of some sizes, used again: what is freed and asked for again in several threads is not given back."""
+    """Memory for each of a few uses, used again: what is freed and asked for again in several threads is not given
+    back."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
 
     def take(self, use: str, shape: Dims, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor with a storage of its own size, valid until the next call for the same `use`."""
-        key = (use, prod(shape) * dtype.itemsize)
-        if key not in self._kept:
-            if sum(size for _, size in self._kept) + key[1] > 4 * PIECE_BYTES:
-                self._kept.clear()
-            self._kept[key] = torch.empty(key[1], dtype=torch.uint8)
-        return self._kept[key].view(dtype).view(shape)
+        size = prod(shape) * dtype.itemsize
+        if use not in self._kept or self._kept[use].numel() < size:
+            self._kept.pop(use, None)  # gone before a larger one is there
+            self._kept[use] = torch.empty(size, dtype=torch.uint8)
+        # A slice would have all of the storage, which torch.save would write.
+        return torch.frombuffer(self._kept[use].numpy(), dtype=dtype, count=prod(shape)).view(shape)
 
 
 def _all_pieces(targets: Iterable[_Target], reader: Reader, dtypes: Mapping[str, str]) -> Iterator[dcp_write.Piece]:
