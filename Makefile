@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo plan test lint clean
+.PHONY: demo plan test test-all lint clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kumi train examples/quickstart.toml
@@ -11,8 +11,12 @@ demo: $(VENV)/demo.stamp
 plan: $(VENV)/demo.stamp
 	$(BIN)/kumi plan examples/plan/llama-3-8b.toml
 
+# KERNELS=other: with float32 products as another kind of CPU computes them.
 test:
-	.ci/run
+	.ci/run $(KERNELS:%=--kernels=%)
+
+test-all:
+	.ci/run --all $(KERNELS:%=--kernels=%)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .

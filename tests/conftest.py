@@ -1,4 +1,4 @@
-"""Fixtures that every test may use."""
+"""Fixtures that every test may use, and which tests run: some of a grid by default, all of them with `--all`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,52 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import Ranks, run_ranks
+from workers import Workers
 
 # A background shell starts its jobs with Ctrl-C ignored, and nohup with SIGHUP, which the tests of signals must not
 # inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# How long an example takes depends on what else the machine does.
-settings.register_profile("kumi", deadline=None)
-settings.load_profile("kumi")
+# Every `@given` draws the same examples on every machine, and none of them depends on how fast the machine is. The
+# search draws others each time, ten times as many where a test does not say how many.
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None,
+                          suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
+settings.register_profile("search", settings.get_profile("fixed"), derandomize=False, max_examples=1000,
+                          print_blob=True)  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --all."""
+    parser.addoption("--all", action="store_true", help="whole grids, and random examples searched for anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the profile before the first test file is read."""
+    settings.load_profile("search" if config.getoption("--all") else "fixed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests marked `exhaustive` out, unless all are asked for."""
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Workers:
+    """Splits the tests between workers."""
+    return Workers(config, log)
 
 
 @pytest.fixture(scope="session")

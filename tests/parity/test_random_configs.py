@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import LLAMA3, YARN, decoder_of, reference_of
 
@@ -84,7 +84,7 @@ def windows(draw, family, layers):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings().max_examples // 25)
 def test_a_random_configuration(family, data):
     check(family, data.draw(changes_of(family)))
 
