@@ -40,7 +40,7 @@ def kumi(*words: str, log: Path) -> None:
     """Run a kumi command of this checkout; its output goes to `log`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with log.open("w") as output:
-        command = [sys.executable, "-m", "kumi.cli", *words]
+        command = [sys.executable, "-m", "kumi", *words]
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code:
         raise SystemExit(f"kumi {words[0]} ended with exit code {code}:\n{log.read_text()[-2000:]}")

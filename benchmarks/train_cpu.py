@@ -97,7 +97,7 @@ def command(row: str, setup: Setup, work: Path, out: Path) -> tuple[list[str], P
         text = workload.run_file(work, ranks=setup.processes, steps=setup.steps, precision=options[0],
                                  out=out / "run", cross_document="packed" not in options)  # fmt: skip
         file.write_text(text)
-        return [sys.executable, "-m", "kumi.cli", "train", str(file)], out / "run" / "metrics.jsonl"
+        return [sys.executable, "-m", "kumi", "train", str(file)], out / "run" / "metrics.jsonl"
     start = [sys.executable]
     if setup.processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(setup.processes)]

@@ -99,9 +99,7 @@ def prepare(work: Path, sequences: int) -> None:
         write_model(work / "model")
     file = work / "prepare.toml"
     file.write_text(run_file(work, ranks=1, steps=1, precision="fp32", out=work / "unused"))
-    done = subprocess.run(
-        [sys.executable, "-m", "kumi.cli", "data", "prepare", str(file)], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "kumi", "data", "prepare", str(file)], capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"kumi data prepare {file} ended with code {done.returncode}: {done.stderr[-2000:]}")
     write_batches(work, sequences)

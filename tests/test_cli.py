@@ -23,22 +23,22 @@ def test_verbs_and_flags_are_frozen():
     verbs = next(action for action in _parser()._actions if action.choices).choices
     assert {name: flags(verb) for name, verb in verbs.items()} == {
         "describe": ["--help", "--json", "--resolved", "--schema", "-h"],
-        "plan": ["--calibrate", "--days", "--engine", "--export", "--help", "--html", "--json", "--out", "--save",
-                 "--svg", "--tokens", "--top", "--trace", "--trainable", "-h"],
+        "plan": ["--calibrate", "--days", "--engine", "--export", "--gpus", "--help", "--html", "--json", "--out",
+                 "--save", "--svg", "--tokens", "--top", "--trace", "--trainable", "-h"],
         "data": ["--help", "--json", "-h"],
         "train": ["--allow-change", "--dry-run", "--help", "--json", "--rank", "-h"],
-        "convert": ["--base", "--config", "--dtype", "--help", "--layout", "--megatron-local", "--megatron-vocab",
-                    "--public", "--push", "--to", "--unverified", "--verify", "-h"],
+        "convert": ["--base", "--config", "--dtype", "--help", "--json", "--layout", "--megatron-local",
+                    "--megatron-vocab", "--public", "--push", "--to", "--unverified", "--verify", "-h"],
         "vocab": ["--add", "--data", "--help", "--init", "--json", "--learn", "--pad-to-multiple-of", "--special",
                   "--text-key", "--verify", "-h"],
-        "push": ["--help", "--public", "--unverified", "-h"],
+        "push": ["--help", "--json", "--public", "--unverified", "-h"],
         "bench": ["--help", "--json", "--out", "--quick", "--ranks", "-h"],
     }  # fmt: skip
 
 
 def test_config_keys_are_frozen():
     """Renaming or removing a key breaks run files: change this list only together with the changelog."""
-    schema = json.loads(subprocess.run([sys.executable, "-m", "kumi.cli", "describe", "--schema"], check=True,
+    schema = json.loads(subprocess.run([sys.executable, "-m", "kumi", "describe", "--schema"], check=True,
                                        capture_output=True, text=True).stdout)  # fmt: skip
     found = {name: sorted(section["properties"]) for name, section in schema["$defs"].items()}
     frozen = json.loads((Path(__file__).parent / "config_keys.json").read_text())
@@ -53,13 +53,21 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
     assert "Example: kumi" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [[], ["trian"], ["train"], ["train", "x.toml", "--allow", "y"],
+@pytest.mark.parametrize("words", [["trian"], ["train"], ["train", "x.toml", "--allow", "y"],
                                    ["describe", "--js"], ["bench", "--ranks", "0"]])  # fmt: skip
 def test_wrong_usage_is_exit_code_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
     assert "usage: kumi" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["kumi", "kumi.cli"])
+def test_kumi_alone_prints_help(module):
+    ended = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("usage: kumi")
+    assert "plan " in ended.stdout
 
 
 def test_describe_as_json(capsys):
@@ -83,7 +91,7 @@ def test_describe_without_a_run_file_says_what_to_do(capsys):
 
 
 def test_a_closed_pipe_is_no_error():
-    program = f"{sys.executable} -m kumi.cli describe --schema | head -n 1"
+    program = f"{sys.executable} -m kumi describe --schema | head -n 1"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True)
     assert (ended.stdout, ended.stderr) == ("{\n", "")
 
@@ -97,10 +105,10 @@ def test_a_closed_pipe_is_no_error():
     ],
 )
 def test_what_the_system_refuses_is_one_sentence(error, code, words, monkeypatch, capsys):
-    def fail(arguments):
+    def fail(path, overrides):
         raise error
 
-    monkeypatch.setattr("kumi.cli._resolve", fail)
+    monkeypatch.setattr("kumi.config.load", fail)
     assert main(["train", "run.toml"]) == code
     assert capsys.readouterr().err.startswith(words)
 
@@ -109,7 +117,7 @@ def test_what_keeps_nothing_does_not_promise_to_go_on(monkeypatch, capsys):
     def interrupt(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kumi.planning.run", interrupt)
+    monkeypatch.setattr("kumi.cli.plan._plan", interrupt)
     assert main(["plan", "run.toml"]) == errors.INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -118,7 +126,7 @@ def test_what_keeps_nothing_does_not_promise_to_go_on(monkeypatch, capsys):
 def test_output_that_nobody_can_read_stops_nothing(redirection):
     program = (
         "import sys, kumi.cli as cli\n"
-        "cli._describe = lambda arguments: [print('é', chr(0x2603), flush=True) for _ in range(2000)] and 7\n"
+        "cli._run = lambda arguments: [print('é', chr(0x2603), flush=True) for _ in range(2000)] and 7\n"
         "sys.exit(cli.main())"
     )
     line = f'PYTHONUTF8=0 PYTHONIOENCODING=ascii {sys.executable} -c "$0" describe {redirection}'

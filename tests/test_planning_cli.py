@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from kumi import planning
-from kumi.cli import _parser, main
+from kumi.cli import _parser, main, progress
 from kumi.config import load
 from kumi.errors import FitError
 
@@ -173,7 +174,7 @@ def test_sizes_as_json(run, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tokens", "1T"], "give both, or neither"),
+        (["--days", "2"], "give --tokens, too"),
         (["layout.tp=3"], "tp=3"),
         (["layout.zero=2", "layout.pp=2"], "zero=2 with pp=2"),
         (["layout.tpp=2"], "layout.tpp"),
@@ -208,6 +209,75 @@ def test_what_does_not_fit_is_exit_code_4_with_a_way_out(run, capsys):
     assert "set cluster.nodes=" in error
 
 
+MODEL = str(ROOT / "examples" / "models" / "llama-3-8b")
+# What is pinned so that the search is short.
+SHORT = ["layout.pp=1", "layout.cp=1", "layout.tp=1", "layout.microbatch=1", "layout.recompute=full"]
+
+
+def test_a_model_is_planned_on_machines_without_a_run_file(tmp_path, capsys):
+    saved = tmp_path / "run.toml"
+    assert main(["plan", MODEL, "--gpus", "16xh100-sxm", *SHORT, "--save", str(saved)]) == 0
+    printed = capsys.readouterr().out
+    assert "batch.seq_len=8_192 by default" in printed
+    assert "batch.tokens_per_step=4_194_304 by default" in printed
+    assert "on 16 x NVIDIA H100" in printed
+    run = tomllib.loads(saved.read_text())
+    assert run["model"]["source"] == MODEL
+    assert (run["cluster"]["source"], run["cluster"]["nodes"]) == ("h100-sxm", 2)
+    assert (run["batch"]["seq_len"], run["batch"]["tokens_per_step"]) == (8192, 4_194_304)
+
+
+def test_overrides_count_without_a_run_file(capsys):
+    words = ["batch.seq_len=1024", "cluster.price_per_hour=2", "--tokens", "200B", "--json"]
+    assert main(["plan", f"{MODEL}/config.json", "--gpus", "24xH100-SXM", *SHORT, *words]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["batch"] == {"seq_len": 1024, "tokens_per_step": 128 * 24 * 1024}
+    assert plan["defaults"] == {"batch.tokens_per_step": 128 * 24 * 1024}
+    assert plan["cluster"]["devices"] == 24
+    takes = plan["training"]
+    assert takes["days"] == pytest.approx(200e9 / plan["best"]["tokens_per_second"] / 86_400)
+    assert takes["device_hours"] == pytest.approx(24 * takes["days"] * 24)
+    assert takes["cost"] == pytest.approx(2 * takes["device_hours"])
+
+
+def test_gpus_replace_the_machines_of_a_run_file(run, capsys):
+    assert plan(run, *PINS, "--gpus", "4xa100-sxm-80gb", "--json") == 0
+    cluster = json.loads(capsys.readouterr().out)["cluster"]
+    assert (cluster["devices"], cluster["device"]["price"]) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([MODEL], f"{MODEL} is a model; say on which machines to plan it, such as --gpus 8xh100-sxm"),
+        ([MODEL, "--gpus", "8"], "write a number and a name, such as 16xh100-sxm"),
+        ([MODEL, "--gpus", "0xh100-sxm"], "write a number and a name"),
+        ([MODEL, "--gpus", "8xh100"], "did you mean 8xh100-96gb or 8xh100-pcie or 8xh100-sxm?"),
+        ([MODEL, "--gpus", "8xh10-sxm"], "did you mean 8xh100-sxm"),
+        ([MODEL, "--gpus", "8xabacus"], "'abacus' is unknown; use a100-pcie-80gb, "),
+        ([MODEL, "--gpus", "12xh100-sxm"], "h100-sxm has nodes of 8; use 8 or 16"),
+        ([str(ROOT / "examples")], f"name a run file in it: {ROOT}/examples/lora.toml, "),
+        ([str(ROOT / "docs")], "holds neither a TOML run file nor a model's config.json"),
+    ],
+)
+def test_what_is_no_run_file_is_said_to_be(words, text, capsys):
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert "run.toml" not in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("priced", [True, False])
+def test_tokens_alone_say_days_hours_and_cost(run, priced, capsys):
+    words = [] if priced else ["cluster.price_per_hour=0"]
+    assert plan(run, *PINS, *words, "--tokens", "1T") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("1T tokens take "))
+    assert re.match(r"1T tokens take [\d.,]+ days, [\d.,]+ device hours, ", line)
+    assert ("at 2.5 an hour" in line) == priced
+    assert ("for the cost, set cluster.price_per_hour" in line) != priced
+
+
 def test_a_missing_run_file_is_exit_code_2(tmp_path, capsys):
     assert main(["plan", str(tmp_path / "none.toml")]) == 2
     assert "no such run file" in capsys.readouterr().err
@@ -224,8 +294,8 @@ def test_a_bar_shows_only_where_a_search_takes_its_time(patience, monkeypatch):
 
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(planning, "PATIENCE", patience)
-    with planning.progress("searching") as told:
+    monkeypatch.setattr(progress, "PATIENCE", patience)
+    with progress.progress("searching") as told:
         told(0.5)
         timer = next((one for one in threading.enumerate() if isinstance(one, threading.Timer)), None)
         if timer and not patience:

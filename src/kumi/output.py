@@ -39,12 +39,12 @@ def keep_output() -> None:
             if nowhere != descriptor:
                 os.close(nowhere)
             os.set_inheritable(descriptor, True)
-        raw = _Kept(descriptor, "w", closefd=False)
-        text = io.TextIOWrapper(
-            io.BufferedWriter(raw),
-            getattr(present, "encoding", "utf-8"),
-            errors="backslashreplace",
-            line_buffering=True,
-            write_through=True,
-        )
-        setattr(sys, name, text)
+        setattr(sys, name, resilient(descriptor, getattr(present, "encoding", "utf-8")))
+
+
+def resilient(descriptor: int, encoding: str) -> io.TextIOWrapper:
+    """Return a text stream over `descriptor`, which it does not close, that raises no error whoever reads it."""
+    raw = _Kept(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True, write_through=True
+    )

@@ -86,7 +86,7 @@ def test_a_row_whose_package_is_missing_is_skipped_with_the_reason(monkeypatch):
 
 
 @pytest.mark.parametrize(("row", "processes", "words"), [
-    ("kumi bf16", 2, ["kumi.cli", "train"]),
+    ("kumi bf16", 2, ["-m kumi train"]),
     ("bare amp", 1, ["bare_loop.py", "--dtype", "amp"]),
     ("bare amp", 2, ["torch.distributed.run", "--nproc_per_node", "2", "bare_loop.py"]),
     ("trainer fp32", 1, ["hf_trainer.py"]),

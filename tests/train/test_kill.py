@@ -48,7 +48,7 @@ def uninterrupted(small, tmp_path_factory):
 @contextlib.contextmanager
 def training(folder, run):
     """`kumi train` in a process group of its own."""
-    command = [sys.executable, "-m", "kumi.cli", "train", str(run)]
+    command = [sys.executable, "-m", "kumi", "train", str(run)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(folder / "output.txt", "a") as output:
         process = subprocess.Popen(
@@ -138,7 +138,7 @@ def test_an_outside_launcher_starts_the_ranks(small, tmp_path, uninterrupted):
     shutil.rmtree(folder / "run")
     run = long_run(folder)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command = [*launcher, sys.executable, "-m", "kumi.cli", "train", str(run)]
+    command = [*launcher, sys.executable, "-m", "kumi", "train", str(run)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
     assert ended.returncode == 0, ended.stderr

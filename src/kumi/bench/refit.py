@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -48,15 +47,18 @@ def recalibrate(folders: Sequence[Path], cluster: str, out: Path) -> Calibration
     return found
 
 
-def run(folders: Sequence[str], plan: str, overrides: Sequence[str], out: str | None, *, as_json: bool) -> int:
+def run(
+    folders: Sequence[str], plan: str, overrides: Sequence[str], out: str | None,
+    write_json: Callable[[Any], None] | None = None,
+) -> int:  # fmt: skip
     """Refit the cluster that the run file `plan` names to the runs in `folders`, into the new file `out`, and print
-    what moved; the exit code."""
+    what moved, or hand it to `write_json`. Returns the exit code."""
     if out is None:
         raise ConfigError("plan: --calibrate writes a cluster file; name it with --out FILE.toml")
     cluster = load_plan(plan, overrides).cluster.source
     found = recalibrate([Path(folder) for folder in folders], cluster, Path(out))
-    if as_json:
-        print(json.dumps(asdict(found), indent=2))
+    if write_json is not None:
+        write_json(asdict(found))
     else:
         console().print(render(found))
         print(f'wrote {out}; use it with cluster.source="{out}"')

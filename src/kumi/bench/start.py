@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ CPU_RANKS = 2
 BUSY = 0.5
 
 
-def bench(*, out: Path | None, ranks: int | None, quick: bool, as_json: bool) -> int:
+def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Callable[[Any], None] | None = None) -> int:
     """Measure this machine with `ranks` ranks at once and write it to the new file `out`; the exit code.
 
-    Without `out` the file's text is printed after the tables. Raises RefusedError when `out` exists, before anything
-    is measured, and ConfigError when there are not as many GPUs as `ranks`.
+    Without `out` the file's text is printed after the tables. `write_json` takes all of it as plain data instead.
+    Raises RefusedError when `out` exists, before anything is measured, and ConfigError when there are not as many GPUs
+    as `ranks`.
     """
     if out is not None:
         refuse_existing(out, "--out")
@@ -49,7 +51,10 @@ def bench(*, out: Path | None, ranks: int | None, quick: bool, as_json: bool) ->
     text = node_toml(node, remarks(found, machine.device, machine.devices_per_node, load))
     if out is not None:
         write_new(out, text, "--out")
-    _print(found, node, text, out, as_json=as_json)
+    if write_json is not None:
+        write_json({"file": None if out is None else str(out), "toml": text, "found": asdict(found)})
+    else:
+        _print(found, node, text, out)
     return OK
 
 
@@ -91,11 +96,7 @@ def _measure(machine: ClusterSpec, *, quick: bool) -> tuple[int, Found | None]:
 MEASURED = ("float32", "bfloat16", "float16")
 
 
-def _print(found: Found, node: NodeFile, text: str, out: Path | None, *, as_json: bool) -> None:
-    if as_json:
-        described: dict[str, Any] = {"file": None if out is None else str(out), "toml": text, "found": asdict(found)}
-        print(json.dumps(described, indent=2))
-        return
+def _print(found: Found, node: NodeFile, text: str, out: Path | None) -> None:
     from kumi.bench.show import render
     from kumi.describe import console
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from kumi.config.schema import PlanConfig, RunConfig
 from kumi.config.sentences import sentences
 from kumi.errors import ConfigError
+from kumi.paths import looked_for
 
 Kind = TypeVar("Kind", bound=PlanConfig)
 
@@ -36,9 +37,13 @@ def _plannable(written: dict[str, Any]) -> bool:
     return not {"name", "data", "train"} <= set(written)
 
 
-def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> PlanConfig:
-    """As `load`, of a file that may leave out what only a run needs: a name, data and steps."""
-    return _checked(PlanConfig, _written(path, overrides))
+def load_plan(
+    path: str | Path, overrides: Sequence[str] = (), cluster: Mapping[str, Any] | None = None
+) -> PlanConfig:  # fmt: skip
+    """As `load`, of a file that may leave out what only a run needs: a name, data and steps. `cluster` replaces the
+    file's section of that name."""
+    given = {} if cluster is None else {"cluster": dict(cluster)}
+    return _checked(PlanConfig, with_overrides(read_toml(path) | given, overrides))
 
 
 def from_dict(written: dict[str, Any]) -> RunConfig:
@@ -52,21 +57,43 @@ def plan_from_dict(written: dict[str, Any]) -> PlanConfig:
 
 
 def _written(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """What the TOML file at `path` says, with `overrides` applied."""
+    """The TOML file at `path` as a nested dict, with `overrides` applied."""
+    return with_overrides(read_toml(path), overrides)
+
+
+def with_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`tree` itself, with `section.key=value` overrides applied."""
+    for override in overrides:
+        _apply(tree, override)
+    return tree
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The TOML run file at `path` as a nested dict."""
     file = Path(path)
     try:
-        written = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such run file; name an existing TOML file") from None
+        raise ConfigError(f"{looked_for(file)}: no such run file; name an existing TOML file") from None
     except IsADirectoryError:
-        raise ConfigError(f"{file} is a folder; name a TOML run file, such as {file / 'run.toml'}") from None
+        raise ConfigError(f"{file} is a folder; {_files_to_name(file)}") from None
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, OSError) or "\0" in str(path):
             raise ConfigError(f"{str(path)!r} cannot be read ({error}); name a TOML run file") from None
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
-    for override in overrides:
-        _apply(written, override)
-    return written
+
+
+def _files_to_name(folder: Path) -> str:
+    """Which files in `folder` the user may have meant."""
+    names = sorted(str(file) for file in folder.glob("*.toml"))
+    if names:
+        return f"name a run file in it: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+    if (folder / "config.json").is_file():
+        return (
+            f"it holds a model, which can be planned: kumi plan {folder} --gpus 8xh100-sxm; to train it, write a run "
+            f"file with kumi init, and set model.source to this folder"
+        )
+    return "it holds neither a TOML run file nor a model's config.json; name a run file, or write one with kumi init"
 
 
 def _checked(kind: type[Kind], written: dict[str, Any]) -> Kind:

@@ -11,11 +11,33 @@ from kumi.plan.search import search
 from kumi.plan.space import Pins, bases
 from kumi.plan.supported import Unsupported, accepted
 from kumi.plan.types import Estimate
+from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
 
 DAY = 86_400.0
 # The most devices that are considered.
 MOST_DEVICES = 65_536
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training on `tokens` tokens takes: days, device-hours, money, kWh.
+
+    `cost` is None where the cluster has no price, `energy` where it has no watts.
+    """
+
+    tokens: float
+    days: float
+    device_hours: float
+    cost: float | None
+    energy: float | None
+
+
+def training(tokens: float, best: Estimate, cluster: ClusterSpec) -> Training:
+    """Return what `tokens` tokens take on all devices of `cluster` at the pace of `best`."""
+    days, device = tokens / best.tokens_per_second / DAY, cluster.device
+    hours = days * 24 * cluster.devices
+    return Training(tokens, days, hours, hours * device.price or None, hours * device.watts / 1000 or None)
 
 
 @dataclass(frozen=True)
@@ -43,11 +65,10 @@ def size(
     found = search(job, pinned, top=1, accept=accepted(job, unsupported))
     if not found.plans:
         return None
-    best, device = found.plans[0], job.cluster.device
-    days = tokens / best.tokens_per_second / DAY
-    hours = days * 24 * job.cluster.devices
-    cost, energy = hours * device.price or None, hours * device.watts / 1000 or None
-    return Size(nodes, job.cluster.devices, best, days, hours, cost, energy)
+    takes = training(tokens, found.plans[0], job.cluster)
+    return Size(
+        nodes, job.cluster.devices, found.plans[0], takes.days, takes.device_hours, takes.cost, takes.energy
+    )  # fmt: skip
 
 
 def sizes(

@@ -11,6 +11,7 @@ from kumi.plan.estimate import estimate, timeline_of
 from kumi.plan.refusal import does_not_fit, why_illegal
 from kumi.plan.remedies import Grow
 from kumi.plan.search import Found, search
+from kumi.plan.sizing import training
 from kumi.plan.space import Pins
 from kumi.plan.supported import Unsupported, accepted, none_supported, refuse_unsupported
 from kumi.plan.types import Estimate
@@ -29,11 +30,12 @@ def plan(
     front: bool = True,
     unsupported: Unsupported | None = None,
     grow: Grow | None = None,
+    tokens: float | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """The fastest layout of `job` that agrees with `pinned`, with all that explains it; `trainable`: of those that this
     version of kumi trains itself; `unsupported`: of those of which it has nothing to say. `front`: with the front
-    of time and memory. `grow` makes the machines larger, for advice.
+    of time and memory. `grow` makes the machines larger, for advice. `tokens`: say what training on so many takes.
 
     Raises LayoutError with the reasons where what is pinned is illegal, or not supported, and FitError with the
     smallest change that would help where nothing fits.
@@ -59,6 +61,7 @@ def plan(
         timeline=timeline_of(job, best),
         front=found.pareto,
         lacking=_lacking(job, found, best),
+        training=None if tokens is None else training(tokens, best, job.cluster),
     )
 
 

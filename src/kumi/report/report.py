@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kumi.plan.sizing import Training
 from kumi.plan.timeline import Timeline
 from kumi.plan.types import Estimate
 from kumi.spec.job import Job
@@ -36,7 +37,7 @@ class Report:
 
     `others` are the runners-up, fastest first; `front` the layouts that none beats in time, memory and devices at
     once; `lacking` those faster than `best` that do not fit, fastest first. Of `searched` legal layouts `fitting` fit.
-    `timeline` is that of `best`.
+    `timeline` is that of `best`; `training` what the tokens take that were asked for.
     """
 
     job: Job
@@ -48,6 +49,7 @@ class Report:
     timeline: Timeline | None = None
     front: tuple[Estimate, ...] = ()
     lacking: tuple[Estimate, ...] = ()
+    training: Training | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """All of it but the timeline as plain data, for --json; the model by what identifies it."""
@@ -72,6 +74,7 @@ class Report:
             "lacking": [other.as_dict() for other in self.lacking],
             "searched": self.searched,
             "fitting": self.fitting,
+            "training": None if self.training is None else asdict(self.training),
         }
 
 

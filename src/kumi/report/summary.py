@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kumi.plan.sizing import training
 from kumi.plan.types import Estimate
 from kumi.report import words
 from kumi.report.figures import fullest
@@ -53,10 +54,18 @@ def _host(best: Estimate) -> Iterator[str]:
 
 
 def _cost(report: Report) -> Iterator[str]:
-    """What a billion tokens cost, in device hours, money and energy, as far as prices and watts are given."""
-    device, best = report.job.cluster.device, report.best
-    hours = best.devices * 1e9 / best.tokens_per_second / 3600
-    parts = [f"{words.digits(hours)} device hours"]
-    parts += [f"{words.digits(hours * device.price)} at {device.price:g} an hour"] if device.price else []
-    parts += [f"{words.digits(hours * device.watts / 1000)} kWh at {device.watts:g} W"] if device.watts else []
-    yield f"a billion tokens take {', '.join(parts)}"
+    """What the tokens that were asked for cost, or a billion, in device hours, money and energy, as far as known."""
+    device = report.job.cluster.device
+    takes = report.training or training(1e9, report.best, report.job.cluster)
+    days = f"{words.digits(takes.days)} days, " if report.training else ""
+    parts = [f"{words.digits(takes.device_hours)} device hours"]
+    if takes.cost is not None:
+        parts.append(f"{words.digits(takes.cost)} at {device.price:g} an hour")
+    if takes.energy is not None:
+        parts.append(f"{words.digits(takes.energy)} kWh at {device.watts:g} W")
+    unpriced = "; for the cost, set cluster.price_per_hour" if report.training and takes.cost is None else ""
+    yield f"{_tokens(takes.tokens)} take {days}{', '.join(parts)}{unpriced}"
+
+
+def _tokens(tokens: float) -> str:
+    return "a billion tokens" if tokens == 1e9 else f"{format_count(tokens)} tokens"

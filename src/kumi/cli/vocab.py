@@ -1,18 +1,18 @@
-"""The verbs that make a model's folder another one, or send it away: `kumi vocab` and `kumi push`."""
+"""`kumi vocab`: add tokens to a model."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
+from argparse import Namespace
+from typing import Any
 
+from kumi.cli.arguments import add_verb, positive
 from kumi.errors import OK
 
 
-def add_vocab(verb: Callable[..., argparse.ArgumentParser], positive: Callable[[str], int]) -> None:
-    """The parser of `kumi vocab`; `verb` makes one, `positive` reads a number."""
-    parser = verb(
-        "vocab", "Add tokens to a model's tokenizer, embeddings and head",
+def add(verbs: Any) -> None:
+    """Declare the verb's arguments."""
+    parser = add_verb(
+        verbs, "vocab", "Add tokens to a model's tokenizer, embeddings and head",
         "kumi vocab extend org/name out --learn 8000 --data texts.jsonl",
     )  # fmt: skip
     parser.add_argument("action", choices=["extend"], help="write a new folder with more tokens")
@@ -35,25 +35,11 @@ def add_vocab(verb: Callable[..., argparse.ArgumentParser], positive: Callable[[
         "--pad-to-multiple-of", type=positive, default=1, metavar="M", help="make vocab_size a multiple of M"
     )
     parser.add_argument("--verify", action="store_true", help="read the result back and compare what was there before")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(verb=_vocab)
+    parser.set_defaults(run_verb=run)
 
 
-def add_push(verb: Callable[..., argparse.ArgumentParser]) -> None:
-    """The parser of `kumi push`; `verb` makes one."""
-    parser = verb("push", "Send a verified Hugging Face folder to the hub", "kumi push out org/name")
-    parser.add_argument("folder", metavar="FOLDER", help="what kumi train or kumi convert --verify wrote")
-    parser.add_argument("repository", metavar="ORG/NAME", help="the repository; it is made where it is not there")
-    push_flags(parser)
-    parser.set_defaults(verb=_push)
-
-
-def push_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--public", action="store_true", help="a new repository on the hub can be read by everyone")
-    parser.add_argument("--unverified", action="store_true", help="send a folder that was not verified")
-
-
-def _vocab(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
+    """Extend the vocabulary. Returns the exit code."""
     from kumi.convert.vocab import Request, extend, lines
 
     request = Request(
@@ -61,16 +47,8 @@ def _vocab(arguments: argparse.Namespace) -> int:
         arguments.pad_to_multiple_of,
     )  # fmt: skip
     report = extend(arguments.base, arguments.out, request, verify=arguments.verify)
-    print(json.dumps(report, indent=2) if arguments.json else "\n".join(lines(report)))
-    return OK
-
-
-def _push(arguments: argparse.Namespace) -> int:
-    return pushed(arguments.folder, arguments.repository, arguments)
-
-
-def pushed(folder: str, name: str, arguments: argparse.Namespace) -> int:
-    from kumi.convert.publish import publish
-
-    print(publish(folder, name, public=arguments.public, unverified=arguments.unverified))
+    if arguments.json:
+        arguments.write_json(report)
+    else:
+        print("\n".join(lines(report)))
     return OK

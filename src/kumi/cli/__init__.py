@@ -1,0 +1,82 @@
+"""The command line. Each verb has a file: it declares its arguments, imports its package, calls one function, prints.
+
+main(argv)  -> the exit code of one command (see kumi.errors)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from kumi import __version__
+from kumi.cli import bench, convert, data, describe, plan, push, train, vocab
+from kumi.cli.json_output import json_output
+from kumi.errors import INTERRUPTED, OK, ConfigError, KumiError
+from kumi.output import keep_output
+
+__all__ = ["main"]
+
+VERBS = (describe, plan, data, train, convert, vocab, push, bench)
+
+# Verbs that continue where an interrupted command stopped.
+RESUMABLE = (data.run, train.run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (see kumi.errors). Print help where no verb is given."""
+    if argv is None:
+        keep_output()
+    parser = _parser()
+    arguments = _parsed(parser, argv)
+    if arguments.run_verb is None:
+        parser.print_help()
+        return OK
+    with json_output(arguments.json) as arguments.write_json:
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        return int(arguments.run_verb(arguments))
+    except KumiError as error:
+        if os.environ.get("KUMI_DEBUG"):
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        resumes = "; what was finished is kept, and the same command goes on from there"
+        print(f"interrupted{resumes if arguments.run_verb in RESUMABLE else ''}", file=sys.stderr)
+        return INTERRUPTED
+    except OSError as error:
+        if os.environ.get("KUMI_DEBUG"):
+            raise
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"{type(error).__name__}: {text}; make it usable, or name another place, and run again", file=sys.stderr)
+        return ConfigError.exit_code
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments. Overrides may stand anywhere; argparse alone takes those right after the run file only."""
+    arguments, rest = parser.parse_known_args(argv)
+    strays = [word for word in rest if not re.match(r"[a-z_]+\.[^=]*=", word)] if "overrides" in arguments else rest
+    if strays:
+        parser.error(f"unrecognized arguments: {' '.join(strays)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kumi", allow_abbrev=False, description="Train large language models on many GPUs.",
+        epilog="Start with: kumi train examples/quickstart.toml",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"kumi {__version__}")
+    parser.set_defaults(run_verb=None)
+    verbs = parser.add_subparsers(metavar="VERB")
+    for verb in VERBS:
+        verb.add(verbs)
+    return parser

@@ -1,0 +1,63 @@
+"""What the verbs' arguments have in common."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from typing import Any
+
+RUN_HELP = "a TOML run file, such as examples/quickstart.toml"
+SET_HELP = "set a key of the run file, such as optim.lr=2e-5"
+
+
+def add_verb(verbs: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    """Return the parser of a new verb, which has --help and --json."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, allow_abbrev=False, help=summary, description=f"{summary}.", epilog=f"Example: {example}"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output, all else on standard error"
+    )
+    return parser
+
+
+def add_run_file(parser: argparse.ArgumentParser, help: str = RUN_HELP, **options: Any) -> None:
+    """Add the run file and its overrides."""
+    parser.add_argument("run", metavar="RUN.toml", help=help, **options)
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
+
+
+def positive(text: str) -> int:
+    """Return `text` as a whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1; give 1 or more")
+    return int(text)
+
+
+def token_count(text: str) -> float:
+    """Return a number of tokens above 0, written as 300B or 1e12."""
+    from kumi.errors import ConfigError
+    from kumi.units import parse_count
+
+    try:
+        return _above_zero(float(parse_count(text)), text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def days(text: str) -> float:
+    """Return a number of days above 0, written as 30 or 0.5."""
+    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of days; write it as 30 or 0.5")
+    return _above_zero(float(text), text)
+
+
+def _above_zero(value: float, text: str) -> float:
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
+    return value

@@ -1,0 +1,81 @@
+"""`kumi convert`: a model from one format into another."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from kumi.cli.arguments import add_verb, positive
+from kumi.cli.push import add_push_flags
+from kumi.errors import OK, ConfigError
+
+
+def add(verbs: Any) -> None:
+    """Declare the verb's arguments."""
+    parser = add_verb(
+        verbs, "convert", "Convert weights, streaming",
+        "kumi convert runs/quickstart/checkpoints/step_000400 out --to hf",
+    )  # fmt: skip
+    parser.add_argument("source", metavar="SRC", help="a folder of Hugging Face, kumi or Megatron, or a hub id")
+    parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
+    parser.add_argument("--to", choices=["hf", "kumi", "megatron"], required=True, help="the format to write")
+    parser.add_argument("--config", metavar="FILE", help="the config.json of a Megatron checkpoint that has none")
+    parser.add_argument("--base", metavar="FOLDER", help="the model of adapters that are to be merged, if elsewhere")
+    parser.add_argument("--megatron-local", action="store_true", help="for Megatron-Core without TransformerEngine")
+    parser.add_argument(
+        "--megatron-vocab", type=positive, default=1, metavar="N", help="pad Megatron's vocabulary to a multiple of N"
+    )
+    parser.add_argument("--verify", action="store_true", help="load the result and compare tensors and logits")
+    parser.add_argument("--dtype", metavar="NAME", help="write weights as float32, bfloat16 or float16; default: as is")
+    parser.add_argument(
+        "--layout", metavar="TEXT", help="with --to kumi: cut as these ranks hold them, as in tp=2,pp=2"
+    )
+    parser.add_argument("--push", metavar="ORG/NAME", help="with --to hf: verify, and send the folder to the hub")
+    add_push_flags(parser)
+    parser.set_defaults(run_verb=run)
+
+
+def run(arguments: Namespace) -> int:
+    """Convert, and push where asked for. Returns the exit code."""
+    _check_push(arguments)
+    from kumi.convert import convert
+    from kumi.convert.publish import publish
+
+    verify = arguments.verify or (arguments.push is not None and not arguments.unverified)
+    message = convert(
+        arguments.source, arguments.target, to=arguments.to, verify=verify, dtype=arguments.dtype,
+        layout=arguments.layout, config=arguments.config, megatron=_megatron(arguments), base=arguments.base,
+    )  # fmt: skip
+    print(message)
+    result = {"source": arguments.source, "target": arguments.target, "to": arguments.to, "verified": verify,
+              "message": message, "url": None}  # fmt: skip
+    if arguments.push is not None:
+        result["url"] = publish(
+            arguments.target, arguments.push, public=arguments.public, unverified=arguments.unverified
+        )
+        print(result["url"])
+    if arguments.json:
+        arguments.write_json(result)
+    return OK
+
+
+def _check_push(arguments: Namespace) -> None:
+    """Raise ConfigError where flags of a push stand without one, or the push cannot be tried."""
+    if arguments.push is None:
+        if arguments.public or arguments.unverified:
+            raise ConfigError("convert: --public and --unverified are for --push; add that, or leave them out")
+        return
+    if arguments.to != "hf":
+        raise ConfigError(f"convert: --push sends Hugging Face folders, not --to {arguments.to}; use --to hf")
+    from kumi.hub import check_push
+
+    check_push(arguments.push, "--push")
+
+
+def _megatron(arguments: Namespace) -> Any:
+    """Return how the Megatron that loads the result is set up; None where the flags do not say."""
+    if not arguments.megatron_local and arguments.megatron_vocab == 1:
+        return None
+    from kumi.convert.megatron_write import Options
+
+    return Options(arguments.megatron_local, arguments.megatron_vocab)

@@ -1,0 +1,165 @@
+"""`kumi plan`: what a run file, or a model and machines, ask of the planner, and where its answers go."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kumi.cli.arguments import RUN_HELP, add_overrides, add_verb, days, positive, token_count
+from kumi.errors import OK, ConfigError
+
+if TYPE_CHECKING:
+    from kumi.config import PlanConfig
+    from kumi.plan.supported import Unsupported
+    from kumi.report.report import Report
+    from kumi.spec.engine import Engine
+
+
+def add(verbs: Any) -> None:
+    """Declare the verb's arguments."""
+    parser = add_verb(
+        verbs, "plan", "Choose the layout: what fits, how fast it is, and why",
+        "kumi plan examples/models/llama-3-8b --gpus 16xh100-sxm --tokens 300B",
+    )  # fmt: skip
+    parser.add_argument(
+        "run", metavar="RUN.toml|MODEL",
+        help=f"{RUN_HELP}, whose [data] and [train] may be missing; or a model, with --gpus: a folder with "
+        f"config.json, or a hub id",
+    )  # fmt: skip
+    add_overrides(parser)
+    parser.add_argument(
+        "--gpus",
+        metavar="NxNAME",
+        help="the machines, such as 16xh100-sxm, or a number and a cluster file; replaces [cluster]",
+    )
+    parser.add_argument("--trainable", action="store_true", help="only layouts that this version of kumi trains itself")
+    parser.add_argument("--top", type=positive, default=6, metavar="N", help="runners-up to show; default 6")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--svg", metavar="FOLDER", help="write the pictures")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write the pipeline's timeline for Perfetto or chrome://tracing"
+    )
+    parser.add_argument("--save", metavar="FILE.toml", help="write the run file with the chosen layout pinned")
+    parser.add_argument(
+        "--engine", metavar="TRAINER", help="as this trainer carries it out, where it can; default: kumi itself"
+    )
+    parser.add_argument("--export", metavar="TRAINER", help="write another trainer's configuration, into --out")
+    parser.add_argument("--out", metavar="FOLDER", help="where --export writes; default: the trainer's name")
+    parser.add_argument(
+        "--tokens", type=token_count, metavar="N", help="how long N tokens take, such as 300B, and what they cost"
+    )
+    parser.add_argument("--days", type=days, metavar="D", help="with --tokens: how many machines that takes")
+    parser.add_argument(
+        "--calibrate", action="append", metavar="RUN_FOLDER", help="refit the cluster to a finished run, into --out"
+    )
+    parser.set_defaults(run_verb=run)
+
+
+def run(arguments: Namespace) -> int:
+    """Plan, and write the files that are asked for. Returns the exit code."""
+    if arguments.calibrate:
+        from kumi.bench import refit
+
+        write_json = arguments.write_json if arguments.json else None
+        return refit.run(arguments.calibrate, arguments.run, arguments.overrides, arguments.out, write_json)
+    from kumi.cli.plan_files import refuse_places
+
+    _refuse_flags(arguments)
+    refuse_places(arguments)
+    return _plan(arguments)
+
+
+def _plan(arguments: Namespace) -> int:
+    from kumi.cli.plan_files import write_files
+    from kumi.cli.plan_sizes import print_sizes
+    from kumi.cli.progress import progress
+    from kumi.config import job
+    from kumi.config.cluster import of_nodes
+    from kumi.report.planning import plan
+
+    config, defaults = _config(arguments)
+    _check_adapters(config, arguments)
+    wanted, pinned = replace(job(config), engine=_engine(arguments)), config.layout.model_dump(exclude_none=True)
+    grow, unsupported = of_nodes(config.cluster), _unsupported(arguments)
+    for key, value in defaults.items():
+        print(f"{key}={value:_} by default; set it with {key}=VALUE")
+    if arguments.days is not None:
+        return print_sizes(arguments, wanted, pinned, grow, unsupported)
+    with progress("searching layouts") as told:
+        report = plan(
+            wanted, pinned, top=arguments.top, front=bool(arguments.html or arguments.svg or arguments.json),
+            trainable=arguments.trainable, unsupported=unsupported, grow=grow, tokens=arguments.tokens, progress=told,
+        )  # fmt: skip
+    _show(arguments, report, defaults)
+    for file in write_files(arguments, config, report):
+        print(f"wrote {file}")
+    return OK
+
+
+def _config(arguments: Namespace) -> tuple[PlanConfig, dict[str, int]]:
+    """Return the job to plan, and the values of the keys that have defaults for a model without a run file."""
+    from kumi.config.load import load_plan
+    from kumi.config.model_plan import is_model, parse_gpus, plan_of_model
+
+    cluster = None if arguments.gpus is None else parse_gpus(arguments.gpus)
+    if is_model(arguments.run):
+        return plan_of_model(arguments.run, cluster, arguments.overrides)
+    return load_plan(arguments.run, arguments.overrides, cluster), {}
+
+
+def _show(arguments: Namespace, report: Report, defaults: dict[str, int]) -> None:
+    """Print the report before files are written: none that cannot be written takes it away."""
+    if arguments.json:
+        arguments.write_json(report.as_dict() | {"defaults": defaults})
+        return
+    from kumi.describe import show
+    from kumi.report.terminal import render
+
+    show(render(report))
+
+
+def _check_adapters(config: PlanConfig, arguments: Namespace) -> None:
+    """Raise ConfigError where another trainer is to train adapters: how it does that is not modelled."""
+    other = arguments.export or (arguments.engine if arguments.engine != "kumi" else None)
+    if config.lora is not None and other:
+        raise ConfigError(f"plan: {other} with [lora]: adapters are planned for kumi only; leave [lora] out to plan "
+                          f"what {other} takes for all weights")  # fmt: skip
+
+
+def _engine(arguments: Namespace) -> Engine:
+    """Return the trainer whose traits the estimate has: the one named, or the one exported to, or kumi itself."""
+    from kumi.plan.engines import ENGINES
+
+    name = arguments.engine or (arguments.export if arguments.export in ENGINES else "kumi")
+    if name not in ENGINES:
+        raise ConfigError(f"plan: --engine {name} is unknown; use {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def _unsupported(arguments: Namespace) -> Unsupported | None:
+    """Return what keeps the named trainer from carrying a layout out; None where no trainer is named or modelled."""
+    from kumi.plan import export
+
+    trainer = arguments.export or arguments.engine
+    if trainer is None or (not arguments.export and trainer not in export.TRAINERS):
+        return None
+    return lambda job, layout: export.unsupported(job, layout, trainer)
+
+
+# --tokens with --days answers with a table of sizes, not with one plan.
+OF_ONE_PLAN = ("export", "html", "svg", "trace", "save")
+
+
+def _refuse_flags(arguments: Namespace) -> None:
+    """Raise ConfigError for flags that would have no effect beside the others."""
+    if arguments.days is not None and arguments.tokens is None:
+        raise ConfigError("plan: --days says in how many days --tokens are to be trained; give --tokens, too")
+    if arguments.out and not arguments.export:
+        raise ConfigError(f"plan: --out {arguments.out} is where --export writes; name a trainer with --export, too")
+    for name in OF_ONE_PLAN if arguments.days is not None else ():
+        if getattr(arguments, name):
+            raise ConfigError(
+                f"plan: --{name} is for one plan, and --tokens with --days compares several; "
+                f"ask for the plan alone, with the cluster.nodes that they find"
+            )

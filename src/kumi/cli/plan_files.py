@@ -1,0 +1,97 @@
+"""The files that `kumi plan` writes: a page, pictures, a timeline, a run file, another trainer's configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kumi.errors import ConfigError, RefusedError
+
+if TYPE_CHECKING:
+    from kumi.config import PlanConfig
+    from kumi.report.report import Report
+
+
+def write_files(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
+    """Write every file that `arguments` ask for and yield its path."""
+    files, saved = _files(arguments, report), _saved(arguments, config, report)
+    yield from chain(files, saved, _exported(arguments, config, report), _trace(arguments, report))
+
+
+def refuse_places(arguments: Namespace) -> None:
+    """Places that cannot be written, said before anything is searched. A run file or an export that exists is never
+    overwritten."""
+    for name in (arguments.save, _folder(arguments) if arguments.export else None):
+        if name is not None and Path(name).exists():
+            raise RefusedError(f"{name} exists; name another place, or remove it")
+    for flag in ("html", "trace", "save", "svg"):
+        name = getattr(arguments, flag)
+        if name and flag == "svg" and Path(name).is_file():
+            raise RefusedError(f"plan: --svg {name} is a file; name a folder for the pictures")
+        if name and flag != "svg" and Path(name).is_dir():
+            raise RefusedError(f"plan: --{flag} {name} is a folder; name a file, such as {Path(name) / f'plan.{flag}'}")
+    for flag in ("html", "trace", "save", "svg", "out"):
+        name = getattr(arguments, flag)
+        above = next((one for one in Path(name).absolute().parents if one.exists()), None) if name else None
+        if above is not None and not (above.is_dir() and os.access(above, os.W_OK)):
+            raise RefusedError(f"plan: --{flag} {name}: {above} is no folder that can be written; name another place")
+
+
+def _folder(arguments: Namespace) -> str:
+    return str(arguments.out or arguments.export)
+
+
+def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
+    """The page and the pictures, which are made anew each time."""
+    if arguments.html:
+        from kumi.report.page import page
+
+        yield _write(Path(arguments.html), page(report))
+    if arguments.svg:
+        from kumi.report.pictures import pictures
+
+        for name, picture in pictures(report).items():
+            yield _write(Path(arguments.svg) / f"{name}.svg", picture)
+
+
+def _trace(arguments: Namespace, report: Report) -> Iterator[Path]:
+    """The pipeline's timeline. Comes last, as it is only now known whether there is one."""
+    if arguments.trace:
+        if report.timeline is None and report.best.layout.pp == 1:
+            raise ConfigError("plan: --trace shows a pipeline, and the best layout has pp=1; pin layout.pp to see one")
+        if report.timeline is None:
+            many = report.job.batch.microbatches(report.best.layout)
+            raise ConfigError(
+                f"plan: --trace shows every microbatch, and {many:,} are too many; lower tokens_per_step to see some"
+            )
+        from kumi.report.trace import trace
+
+        yield _write(Path(arguments.trace), json.dumps(trace(report.timeline)))
+
+
+def _saved(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
+    """The run file with the chosen layout pinned: what `kumi train` takes."""
+    if arguments.save:
+        from kumi.config import dump, pinned_to
+
+        yield _write(Path(arguments.save), dump(pinned_to(config, report.best.layout)))
+
+
+def _exported(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
+    if arguments.export:
+        from kumi.plan.export import export
+
+        steps = {} if config.train is None else {"steps": config.train.steps}
+        for name, text in export(report.job, report.best.layout, arguments.export, **steps).items():
+            yield _write(Path(_folder(arguments)) / name, text)
+
+
+def _write(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file

@@ -1,0 +1,68 @@
+"""`kumi plan --tokens N --days D`: how many machines that takes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from kumi.cli.progress import progress
+from kumi.describe import show
+from kumi.errors import OK
+from kumi.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kumi.plan.remedies import Grow
+    from kumi.plan.sizing import Size
+    from kumi.plan.space import Pins
+    from kumi.plan.supported import Unsupported
+    from kumi.spec.job import Job
+
+
+def print_sizes(
+    arguments: Namespace, job: Job, pinned: Pins, grow: Grow, unsupported: Unsupported | None
+) -> int:  # fmt: skip
+    """Print how many nodes train `--tokens` tokens in `--days` days. Returns the exit code."""
+    from kumi.plan.choose import trained
+    from kumi.plan.sizing import sizes
+
+    pinned = trained(job, pinned) if arguments.trainable else pinned
+    with progress("trying numbers of nodes"):
+        tried = sizes(job, pinned, arguments.tokens, arguments.days, grow, unsupported)
+    if arguments.json:
+        arguments.write_json([_plain(size) for size in tried])
+        return OK
+    last = tried[-1]
+    tokens = format_count(arguments.tokens)
+    machines = f"{last.nodes} nodes, {last.devices} x {job.cluster.device.name}"
+    print(f"{tokens} tokens in {arguments.days:g} days: {machines}")
+    show(_table(tried))
+    return OK
+
+
+def _plain(one: Size) -> dict[str, Any]:
+    fields = {name: getattr(one, name) for name in ("nodes", "devices", "days", "device_hours", "cost", "energy")}
+    return fields | {"best": one.best.as_dict()}
+
+
+def _table(found: Sequence[Size]) -> Any:
+    """One row for each number of nodes that was tried."""
+    from rich.table import Table
+
+    from kumi.report.words import layout_words
+
+    priced, powered = found[-1].cost is not None, found[-1].energy is not None
+    names = ["nodes", "devices", "days", "device-hours", *["cost"] * priced, *["MWh"] * powered]
+    table = Table(box=None, pad_edge=False)
+    for name in (*names, "tokens/s", "MFU", "memory"):
+        table.add_column(name, justify="right")
+    table.add_column("layout")
+    for one in found:
+        money = [f"{one.cost:,.0f}"] if one.cost is not None else []
+        energy = [f"{one.energy / 1000:,.1f}"] if one.energy is not None else []
+        best = one.best
+        figures = (format_count(best.tokens_per_second), f"{best.mfu:.1%}", format_bytes(best.peak_memory))
+        counts = (f"{one.nodes}", f"{one.devices}", f"{one.days:,.1f}", f"{one.device_hours:,.0f}")
+        table.add_row(*counts, *money, *energy, *figures, layout_words(best.layout))
+    return table

@@ -1,0 +1,57 @@
+"""`kumi train`: train a run, or go on with it; with --dry-run, carry out a step without devices."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from kumi.cli.arguments import add_run_file, add_verb
+from kumi.errors import OK, ConfigError, FitError
+
+
+def add(verbs: Any) -> None:
+    """Declare the verb's arguments."""
+    parser = add_verb(
+        verbs, "train", "Train; the same command again resumes", "kumi train examples/quickstart.toml train.steps=50"
+    )
+    add_run_file(parser)
+    parser.add_argument(
+        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key has a new value"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="carry out a step of one rank without devices: memory, FLOPs and messages beside the planner's",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rank", metavar="R", help="with --dry-run: which rank, or all-stages; default: one of the fullest"
+    )
+    parser.set_defaults(run_verb=run)
+
+
+def run(arguments: Namespace) -> int:
+    """Train, or carry out a dry run. Returns the exit code."""
+    if arguments.dry_run:
+        return _dry_run(arguments)
+    if arguments.rank:
+        raise ConfigError("train: --rank is for --dry-run; add that, or leave --rank out")
+    if arguments.json:
+        raise ConfigError("train: --json is for --dry-run; add that, or leave --json out")
+    from kumi.config import load, resolve
+    from kumi.train.start import start
+
+    return start(resolve(load(arguments.run, arguments.overrides)), allow_change=tuple(arguments.allow_change))
+
+
+def _dry_run(arguments: Namespace) -> int:
+    from kumi.describe import estimated, show
+    from kumi.dryrun import chosen_ranks, dry_run
+
+    job, estimate = estimated(arguments.run, arguments.overrides)
+    result = dry_run(job, estimate.layout, chosen_ranks(estimate, arguments.rank))
+    if arguments.json:
+        arguments.write_json(result)
+    else:
+        from kumi.dryrun.show import render
+
+        show(render(result))
+    return OK if all(rank["memory"]["fits"] for rank in result["ranks"]) else FitError.exit_code

@@ -1,0 +1,93 @@
+"""A plan without a run file: a model, and machines written as 16xh100-sxm."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from math import log2
+from pathlib import Path
+from typing import Any
+
+from kumi import hub
+from kumi.config.cluster import cluster_spec
+from kumi.config.load import plan_from_dict, with_overrides
+from kumi.config.model import read_hf_config
+from kumi.config.presets import presets, read_node
+from kumi.config.schema import PlanConfig
+from kumi.errors import ConfigError
+from kumi.spec import families
+
+# Where the user does not say: sequences as long as most models are pre-trained with, and about four million tokens a
+# step, as Llama 3 8B to 70B began with (arXiv:2407.21783).
+SEQ_LEN = 8192
+TOKENS_PER_STEP = 2**22
+
+
+def is_model(source: str) -> bool:
+    """Return whether `source` names a model: a folder with config.json, a .json file, or a hub id that is no file."""
+    path = Path(os.path.expanduser(source))
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    if path.exists() or source.endswith(".toml"):
+        return path.suffix == ".json"
+    return hub.is_id(source)
+
+
+def plan_of_model(
+    source: str, cluster: Mapping[str, Any] | None, overrides: Sequence[str]
+) -> tuple[PlanConfig, dict[str, int]]:  # fmt: skip
+    """Return the plan of the model `source` on the `cluster` (a [cluster] section), with the values of the keys that
+    neither it nor `overrides` give. Raises ConfigError where the machines are not given."""
+    tree: dict[str, Any] = {"model": {"source": source}}
+    tree |= {} if cluster is None else {"cluster": dict(cluster)}
+    with_overrides(tree, overrides)
+    if "source" not in tree.get("cluster", {}):
+        raise ConfigError(f"{source} is a model; say on which machines to plan it, such as --gpus 8xh100-sxm, or "
+                          f"cluster.source=auto for this one")  # fmt: skip
+    partial = plan_from_dict(tree | {"batch": {"seq_len": 1, "tokens_per_step": 1} | tree.get("batch", {})})
+    defaults = _batch_defaults(partial, tree.setdefault("batch", {}))
+    tree["batch"] |= defaults
+    return plan_from_dict(tree), {f"batch.{key}": value for key, value in defaults.items()}
+
+
+def _batch_defaults(config: PlanConfig, given: Mapping[str, Any]) -> dict[str, int]:
+    """Return seq_len and tokens_per_step where they are not `given`: every device gets equally many sequences."""
+    defaults, seq_len = dict[str, int](), config.batch.seq_len
+    if "seq_len" not in given:
+        longest = families.from_hf(read_hf_config(config.model)).max_position_embeddings
+        seq_len = defaults["seq_len"] = min(SEQ_LEN, longest)
+    if "tokens_per_step" not in given:
+        devices = cluster_spec(config.cluster).devices
+        each = 2 ** int(log2(max(1.0, TOKENS_PER_STEP / seq_len / devices)))
+        defaults["tokens_per_step"] = each * devices * seq_len
+    return defaults
+
+
+def parse_gpus(text: str) -> dict[str, Any]:
+    """Return the [cluster] section of `text`, such as 16xh100-sxm: nodes of their usual size, or one smaller node.
+
+    Raises ConfigError for unknown names, with suggestions, and for counts that do not fill their nodes.
+    """
+    match = re.fullmatch(r"(\d+)[x*](.+)", text.strip())
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f"--gpus {text}: write a number and a name, such as 16xh100-sxm; names are "
+                          f"{', '.join(presets())}, or a cluster file")  # fmt: skip
+    count, name = int(match[1]), match[2] if match[2].endswith(".toml") else match[2].lower()
+    if not name.endswith(".toml") and name not in presets():
+        raise ConfigError(f"--gpus {text}: {match[2]!r} is unknown; {_suggestion(name, match[1])}")
+    size = read_node(name).devices_per_node
+    if count < size:
+        return {"source": name, "devices_per_node": count}
+    if count % size:
+        raise ConfigError(f"--gpus {text}: {name} has nodes of {size}; use {count // size * size} or "
+                          f"{(count // size + 1) * size}")  # fmt: skip
+    return {"source": name, "nodes": count // size}
+
+
+def _suggestion(name: str, count: str) -> str:
+    close = [preset for preset in presets() if name in preset] or get_close_matches(name, presets(), n=3)
+    if close:
+        return f"did you mean {' or '.join(f'{count}x{preset}' for preset in close)}?"
+    return f"use {', '.join(presets())}, or a cluster file"
