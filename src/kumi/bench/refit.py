@@ -9,16 +9,16 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kumi.bench.file import digits, node_toml, refuse_existing, write_new
-from kumi.config import load, load_plan, resolve
+from kumi.config import load_plan, resolve
 from kumi.config.cluster import cluster_spec
 from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
 from kumi.config.presets import read_node
 from kumi.config.schema import ClusterSection
+from kumi.config.stored import CONFIG, load_stored
 from kumi.describe import console
 from kumi.errors import OK, ConfigError
 from kumi.plan.calibrate import Calibration, MeasuredRun, calibrate
 from kumi.spec.job import Job
-from kumi.train.folder import CONFIG
 from kumi.train.metrics import read_metrics
 from kumi.units import format_bytes
 
@@ -69,7 +69,7 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
     """The finished run in `folder`, as if on `cluster`. Raises ConfigError when it is none or has too few steps."""
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"calibrate: {folder} has no {CONFIG}, so it is no run's folder; name a train.out")
-    run = resolve(load(folder / CONFIG))
+    run = resolve(load_stored(folder))
     steps = [entry for entry in read_metrics(folder / "metrics.jsonl") if "perf/step_s" in entry][WARM_UP:]
     if len(steps) < LEAST_STEPS:
         raise ConfigError(

@@ -13,6 +13,7 @@ from kumi.config.balance import Balance, choose_balance
 from kumi.config.cluster import cluster_spec, of_nodes
 from kumi.config.model import local_folder, read_hf_config, snapshot
 from kumi.config.schema import LoraSection, OptimSection, PlanConfig, RunConfig
+from kumi.config.stored import in_force
 from kumi.errors import ConfigError, LayoutError
 from kumi.plan.choose import choose_layout
 from kumi.plan.types import Estimate, MemoryEstimate
@@ -101,7 +102,11 @@ class Run:
 
 
 def resolve(config: RunConfig) -> Run:
-    """What `config` will run. Raises ConfigError, ModelError, LayoutError or FitError, each with its reason."""
+    """What `config` will run, with what is in force in its run folder where a run has begun there.
+
+    Raises ConfigError, ModelError, LayoutError or FitError, each with its reason.
+    """
+    config = in_force(config)
     snapshots = _snapshots(config)
     source = _source(config.model.source, snapshots)
     hf_config = read_hf_config(config.model, source)

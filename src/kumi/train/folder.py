@@ -15,16 +15,14 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kumi.config import RunConfig, dump
+from kumi.config.stored import CONFIG, changes, load_stored
 from kumi.errors import RefusedError
-
-CONFIG = "config.toml"
 
 # What may differ between a run and its continuation: nothing here changes what is learned.
 FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "data.workers", "data.cache",
@@ -65,7 +63,7 @@ def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
             f"train.out: {out} holds {len(found)} files that kumi did not write ({', '.join(sorted(found)[:3])}); "
             f"name an empty or new folder"
         )
-    changed = changes(read_config(out), tomllib.loads(dump(config)))
+    changed = changes(load_stored(out), config)
     refused = [line for key, line in changed if not _allowed(key, allow_change)]
     if refused:
         keys = " ".join(f"--allow-change {key}" for key, _ in changed if not _allowed(key, allow_change))
@@ -73,21 +71,6 @@ def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
             f"train.out: {out} holds a run with another configuration ({'; '.join(refused)}); "
             f"choose another train.out, or continue with the new values: {keys}"
         )
-
-
-def read_config(out: Path) -> dict[str, Any]:
-    """The configuration that lies in the run folder `out`."""
-    try:
-        return tomllib.loads((out / CONFIG).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RefusedError(f"{out / CONFIG} is damaged ({error}); restore it, or choose another train.out") from None
-
-
-def changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every dotted key that differs, with `key: old -> new`."""
-    before, after = _flat(old), _flat(new)
-    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
-    return [(key, f"{key}: {before.get(key, 'unset')!r} -> {after.get(key, 'unset')!r}") for key in keys]
 
 
 def _check_names(keys: Sequence[str]) -> None:
@@ -102,13 +85,6 @@ def _check_names(keys: Sequence[str]) -> None:
 
 def _allowed(key: str, allow_change: Sequence[str]) -> bool:
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*FREE, *allow_change))
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 @contextmanager
