@@ -22,6 +22,7 @@ from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import decayed
 from kumi.spec.precision import PRECISIONS
 from kumi.train.state import Parts
 
@@ -65,7 +66,7 @@ def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> 
         return torch.randn(shape, device=device) * run.model.initializer_range
 
     model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm)
-    optimizer = init_adamw(bare(model).named_parameters(), run.optim)
+    optimizer = init_adamw(bare(model).named_parameters(), decayed(run.model), run.optim)
     return Parts(run, mesh, model, optimizer, None, None, None)
 
 

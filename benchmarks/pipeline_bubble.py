@@ -125,6 +125,7 @@ def train(args: argparse.Namespace) -> None:
     from kumi.parallel import bare, build, build_mesh, close_distributed, init_adamw, init_distributed, pipeline
     from kumi.parallel.record import gather, start
     from kumi.spec import families
+    from kumi.spec.ledger import decayed
     from kumi.spec.optim import Optim
     from kumi.spec.precision import PRECISIONS
 
@@ -135,7 +136,7 @@ def train(args: argparse.Namespace) -> None:
         layout, microbatches = layout_of(row)
         mesh = build_mesh(layout, place)
         model = build(spec, mesh, PRECISIONS["fp32"], weights=0)
-        optimizer = init_adamw(bare(model).named_parameters(), Optim())
+        optimizer = init_adamw(bare(model).named_parameters(), decayed(spec), Optim())
         ids = torch.randint(0, spec.vocab_size, (ROWS_OF_TOKENS, SEQ_LEN))
         inputs = {"input_ids": ids, "labels": ids, "token_weights": torch.full(ids.shape, -1.0 / ids.numel())}
         found[row] = []

@@ -27,6 +27,7 @@ from kumi.parallel.grads import by_name, local
 from kumi.parallel.optimizer import AdamW
 from kumi.parallel.state import pieces_of
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import decayed
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -49,10 +50,11 @@ def _sinks_spec() -> ModelSpec:
 
 
 def _scores_spec() -> ModelSpec:
-    """Scores that are scaled, capped and tilted in both ways, heads turned in part, and rows that are long though what
-    a rank has of them may not be."""
+    """Scores that are scaled, capped and tilted in both ways, heads turned in part, and a document that is long though
+    what a rank has of it may not be."""
     part = Rope(10000.0, partial_rotary_factor=0.7, interleave=True)
-    long = Rope(10000.0, "longrope", original_max_position_embeddings=LENGTH // 2, attention_factor=1.2,
+    # Of the documents of a batch (see `batch`) only the last, of 7 tokens, is long.
+    long = Rope(10000.0, "longrope", original_max_position_embeddings=6, attention_factor=1.2,
                 short_factor=(1.0, 1.5, 2.0), long_factor=(3.0, 5.0, 8.0))  # fmt: skip
     attentions = (
         Attention(4, 2, 6, None, alibi=True),
@@ -183,7 +185,7 @@ def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", st
     """Trains SPECS[family] for `steps` steps of the same global batches, whatever the layout."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=7)
-    optimizer = init_adamw(bare(model).named_parameters(), Optim(lr=1e-2))
+    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), Optim(lr=1e-2))
     scale = LossScale(2.0**10 if PRECISIONS[kind].loss_scaling else 1.0)
     dtype = getattr(torch, PRECISIONS[kind].param)
     losses, norms, grads = [], [], []

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from kumi.parallel import bare, build, init_adamw
 from kumi.parallel.grads import local
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import decayed
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.sharding import state_bytes, units
@@ -31,7 +32,7 @@ def _measured_states(layout, family, microbatches):
     """Bytes of parameters, gradients and optimizer states between backward and update, and after the update."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["bf16"], weights=0)
-    optimizer = init_adamw(bare(model).named_parameters(), OPTIM)
+    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), OPTIM)
     found = []
     for step in range(2):
         forward_backward(model, mesh, step, microbatches)

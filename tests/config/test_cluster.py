@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kumi.config import machine
 from kumi.config.cluster import cluster_spec
 from kumi.config.hardware import hardware
 from kumi.config.presets import presets, read_device, read_link, read_network, read_node
@@ -191,17 +192,25 @@ def test_links_of_a_file_are_refused_where_they_leave_devices_out(written):
     assert spans(source=written(file + link.format(4)), nodes=2, network="ib-hdr") == [4, 8]
 
 
-def smi(monkeypatch, text):
+def smi(monkeypatch, *gpus, visible=None):
+    """Have nvidia-smi list `gpus`, (name, MiB, compute capability) or with "Enabled" behind where MIG divides one."""
+    fields = ("index", "uuid", "name", "memory.total", "compute_cap", "mig.mode.current")
+    rows = [(str(index), f"GPU-{index + 10}ab-0", *gpu, "Disabled") for index, gpu in enumerate(gpus)]
+
     def run(command, **options):
         assert command[0] == "nvidia-smi"
-        return subprocess.CompletedProcess(command, 0, text, "")
+        (asked,) = (word.removeprefix("--query-gpu=") for word in command if word.startswith("--query-gpu="))
+        lines = [", ".join(row[fields.index(field)] for field in asked.split(",")) for row in rows]
+        return subprocess.CompletedProcess(command, 0, "".join(f"{line}\n" for line in lines), "")
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
 def test_a_gpu_is_recognised_by_the_driver_s_name_and_keeps_its_own_memory(monkeypatch):
-    smi(monkeypatch, "NVIDIA H200, 143771, 9.0\n" * 4)
+    smi(monkeypatch, *[("NVIDIA H200", "143771", "9.0")] * 4)
     found, preset = cluster(), cluster(source="h200-sxm")
     assert found.device == dataclasses.replace(preset.device, memory=143771 * 2**20)
     assert found.devices_per_node == 4
@@ -210,11 +219,32 @@ def test_a_gpu_is_recognised_by_the_driver_s_name_and_keeps_its_own_memory(monke
 
 
 def test_of_an_unknown_gpu_nothing_is_guessed(monkeypatch):
-    smi(monkeypatch, "NVIDIA X1, 1000, 7.0\nNVIDIA X1, 1000, 7.0\n")
+    smi(monkeypatch, *[("NVIDIA X1", "1000", "7.0")] * 2)
     found = cluster(nodes=2)
     assert (found.device.peak, found.device.memory_bandwidth, found.links) == ((), 0, ())
     assert found.device.dtypes == ("float32", "float16")
     assert found.devices == 4
+
+
+@pytest.mark.parametrize(("visible", "mebibytes"), [
+    (None, [1000, 2000, 3000, 4000]),
+    ("2,3", [3000, 4000]),
+    (" 3, 1", [4000, 2000]),
+    ("GPU-12ab,GPU-10ab-0", [3000, 1000]),
+    ("1,-1,2", [2000]),
+    ("2,9,1", [3000]),  # as CUDA, which stops at a number that is none
+    ("GPU-1,0", []),  # the beginning of four
+    ("", []),
+])  # fmt: skip
+def test_the_gpus_are_those_that_cuda_visible_devices_names(monkeypatch, visible, mebibytes):
+    smi(monkeypatch, *[("NVIDIA X1", str(1000 * number), "9.0") for number in (1, 2, 3, 4)], visible=visible)
+    assert [gpu.memory for gpu in machine._gpus()] == [2**20 * each for each in mebibytes]
+
+
+@pytest.mark.parametrize("visible", [None, "0", "MIG-ab12", "MIG-GPU-10ab-0/1/0"])
+def test_parts_of_a_gpu_are_not_described_as_the_whole(monkeypatch, visible):
+    smi(monkeypatch, ("NVIDIA H200", "143771", "9.0", "Enabled"), visible=visible)
+    assert "is divided by MIG" in refusal()
 
 
 def test_of_a_cpu_speeds_are_assumed_and_said_to_be():

@@ -23,6 +23,7 @@ from kumi.parallel.grads import local
 from kumi.spec import families
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import decayed
 from kumi.spec.model import MLP, Attention, LayerSpec
 from planned import job_of
 from steps import LENGTH, SEQUENCES, SPECS, mesh_of
@@ -56,7 +57,7 @@ def _really(layout: Layout, family: str):
         local(parameter.detach()).fill_(0.01)
     with tracker:
         model = replicated(laid, mesh, job.precision)
-    optimizer = init_adamw(bare(model).named_parameters(), job.optim)
+    optimizer = init_adamw(bare(model).named_parameters(), decayed(job.model), job.optim)
     watch_head(model, tracker)
     hold(model, optimizer, tracker)
     tracker.begin()

@@ -18,6 +18,7 @@ from kumi.parallel.context import cut
 from kumi.parallel.mesh import close_distributed
 from kumi.spec.comm import PLAIN, Comm
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import decayed
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -71,7 +72,7 @@ def steps(case: Case, mesh: Mesh) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
     precision = PRECISIONS[case.precision]
     model = build(MODELS[case.model], mesh, precision, weights=7, comm=case.comm)
-    optimizer = init_adamw(bare(model).named_parameters(), Optim(lr=1e-2))
+    optimizer = init_adamw(bare(model).named_parameters(), decayed(MODELS[case.model]), Optim(lr=1e-2))
     found = []
     for step in range(STEPS):
         loss = pipeline.train(model, mesh, _inputs(case, mesh, step))

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from kumi.nn import rope
-from kumi.nn.where import tables
+from kumi.nn.where import document_lengths, tables
 from kumi.spec.model import Attention, Rope
 
 LENGTH, HEAD = 24, 16
@@ -57,7 +57,7 @@ def test_equals_transformers(name):
     x = torch.randn(2, LENGTH, 3, HEAD, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(LENGTH).expand(2, -1)
     attention = Attention(4, 2, HEAD, spec)
-    (found,) = tables([attention], positions, LENGTH).values()
+    (found,) = tables([attention], positions, lambda: LENGTH).values()
     turned = rope.rotate(x, *found, interleave=spec.interleave)
     torch.testing.assert_close(turned, theirs(x, positions), rtol=1e-5, atol=2e-5)
     assert found[0].shape == (2, LENGTH, 1, attention.rotary_dim)
@@ -74,11 +74,17 @@ def test_gradients(size, interleave):
     assert torch.autograd.gradcheck(lambda x: rope.rotate(x, cos, sin, interleave=interleave), x)
 
 
-def test_the_whole_row_decides_about_every_part_of_it():
-    """Also of a row that holds short documents, or that several devices share."""
+def test_the_length_of_its_document_decides_about_every_position():
+    """Whatever row it is packed in, and whatever part of it a device has."""
     spec = replace(LONGROPE, original_max_position_embeddings=12)
     place = torch.arange(4)[None]
     short, long = (rope.tables(spec, 8, place, length)[0] for length in (12, 13))
     assert not torch.equal(short, long)
-    assert torch.equal(short, rope.tables(spec, 8, place, 4)[0])
-    assert torch.equal(long, rope.tables(spec, 8, place, 100)[0])
+    mixed = rope.tables(spec, 8, place, torch.tensor([[12, 13, 4, 100]]))[0]
+    assert torch.equal(mixed, torch.stack((short[:, 0], long[:, 1], short[:, 2], long[:, 3]), dim=1))
+
+
+def test_lengths_of_documents():
+    ids = torch.tensor([[3, 3, 3, 7, 7, 3], [3, 5, 5, 5, 5, 0]])
+    assert document_lengths(ids, ids).tolist() == [[3, 3, 3, 2, 2, 1], [1, 4, 4, 4, 4, 1]]
+    assert document_lengths(ids, None) == 6

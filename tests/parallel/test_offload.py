@@ -21,7 +21,7 @@ from kumi.plan.activations import ledger
 from kumi.plan.columns import columns
 from kumi.plan.memory import host_memory
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import params
+from kumi.spec.ledger import decayed, params
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.techniques import ROOMS
@@ -29,6 +29,8 @@ from planned import job_of, share_of
 from steps import SPECS, batch, forward_backward, mesh_of
 
 OPTIM = Optim(lr=1e-2)
+# Of `_module`.
+MATRICES = ("0.weight", "1.weight", "3.weight")
 
 
 def _alone(offload):
@@ -56,8 +58,8 @@ def _steps(module, optimizer, frozen=()):
 @pytest.mark.parametrize("offload", ["optimizer", "optimizer-nvme"])
 def test_updates_equal_those_on_the_device_to_the_bit(tmp_path, offload, bucket):
     plain, moved = _module(), _module()
-    ours = init_optimizer(moved.named_parameters(), OPTIM, _alone(offload), tmp_path, bucket=bucket)
-    theirs = init_adamw(plain.named_parameters(), OPTIM)
+    ours = init_optimizer(moved.named_parameters(), MATRICES, OPTIM, _alone(offload), tmp_path, bucket=bucket)
+    theirs = init_adamw(plain.named_parameters(), MATRICES, OPTIM)
     for module, optimizer in ((plain, theirs), (moved, ours)):
         _steps(module, optimizer, frozen=("1.weight", "3.bias"))
     for one, other in zip(plain.parameters(), moved.parameters()):
@@ -80,7 +82,8 @@ def _mapped_pages():
 def test_memory_holds_three_buckets_of_what_is_on_drives(tmp_path):
     module = nn.Linear(1024, 1024, bias=False)
     module.weight.grad = torch.ones_like(module.weight)
-    optimizer = init_optimizer(module.named_parameters(), OPTIM, _alone("optimizer-nvme"), tmp_path, bucket=2**16)
+    mesh = _alone("optimizer-nvme")
+    optimizer = init_optimizer(module.named_parameters(), ("weight",), OPTIM, mesh, tmp_path, bucket=2**16)
     assert len(optimizer.buckets) == 16
     before = _mapped_pages()
     optimizer.step()
@@ -102,14 +105,15 @@ def _trained(layout, family, folder):
     """Parameters and states after three steps, with what a rank saves then filled into an optimizer in memory."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp32"], weights=3)
-    optimizer = init_optimizer(bare(model).named_parameters(), OPTIM, mesh, Path(folder), bucket=1024)
+    weights = decayed(SPECS[family])
+    optimizer = init_optimizer(bare(model).named_parameters(), weights, OPTIM, mesh, Path(folder), bucket=1024)
     for step in range(3):
         forward_backward(model, mesh, step, 2)
         clip_gradients(model, 0.5, mesh)
         optimizer.step()
         optimizer.zero_grad()
     saved = {piece.name: piece.data.clone() for piece in optimizer_pieces(model, optimizer, mesh)}
-    plain = init_adamw(bare(model).named_parameters(), OPTIM)
+    plain = init_adamw(bare(model).named_parameters(), weights, OPTIM)
     fill(optimizer_pieces(model, plain, mesh), lambda name, start, shape: saved[name])
     states = [local(value).numpy().copy() for state in plain.state.values() for value in state.values()]
     return [local(value.detach()).numpy().copy() for value in model.parameters()], states
@@ -178,7 +182,7 @@ def _host_bytes(layout, folder):
     """Bytes of a rank's states and of the rooms they are updated in, and how many of those there are."""
     mesh = mesh_of(layout)
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=3)
-    optimizer = init_optimizer(bare(model).named_parameters(), OPTIM, mesh, Path(folder))
+    optimizer = init_optimizer(bare(model).named_parameters(), decayed(SPECS["llama"]), OPTIM, mesh, Path(folder))
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     tensors = [
         value for room in optimizer.rooms for value in (room.parameters, room.gradients, room.means, room.squares)

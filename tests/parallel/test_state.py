@@ -17,7 +17,7 @@ from kumi.parallel import (
     owned,
 )
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import buffers, params, tensors
+from kumi.spec.ledger import buffers, decayed, params, tensors
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, forward_backward, mesh_of
@@ -48,7 +48,7 @@ def _saved(layout, family="qwen", steps=1):
     """What this rank would save after `steps` steps: (name, shape, start, values)."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=3)
-    optimizer = init_adamw(bare(model).named_parameters(), Optim())
+    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), Optim())
     for step in range(steps):
         forward_backward(model, mesh, step, 1, dtype=torch.float64)
         optimizer.step()
@@ -76,7 +76,7 @@ def _loaded(layout, family, whole):
         return torch.from_numpy(np.asarray(whole[name][where]))
 
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=read)
-    optimizer = init_adamw(bare(model).named_parameters(), Optim())
+    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), Optim())
     fill(optimizer_pieces(model, optimizer, mesh), read)
     pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh)
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]

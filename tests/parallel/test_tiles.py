@@ -15,6 +15,7 @@ from kumi.parallel.tiles import Tiling, _forward
 from kumi.spec import model
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import decayed
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.techniques import untrained_techniques
@@ -37,7 +38,7 @@ def _trained(layout, microbatches):
     """Losses, norms, and this rank's parts of the parameters after three steps."""
     mesh = mesh_of(layout)
     made = build(SPECS["llama"], mesh, PRECISIONS["fp64"], weights=3)
-    optimizer = init_adamw(bare(made).named_parameters(), Optim(lr=1e-2))
+    optimizer = init_adamw(bare(made).named_parameters(), decayed(SPECS["llama"]), Optim(lr=1e-2))
     found = []
     for step in range(3):
         found.append(forward_backward(made, mesh, step, microbatches, dtype=torch.float64))

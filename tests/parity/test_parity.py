@@ -30,6 +30,26 @@ def test_logits_loss_and_gradients(name):
     _same_gradients(reference, decoder, 1e-7)
 
 
+def test_longrope_is_chosen_by_the_document_in_rows_longer_than_the_original_context():
+    """Packed documents shorter and longer than the context of 16 train as transformers does on each by itself."""
+    reference, decoder = build_pair("phi3-longrope")
+    sizes = [7, 16, 17, 20, 25, 5, 14, 16]
+    flat = torch.randint(0, decoder.spec.vocab_size, (120,), generator=torch.Generator().manual_seed(1))
+    alone = flat.split(sizes)
+    targets = [document.roll(-1) for document in alone]
+    found = [reference(input_ids=document[None], use_cache=False).logits[0] for document in alone]
+    expected = [F.cross_entropy(*pair, reduction="sum") / 120 for pair in zip(found, targets)]
+    ids, labels = flat.view(2, 60), torch.cat(targets).view(2, 60)
+    documents = torch.arange(8).repeat_interleave(torch.tensor(sizes)).view(2, 60)
+    loss = torch.stack(expected).sum()
+    loss.backward()
+    weights = torch.full(ids.shape, 1 / 120)
+    total, _ = decoder(ids, document_ids=documents, labels=labels, token_weights=weights)
+    (-total).backward()
+    torch.testing.assert_close(-total, loss, rtol=1e-6, atol=1e-6)
+    _same_gradients(reference, decoder, 1e-7)
+
+
 def _same_gradients(reference, decoder, least):
     grads = {key: value.grad for key, value in reference.named_parameters()}
     # A bias that only chooses has none.

@@ -128,6 +128,18 @@ def test_a_gap_names_what_is_lost_and_what_would_have_to_be_gained():
     assert needs(found) == "3.00 s less exposed dp traffic"
 
 
+def test_a_gap_is_that_of_equal_tokens_in_every_kind():
+    """Half of the tokens in 5.5 s are as good as all of them in 11 s, of which every kind takes twice its time."""
+    half = replace(sharded(dp=2.3), tokens_per_step=best().tokens_per_step // 2)
+    time = {kind: seconds / 2 for kind, seconds in half.time}
+    half = replace(half, time=tuple(time.items()), step_seconds=sum(time.values()))
+    assert sum(time.values()) == pytest.approx(5.5)
+    found = gap(best(), half)
+    assert found.seconds == pytest.approx(1.0)
+    assert dict(found.losses)["dp"] == pytest.approx(2.2)
+    assert needs(found) == "1.00 s less exposed dp traffic"
+
+
 def test_what_one_kind_cannot_close_others_must():
     time = dict(best().time)
     slower = estimate(CHOSEN, time | {"tp": 2.0, "bubble": 2.0, "dp": 0.4, "optimizer": 0.4}, best().memory)

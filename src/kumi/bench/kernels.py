@@ -187,7 +187,7 @@ def _update(device: torch.device, count: int) -> Kernel:
     def prepare() -> Work:
         parameter = nn.Parameter(_random(device, "float32", count))
         parameter.grad = _random(device, "float32", count)
-        return init_adamw([("weight", parameter)], Optim()).step
+        return init_adamw([("weight", parameter)], ("weight",), Optim()).step
 
     return Kernel("update", "float32", f"{count >> 20} Mi parameters", 28.0 * count, prepare)
 

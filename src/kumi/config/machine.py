@@ -12,6 +12,7 @@ from kumi.config.cluster import assemble
 from kumi.config.cluster_file import ASSUMED, DeviceFile, LinkFile, NetworkFile, NodeFile
 from kumi.config.presets import presets, read_device, read_network, read_node
 from kumi.config.schema import ClusterSection
+from kumi.errors import ConfigError
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import write_bandwidth, write_bytes, write_flops
 
@@ -23,6 +24,9 @@ CYCLES = 2.5e9
 CORE_BANDWIDTH = 8e9
 # Between processes of one machine, over gloo.
 LOOPBACK: dict[str, Any] = {"bandwidth": "1 GB/s", "latency": "50 us", "efficiency": 0.8}
+
+# What nvidia-smi is asked about every GPU.
+_FIELDS = ("index", "uuid", "name", "memory.total", "compute_cap", "mig.mode.current")
 
 Kind = TypeVar("Kind", LinkFile, NetworkFile)
 
@@ -87,22 +91,40 @@ def cpu_device(ranks: int) -> dict[str, Any]:
 
 
 def _gpus() -> list[DeviceFile]:
-    """The CUDA devices of this machine, asked of the driver's own tool so that torch need not be imported."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    """The CUDA devices that a program sees here, asked of the driver's own tool so that torch need not be imported."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = (
-        len([part for part in visible.split(",") if part.strip() not in ("", "-1")]) if visible is not None else None
-    )
-    return [_gpu(line) for line in listed.strip().splitlines()][:count]
+    rows = [[part.strip() for part in line.split(",")] for line in listed.strip().splitlines()]
+    gpus = [dict(zip(_FIELDS, row, strict=True)) for row in rows]
+    return [_gpu(gpu) for gpu in _visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))]
 
 
-def _gpu(line: str) -> DeviceFile:
-    """The GPU in a line of nvidia-smi: with the figures of the preset that has this name, or with none."""
-    name, mebibytes, capability = (part.strip() for part in line.split(","))
+def _visible(gpus: list[dict[str, str]], names: str | None) -> list[dict[str, str]]:
+    """Those of `gpus` that CUDA_VISIBLE_DEVICES = `names` leaves, in its order: all where it is not set.
+
+    As CUDA reads it: numbers, or beginnings of UUIDs, up to the first that names no GPU or names one again. Raise
+    ConfigError for a part of a GPU (MIG), whose memory and speed are not those of the GPU.
+    """
+    chosen: list[dict[str, str]] = []
+    for name in [gpu["index"] for gpu in gpus] if names is None else names.split(","):
+        name = name.strip()
+        matches = [gpu for gpu in gpus if gpu["index"] == name or (name[:4] == "GPU-" and gpu["uuid"].startswith(name))]
+        if name.startswith("MIG-") or any(gpu["mig.mode.current"] == "Enabled" for gpu in matches):
+            raise ConfigError(f"this machine's GPU {name!r} is divided by MIG, and kumi does not know what its parts "
+                              f"are; describe one of them in a file (docs/hardware.md) and name it as "
+                              f"cluster.source")  # fmt: skip
+        if len(matches) != 1 or matches[0] in chosen:
+            break
+        chosen += matches
+    return chosen
+
+
+def _gpu(gpu: dict[str, str]) -> DeviceFile:
+    """A GPU that nvidia-smi lists: with the figures of the preset that has this name, or with none."""
+    name, mebibytes, capability = gpu["name"], gpu["memory.total"], gpu["compute_cap"]
     memory = {"memory": f"{mebibytes} MiB"}
     for preset in presets("devices"):
         device = read_device(preset)

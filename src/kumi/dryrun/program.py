@@ -26,6 +26,7 @@ from kumi.parallel.optimizer import AdamW
 from kumi.parallel.stages import stages_of
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.ledger import decayed
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def carry_out(job: Job, layout: Layout, rank: int) -> Measured:
             for stage in stages_of(bare(made)).values():
                 stand_in(stage, mesh, job.cluster.device.kind)
             watch_head(made, tracker)
-            optimizer = init_adamw(bare(made).named_parameters(), job.optim)
+            optimizer = init_adamw(bare(made).named_parameters(), decayed(job.model), job.optim)
             hold(made, optimizer, tracker)
             return _measured(made, mesh, job, optimizer, tracker)
 

@@ -19,7 +19,7 @@ from kumi.nn.mamba import Mamba
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
 from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
-from kumi.nn.where import Attend, Where, positions, segments, tables
+from kumi.nn.where import Attend, Where, document_lengths, positions, segments, tables
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
 
@@ -150,9 +150,8 @@ class Decoder(nn.Module):
     the embedding is elsewhere. ModelError for a model that this package does not compute.
 
     What works on many ranks at once replaces parts: `attention_over(tokens, document_ids)` makes the attention of a
-    batch, of whose rows a device has one of `row_parts` parts, and
-    `logits` (still to be shaped), `log_probs` and `weighted_sum` read final hidden states (T, D) with the
-    head's weight.
+    batch, `lengths_over(tokens, document_ids)` says how long the document of each token is, and `logits` (still to be
+    shaped), `log_probs` and `weighted_sum` read final hidden states (T, D) with the head's weight.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class Decoder(nn.Module):
         if head and not tied:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, device=device, dtype=dtype)
         self.attention_over: Callable[[Tensor, Tensor | None], Attend] = whole_rows
-        self.row_parts = 1
+        self.lengths_over: Callable[[Tensor, Tensor | None], int | Tensor] = document_lengths
         self.shaping = logprob.Shaping(spec.logit_scale, spec.logit_softcap)
         self.logits = logits
         self.log_probs = partial(logprob.log_probs, shaping=self.shaping)
@@ -231,7 +230,8 @@ class Decoder(nn.Module):
         specs = [spec for spec in layers if spec is not None]
         rows, length = position_ids.shape
         attention = self.attention_over(position_ids, document_ids)
-        where = Where((rows, length), tables(specs, position_ids, length * self.row_parts), attention, document_ids)
+        turns = tables(specs, position_ids, partial(self.lengths_over, position_ids, document_ids))
+        where = Where((rows, length), turns, attention, document_ids)
         x = self.embedded(input_ids, position_ids) if self.has_embedding else input_ids
         for layer in self.model.layers.values():
             x = layer(x, where)

@@ -12,9 +12,10 @@ from kumi.nn.dtypes import wide
 from kumi.spec.model import Rope
 
 
-def tables(rope: Rope, size: int, position_ids: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
+def tables(rope: Rope, size: int, position_ids: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
     """cos and signed sin (B, S, 1, R) in float32 for every position, as `rotate` wants them, of heads of which R =
-    `size` dims are turned. `length` is that of the whole rows, of which these may be a part.
+    `size` dims are turned. `length` is the length of the whole document that each position (B, S) belongs to, or one
+    number for all.
 
     They are made anew in each forward pass: no buffer that a build on the meta device or a sharding could lose.
     """
@@ -70,8 +71,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
     return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), dim=-1)
 
 
-def frequencies(rope: Rope, size: int, device: torch.device | None = None, length: int = 0) -> Tensor:
-    """Radians per position of each of the pairs (size / 2,), in float32, in rows of `length`."""
+def frequencies(rope: Rope, size: int, device: torch.device | None = None, length: int | Tensor = 0) -> Tensor:
+    """Radians per position of each of the pairs (size / 2,), in float32, in documents of `length`; where that is a
+    tensor (B, S) and the frequencies depend on it, (B, S, 1, size / 2)."""
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     plain = 1.0 / rope.rope_theta**exponents
     if rope.scaling == "linear":
@@ -85,12 +87,17 @@ def frequencies(rope: Rope, size: int, device: torch.device | None = None, lengt
     return plain
 
 
-def _longrope(rope: Rope, plain: Tensor, length: int) -> Tensor:
-    """Every pair is stretched by its own number; rows beyond the original context have others."""
+def _longrope(rope: Rope, plain: Tensor, length: int | Tensor) -> Tensor:
+    """Every pair is stretched by its own number; documents longer than the original context have others."""
     assert rope.original_max_position_embeddings is not None
-    factors = rope.long_factor if length > rope.original_max_position_embeddings else rope.short_factor
-    assert factors is not None
-    return plain / torch.tensor(factors, dtype=torch.float32, device=plain.device)
+    assert rope.short_factor is not None
+    assert rope.long_factor is not None
+    factors = (rope.short_factor, rope.long_factor)
+    short, long = (plain / torch.tensor(each, dtype=torch.float32, device=plain.device) for each in factors)
+    beyond = length > rope.original_max_position_embeddings
+    if isinstance(beyond, Tensor):
+        return torch.where(beyond[..., None, None], long, short)
+    return long if beyond else short
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:

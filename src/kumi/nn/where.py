@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -74,11 +74,23 @@ def of_keys(turn: Rotary) -> Rotary:
 
 
 def tables(
-    specs: Iterable[Attention | LatentAttention], position_ids: Tensor, length: int = 0
+    specs: Iterable[Attention | LatentAttention], position_ids: Tensor, lengths: Callable[[], int | Tensor]
 ) -> dict[Rotary, tuple[Tensor, Tensor]]:
-    """cos and sin (B, S, 1, R) of every rotation in `specs` at `position_ids` (B, S), a part of rows of `length`."""
-    found = [key for spec in specs if (key := rotary(spec)) is not None]
-    return {key: rope.tables(*key, position_ids, length) for key in {*found, *map(of_keys, found)}}
+    """cos and sin (B, S, 1, R) of every rotation in `specs` at `position_ids` (B, S). `lengths` is called where a
+    rotation depends on how long the document of a position is."""
+    turns = [key for spec in specs if (key := rotary(spec)) is not None]
+    length = lengths() if any(turn.depends_on_length for turn, _ in turns) else 0
+    return {key: rope.tables(*key, position_ids, length) for key in {*turns, *map(of_keys, turns)}}
+
+
+def document_lengths(tokens: Tensor, document_ids: Tensor | None) -> int | Tensor:
+    """The length of the document that each token of a batch of the shape of `tokens` (B, S) belongs to: (B, S), or one
+    number where a row is a document (`document_ids` is None)."""
+    if document_ids is None:
+        return tokens.shape[1]
+    number = begins(document_ids).flatten().cumsum(0) - 1
+    counts = torch.zeros_like(number).index_add_(0, number, torch.ones_like(number))
+    return counts[number].view(document_ids.shape)
 
 
 def segments(tokens: Tensor, document_ids: Tensor | None) -> Segments:

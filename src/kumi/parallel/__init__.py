@@ -3,7 +3,7 @@
     place = init_distributed("cpu")
     mesh = build_mesh(layout, place)
     model = build(spec, mesh, precision, weights=seed)
-    optimizer = init_adamw(bare(model).named_parameters(), optim)
+    optimizer = init_adamw(bare(model).named_parameters(), decayed(spec), optim)
 
     loss = pipeline.train(model, mesh, microbatches)                  # a step: sum over tokens / tokens of the step
     norm = clip_gradients(model.parameters(), optim.grad_clip, mesh)

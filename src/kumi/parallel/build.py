@@ -120,7 +120,7 @@ def _prepare(
         multiply_in_float8(decoder, mesh.device)
     if "cp" in mesh.groups:
         decoder.attention_over = context.attention_over(mesh)
-        decoder.row_parts = mesh.layout.cp
+        decoder.lengths_over = context.lengths_over(mesh)
     if splits_backward(mesh.layout):
         for layer in linears(decoder):
             layer.splits = True

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kumi.nn.attention import attend
 from kumi.nn.decoder import Decoder, whole_rows
-from kumi.nn.where import Attend, positions, segments
+from kumi.nn.where import Attend, document_lengths, positions, segments
 from kumi.parallel.data import bare
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.ring import positions_of, ring_over
@@ -47,6 +47,19 @@ def attention_over(mesh: Mesh) -> Callable[[Tensor, Tensor | None], Attend]:
     return partial(_ulysses if mesh.layout.context == "ulysses" else _ring, group)
 
 
+def lengths_over(mesh: Mesh) -> Callable[[Tensor, Tensor | None], int | Tensor]:
+    """What `Decoder.lengths_over` is for a rank of a cp group: the lengths of whole documents that it has parts of."""
+    return partial(_lengths, mesh.layout.cp, mesh.index("cp"))
+
+
+def _lengths(cp: int, index: int, tokens: Tensor, document_ids: Tensor | None) -> int | Tensor:
+    whole = tokens if document_ids is None else document_ids
+    found = document_lengths(whole, document_ids)
+    if isinstance(found, int):
+        return found * cp
+    return found.index_select(1, positions_of(whole.shape[1], cp, index).to(whole.device))
+
+
 def _ring(group: dist.ProcessGroup, tokens: Tensor, document_ids: Tensor | None) -> Attend:
     rows, length = tokens.shape[0], tokens.shape[1] * group.size()
     if document_ids is None:  # no device need be asked
@@ -69,11 +82,11 @@ def _whole(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Where `model` takes whole sequences, which every rank of a cp group computes for itself."""
     held = [part for part in map(bare, stages_of(model).values()) if isinstance(part, Decoder)]
-    kept = [(part.attention_over, part.row_parts) for part in held]
+    kept = [(part.attention_over, part.lengths_over) for part in held]
     for part in held:
-        part.attention_over, part.row_parts = whole_rows, 1
+        part.attention_over, part.lengths_over = whole_rows, document_lengths
     try:
         yield
     finally:
         for part, before in zip(held, kept, strict=True):
-            part.attention_over, part.row_parts = before
+            part.attention_over, part.lengths_over = before

@@ -13,7 +13,7 @@ The arithmetic is that of `AdamW` on the host, element by element, however it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,16 +96,17 @@ class HostAdamW:
 
 
 def init_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim, mesh: Mesh, folder: Path | None = None, *,
-    bucket: int = BUCKET,
+    named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: Container[str], optim: Optim, mesh: Mesh,
+    folder: Path | None = None, *, bucket: int = BUCKET,
 ) -> Optimizer:  # fmt: skip
-    """AdamW over `named_parameters`, with its states where the layout's `offload` says, allocated and zero.
+    """As `init_adamw`, with the states where the layout's `offload` says.
 
     `folder` is where states on drives go, in files that have no name and vanish with the process. A bucket has `bucket`
     elements. Raises SaveError where the drives have no room.
     """
-    plain = init_adamw(named_parameters, optim, states=mesh.layout.offload in ("none", "states", "activations"))
-    if mesh.layout.offload in ("none", "states", "activations"):
+    on_device = mesh.layout.offload in ("none", "states", "activations")
+    plain = init_adamw(named_parameters, decayed, optim, states=on_device)
+    if on_device:
         return plain
     buckets = tuple(_cut(plain.param_groups, bucket))
     trained = [parameter for group in plain.param_groups for parameter in group["params"]]

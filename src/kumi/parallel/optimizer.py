@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,18 +95,21 @@ def update(
     )
 
 
-def init_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim, *, states: bool = True) -> AdamW:
+def init_adamw(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: Container[str], optim: Optim, *, states: bool = True
+) -> AdamW:
     """AdamW over `named_parameters`, plain or sharded, with its states allocated and zero.
 
-    Matrices are decayed; vectors (norm weights, biases) are not. States exist from the start so that a checkpoint
-    before the first step is complete and memory does not grow during it; without `states` there are none. The learning
-    rate is the caller's to set.
+    Weight decay applies to the parameters whose names are in `decayed` (of a model: `kumi.spec.ledger.decayed`). States
+    exist from the start so that a checkpoint before the first step is complete and memory does not grow during it;
+    without `states` there are none. The learning rate is the caller's to set.
     """
-    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    trained = [parameter for _, parameter in named]
     common = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": optim.weight_decay, **common},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, **common},
+        {"params": [p for name, p in named if name in decayed], "weight_decay": optim.weight_decay, **common},
+        {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0, **common},
     ]
     made: dict[Tensor, dict[str, Tensor]] = {parameter: _state(parameter) for parameter in trained} if states else {}
     return AdamW([group for group in groups if group["params"]], made)

@@ -172,10 +172,11 @@ class Gap:
 
 
 def gap(best: Estimate, other: Estimate) -> Gap:
-    """`other` against `best`, for equal tokens a step."""
-    seconds = other.step_seconds * best.tokens_per_step / other.tokens_per_step - best.step_seconds
-    mine, theirs = dict(best.time), dict(other.time)
-    lost = {kind: value - mine.get(kind, 0.0) for kind, value in theirs.items()}
+    """`other` against `best`, for equal tokens: seconds are those of as many of its steps as have the tokens of one of
+    `best`."""
+    steps = best.tokens_per_step / other.tokens_per_step
+    seconds, mine = other.step_seconds * steps - best.step_seconds, dict(best.time)
+    lost = {kind: value * steps - mine.get(kind, 0.0) for kind, value in other.time}
     losses = sorted(((kind, value) for kind, value in lost.items() if value > 0), key=lambda pair: -pair[1])
     noise = abs(seconds) <= max(best.uncertainty, other.uncertainty) * best.step_seconds
     return Gap(other, seconds, noise, tuple(losses))

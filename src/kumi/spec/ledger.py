@@ -2,7 +2,7 @@
 
     spec  ->  ops(spec): embedding, layer 0 .. L-1, head, each with its parameters and the activations it keeps
               params(spec): every parameter's native name, dims, initialisation
-              forward_flops(spec, ...), saved_activations(...)
+              num_params(spec), forward_flops(spec, ...), train_flops(spec, ...)
 
 Parameter names and shapes, FLOPs, activation bytes, sharding and conversion are all read from here.
 """
@@ -17,8 +17,8 @@ from kumi.spec.mlp_ops import mlp_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Activation, Dim, Op, Param, block_norm
 
-__all__ = ["Activation", "Dim", "Op", "Param", "active_params", "buffers", "embedding_ops", "forward_flops", "head_ops",
-           "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "tensors", "train_flops",
+__all__ = ["Activation", "Dim", "Op", "Param", "active_params", "buffers", "decayed", "embedding_ops", "forward_flops",
+           "head_ops", "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "tensors", "train_flops",
            "trained_params"]  # fmt: skip
 
 
@@ -85,6 +85,12 @@ def ops(spec: ModelSpec) -> tuple[Op, ...]:
 def params(spec: ModelSpec) -> tuple[Param, ...]:
     """Every parameter, in the order of the forward pass; a tied head adds none."""
     return tuple(param for op in ops(spec) for param in op.params)
+
+
+@lru_cache(maxsize=64)
+def decayed(spec: ModelSpec) -> frozenset[str]:
+    """The names of the parameters that weight decay applies to (see `Param.decayed`)."""
+    return frozenset(param.name for param in params(spec) if param.decayed)
 
 
 @lru_cache(maxsize=64)

@@ -18,9 +18,9 @@ class Rope:
     `scaling` is None (plain), "linear" (Chen et al., 2023, arXiv:2306.15595), "llama3" (Llama 3.1: low frequencies
     divided by `factor`, high ones kept, a smooth ramp between), "yarn" (Peng et al., 2023, arXiv:2309.00071) or
     "longrope" (Ding et al., 2024, arXiv:2402.13753: each pair's frequency divided by its own number, of `long_factor`
-    in rows longer than the original context, else of `short_factor`). Fields after `factor` are None where the scaling
-    does not use them. `partial_rotary_factor` is the share of every head that is turned. `interleave`: pairs to turn
-    are neighbours, not half the turned dimensions apart. `query_growth`: queries at position p are multiplied by
+    in documents longer than the original context, else of `short_factor`). Fields after `factor` are None where the
+    scaling does not use them. `partial_rotary_factor` is the share of every head that is turned. `interleave`: pairs to
+    turn are neighbours, not half the turned dimensions apart. `query_growth`: queries at position p are multiplied by
     1 + query_growth * ln(1 + floor(p / original context)), as in Llama 4 and Ministral 3.
     """
 
@@ -39,6 +39,11 @@ class Rope:
     long_factor: tuple[float, ...] | None = None
     interleave: bool = False
     query_growth: float = 0.0
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies depend on how long a document is."""
+        return self.scaling == "longrope"
 
     @property
     def of_keys(self) -> Rope:

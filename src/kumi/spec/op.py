@@ -52,6 +52,14 @@ class Param:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay applies: to matrices, tables and kernels, but not to biases, norms and other vectors.
+
+        A vector for each expert is still a vector, although its tensor has two dims.
+        """
+        return sum(dim.name != "experts" for dim in self.dims) > 1
+
 
 @dataclass(frozen=True)
 class Activation:

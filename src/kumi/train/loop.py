@@ -26,6 +26,7 @@ from kumi.parallel.data import bare
 from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, init_distributed, total
 from kumi.parallel.offload import init_optimizer
 from kumi.parallel.state import Reader, fill, optimizer_pieces
+from kumi.spec.ledger import decayed
 from kumi.storage import checkpoint
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
@@ -144,7 +145,7 @@ def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
     model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm,
                   adapters=adapters)  # fmt: skip
     folder = Path(os.path.expanduser(run.config.train.offload_dir or run.out / "offload"))
-    optimizer = init_optimizer(bare(model).named_parameters(), run.optim, mesh, folder)
+    optimizer = init_optimizer(bare(model).named_parameters(), decayed(run.model), run.optim, mesh, folder)
     if saved is not None:
         fill(optimizer_pieces(model, optimizer, mesh), saved.read)
     cross = run.config.data.cross_document
