@@ -37,3 +37,9 @@ def test_wsd_ends_at_the_floor_even_when_it_falls_in_one_step():
 
 def test_a_run_of_one_step_has_a_rate():
     assert Optim(lr=1.0).lr_at(0, 1) == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_decay_of_one_step_ends_at_the_floor(schedule):
+    optim = Optim(lr=1.0, warmup_steps=9, min_lr_ratio=0.1, schedule=schedule)
+    assert [optim.lr_at(step, 10) for step in (8, 9)] == [1.0, pytest.approx(0.1)]

@@ -50,7 +50,9 @@ class Optim:
             return self.lr
         floor = self.lr * self.min_lr_ratio
         start = max(0, steps - max(2, self.decay_steps)) if self.schedule == "wsd" else self.warmup_steps
-        progress = min(1.0, max(0.0, (step - start) / max(1, steps - 1 - start)))
+        last = steps - 1
+        # Where the warm-up leaves a single step, that step is the decay. A run of one step has the full rate.
+        progress = min(1.0, max(0.0, (step - start) / (last - start))) if start < last else float(start > 0)
         if self.schedule == "cosine":
             return floor + (self.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
         return floor + (self.lr - floor) * (1 - progress)

@@ -66,15 +66,15 @@ class Reporter:
             self._metrics.note(text)
 
     def _check(self, result: StepResult, loss: float) -> None:
-        norm = float(result.grad_norm)
+        norm, run = float(result.grad_norm), self._parts.run
         # A float16 gradient that overflowed was left out; any other has gone into the weights, which are lost.
-        if not math.isfinite(loss) or not (math.isfinite(norm) or self._parts.run.precision.loss_scaling):
+        if not math.isfinite(loss) or not (math.isfinite(norm) or run.precision.loss_scaling):
             if self._metrics is not None:
                 self._metrics.close()
             raise DivergedError(
-                f"step {result.step}: the loss is {loss} (gradient norm {norm:.3g}, lr "
-                f"{result.lr:.2e}); lower optim.lr or lengthen optim.warmup_steps, and start again from an earlier "
-                f"checkpoint"
+                f"step {result.step}: the loss is {loss} (gradient norm {norm:.3g}, lr {result.lr:.2e}); go on from "
+                f"the last checkpoint with a lower rate: kumi train RUN.toml optim.lr={run.optim.lr / 2:.2g} "
+                f"--allow-change optim.lr"
             )
 
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
