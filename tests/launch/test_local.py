@@ -1,19 +1,34 @@
 """Ranks of this machine: they meet, they stop when asked, and however one fails there is one error and no orphan."""
 
+import contextlib
 import ctypes
+import errno
 import os
 import pty
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from kumi.errors import CommunicationError, ConfigError, KumiError, LayoutError
+from kumi.errors import (
+    CommunicationError,
+    ConfigError,
+    DeviceMemoryError,
+    KumiError,
+    LayoutError,
+    RefusedError,
+    SaveError,
+)
 from kumi.launch import local, signals
+from kumi.parallel import init_distributed
+from kumi.spec.layout import Layout
+from kumi.train import loop
 
 DEADLINE = 30.0
 
@@ -99,6 +114,39 @@ def leave():
 
 def leave_with_3():
     os._exit(3)
+
+
+def fail_where_leaving_hangs(run):
+    """As on NCCL, where leaving the group waits for what the other ranks never send."""
+
+    def steps(run, store, mesh, stop):
+        if mesh.rank == 1:
+            raise LayoutError("the reason")
+        dist.barrier()
+
+    dist.destroy_process_group = lambda: time.sleep(60)
+    loop._train = steps
+    loop.train_rank(run, None)
+
+
+def stop_one(timeout_s):
+    """Rank 1 is stopped while rank 0 waits for it."""
+    place = init_distributed(timeout_s=timeout_s)
+    dist.barrier()
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def fail_on_a_full_disk(folder):
+    """Rank 1 fills the disk on which its log and its report lie, then fails."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        with open(folder / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        raise SaveError("the disk is full")
+    dist.barrier()
 
 
 def train(folder):
@@ -201,6 +249,8 @@ def fail_here(error):
 def test_a_rank_that_torchrun_started_runs_in_this_process(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     assert local.run(lambda: os.getpid() % 100 + 1, nproc=4, log_dir=tmp_path) == os.getpid() % 100 + 1
 
 
@@ -228,6 +278,25 @@ def test_the_users_threads_count(monkeypatch):
         2, {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "GLOO_SOCKET_IFNAME": "eth0"}
     ) == {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     assert "OMP_NUM_THREADS" not in local.environment(1, {})
+
+
+def test_the_interface_of_ranks_that_others_started_leads_to_rank_0(monkeypatch):
+    """Loopback joins the ranks of one machine only; it is also where many a machine's own name leads."""
+    routes = {"10.0.0.1": "eth1", "head": "lo"}
+    monkeypatch.setattr(local, "interface_to", routes.get)
+    monkeypatch.setattr(local, "outward_interface", lambda: "eth0")
+
+    def chosen(host, nproc, **more):
+        environ = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": host, "MASTER_PORT": "1", **more}
+        return local.environment(nproc, environ).get("GLOO_SOCKET_IFNAME")
+
+    assert chosen("10.0.0.1", 2) == "eth1"
+    assert chosen("head", 4) == "lo"
+    assert chosen("head", 2) == "eth0"
+    assert chosen("nowhere", 2) is None
+    assert chosen("10.0.0.1", 2, GLOO_SOCKET_IFNAME="ib0") is None, "what the user has set stays"
+    assert local.environment(2, {})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert local.environment(2, {"RANK": "0", "WORLD_SIZE": "1"}).get("GLOO_SOCKET_IFNAME") is None
 
 
 @pytest.mark.parametrize("code", [0, 75, 130, 143])
@@ -263,6 +332,53 @@ def test_an_unexpected_error_is_shown_once_with_its_log(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
     for rank in range(3):
         assert "Traceback" in (tmp_path / f"rank_{rank:05d}.log").read_text()
+
+
+def test_a_rank_that_fails_does_not_wait_to_leave_its_group(tmp_path):
+    device, train = SimpleNamespace(kind="cpu"), SimpleNamespace(timeout_s=60.0)
+    run = SimpleNamespace(
+        cluster=SimpleNamespace(device=device), config=SimpleNamespace(train=train), layout=Layout(dp_replicate=2)
+    )
+    began = time.monotonic()
+    with pytest.raises(LayoutError, match=r"^the reason$"):
+        local.run(fail_where_leaving_hangs, (run,), nproc=2, log_dir=tmp_path)
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the state of a process")
+def test_a_stopped_rank_is_named(tmp_path):
+    with pytest.raises(CommunicationError, match=r"^rank 1 \(stopped by a signal\) did not come .* rank 0 waited"):
+        local.run(stop_one, (2.0,), nproc=2, log_dir=tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="only root may mount a small disk")
+def test_the_reason_is_heard_on_a_full_disk(tmp_path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"this system does not allow a small disk: {mounted.stderr.decode().strip()}")
+    try:
+        with pytest.raises(SaveError, match=r"^the disk is full$"):
+            local.run(fail_on_a_full_disk, (tmp_path,), nproc=2, log_dir=tmp_path / "logs")
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_memory_that_ran_out_is_told_from_another_kill(tmp_path, monkeypatch):
+    kills = iter([3, 4])
+    monkeypatch.setattr(local, "memory_kills", lambda: next(kills))
+    with pytest.raises(DeviceMemoryError, match="rank 1 was killed by the system because memory ran out"):
+        local.run(die, (kill_self,), nproc=3, log_dir=tmp_path)
+
+
+def test_no_room_for_semaphores_names_the_folder(tmp_path, monkeypatch):
+    from torch.distributed.launcher import api
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(api.elastic_launch, "__call__", full)
+    with pytest.raises(RefusedError, match=r"^/dev/shm: no space is left"):
+        local.run(give_back, (0,), nproc=2, log_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -355,6 +471,11 @@ def test_ranks_die_with_their_parent(tmp_path):
     os.kill(child, signal.SIGKILL)
     assert exit_code(child) == -signal.SIGKILL
     until(lambda: not any(exists(pid) for pid in ranks))
+    # What it left lies beside the logs, and the next start removes it.
+    assert [path.name for path in tmp_path.glob("kumi*")] == []
+    (left,) = (tmp_path / "logs").glob(".launch-*")
+    assert local.run(give_back, (0,), nproc=2, log_dir=tmp_path / "logs") == 0
+    assert not left.exists()
 
 
 def test_rank_0_keeps_the_terminal(tmp_path):

@@ -14,6 +14,7 @@ from tests.train.conftest import back_to, run_file
 from kumi.cli import main
 from kumi.config import load, resolve
 from kumi.errors import LayoutError, RefusedError
+from kumi.launch.standing import Standing
 from kumi.storage import checkpoint
 from kumi.train import folder as run_folder
 from kumi.train.finish import _compare
@@ -222,24 +223,21 @@ def test_weights_of_another_model_are_refused_before_the_data_are_made(refused):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "environ", "words"),
+    ("nodes", "place", "words"),
     [
-        (2, {}, "cluster.nodes=2: kumi starts the ranks of one machine only"),
-        (1, {"RANK": "0"}, "RANK=0, which is no rank of a launcher"),
-        (1, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, WORLD_SIZE=2, which is no rank"),
-        (1, {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "is no rank"),
-        (1, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "needs 1 ranks and WORLD_SIZE=2"),
+        (2, None, "cluster.nodes=2: kumi starts the ranks of one machine only"),
+        (1, Standing(0, 2, 0), "needs 1 ranks and WORLD_SIZE=2"),
     ],
 )
-def test_a_launcher_that_does_not_fit_the_layout(nodes, environ, words, small):
+def test_a_launcher_that_does_not_fit_the_layout(nodes, place, words, small):
     from kumi.train.start import _check_ranks
 
     with contextlib.chdir(small.folder):
         run = resolve(load("run.toml", [f"cluster.nodes={nodes}"]))
     with pytest.raises(LayoutError, match=words):
-        _check_ranks(run, environ)
+        _check_ranks(run, place)
     if nodes == 1:
-        _check_ranks(run, {"RANK": "0", "WORLD_SIZE": "1"})
+        _check_ranks(run, Standing(0, 1, 0))
 
 
 def test_two_starts_of_different_runs_at_once(small, tmp_path):

@@ -53,9 +53,9 @@ def measure_rank(wanted: Wanted, out: Path) -> int:
         mesh = build_mesh(Layout(dp_replicate=place.world_size), place)
         found = _measure(wanted, mesh, flag)
     except Stopped as stopped:
-        return exit_code(stopped.signum)
-    finally:
         close_distributed()
+        return exit_code(stopped.signum)
+    close_distributed()
     if place.rank == 0:
         out.write_text(json.dumps(asdict(found)))
     return OK

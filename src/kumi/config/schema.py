@@ -297,6 +297,11 @@ class TrainSection(Section):
         description="Step of which is recorded what every pipeline rank did when, beside what was planned: a trace and "
         "a picture, `pipeline-step-N.json` and `.svg` inside `out`; 0 records none.",
     )
+    timeout_s: Annotated[Number, Field(gt=0, le=7 * 86400)] = Field(
+        600.0,
+        description="Seconds that ranks wait for one another in a communication, and for their parts of a checkpoint; "
+        "then the run ends with exit code 7 and names the ranks that did not come.",
+    )
 
 
 class EvalSection(Section):

@@ -9,27 +9,27 @@ CUDA (it is spawned from then on, which takes seconds) and must not have compute
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import kumi.errors
-from kumi.errors import CommunicationError, KumiError
+from kumi.errors import CommunicationError, RefusedError
 from kumi.launch import signals
-from kumi.launch.rank import Failure, Start, log_path, read_failures, run_rank
-from kumi.launch.watch import Death, Watch
+from kumi.launch.causes import first_error
+from kumi.launch.control import control_folder, read_failures
+from kumi.launch.oom import memory_kills
+from kumi.launch.rank import Start, run_rank
+from kumi.launch.standing import Standing, interface_to, outward_interface, standing
+from kumi.launch.watch import Watch
 
-_TRACE_LINES = 12
 # The one signal that is left to the agent: it makes it give up. The others are for `signals`.
 _AGENT_SIGNAL = signal.SIGUSR2
 _CUDA_ERROR_NOT_INITIALIZED = 3
@@ -58,13 +58,14 @@ def run(
 
 def is_rank(environ: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as one rank of several."""
-    return "RANK" in environ and "WORLD_SIZE" in environ
+    return standing(environ) is not None
 
 
 def environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that `nproc` ranks of this machine need and `environ` does not set.
 
-    OMP_NUM_THREADS and OMP_WAIT_POLICY count only when they are set before torch is imported.
+    OMP_NUM_THREADS and OMP_WAIT_POLICY count only when they are set before torch is imported. Ranks that kumi starts
+    meet on the loopback interface; those of an outside launcher, on the one that leads to the host of rank 0.
     """
     wanted = {
         "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the other ranks
@@ -72,8 +73,25 @@ def environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
     }
     if nproc > 1:
         wanted["OMP_NUM_THREADS"] = str(threads_per_rank(nproc, environ))
+    place = standing(environ)
+    if place is not None:
+        wanted |= place.environment()
+        interface = _interface(place, nproc, environ)
+        wanted |= {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
+    elif nproc > 1:
         wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _interface(place: Standing, nproc: int, environ: Mapping[str, str]) -> str | None:
+    """The network interface on which the ranks of an outside launcher reach each other; None leaves it to gloo.
+
+    On many systems a machine's own name stands for a loopback address, where no other machine reaches it.
+    """
+    if place.world_size == 1:
+        return None
+    found = interface_to(environ["MASTER_ADDR"])
+    return outward_interface() if found == "lo" and place.world_size > nproc else found
 
 
 def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
@@ -86,23 +104,27 @@ def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
 
 
 def _run_ranks(fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float) -> int:
-    before = dict(os.environ)
+    before, killed_before = dict(os.environ), memory_kills()
     threads = threads_per_rank(nproc, os.environ)
-    control = Path(tempfile.mkdtemp(prefix="kumi-launch-"))
     os.environ.update(environment(nproc, before))
     try:
-        with _quiet_agent(), signals.installed() as flag, Watch(control, nproc, flag, grace, _AGENT_SIGNAL) as watch:
-            flag.patient = True
-            codes, exits = _elastic(nproc, fn, args, Start(control, log_dir, os.getpid(), threads))
-        if codes is not None:
-            return next((code for code in codes if code), 0)
-        if flag.requested is not None and (flag.insisted or watch.out_of_grace):
-            return _stopped_hard(flag, grace)
-        raise _first_error(watch, exits, read_failures(control), log_dir)
+        with control_folder(log_dir) as control:
+            with (
+                _quiet_agent(),
+                signals.installed() as flag,
+                Watch(control, nproc, flag, grace, _AGENT_SIGNAL) as watch,
+            ):
+                flag.patient = True
+                codes, exits = _elastic(nproc, fn, args, Start(control, log_dir, os.getpid(), threads))
+            if codes is not None:
+                return next((code for code in codes if code), 0)
+            if flag.requested is not None and (flag.insisted or watch.out_of_grace):
+                return _stopped_hard(flag, grace)
+            out_of_memory = memory_kills() != killed_before
+            raise first_error(watch, exits, read_failures(control), log_dir, out_of_memory=out_of_memory)
     finally:
         for name in set(os.environ) - set(before):  # the agent leaves one of its own, too
             del os.environ[name]
-        shutil.rmtree(control)
 
 
 def _elastic(
@@ -139,6 +161,14 @@ def _elastic(
         results = elastic_launch(config, run_rank)(fn, args, start)
     except ChildFailedError as error:
         return None, {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        # The agent's queue to its ranks needs a semaphore, a file of a few bytes there.
+        raise RefusedError(
+            "/dev/shm: no space is left for the semaphores by which ranks are started; delete what dead processes left "
+            "there, or give it more (`mount -o remount,size=1G /dev/shm`, `docker run --shm-size=1g`)"
+        ) from error
     except SignalException:
         return None, {}
     finally:
@@ -185,57 +215,6 @@ def _stopped_hard(flag: signals.StopFlag, grace: float) -> int:
     raise CommunicationError(
         f"the ranks did not stop within {grace:.0f} s of {name} and were killed; the last complete checkpoint counts"
     )
-
-
-def _first_error(watch: Watch, exits: dict[int, int], failures: list[Failure], log_dir: Path) -> KumiError:
-    """The error of the rank that failed first, and of those the one that no other rank's failure explains."""
-    reported = {failure.rank for failure in failures} | watch.killed
-    deaths = [death if death.code is not None else replace(death, code=exits.get(death.rank)) for death in watch.deaths]
-    crashes = [death for death in deaths if death.rank not in reported]
-    # Least likely a consequence first. gloo aborts a process whose peer sends less than was agreed.
-    unclear = (None, -signal.SIGABRT, -signal.SIGTERM)
-    causes: list[tuple[int, float, Failure | Death]] = [
-        *((2 if failure.echo else 0, failure.at, failure) for failure in failures),
-        *((1 if death.code in unclear else 0, death.at, death) for death in crashes),
-    ]
-    if not causes:
-        return CommunicationError(f"a rank ended without saying why; see the logs in {log_dir}")
-    cause = min(causes, key=lambda one: one[:2])[2]
-    return _crash(cause, log_dir) if isinstance(cause, Death) else _reported(cause, log_dir)
-
-
-def _reported(failure: Failure, log_dir: Path) -> KumiError:
-    """The rank's KumiError again, or a KumiError with the end of its traceback."""
-    for name in failure.kinds:
-        kind = getattr(kumi.errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, KumiError):
-            return kind(failure.message)
-    tail = "\n".join(failure.trace.rstrip().splitlines()[-_TRACE_LINES:])
-    return KumiError(
-        f"rank {failure.rank} failed unexpectedly; all of it is in {log_path(log_dir, failure.rank)}\n{tail}"
-    )
-
-
-def _crash(death: Death, log_dir: Path) -> CommunicationError:
-    log = log_path(log_dir, death.rank)
-    if death.code is None or death.code >= 0:
-        return CommunicationError(f"rank {death.rank} ended with exit code {death.code} without saying why; see {log}")
-    try:
-        name = signal.Signals(-death.code).name
-    except ValueError:
-        name = "a real-time signal"
-    hint = f"{_last_words(log)}see {log}"
-    if -death.code == signal.SIGKILL:
-        hint = f"the system does that when memory runs out (see `dmesg`): use less memory per rank; its log is {log}"
-    return CommunicationError(f"rank {death.rank} was killed by signal {-death.code} ({name}); {hint}")
-
-
-def _last_words(log: Path) -> str:
-    """What a C++ exception said that ended a rank, from the end of its log; empty when there was none."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 2**16))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if "what():" in line]
-    return lines[-1].partition("what():")[2].strip() + "; " if lines else ""
 
 
 @contextmanager

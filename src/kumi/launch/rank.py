@@ -5,23 +5,23 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import io
-import json
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kumi.errors import CommunicationError, KumiError
+from kumi.errors import KumiError
 from kumi.launch import signals
+from kumi.launch.causes import is_echo
+from kumi.launch.control import Failure, announce, log_path, may_go, report_failure, report_return
 
 _PR_SET_PDEATHSIG = 1
-# How the end of another rank reads in this one where gloo raises a bare RuntimeError.
-_ECHOES = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out")
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,6 @@ class Start:
     log_dir: Path
     parent: int
     threads: int
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank failed: when (monotonic seconds), the names of the error's classes, its text and traceback.
-
-    `echo`: it may be the consequence of another rank's failure.
-    """
-
-    rank: int
-    at: float
-    kinds: list[str]
-    message: str
-    trace: str
-    echo: bool
-
-
-def log_path(log_dir: Path, rank: int) -> Path:
-    """The log of `rank`: all it prints for ranks other than 0, tracebacks for rank 0, which prints to the terminal."""
-    return log_dir / f"rank_{rank:05d}.log"
 
 
 def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: Start) -> int:
@@ -67,7 +47,7 @@ def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: Start)
     flag = signals.install()
     flag.patient = True  # the parent decides when patience ends
     torch.set_num_threads(start.threads)
-    _publish(start.control / f"{rank}.pid", str(os.getpid()))
+    announce(start.control, rank)
     try:
         code = _await_all(start.control, flag)
         if code is None:
@@ -75,13 +55,8 @@ def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: Start)
     except BaseException as error:
         _fail(rank, error, start.control, log)
     _flush()
-    _publish(start.control / f"{rank}.returned", str(code))
+    report_return(start.control, rank, code)
     return code
-
-
-def let_all_go(control: Path) -> None:
-    """Lets the ranks begin, which wait for this until all are there."""
-    (control / "go").touch()
 
 
 def _await_all(control: Path, flag: signals.StopFlag) -> int | None:
@@ -90,7 +65,7 @@ def _await_all(control: Path, flag: signals.StopFlag) -> int | None:
     No rank may talk to the parent's store before the last one is forked: a thread of the store looks up the address
     of whoever connects, and a rank forked at that instant finds the C library's resolver locked for ever.
     """
-    while not (control / "go").exists():
+    while not may_go(control):
         if flag.requested is not None:
             return signals.exit_code(flag.requested)
         time.sleep(0.005)
@@ -104,21 +79,6 @@ def _call(fn: Callable[..., int | None], args: tuple[Any, ...]) -> int:
         if isinstance(end.code, str):
             raise
         return end.code or 0
-
-
-def has_returned(control: Path, rank: int) -> bool:
-    """Whether the function of `rank` has returned."""
-    return (control / f"{rank}.returned").exists()
-
-
-def read_failures(control: Path) -> list[Failure]:
-    """The failures that ranks have reported in `control`."""
-    return [Failure(**json.loads(path.read_text())) for path in sorted(control.glob("*.failure"))]
-
-
-def read_pids(control: Path) -> dict[int, int]:
-    """Rank to process id of the ranks that have started."""
-    return {int(path.stem): int(path.read_text()) for path in control.glob("*.pid")}
 
 
 def _die_with(parent: int) -> None:
@@ -141,29 +101,20 @@ def _redirect_output(log: int) -> None:
 
 
 def _fail(rank: int, error: BaseException, control: Path, log: int) -> NoReturn:
-    """Reports `error` and ends the process, without the tear-down, in which a broken communicator may hang."""
+    """Report `error` and end the process, without the tear-down, in which a broken communicator may hang.
+
+    The report comes first: whatever comes after it may fail, too.
+    """
     at = time.monotonic()
     trace = "".join(traceback.format_exception(error))
-    os.write(log, trace.encode())
     kinds = [kind.__name__ for kind in type(error).__mro__]
-    failure = Failure(rank, at, kinds, str(error), trace, echo=_is_echo(error))
-    _publish(control / f"{rank}.failure", json.dumps(vars(failure)))
-    _flush()
+    with suppress(OSError):
+        report_failure(control, Failure(rank, at, kinds, str(error), trace, echo=is_echo(error)))
+    with suppress(OSError):  # a full disk
+        os.write(log, trace.encode())
+    with suppress(OSError):
+        _flush()
     os._exit(error.exit_code if isinstance(error, KumiError) else 1)
-
-
-def _is_echo(error: BaseException) -> bool:
-    if isinstance(error, CommunicationError | ConnectionError | TimeoutError):
-        return True
-    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _ECHOES)
-
-
-def _publish(path: Path, text: str) -> None:
-    draft = path.with_suffix(path.suffix + ".part")
-    draft.write_text(text)
-    draft.rename(path)
 
 
 def _flush() -> None:

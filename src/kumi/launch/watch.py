@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kumi.launch.rank import has_returned, let_all_go, read_pids
+from kumi.launch.control import has_returned, let_all_go, read_pids
 from kumi.launch.signals import EXIT_CODES, StopFlag
 
 _POLL_SECONDS = 0.05
@@ -44,7 +44,7 @@ class Watch:
 
     def __init__(self, control: Path, nproc: int, flag: StopFlag, grace: float, agent_signal: signal.Signals) -> None:
         self.deaths: list[Death] = []
-        self.killed: set[int] = set()
+        self.killed: dict[int, str] = {}  # rank to the state that its process was in
         self.out_of_grace = False
         self._control, self._nproc, self._flag, self._grace = control, nproc, flag, grace
         self._agent_signal = agent_signal
@@ -127,8 +127,8 @@ class Watch:
             self._kill_at = min(self._kill_at, now)
         if now >= self._kill_at:
             self.out_of_grace |= not self.deaths and not self._flag.insisted
-            for rank in self._alive - self.killed:
-                self.killed.add(rank)
+            for rank in self._alive - set(self.killed):
+                self.killed[rank] = _state(self._pids[rank])
                 self._send(rank, signal.SIGKILL)
         if self.deaths and not self._alive and len(self._pids) == self._nproc:
             self._give_up_at = min(self._give_up_at, now + _SETTLE_SECONDS)
@@ -163,3 +163,16 @@ def _exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+_STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a network file system"}
+
+
+def _state(pid: int) -> str:
+    """The state of the process `pid` in words; empty where it is an ordinary one or the system does not tell."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # The name of the program, which may hold anything, stands in brackets before the state.
+    return _STATES.get(stat.rpartition(")")[2].split()[0], "")

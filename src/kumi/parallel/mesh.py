@@ -112,12 +112,14 @@ def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> P
     """Joins the ranks that the launcher started and returns where this one stands.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without WORLD_SIZE, or with 1, no group is made.
-    A collective that takes longer than `timeout_s` fails. Raises CommunicationError when the ranks do not meet.
+    A collective that takes longer than `timeout_s` fails. Raises CommunicationError when the ranks do not meet, and
+    LayoutError when this machine has no GPU for this rank.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
+        _check_local_rank(rank, world_size)
         torch.cuda.set_device(device)
         # Stages send one message after the other in a group for each direction, as they should.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -139,8 +141,23 @@ def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> P
     return Place(rank, world_size, local_rank, device, timeout_s)
 
 
+def _check_local_rank(rank: int, world_size: int) -> None:
+    """Raise LayoutError unless this rank knows its GPU and the machine has it."""
+    named = os.environ.get("LOCAL_RANK", "0" if world_size == 1 else None)
+    if named is None:
+        raise LayoutError(
+            f"rank {rank} of {world_size} does not know its GPU: the environment has no LOCAL_RANK, nor what srun or "
+            f"mpirun set instead (SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK); set LOCAL_RANK to its number on its node"
+        )
+    if int(named) >= (count := torch.cuda.device_count()):
+        raise LayoutError(
+            f"LOCAL_RANK={named} and this machine shows {count} GPUs: start at most {count} ranks on it, or show it "
+            f"more (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}, srun's --gpus-per-node)"
+        )
+
+
 def close_distributed() -> None:
-    """Leaves the group, if there is one."""
+    """Leave the group, if there is one. Not after a failure: NCCL waits there for what others have not sent."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -94,6 +94,10 @@ class AsyncSaver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Nothing, as long as no save has failed. Raises SaveError at once when one has."""
         if self._error is not None:
             error, self._error = self._error, None
             if isinstance(error, KumiError):

@@ -27,7 +27,7 @@ from kumi.errors import RefusedError
 # What may differ between a run and its continuation: nothing here changes what is learned.
 FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "data.workers", "data.cache",
         "data.on_error", "train.out", "train.compile", "train.trace_step",
-        "train.offload_dir", "comm.bucket_mb", "comm.prefetch")  # fmt: skip
+        "train.timeout_s", "train.offload_dir", "comm.bucket_mb", "comm.prefetch")  # fmt: skip
 
 
 @contextmanager

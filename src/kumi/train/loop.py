@@ -18,7 +18,7 @@ from kumi.config import Run
 from kumi.convert import weights_reader
 from kumi.convert.adapter_read import adapters_reader
 from kumi.data import Store
-from kumi.errors import OK, DeviceMemoryError, SaveError
+from kumi.errors import OK, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.matmul import enable_fast_float32
 from kumi.parallel.build import build
@@ -30,7 +30,7 @@ from kumi.spec.ledger import decayed
 from kumi.storage import checkpoint
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
-from kumi.train.memory import TRIM_EVERY, memory_now, trim
+from kumi.train.memory import TRIM_EVERY, memory_errors, memory_now, out_of_memory, trim
 from kumi.train.metrics import Metrics, truncate_metrics
 from kumi.train.probe import write_probe
 from kumi.train.report import Reporter
@@ -41,13 +41,11 @@ from kumi.train.step import read_step, train_step
 def train_rank(run: Run, store: Store) -> int:
     """Train on this rank from where the run folder's last checkpoint left off; the exit code (see kumi.errors)."""
     stop = install()
-    place = init_distributed(run.cluster.device.kind)
-    try:
-        return _train(run, store, build_mesh(run.layout, place), stop)
-    except torch.OutOfMemoryError as error:
-        raise DeviceMemoryError(_out_of_memory(run, error)) from error
-    finally:
-        close_distributed()
+    with memory_errors(run):
+        place = init_distributed(run.cluster.device.kind, timeout_s=run.config.train.timeout_s)
+        code = _train(run, store, build_mesh(run.layout, place), stop)
+    close_distributed()  # only after success: a rank that fails must not wait there for others
+    return code
 
 
 def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
@@ -56,7 +54,9 @@ def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
         enable_fast_float32()
     parts, state = _restore(run, store, mesh)
     attempt = _attempt(mesh)
-    saver = checkpoint.AsyncSaver(rank=mesh.rank, ranks=run.layout.world_size, attempt=attempt)
+    saver = checkpoint.AsyncSaver(
+        rank=mesh.rank, ranks=run.layout.world_size, attempt=attempt, timeout=run.config.train.timeout_s
+    )
     metrics = _metrics(run, state) if mesh.rank == 0 else None
     reporter = Reporter(parts, state, metrics, memory_before)
     if state.step:
@@ -70,6 +70,8 @@ def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
     except (ConnectionError, TimeoutError):  # of the ranks, not of the disk
         raise
     except OSError as error:
+        if out_of_memory(error):
+            raise
         raise SaveError(
             f"{error.filename or run.out}: cannot be written ({error.strerror or error}); free some space or make it "
             f"writable, and run the same command again: it goes on from the last checkpoint"
@@ -86,6 +88,7 @@ def _steps(
     config, root = parts.run.config, checkpoint_root(parts.run)
     before_update: Callable[[], None] | None = partial(fire_drill, parts, state, root, attempt)
     while state.step < config.train.steps:
+        saver.check()
         counts = read_step(parts, state, stop.requested)
         if counts.signal is not None:
             reporter.flush()
@@ -170,13 +173,4 @@ def _metrics(run: Run, state: TrainState) -> Metrics:
         first_step=state.step,
         every=log.every,
         trackers=log.trackers,
-    )
-
-
-def _out_of_memory(run: Run, error: BaseException) -> str:
-    layout = run.layout
-    return (
-        f"the device ran out of memory ({str(error).splitlines()[0]}) with microbatch={layout.microbatch}, "
-        f"recompute={layout.recompute}, zero={layout.zero}; try layout.microbatch={max(1, layout.microbatch // 2)}, "
-        f"layout.recompute=full, or layout.zero=3"
     )

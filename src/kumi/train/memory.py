@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from kumi.config import Run
+from kumi.errors import DeviceMemoryError
 
 # Steps between trims: one costs about a tenth of a second of page faults, and what piles up in between is small.
 TRIM_EVERY = 25
@@ -36,3 +42,34 @@ def trim(device: torch.device) -> None:
     libc = ctypes.CDLL(None)
     if device.type == "cpu" and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+@contextmanager
+def memory_errors(run: Run) -> Iterator[None]:
+    """Turn every way in which a GPU or this machine says that it has no memory left into a DeviceMemoryError."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise DeviceMemoryError(_remedy(run, error)) from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out: CUDA's, Python's, the system's, or that of torch's CPU allocator."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = str(error)
+    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in words or "not enough memory" in words)
+
+
+def _remedy(run: Run, error: BaseException) -> str:
+    layout, words = run.layout, str(error).splitlines() or [type(error).__name__]
+    where = "the device" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+    return (
+        f"{where} ran out of memory ({words[0]}) with microbatch={layout.microbatch}, "
+        f"recompute={layout.recompute}, zero={layout.zero}; try layout.microbatch={max(1, layout.microbatch // 2)}, "
+        f"layout.recompute=full, or layout.zero=3"
+    )

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,7 +81,8 @@ class Metrics:
             print(text, flush=True)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what a full disk did not take has been reported when it was written
+            self._file.close()
         if self._bar is not None:
             self._bar.close()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kumi import hub
 from kumi.config import Run
@@ -14,12 +15,19 @@ from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, ConfigError, LayoutError, ModelError
 from kumi.launch.local import environment
+from kumi.launch.standing import Standing, standing
 from kumi.spec.families import check_trained
 from kumi.spec.schedule import WHOLE
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.train.folder import claim
 from kumi.train.prepare import check_data, open_data, prepare_data
 from kumi.units import format_count
+
+if TYPE_CHECKING:
+    from kumi.launch.meeting import Meeting
+
+# What rank 0 tells the ranks of an outside launcher once the data is there.
+_TRAIN, _FINISHED = "train", "finished"
 
 
 def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
@@ -29,26 +37,50 @@ def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
     """
     # OpenMP reads these once, when torch is imported, which everything below may do.
     os.environ.update(environment(run.cluster.devices_per_node, os.environ))
-    rank = int(os.environ.get("RANK", "0"))
-    if rank == 0 and run.config.export.push is not None:
+    place = standing(os.environ)
+    _check_ranks(run, place)
+    if place is None or place.world_size == 1:
+        return _lead(run, allow_change, None)
+    from kumi.launch.meeting import meet
+
+    with meet(place) as meeting:
+        return _follow(run, meeting) if place.rank else _lead(run, allow_change, meeting)
+
+
+def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None) -> int:
+    """The start of rank 0, or of the process that starts the ranks. `meeting`: of ranks that a launcher has started."""
+    if run.config.export.push is not None:
         hub.check_push(run.config.export.push, "export.push")
-    if "model.source" in run.snapshots and run.config.model.init == "pretrained":
-        hub.fetch_weights(run.snapshots["model.source"])
+    _fetch_weights(run)
     check(run)
-    if rank > 0:
-        return _follow(run)
     with claim(run.out, run.config, allow_change):
         hub.write_record(run.out, named(run.config), run.snapshots)
         console().print(render(describe(run)))
         store = prepare_data(run)
         print(_data_line(store), flush=True)
         trained = _trained(run)
-        code = OK if trained else _launch(run, store)
+        if meeting is not None:
+            meeting.say(_FINISHED if trained else _TRAIN)
+        code = OK if trained else _launch(run, store, meeting)
         if code == OK:
             from kumi.train.finish import finish
+            from kumi.train.memory import memory_errors
 
-            finish(run, store, anew=not trained)
+            with memory_errors(run):
+                finish(run, store, anew=not trained)
         return code
+
+
+def _follow(run: Run, meeting: Meeting) -> int:
+    """The start of a rank other than 0 that an external launcher started: rank 0 prepares, the others wait for it."""
+    _fetch_weights(run)
+    check(run)
+    return OK if meeting.hear() == _FINISHED else _launch(run, open_data(run), meeting)
+
+
+def _fetch_weights(run: Run) -> None:
+    if "model.source" in run.snapshots and run.config.model.init == "pretrained":
+        hub.fetch_weights(run.snapshots["model.source"])
 
 
 def check(run: Run) -> None:
@@ -56,7 +88,6 @@ def check(run: Run) -> None:
     from kumi.storage.folders import free_space_check, list_complete
 
     check_trained(run.model)
-    _check_ranks(run, os.environ)
     _check_compiled(run)
     _check_adapters(run)
     check_data(run)
@@ -68,29 +99,18 @@ def check(run: Run) -> None:
     free_space_check(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
 
 
-def _check_ranks(run: Run, environ: Mapping[str, str]) -> None:
+def _check_ranks(run: Run, place: Standing | None) -> None:
     """Nothing, when the ranks that a launcher started, or that this process will start, are those of the layout."""
     needed, nodes = run.layout.world_size, run.cluster.nodes
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    given = {name: environ[name] for name in names if name in environ}
-    if not {"RANK", "WORLD_SIZE"} & set(given):
-        if nodes > 1:
-            raise LayoutError(
-                f"cluster.nodes={nodes}: kumi starts the ranks of one machine only; start the {needed} ranks with a "
-                f"launcher such as torchrun, or set cluster.nodes=1"
-            )
-        return
-    numbers = [given.get(name, "") for name in ("RANK", "WORLD_SIZE")]
-    sane = all(number.isdecimal() for number in numbers) and int(numbers[0]) < int(numbers[1])
-    if not sane or (numbers[1] != "1" and len(given) < len(names)):
+    if place is None and nodes > 1:
         raise LayoutError(
-            f"the environment sets {', '.join(f'{name}={value}' for name, value in given.items())}, which is no rank "
-            f"of a launcher: that sets {', '.join(names)}; unset them, or start the ranks with torchrun"
+            f"cluster.nodes={nodes}: kumi starts the ranks of one machine only; start the {needed} ranks with a "
+            f"launcher such as torchrun, or set cluster.nodes=1"
         )
-    if int(numbers[1]) != needed:
+    if place is not None and place.world_size != needed:
         raise LayoutError(
-            f"the layout needs {needed} ranks and WORLD_SIZE={numbers[1]} were started; start {needed}, or set cluster "
-            f"and layout for {numbers[1]}"
+            f"the layout needs {needed} ranks and WORLD_SIZE={place.world_size} were started; start {needed}, or set "
+            f"cluster and layout for {place.world_size}"
         )
 
 
@@ -146,21 +166,14 @@ def _trained(run: Run) -> bool:
     return found is not None and step_of(found) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
 
 
-def _launch(run: Run, store: Store) -> int:
+def _launch(run: Run, store: Store, meeting: Meeting | None) -> int:
     # torch comes in here, once: ranks are forked from this process and find it imported.
     from kumi.launch import local
     from kumi.train.loop import train_rank
 
+    if meeting is not None:
+        meeting.await_all()
     return local.run(train_rank, (run, store), nproc=run.cluster.devices_per_node, log_dir=run.out / "logs")
-
-
-def _follow(run: Run) -> int:
-    """A rank other than 0 that an external launcher started: rank 0 prepares the data, the others wait for its word."""
-    from kumi.parallel.mesh import init_distributed
-    from kumi.train.loop import train_rank
-
-    init_distributed(run.cluster.device.kind)
-    return train_rank(run, open_data(run))
 
 
 def _data_line(store: Store) -> str:
