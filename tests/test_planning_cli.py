@@ -17,6 +17,7 @@ import pytest
 from kumi.cli import _parser, main, progress
 from kumi.config import load
 from kumi.errors import FitError
+from kumi.plan.export import TRAINERS
 
 ROOT = Path(__file__).parents[1]
 
@@ -315,7 +316,7 @@ def test_the_saved_plan_is_what_kumi_train_takes(tmp_path, monkeypatch):
     small = [
         'data.sources=[{path="{stdlib}/email/*.py"}]', "data.validation=0.2", "data.workers=1", "eval.every=0",
         "data.tokenizer.vocab_size=400", "model.config.num_hidden_layers=1", "model.config.hidden_size=32",
-        "model.config.intermediate_size=32", "train.steps=2", "export.enabled=false", "optim.warmup_steps=1",
+        "model.config.intermediate_size=32", "train.steps=2", "export.enabled=false",
         "cluster.devices_per_node=1",
     ]  # fmt: skip
     assert (
@@ -325,3 +326,17 @@ def test_the_saved_plan_is_what_kumi_train_takes(tmp_path, monkeypatch):
     assert (pinned.pp, pinned.tp, pinned.microbatch) != (None, None, None)
     assert main(["train", "saved.toml"]) == 0
     assert (tmp_path / "runs" / "quickstart").is_dir()
+
+
+@pytest.mark.parametrize("trainer", sorted(TRAINERS))
+def test_exports_carry_the_warm_up_in_steps(run, tmp_path, trainer):
+    """Ten of 200 steps, or of the thousand that an export has where the run file says nothing of steps."""
+    ones = [f"layout.{key}=1" for key in ("pp", "tp", "cp")] + ["layout.offload=none"]
+    for name, keys in (
+        ("run", ["optim.warmup_ratio=0.05", "train.steps=200", "train.out=x"]),
+        ("plan", ["optim.warmup_ratio=0.01"]),
+    ):
+        folder = tmp_path / name
+        assert plan(run, *ones, *keys, "--engine", trainer, "--export", trainer, "--out", str(folder)) == 0
+        text = "".join(file.read_text() for file in folder.iterdir())
+        assert re.search(r"warmup[-_](iters|steps)\W{1,3}10\b", text)

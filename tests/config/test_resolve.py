@@ -11,8 +11,8 @@ from kumi.config import from_dict, job, plan_from_dict, resolve
 from kumi.config.cluster import cluster_spec
 from kumi.config.model import model_folder, read_hf_config
 from kumi.config.pinned import pinned_to
-from kumi.config.resolve import choose_optim, choose_precision
-from kumi.config.schema import ClusterSection, ModelSection, OptimSection
+from kumi.config.resolve import choose_precision
+from kumi.config.schema import ClusterSection, ModelSection
 from kumi.errors import ConfigError, ModelError
 from kumi.hub import reach
 from kumi.spec.cluster import Device
@@ -28,12 +28,6 @@ def test_auto_precision_is_what_the_device_is_fast_in():
     assert choose_precision("auto", cluster_spec(ClusterSection(source="v100-32gb")).device).compute == "float16"
     assert choose_precision("auto", cluster_spec(ClusterSection(source="a100-sxm-40gb")).device).compute == "bfloat16"
     assert choose_precision("fp16", Device("a", "cpu", 1)).loss_scaling
-
-
-def test_schedules_that_do_not_fit_the_run_are_refused():
-    assert choose_optim(OptimSection(schedule="wsd"), 100).decay_steps == 10
-    with pytest.raises(ConfigError, match=r"warmup_steps=8 and the decay over 5 steps do not fit into train\.steps=10"):
-        choose_optim(OptimSection(schedule="wsd", warmup_steps=8, decay_steps=5), 10)
 
 
 def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch):

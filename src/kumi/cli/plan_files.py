@@ -6,6 +6,7 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,10 +85,13 @@ def _saved(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator
 
 def _exported(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
     if arguments.export:
+        from kumi.config.optim import choose_optim
         from kumi.plan.export import export
+        from kumi.plan.export.common import STEPS
 
-        steps = {} if config.train is None else {"steps": config.train.steps}
-        for name, text in export(report.job, report.best.layout, arguments.export, **steps).items():
+        steps = STEPS if config.train is None else config.train.steps
+        job = replace(report.job, optim=choose_optim(config.optim, steps))  # the schedule of exactly these steps
+        for name, text in export(job, report.best.layout, arguments.export, steps).items():
             yield _write(Path(_folder(arguments)) / name, text)
 
 

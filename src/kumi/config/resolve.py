@@ -12,7 +12,8 @@ from kumi import hub
 from kumi.config.balance import Balance, choose_balance
 from kumi.config.cluster import cluster_spec, of_nodes
 from kumi.config.model import local_folder, read_hf_config, snapshot
-from kumi.config.schema import LoraSection, OptimSection, PlanConfig, RunConfig
+from kumi.config.optim import choose_optim
+from kumi.config.schema import LoraSection, PlanConfig, RunConfig
 from kumi.config.stored import in_force
 from kumi.errors import ConfigError, LayoutError
 from kumi.plan.choose import choose_layout
@@ -182,24 +183,3 @@ def choose_precision(kind: str, device: Device) -> Precision:
     if kind == "auto":
         kind = "bf16" if "bfloat16" in device.dtypes else "fp16" if "float16" in device.dtypes else "fp32"
     return PRECISIONS[kind]
-
-
-def choose_optim(section: OptimSection, steps: int | None) -> Optim:
-    """The optimizer of `section` in a run of `steps` updates, None where nobody has said how many: the decay of "wsd"
-    defaults to a tenth of the run."""
-    fields = section.model_dump()
-    if section.decay_steps and section.schedule != "wsd":
-        raise ConfigError(
-            f"optim.decay_steps={section.decay_steps} is for schedule='wsd', not {section.schedule!r}; "
-            f"remove it, or set optim.schedule='wsd'"
-        )
-    if steps is None:
-        return Optim(**fields)
-    if section.schedule == "wsd" and section.decay_steps == 0:
-        fields["decay_steps"] = max(1, steps // 10)
-    if section.warmup_steps + fields["decay_steps"] * (section.schedule == "wsd") > steps:
-        raise ConfigError(
-            f"optim.warmup_steps={section.warmup_steps} and the decay over {fields['decay_steps']} steps do not fit "
-            f"into train.steps={steps}; shorten them or train longer"
-        )
-    return Optim(**fields)

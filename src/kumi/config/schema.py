@@ -13,6 +13,9 @@ from kumi.spec.lora import QUANTIZED
 from kumi.spec.optim import KINDS
 from kumi.spec.precision import PRECISIONS
 
+# Share of a run over which the rate climbs where the run file says nothing of it: see docs/decisions/warmup.md.
+WARMUP_RATIO = 0.03
+
 # A count beyond this is a slip of the keyboard, and would keep the search for a layout busy for hours.
 MOST = 10**12
 
@@ -197,9 +200,25 @@ class OptimSection(Section):
     schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
         "cosine", description="How the rate falls after the warm-up; 'wsd' stays, then falls over `decay_steps`."
     )
-    warmup_steps: NotNegative = Field(0, description="Steps over which the rate climbs from 0.")
+    warmup_steps: NotNegative | None = Field(
+        None, description="Steps over which the rate climbs from 0; where left out, `warmup_ratio` of the run."
+    )
+    warmup_ratio: Decay | None = Field(
+        default_factory=lambda section: WARMUP_RATIO if section.get("warmup_steps") is None else None,
+        description=f"Share of the run's steps over which the rate climbs from 0, rounded up to steps; "
+        f"{WARMUP_RATIO} where `warmup_steps` is left out, too.",
+    )
     decay_steps: NotNegative = Field(0, description="Last steps over which 'wsd' falls; 0 means a tenth of the run.")
     min_lr_ratio: Fraction = Field(0.1, description="The rate at the last step, relative to `lr`.")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> OptimSection:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} both say how long the rate "
+                f"climbs; give one of them"
+            )
+        return self
 
 
 class PrecisionSection(Section):

@@ -22,6 +22,7 @@ def _innermost(error: ValidationError) -> list[dict[str, Any]]:
         item
         for item in items
         if not any(place != item["loc"] and place[: len(item["loc"])] == item["loc"] for place in places)
+        and item["type"] != "default_factory_not_called"  # it follows from a wrong key that the default depends on
         and not _other_branch(item)
     ]
 

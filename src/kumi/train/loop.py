@@ -36,6 +36,7 @@ from kumi.train.probe import write_probe
 from kumi.train.report import Reporter
 from kumi.train.state import Parts, TrainState, meta, pieces, restored_state
 from kumi.train.step import read_step, train_step
+from kumi.train.warmup import with_stored_warmup
 
 
 def train_rank(run: Run, store: Store) -> int:
@@ -61,6 +62,11 @@ def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
     reporter = Reporter(parts, state, metrics, memory_before)
     if state.step:
         reporter.note(f"resumed after step {state.step} ({state.tokens} tokens, {state.sequences} sequences)")
+    if parts.run.optim.warmup_steps != run.optim.warmup_steps:
+        reporter.note(
+            f"the warm-up stays {parts.run.optim.warmup_steps} steps, as the run began; optim.warmup_ratio="
+            f"{run.config.optim.warmup_ratio} of {run.config.train.steps} steps would be {run.optim.warmup_steps}"
+        )
     try:
         code = _steps(parts, state, stop, reporter, saver, attempt)
         saver.wait()
@@ -137,6 +143,7 @@ def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
     found = checkpoint.latest(checkpoint_root(run))
     saved = None if found is None else checkpoint.open(found)
     state = TrainState() if saved is None else restored_state(saved, store, run)
+    run = run if saved is None else with_stored_warmup(run, saved.meta)
     weights: int | Reader = run.config.train.seed
     adapters: int | Reader = run.config.train.seed if saved is None else saved.read
     if saved is not None and run.model.lora is None:

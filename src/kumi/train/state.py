@@ -20,6 +20,7 @@ from kumi.parallel.state import model_pieces, optimizer_pieces, owned
 from kumi.spec.adapters import is_adapter
 from kumi.storage.checkpoint import Checkpoint, Piece
 from kumi.train.prepare import tokenizer_folder
+from kumi.train.warmup import warmup_meta
 
 
 @dataclass
@@ -66,6 +67,7 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
         "step": state.step,
         "tokens": state.tokens,
         "sequences": state.sequences,
+        **warmup_meta(run),
         "loss_scale": state.scale.scale,
         "loss_scale_good_steps": state.scale.good_steps,
         "data": store.content,
