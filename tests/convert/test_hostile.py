@@ -114,7 +114,7 @@ INDEXES = [
     (lambda at: at.replace("two.saf", "x/../two.saf"), "is no plain file name"),
     (lambda at: at.replace("two.saf", "..\\\\two.saf"), "is no plain file name"),
     (lambda at: at.replace("two.saf", "two\\u0000.saf"), "is no plain file name"),
-    (lambda at: at.replace("two.saf", "\\ud800.saf"), "is no plain file name"),
+    (lambda at: at.replace("two.saf", "\\ud800.saf"), "half a surrogate pair"),
     (lambda at: at.replace("two.saf", "x" * 300 + ".saf"), "is no plain file name"),
     (lambda at: at.replace('"two.safetensors"', "7"), "'b' is in 7, which is no safetensors file"),
     (lambda at: at.replace("two.safetensors", "two.bin"), "which is no safetensors file"),
@@ -124,7 +124,7 @@ INDEXES = [
     (lambda at: at.replace(', "b": "two.safetensors"', ', "c": "two.safetensors"'), "two.safetensors holds 'b', which"),
     (lambda at: '{"weight_map": {"a": "two.safetensors", "b": "one.safetensors"}}', "'a' is in one.*, and in two"),
     (lambda at: '{"weight_map": []}', "weight_map is empty or no object"),
-    (lambda at: "[1]", "not a weight index"),
+    (lambda at: "[1]", "holds a list, not an object"),
     (lambda at: "[" * 100_000, "nested too deeply"),
 ]  # fmt: skip
 

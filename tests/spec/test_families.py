@@ -189,7 +189,7 @@ def test_files(tmp_path):
     with pytest.raises(ModelError, match="not valid JSON"):
         families.load(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="holds list"):
+    with pytest.raises(ModelError, match="holds a list"):
         families.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert families.load(tmp_path) == families.load(tmp_path / "config.json") == families.from_hf(LLAMA)

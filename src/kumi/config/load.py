@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from kumi.config.schema import PlanConfig, RunConfig
 from kumi.config.sentences import sentences
 from kumi.errors import ConfigError
+from kumi.files import untrusted
 from kumi.paths import looked_for
 
 Kind = TypeVar("Kind", bound=PlanConfig)
@@ -72,12 +72,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """The TOML run file at `path` as a nested dict."""
     file = Path(path)
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return untrusted.read_toml(file)
     except FileNotFoundError:
         raise ConfigError(f"{looked_for(file)}: no such run file; name an existing TOML file") from None
     except IsADirectoryError:
         raise ConfigError(f"{file} is a folder; {_files_to_name(file)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, OSError) or "\0" in str(path):
             raise ConfigError(f"{str(path)!r} cannot be read ({error}); name a TOML run file") from None
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
@@ -154,6 +154,6 @@ def _index(items: list[Any], part: str, where: str) -> int:
 def _value(text: str) -> Any:
     """`text` as a TOML value; what is not one is a string, so that paths need no quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return untrusted.parse_toml(f"value = {text}".encode())["value"]
+    except ValueError:
         return text

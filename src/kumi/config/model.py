@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from kumi import hub
 from kumi.config.schema import ModelSection
 from kumi.errors import ModelError
+from kumi.spec.families import read_config
 
 
 def model_folder(source: str, key: str) -> Path:
@@ -46,14 +46,6 @@ def read_hf_config(section: ModelSection, folder: Path | None = None) -> dict[st
     if not file.is_file():
         folder = file if file.is_dir() else folder
         file = hub.fetch_config(section.source, "model.source") if folder is None else folder / "config.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"model.source: {folder} has no config.json; name a Hugging Face model folder") from None
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({error.strerror}); name a Hugging Face model folder") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{file}: holds a {type(found).__name__}, not an object")
-    return found
+    if not file.exists():
+        raise ModelError(f"model.source: {folder} has no config.json; name a Hugging Face model folder")
+    return read_config(file)

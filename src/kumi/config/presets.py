@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.resources import files
@@ -16,6 +15,7 @@ from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
 from kumi.config.schema import Section
 from kumi.config.sentences import sentences
 from kumi.errors import ConfigError
+from kumi.files.untrusted import parse_toml, read_toml
 
 File = TypeVar("File", bound=Section)
 
@@ -70,7 +70,7 @@ def toml_table(kind: str, name: str, key: str = "name", besides: str = "") -> di
             f"{key}: {name!r} is no preset and no TOML file; {hint}use {besides}{listed(kind)}, or a file"
         )
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return read_toml(file) if isinstance(file, Path) else parse_toml(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {name} cannot be read as TOML ({error}); correct the file") from None
 

@@ -15,10 +15,10 @@ from kumi.convert.adapter import CONFIG, PREFIX, WEIGHTS, Module, modules
 from kumi.convert.entry import entry_of, read_entry
 from kumi.convert.safetensors_read import read_header
 from kumi.errors import ModelError
+from kumi.files.untrusted import brief, inside, read_object
 from kumi.spec.adapters import takes
 from kumi.spec.ledger import ops
 from kumi.spec.model import ModelSpec
-from kumi.storage.untrusted import inside, read_regular, strict_json
 
 # Keys of the configuration that say nothing about what the adapters compute.
 _BESIDE = ("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
@@ -50,13 +50,11 @@ def is_adapter_folder(folder: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of the adapters in `folder`, once it is sure that all it says is understood."""
     path = folder / CONFIG
-    try:
-        found = strict_json(read_regular(inside(folder, CONFIG)))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error}); fetch the file again") from None
-    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
-        kind = found.get("peft_type") if isinstance(found, dict) else type(found).__name__
-        raise ModelError(f"{path}: peft_type is {kind!r}; kumi reads adapters of LoRA and DoRA, 'LORA'")
+    found = read_object(folder, CONFIG)
+    if found.get("peft_type") != "LORA":
+        raise ModelError(
+            f"{path}: peft_type is {brief(found.get('peft_type'))}; kumi reads adapters of LoRA and DoRA, 'LORA'"
+        )
     known = (*_BESIDE, *_READ)
     for key, value in found.items():
         empty = value is None or value is False or value in ({}, [], "", 0)

@@ -14,8 +14,8 @@ from pathlib import Path
 from kumi.convert.entry import BLOCK_BYTES, read_bytes
 from kumi.convert.safetensors_read import Span, read_header, tensors_of
 from kumi.errors import ModelError
+from kumi.files.untrusted import inside
 from kumi.spec.model import ModelSpec
-from kumi.storage.untrusted import inside
 
 # Where a checkpoint of kumi has them.
 FILE = "carried.safetensors"

@@ -8,7 +8,6 @@ mxfp4   `<name>_blocks`, two numbers of four bits in each byte, and `<name>_scal
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -20,7 +19,8 @@ from torch import Tensor
 from kumi.convert.entry import Entry, entry_of, read_bytes
 from kumi.convert.safetensors_read import Span
 from kumi.errors import ModelError
-from kumi.storage.untrusted import inside, read_regular, strict_json
+from kumi.files.untrusted import brief
+from kumi.spec.families import read_config
 from kumi.storage.write import as_bytes
 
 KEY = "quantization_config"
@@ -35,13 +35,9 @@ def method(folder: Path) -> dict[str, Any] | None:
     """How config.json in `folder` says that the weights are quantised; None where they are not."""
     if not (folder / "config.json").exists():
         return None
-    try:
-        config = strict_json(read_regular(inside(folder, "config.json")))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / 'config.json'}: cannot be read ({error}); fetch the file again") from None
-    found = config.get(KEY) if isinstance(config, dict) else None
+    found = read_config(folder).get(KEY)
     if found is not None and not isinstance(found, dict):
-        raise ModelError(f"{folder / 'config.json'}: {KEY} is {json.dumps(found)}, no object; remove it")
+        raise ModelError(f"{folder / 'config.json'}: {KEY} is {brief(found)}, no object; remove it")
     return found
 
 

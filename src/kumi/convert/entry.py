@@ -14,8 +14,8 @@ from torch import Tensor
 from kumi.convert.rectangles import Dims, is_run, place, seen, strides
 from kumi.convert.safetensors_read import Span
 from kumi.errors import ModelError
+from kumi.files.untrusted import open_regular
 from kumi.spec.weights import Part
-from kumi.storage.untrusted import open_regular
 from kumi.storage.write import as_bytes
 
 # safetensors' names of the dtypes that weights may have, and torch's.

@@ -17,6 +17,7 @@ from kumi.convert.safetensors_file import Layout, create, lay_out, put, sync
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError, RefusedError
+from kumi.files.untrusted import inside
 from kumi.spec import families
 from kumi.spec.ledger import buffers, params
 from kumi.spec.ledger import tensors as tensors_of
@@ -24,7 +25,6 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part, parts
 from kumi.storage.folders import free_space_check
-from kumi.storage.untrusted import inside
 
 # Files that go with a tokenizer, copied as they are.
 TOKENIZER_FILES = (

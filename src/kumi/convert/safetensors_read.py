@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.storage.untrusted import MAX_JSON_BYTES, inside, open_regular, read_regular, strict_json
+from kumi.files.untrusted import INDEX as BOUNDS
+from kumi.files.untrusted import brief, inside, open_regular, read_object, strict_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -53,10 +54,8 @@ def read_header(file: Path) -> dict[str, Span]:
         length = int.from_bytes(os.pread(handle, 8, 0), "little")
         if size < 10 or length > size - 8:
             raise _unreadable(file, f"its header is said to have {length} bytes, the file has {size}")
-        if length > MAX_JSON_BYTES:
-            raise _unreadable(
-                file, f"a header of {length} bytes, more than the {MAX_JSON_BYTES} that the format allows"
-            )
+        if length > BOUNDS.size:
+            raise _unreadable(file, f"a header of {length} bytes, more than the {BOUNDS.size} that the format allows")
         header = _parsed(file, _pread(handle, length, 8))
     finally:
         os.close(handle)
@@ -105,16 +104,14 @@ def _compare(folder: Path, name: str, spans: Mapping[str, Span], weight_map: Map
 
 def _weight_map(folder: Path) -> dict[str, str]:
     index = folder / INDEX
-    try:
-        content = strict_json(read_regular(inside(folder, INDEX)))
-        weight_map = content["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{index}: not a weight index ({error!r}); fetch the file again") from None
+    weight_map = read_object(folder, INDEX, bounds=BOUNDS).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: weight_map is empty or no object; fetch the file again")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors"):
-            raise ModelError(f"{index}: {tensor!r} is in {name!r}, which is no safetensors file; fetch the file again")
+            raise ModelError(
+                f"{index}: {brief(tensor)} is in {brief(name)}, which is no safetensors file; fetch the file again"
+            )
     return weight_map
 
 
@@ -144,14 +141,14 @@ def _span(file: Path, name: str, entry: Any, data: int) -> Span:
         raise _unreadable(file, f"{name!r} does not have a dtype, a shape and data_offsets, and these alone")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise _unreadable(file, f"{name!r} has dtype {dtype!r}, which the format does not have")
+        raise _unreadable(file, f"{name!r} has dtype {brief(dtype)}, which the format does not have")
     if (
         not _sizes(shape)
         or prod(max(1, size) for size in shape) > _MAX_SIZE
         or not _sizes(offsets)
         or len(offsets) != 2
     ):
-        raise _unreadable(file, f"{name!r} has the shape {shape!r} and the data_offsets {offsets!r}")
+        raise _unreadable(file, f"{name!r} has the shape {brief(shape)} and the data_offsets {brief(offsets)}")
     bits = prod(shape) * BITS[dtype]
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
         raise _unreadable(

@@ -9,6 +9,8 @@ Parameter names and shapes, FLOPs, activation bytes, sharding and conversion are
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 
 from kumi.spec.adapters import adapted, frozen
@@ -19,7 +21,7 @@ from kumi.spec.op import Activation, Dim, Op, Param, block_norm
 
 __all__ = ["Activation", "Dim", "Op", "Param", "active_params", "buffers", "decayed", "embedding_ops", "forward_flops",
            "head_ops", "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "tensors", "train_flops",
-           "trained_params"]  # fmt: skip
+           "trained_params", "unique_ops"]  # fmt: skip
 
 
 # The token table, which is the head's too where they are tied, and the head.
@@ -107,22 +109,36 @@ def tensors(spec: ModelSpec) -> tuple[Param, ...]:
 
 def num_params(spec: ModelSpec) -> int:
     """How many parameters the model has, a tied head counted once."""
-    return sum(param.numel for param in params(spec))
+    return sum(count * param.numel for op, count in unique_ops(spec) for param in op.params)
 
 
 def trained_params(spec: ModelSpec) -> int:
     """How many parameters are trained: all, or those of adapters."""
-    return sum(param.numel for param in params(spec) if not param.frozen)
+    return sum(count * param.numel for op, count in unique_ops(spec) for param in op.params if not param.frozen)
 
 
 def active_params(spec: ModelSpec) -> float:
     """How many parameters a token meets: of routed experts' only the share that it is sent to, all others in full."""
-    return sum(param.numel * (op.passes / op.experts if op.experts else 1) for op in ops(spec) for param in op.params)
+    return sum(
+        count * param.numel * (op.passes / op.experts if op.experts else 1)
+        for op, count in unique_ops(spec)
+        for param in op.params
+    )
+
+
+def unique_ops(spec: ModelSpec) -> Iterator[tuple[Op, int]]:
+    """Yield the operations of the embedding, of each kind of layer and of the head, and how often each occurs.
+
+    The cost does not grow with the number of equal layers.
+    """
+    layers = Counter(spec.layer_kinds()[1])
+    yield from ((op, 1) for op in (*embedding_ops(spec), *head_ops(spec)))
+    yield from ((op, layers[kind]) for kind, ops_ in enumerate(kind_ops(spec)) for op in ops_)
 
 
 def forward_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
     """Floating-point operations of one forward pass over `tokens` in rows of `seq_len` (see `Op.forward_flops`)."""
-    return sum(op.forward_flops(tokens, seq_len) for op in ops(spec))
+    return sum(count * op.forward_flops(tokens, seq_len) for op, count in unique_ops(spec))
 
 
 def logit_chunk(vocab_size: int, device_kind: str) -> int:
@@ -136,4 +152,4 @@ def train_flops(spec: ModelSpec, tokens: int, seq_len: int) -> int:
 
     This is the numerator of model FLOPs utilisation (MFU), with attention counted in full.
     """
-    return sum(op.train_flops(tokens, seq_len) for op in ops(spec))
+    return sum(count * op.train_flops(tokens, seq_len) for op, count in unique_ops(spec))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kumi.errors import RefusedError
-from kumi.storage.untrusted import inside
+from kumi.files.untrusted import inside
 from kumi.storage.write import DTYPES, blocks, tiling_problem
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}

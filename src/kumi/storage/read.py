@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from kumi.errors import RefusedError
+from kumi.files.untrusted import inside, open_regular
 from kumi.storage.folders import list_complete
 from kumi.storage.index import IndexFault, StoredFile, StoredPiece, StoredTensor, checked_files, checked_tensors
-from kumi.storage.untrusted import inside, open_regular
 from kumi.storage.write import FORMAT, as_bytes, block_rows, blocks, read_sealed
 
 

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from kumi.errors import SaveError
+from kumi.files.untrusted import read_regular, strict_json
 from kumi.storage.folders import sync_folder
-from kumi.storage.untrusted import read_regular, strict_json
 
 FORMAT = 1
 BLOCK_BYTES = 4 * 2**20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import Field, fields
 from pathlib import Path
@@ -10,8 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from kumi.errors import ModelError
+from kumi.files.untrusted import brief, read_object
 from kumi.spec.families import (
     bloom,
+    bounds,
     cohere2,
     deepseek_v2,
     deepseek_v3,
@@ -24,6 +25,7 @@ from kumi.spec.families import (
     gpt_neox,
     gpt_oss,
     granite,
+    keys,
     llama,
     ministral,
     ministral3,
@@ -44,6 +46,7 @@ from kumi.spec.families import (
     starcoder2,
 )
 from kumi.spec.families.nearest import nearest
+from kumi.spec.ledger import num_params
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 
 # model_type -> module with ARCHITECTURE, from_hf(config) -> ModelSpec and to_hf(spec) -> config
@@ -105,7 +108,12 @@ _COMPUTED = {
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json describes; what kumi does not understand in it is a ModelError."""
-    spec: ModelSpec = FAMILIES[_family(config)].from_hf(config)
+    _check_names(config)
+    family = _family(config)
+    # Before a reader touches a value, all are of the right type and within their bounds.
+    keys.check_types(family, config, getattr(FAMILIES[family], "KEYS", {}) | keys.TABLES)
+    spec: ModelSpec = FAMILIES[family].from_hf(config)
+    bounds.check_model(num_params(spec))
     return spec
 
 
@@ -178,20 +186,23 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of `folder`, or of the file `folder` itself."""
     path = Path(folder)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; a model folder has a config.json") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); fetch the file again") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds {type(config).__name__} instead of an object; fetch the file again")
-    return config
+    # Configurations written by Python have Infinity where a limit is none; `keys.read` knows where that may be.
+    return read_object(path.parent, path.name, infinity=True)
 
 
 def load(folder: str | Path) -> ModelSpec:
     """The model that the config.json in `folder` (or the file `folder`) describes."""
     return from_hf(read_config(folder))
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    """Raise ModelError unless the names that `config` gives the model have the types of names."""
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    names = architectures if isinstance(architectures, list) else [architectures]
+    for name in (model_type, *names[:100]):
+        if name is not None and (not isinstance(name, str) or len(name) > 200):
+            raise ModelError(f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)}: "
+                             f"{brief(name)} is no name of a model; correct it")  # fmt: skip
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -203,6 +214,6 @@ def _family(config: Mapping[str, Any]) -> str:
     known = isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in supported
     if known and model_type in (supported[architectures[0]], None):
         return supported[architectures[0]]
-    raise ModelError(f"config.json: architectures={architectures!r} with model_type={model_type!r} is not supported; "
-                     f"of the {len(FAMILIES)} families that kumi knows (docs/models.md), "
+    raise ModelError(f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)} is not "
+                     f"supported; of the {len(FAMILIES)} families that kumi knows (docs/models.md), "
                      f"{nearest(config, FAMILIES)}")  # fmt: skip

@@ -7,19 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import rope
+from kumi.spec.families import bounds, rope
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.rules import Weights
-
-# Keys that hold a size, under all the names that families have for them.
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "sliding_window", "num_experts", "num_local_experts", "n_routed_experts",
-    "num_experts_per_tok", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", "n_embd", "n_embed", "n_layer", "n_head", "n_inner",
-    "n_positions", "seq_length", "decoder_sparse_step", "num_kv_heads", "ffn_hidden_size", "mamba_num_heads",
-    "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size", "moe_shared_expert_intermediate_size",
-)  # fmt: skip
 
 
 def build(
@@ -136,14 +126,8 @@ def check_layer_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def check_sizes(values: Mapping[str, Any]) -> None:
-    """Nothing, when sizes are 1 or more and small numbers not negative; ModelError otherwise."""
-    for name in SIZES:
-        value = values.get(name)
-        if value is not None and value < 1:
-            raise ModelError(f"config.json: {name}={value} must be 1 or more")
-    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "initializer_range"):
-        if values.get(name, 0) < 0:
-            raise ModelError(f"config.json: {name}={values[name]} must not be negative; correct it")
+    """Raise ModelError unless sizes are 1 or more and within their bounds, and small numbers are not negative."""
+    bounds.check_least(values)
 
 
 def _head_dim(values: Mapping[str, Any], heads: int, *, rotary: bool) -> int:

@@ -7,7 +7,9 @@ is a Llama that can be trained.
 from __future__ import annotations
 
 from kumi.errors import ModelError
+from kumi.spec.families.bounds import check_model
 from kumi.spec.families.common import check_sizes, grouped_attention
+from kumi.spec.ledger import num_params
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, Rope
 
 POSITIONS = ("learned", "rope", "alibi", "none")
@@ -41,8 +43,10 @@ def gpt(
     rope = Rope(10_000.0) if positions == "rope" else None
     attention = grouped_attention(sizes, rope, qkv_bias=bias, out_bias=bias, alibi=positions == "alibi")
     mlp = MLP(width, bias, "silu" if gated else hidden_act, gated=gated)
-    return ModelSpec("gpt", vocab, hidden, (LayerSpec(attention, mlp),) * layers, 1e-5, seq_len, tied, norm=norm,
+    spec = ModelSpec("gpt", vocab, hidden, (LayerSpec(attention, mlp),) * layers, 1e-5, seq_len, tied, norm=norm,
                      learned_positions=seq_len if positions == "learned" else 0)  # fmt: skip
+    check_model(num_params(spec))
+    return spec
 
 
 def llama(
@@ -62,7 +66,9 @@ def llama(
     sizes = _sizes(layers, hidden, heads, kv_heads, ffn, vocab, seq_len)
     attention = grouped_attention(sizes | {"head_dim": head_dim}, Rope(rope_theta))
     layer = LayerSpec(attention, MLP(ffn))
-    return ModelSpec("llama", vocab, hidden, (layer,) * layers, 1e-5, seq_len, tied)
+    spec = ModelSpec("llama", vocab, hidden, (layer,) * layers, 1e-5, seq_len, tied)
+    check_model(num_params(spec))
+    return spec
 
 
 def _sizes(

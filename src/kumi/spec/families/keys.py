@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kumi.errors import ModelError
+from kumi.files.untrusted import brief
+from kumi.spec.families.bounds import check_bound
 
 REQUIRED: Any = object()
 
@@ -56,6 +58,9 @@ DECODER = {
     "rope_scaling": Key("table?", None),
     "rope_parameters": Key("table?", None),
 }
+
+# Tables that several families take apart before `read`, when there are any.
+TABLES = {name: Key("table?", None) for name in ("text_config", "vision_config", "rope_scaling", "rope_parameters")}
 
 # What models with routed experts have besides, none of which changes the forward pass: weights of auxiliary losses.
 ROUTER_LOSS = {
@@ -126,6 +131,13 @@ def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dic
     return {name: config.get(name, key.default) for name, key in keys.items()}
 
 
+def check_types(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> None:
+    """Raise ModelError when a value of `config` is not of the type that `keys` gives, or beyond its bound."""
+    for name, value in config.items():
+        if name in keys:
+            _check_kind(family, name, value, keys[name].kind)
+
+
 def activation(family: str, name: str, value: str) -> str:
     """`value` of the key `name`, when it is an activation function whose cost is known."""
     if value not in ACTIVATIONS:
@@ -150,10 +162,11 @@ def _check_kind(family: str, name: str, value: Any, kind: str) -> None:
     right = isinstance(value, KINDS[kind]) and (bool in KINDS[kind] or not isinstance(value, bool))
     if right and isinstance(value, list) and "integers" in kind:
         right = bool(value) and all(type(item) is int for item in value)
+    check_bound(name, value)
     if right and isinstance(value, float) and not math.isfinite(value):
         raise ModelError(f"config.json: {name}={value} of a {family} model must be a finite number; correct it")
     if not right:
-        raise ModelError(f"config.json: {name}={value!r} of a {family} model must be {_article(kind)}; correct it")
+        raise ModelError(f"config.json: {name}={brief(value)} of a {family} model must be {_article(kind)}; correct it")
 
 
 def _article(kind: str) -> str:
@@ -164,11 +177,11 @@ def _check_neutral(family: str, name: str, value: Any) -> None:
     allowed = NEUTRAL[name]
     if not any(value == option and (type(value) is not bool or type(option) is bool) for option in allowed):
         says = " or ".join("null" if option is None else repr(option) for option in allowed)
-        raise ModelError(f"config.json: {name}={value!r} of a {family} model is not supported, only {says}; "
+        raise ModelError(f"config.json: {name}={brief(value)} of a {family} model is not supported, only {says}; "
                          f"kumi would compute something else than this model")  # fmt: skip
 
 
 def _unknown(family: str, name: str, value: Any, keys: Mapping[str, Key]) -> str:
     near = difflib.get_close_matches(name, [*keys, *NEUTRAL], n=1, cutoff=0.8)
     hint = f"did you mean {near[0]!r}?" if near else "remove it if it does not change what the model computes"
-    return f"config.json: {name!r} ({value!r}) is not a key that kumi knows for a {family} model; {hint}"
+    return f"config.json: {brief(name)} ({brief(value)}) is not a key that kumi knows for a {family} model; {hint}"

@@ -21,7 +21,9 @@ def nearest(config: Mapping[str, Any], families: Mapping[str, ModuleType]) -> st
     known = {name: _keys(module) for name, module in families.items()}
     best = max(families, key=lambda name: _alike(config, name, families[name]) + _overlap(own, known[name]))
     foreign = sorted(own - known[best])
-    names = ", ".join(foreign[:SHOWN]) + (f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else "")
+    names = ", ".join(key[:60] for key in foreign[:SHOWN]) + (
+        f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
+    )
     lacks = f"which does not know its {names}" if foreign else "which knows all of its keys"
     return f"the nearest is {best} ({families[best].ARCHITECTURE}), {lacks}"
 
