@@ -66,7 +66,7 @@ def test_files_that_are_not_there_or_not_readable(saved, tmp_path):
     with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors named by .* is missing"):
         load_decoder(folder)
     index.write_text("{}")
-    with pytest.raises(ModelError, match="not valid JSON|holds a|weight_map is empty"):
+    with pytest.raises(ModelError, match="weight_map is empty"):
         load_decoder(folder)
 
 
