@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import transformers
@@ -233,9 +235,23 @@ def build_pair(name: str) -> tuple[transformers.PreTrainedModel, Decoder]:
     return reference, decoder_of(reference)
 
 
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Models made and called within compute in float64, also where their code asks for float32: rounding cannot hide a
+    difference between them, or be taken for one."""
+    usual, wide = torch.get_default_dtype(), torch.float64
+    torch.set_default_dtype(wide)
+    names = mock.patch.multiple(torch, float32=wide, float=wide)
+    with names, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(usual)
+
+
 def decoder_of(reference: transformers.PreTrainedModel) -> Decoder:
     """kumi's model of the config of `reference`, with its weights."""
-    decoder = Decoder(families.from_hf(reference.config.to_dict()))
+    decoder = Decoder(families.from_hf(reference.config.to_dict()), dtype=reference.dtype)
     biases = {key: buffer for key, buffer in reference.named_buffers() if key.endswith(BIASES)}
     decoder.load_state_dict(native(decoder.spec, dict(reference.named_parameters()) | biases))
     return decoder
