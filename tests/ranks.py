@@ -17,6 +17,7 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# What the fork server imports. kumi itself is imported by the ranks: a syntax error there then fails one test.
+# What the fork server imports; a syntax error in kumi is left to the ranks, where it fails one test.
 PRELOAD = [
     "numpy",
     "torch",
@@ -39,12 +40,16 @@ PRELOAD = [
     "torch.utils.checkpoint",
     "torch.nn.parallel",
     "torch.optim",
+    "preloaded",
 ]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
 # Every group that a test makes leaves threads in the ranks that wake up a hundred times a second: with more of them
 # than this a pool makes way for a new one.
 THREADS = 60
 GRACE = 1.0  # seconds the other ranks get to finish after one has failed
+# What a rank says whose peer has gone; that one's own reason may take longer: a busy machine writes its core first.
+LOST = re.compile("Connection (reset|closed) by peer|Broken pipe")
+LOST_GRACE = 30.0
 
 
 class RankError(AssertionError):
@@ -132,9 +137,10 @@ def _plain_main() -> Any:
 
 
 def _collect(pool: list[Rank], timeout: float) -> list[Any]:
-    """The ranks' results in order. Raises RankError with the failure that came first."""
+    """The ranks' results in order. Raises RankError with the failure that came first, if it can that of a rank that did
+    not only lose another one."""
     results: dict[int, Any] = {}
-    failures: list[tuple[float, str]] = []
+    failures: list[tuple[bool, float, str]] = []  # whether it is but the loss of another rank, when, what
     deadline = time.monotonic() + timeout
     waiting = set(range(len(pool)))
     while waiting and (left := deadline - time.monotonic()) > 0:
@@ -146,10 +152,10 @@ def _collect(pool: list[Rank], timeout: float) -> list[Any]:
                 moment, error, value = time.time(), f"rank {index} {_death(pool[index].process)}", None
             results[index] = value
             if error:
-                failures.append((moment, error))
-                deadline = min(deadline, time.monotonic() + GRACE)
+                failures.append((bool(LOST.search(error)), moment, error))
+                deadline = min(deadline, time.monotonic() + (LOST_GRACE if min(failures)[0] else GRACE))
     if failures:
-        raise RankError(min(failures)[1])
+        raise RankError(min(failures)[2])
     if waiting:
         raise RankError(f"ranks {sorted(waiting)} of {len(pool)} gave no answer in {timeout:.0f} s")
     return [results[index] for index in range(len(pool))]

@@ -29,7 +29,7 @@ from planned import job_of
 from steps import LENGTH, SEQUENCES, SPECS, mesh_of
 
 CPU = Device("CPU", "cpu", 1 << 34, ("float32", "bfloat16"), (("bfloat16", 1e12),))
-COUNT = 20
+COUNT = 10
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 
 
@@ -84,7 +84,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
     family = "llama"
-    for rank, (memory, flops, sent) in enumerate(ranks(layout.world_size, _really, layout, family)):
+    really = ranks(layout.world_size, _really, layout, family)
+    for rank in {0, layout.world_size - 1}:  # those between are like one of them
+        memory, flops, sent = really[rank]
         with _nothing_collected():
             found = carry_out(_job(family), layout, rank)
         dry = Counter()

@@ -11,6 +11,7 @@ from itertools import cycle, product
 import numpy as np
 import pytest
 
+from grids import pairwise
 from kumi.spec.layout import RECOMPUTE, Layout
 from ranks import run_ranks
 from steps import Part, Trace, train
@@ -34,10 +35,10 @@ def _name(layout: Layout) -> str:
 FAMILIES = ("llama", "qwen", "moe")
 CASES_2 = [(*case, how) for case in product(ON_2, FAMILIES, (1, 3)) for how in RECOMPUTE]
 CASES_4 = [(*case, how) for case, how in zip(product(ON_4, FAMILIES, (1, 3)), cycle(RECOMPUTE))]
-CASES = [
-    pytest.param(layout, family, count, how, id=f"{layout.world_size}-{_name(layout)}-{family}-{count}-{how}")
-    for layout, family, count, how in [*CASES_2, *CASES_4]
-]
+CASES = pairwise(
+    [*CASES_2, *CASES_4],
+    lambda layout, family, count, how: f"{layout.world_size}-{_name(layout)}-{family}-{count}-{how}",
+)
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from test_layouts import alone, equal
 
+from grids import sampled
 from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -105,20 +106,23 @@ PAIRS = [
     (Layout(dp_shard=4, zero=3, ep=2), "biased-moe", 3),
 ]
 MORE = [
-    (Layout(tp=2, pp=2, dp_shard=2, zero=1), "deep-tied", 3),
-    (Layout(tp=2, pp=2, dp_replicate=2), "deep", 3),
     (Layout(tp=2, pp=2, dp_shard=2, zero=3, schedule="zb-v", stages=2), "deep-tied", 3),
     (Layout(tp=2, pp=2, dp_shard=2, zero=1, schedule="interleaved", stages=2, recompute="selective"), "deep-tied", 2),
+    (Layout(cp=2, pp=2, dp_shard=2, zero=1), "deep-tied", 3),
+    (Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3), "qwen", 3),
+    (Layout(dp_shard=2, tp=2, cp=2, zero=3, ep=4), "latent", 2),
+    (Layout(dp_shard=2, tp=2, pp=2, zero=1, ep=2, expert_tp=2), "moe", 3),
+]
+# On eight ranks, too; they cost seconds each.
+LATER = [
+    (Layout(tp=2, pp=2, dp_shard=2, zero=1), "deep-tied", 3),
+    (Layout(tp=2, pp=2, dp_replicate=2), "deep", 3),
     (Layout(tp=4, pp=2), "deep-tied", 3),
     (Layout(tp=2, cp=2, dp_shard=2, zero=3), "qwen", 3),
     (Layout(tp=2, cp=2, pp=2), "deep-tied", 3),
-    (Layout(cp=2, pp=2, dp_shard=2, zero=1), "deep-tied", 3),
-    (Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3), "qwen", 3),
     (Layout(dp_replicate=2, dp_shard=2, pp=2, zero=1), "deep-tied", 3),
     (Layout(dp_shard=4, pp=2, zero=3, ep=2), "moe", 3),
     (Layout(dp_shard=2, tp=2, pp=2, zero=1, ep=2), "moe", 2),
-    (Layout(dp_shard=2, tp=2, cp=2, zero=3, ep=4), "latent", 2),
-    (Layout(dp_shard=2, tp=2, pp=2, zero=1, ep=2, expert_tp=2), "moe", 3),
     (Layout(tp=2, pp=2, dp_replicate=2, ep=2, schedule="zb-v", stages=2), "latent", 3),
     (Layout(dp_shard=4, tp=2, zero=3, ep=2, expert_tp=2), "biased-moe", 3),
     (Layout(tp=2, cp=2, dp_shard=2, zero=3), "gpt", 2),
@@ -130,10 +134,11 @@ def named(layout: Layout) -> str:
     return "-".join(f"{key}{value}" for key, value in vars(layout).items() if value != getattr(Layout(), key))
 
 
-CASES = [
-    pytest.param(*case, id=f"{case[0].world_size}-{case[1]}-{case[2]}-{named(case[0])}")
-    for case in sorted([*ALONE, *PAIRS, *MORE], key=lambda case: case[0].world_size)
-]
+CASES = sampled(
+    sorted([*ALONE, *PAIRS, *MORE, *LATER], key=lambda case: case[0].world_size),
+    lambda place: place < len([*ALONE, *PAIRS, *MORE]),
+    lambda layout, family, count: f"{layout.world_size}-{family}-{count}-{named(layout)}",
+)
 
 
 @pytest.mark.parametrize(("layout", "family", "microbatches"), CASES)

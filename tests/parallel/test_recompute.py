@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
+from grids import sampled
 from held import held
 from kumi.parallel import build, build_mesh
 from kumi.parallel.mesh import Place
@@ -25,8 +28,10 @@ def _forward_backward(how: str, family: str, kind: str = "fp32") -> tuple[int, d
     return found.bytes, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", SPECS)
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+# What a model keeps in half precision differs by its dtypes alone: one model shows it.
+@pytest.mark.parametrize(
+    ("kind", "family"), sampled(list(product(("fp32", "bf16"), SPECS)), lambda place: place <= len(SPECS))
+)
 def test_gradients_and_names_stay_and_memory_falls(family, kind):
     kept, grads = zip(*(_forward_backward(how, family, kind) for how in ("none", "selective", "full")))
     assert sorted(grads[0]) == sorted(param.name for param in params(SPECS[family]))

@@ -83,14 +83,15 @@ def last_step(folder):
     return max((entry["step"] for entry in entries), default=0)
 
 
-def test_any_rank_killed_at_any_moment_costs_nothing_but_time(small, tmp_path, uninterrupted):
-    """Ten SIGKILLs, two or more of them while a checkpoint is being written."""
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_any_rank_killed_at_any_moment_costs_nothing_but_time(small, tmp_path, uninterrupted, kills):
+    """SIGKILLs, two or more of them while a checkpoint is being written."""
     folder = small.copy(tmp_path)
     shutil.rmtree(folder / "run")
     run, draw = long_run(folder), random.Random(5)
     root = folder / "run" / "checkpoints"
     in_saves = 0
-    for kill in range(10):
+    for kill in range(kills):
         with training(folder, run) as process:
             begun = last_step(folder)
             if kill % 3 == 0:
@@ -113,7 +114,11 @@ def test_any_rank_killed_at_any_moment_costs_nothing_but_time(small, tmp_path, u
     assert losses(folder / "run") == uninterrupted
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+# tests/launch shows the codes of all signals; here are a terminal's, and one that is sent to one process.
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.exhaustive)],
+)
 def test_a_signal_saves_and_ends_the_run_which_then_goes_on(small, tmp_path, uninterrupted, number, code):
     folder = small.copy(tmp_path)
     shutil.rmtree(folder / "run")
