@@ -10,9 +10,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "kumi"
 # From the bottom up; a module may import its own package and what stands before it.
 ORDER = ["errors", "paths", "units", "output", "files", "hub", "spec", "plan", "report", "clusters", "config",
          "describe", "compat", "storage", "data", "nn", "objectives", "parallel", "dryrun", "convert", "launch",
-         "train", "bench", "cli", "__main__"]  # fmt: skip
+         "train", "bench", "api", "cli", "__main__"]  # fmt: skip
 TORCH_FREE = ["errors", "paths", "units", "output", "files", "hub", "spec", "plan", "report", "config", "describe",
-              "data", "cli", "__main__", "objectives"]  # fmt: skip
+              "data", "api", "cli", "__main__", "objectives"]  # fmt: skip
 
 
 def _imports(file: Path) -> list[tuple[str, bool]]:

@@ -12,6 +12,7 @@ import kumi
 from kumi.cli import main
 from kumi.storage import checkpoint
 from kumi.train import loop
+from kumi.train.callbacks import Callbacks
 from kumi.train.state import TrainState
 
 
@@ -142,6 +143,9 @@ def test_a_step_is_saved_once_whatever_the_disk_shows(monkeypatch, tmp_path):
     monkeypatch.setattr(loop, "pieces", lambda parts: [])
     monkeypatch.setattr(loop, "meta", lambda *_: {})
     state = TrainState(step=6)
-    loop._save(parts, state, saver, tmp_path, wait=False)
-    loop._save(parts, state, saver, tmp_path, wait=True)
-    assert saved == ["step_000006"]
+    heard = Callbacks(
+        SimpleNamespace(train=SimpleNamespace(steps=6)), [SimpleNamespace(on_save=lambda *_: saved.append("told"))]
+    )
+    loop._save(parts, state, saver, tmp_path, heard, wait=False)
+    loop._save(parts, state, saver, tmp_path, heard, wait=True)
+    assert saved == ["step_000006", "told"]

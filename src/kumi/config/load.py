@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -16,9 +17,17 @@ from kumi.paths import looked_for
 
 Kind = TypeVar("Kind", bound=PlanConfig)
 
+# A run file, or its sections; `section.key=value` texts, or values by `section.key`.
+RunFile: TypeAlias = str | Path | Mapping[str, Any]
+Overrides: TypeAlias = Sequence[str] | Mapping[str, Any]
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run file at `path`, with `section.key=value` overrides applied. Raises ConfigError on anything unexpected."""
+
+def load(path: RunFile, overrides: Overrides = ()) -> RunConfig:
+    """Return the configuration of the run file at `path`, or of a mapping of sections, with overrides applied.
+
+    Overrides are `section.key=value` texts, or a mapping from `section.key` to values. Raise ConfigError on anything
+    unexpected.
+    """
     written = _written(path, overrides)
     try:
         return _checked(RunConfig, written)
@@ -37,13 +46,11 @@ def _plannable(written: dict[str, Any]) -> bool:
     return not {"name", "data", "train"} <= set(written)
 
 
-def load_plan(
-    path: str | Path, overrides: Sequence[str] = (), cluster: Mapping[str, Any] | None = None
-) -> PlanConfig:  # fmt: skip
+def load_plan(path: RunFile, overrides: Overrides = (), cluster: Mapping[str, Any] | None = None) -> PlanConfig:
     """As `load`, of a file that may leave out what only a run needs: a name, data and steps. `cluster` replaces the
-    file's section of that name."""
+    section of that name."""
     given = {} if cluster is None else {"cluster": dict(cluster)}
-    return _checked(PlanConfig, with_overrides(read_toml(path) | given, overrides))
+    return _checked(PlanConfig, with_overrides(_sections(path) | given, overrides))
 
 
 def from_dict(written: dict[str, Any]) -> RunConfig:
@@ -56,20 +63,26 @@ def plan_from_dict(written: dict[str, Any]) -> PlanConfig:
     return _checked(PlanConfig, written)
 
 
-def _written(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The TOML file at `path` as a nested dict, with `overrides` applied."""
-    return with_overrides(read_toml(path), overrides)
+def _written(path: RunFile, overrides: Overrides) -> dict[str, Any]:
+    """Return what the TOML file at `path`, or a mapping, says as a nested dict, with `overrides` applied."""
+    return with_overrides(_sections(path), overrides)
 
 
-def with_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`tree` itself, with `section.key=value` overrides applied."""
-    for override in overrides:
-        _apply(tree, override)
+def _sections(path: RunFile) -> dict[str, Any]:
+    """Return the sections of the TOML file at `path`, or a copy of a mapping of sections."""
+    return deepcopy(dict(path)) if isinstance(path, Mapping) else read_toml(path)
+
+
+def with_overrides(tree: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """Return `tree` itself, with `overrides` applied."""
+    values = overrides.items() if isinstance(overrides, Mapping) else map(_split, overrides)
+    for key, value in values:
+        _apply(tree, key, value)
     return tree
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The TOML run file at `path` as a nested dict."""
+    """Return the TOML run file at `path` as a nested dict."""
     file = Path(path)
     try:
         return untrusted.read_toml(file)
@@ -122,20 +135,24 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Set `section.key=value` in `tree`; a number in the path is an index into a list."""
+def _split(override: str) -> tuple[str, Any]:
+    """Return the key and the value of the text `section.key=value`."""
     key, equals, text = override.partition("=")
-    path = key.strip().split(".")
-    if not equals or not all(path):
+    if not equals or not all(key.strip().split(".")):
         raise ConfigError(f"{override!r} is not an override; write section.key=value, such as optim.lr=2e-5")
-    *parents, last = path
+    return key.strip(), _value(text)
+
+
+def _apply(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted `key` in `tree` to `value`; a number in the path is an index into a list."""
+    *parents, last = path = key.split(".")
     node: Any = tree
     for depth, part in enumerate(parents):
         node = _child(node, part, ".".join(path[: depth + 1]))
     if isinstance(node, list):
-        node[_index(node, last, key)] = _value(text)
+        node[_index(node, last, key)] = value
     else:
-        node[last] = _value(text)
+        node[last] = value
 
 
 def _child(node: Any, part: str, where: str) -> Any:

@@ -137,7 +137,7 @@ def check_merged(folder: Path, base: str | None, written: Source) -> float:
         prompts = sample_prompts(written.spec.vocab_size, min(16, written.spec.max_position_embeddings))
         # One model in memory at a time.
         wanted = decoder_of(open_beside(folder, base))(prompts)
-        found = _decoder(written)(prompts)
+        found = written.decoder().eval()(prompts)
     difference = float((wanted - found).abs().max())
     names = [name for name in written.dtypes if name.endswith("_proj.weight")]
     allowed = max(TOLERANCE[written.dtypes[name]] for name in names or written.dtypes) * float(wanted.std())
@@ -150,17 +150,10 @@ def check_merged(folder: Path, base: str | None, written: Source) -> float:
     return difference
 
 
-def _decoder(source: Source) -> Decoder:
-    decoder = Decoder(source.spec)
-    for name, tensor in decoder.state_dict().items():
-        tensor.copy_(source.read(name))
-    return decoder.eval()
-
-
 @torch.no_grad()
 def decoder_of(found: Beside) -> Decoder:
     """The model in float32, with the adapters as modules of their own."""
-    decoder = _decoder(found.base)
+    decoder = found.base.decoder().eval()
     there = dict(decoder.named_modules())
     for name, one in found.adapters.items():
         old = there[name]

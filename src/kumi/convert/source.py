@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kumi.convert import dequantise, hf, megatron, native
@@ -15,6 +16,7 @@ from kumi.convert.carried import carried, of_checkpoint
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError
+from kumi.nn.decoder import Decoder
 from kumi.spec import families
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
@@ -52,6 +54,14 @@ class Source:
         """Every parameter with its name, one at a time."""
         for param in tensors(self.spec):
             yield param.name, self.read(param.name)
+
+    @torch.no_grad()
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """Return the model as a module, its weights in `dtype`."""
+        decoder = Decoder(self.spec, dtype=dtype)
+        for name, tensor in decoder.state_dict().items():
+            tensor.copy_(self.read(name))
+        return decoder
 
 
 def open_source(folder: str | Path, config: str | Path | None = None) -> Source:

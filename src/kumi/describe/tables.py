@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from kumi.config import PlanConfig, Run
+    from kumi.config.load import Overrides, RunFile
     from kumi.plan.types import Estimate
     from kumi.spec.job import Job
 
@@ -39,7 +40,7 @@ def show(content: RenderableType) -> None:
     print("\n".join(line.rstrip() for line in kept.get().splitlines()))
 
 
-def described(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def described(path: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
     """`describe` of the run file at `path`; of one without data and steps, which is enough for `kumi plan` only, what
     the planner would choose."""
     from kumi.config import load, load_plan, resolve

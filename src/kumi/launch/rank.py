@@ -39,7 +39,7 @@ def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: Start)
     import torch
 
     rank = int(os.environ["RANK"])
-    _die_with(start.parent)
+    die_with(start.parent)
     log = os.open(log_path(start.log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     if rank != 0:
         _redirect_output(log)
@@ -81,14 +81,14 @@ def _call(fn: Callable[..., int | None], args: tuple[Any, ...]) -> int:
         return end.code or 0
 
 
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies, which may be too busy dying to do it."""
+def die_with(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when its parent dies, which may be too busy dying to do it."""
     if sys.platform != "linux":
         return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
+        os._exit(128 + signum)
 
 
 def _redirect_output(log: int) -> None:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from signal import Signals
+from signal import SIGTERM, Signals
 
 import torch
 
@@ -28,6 +28,7 @@ from kumi.parallel.offload import init_optimizer
 from kumi.parallel.state import Reader, fill, optimizer_pieces
 from kumi.spec.ledger import decayed
 from kumi.storage import checkpoint
+from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
 from kumi.train.memory import TRIM_EVERY, memory_errors, memory_now, out_of_memory, trim
@@ -39,17 +40,20 @@ from kumi.train.step import read_step, train_step
 from kumi.train.warmup import with_stored_warmup
 
 
-def train_rank(run: Run, store: Store) -> int:
-    """Train on this rank from where the run folder's last checkpoint left off; the exit code (see kumi.errors)."""
+def train_rank(run: Run, store: Store, listener: Listener | None = None) -> int:
+    """Train on this rank from where the run folder's last checkpoint left off; the exit code (see kumi.errors).
+
+    `listener` is told on rank 0 how the training goes, and may end it.
+    """
     stop = install()
     with memory_errors(run):
         place = init_distributed(run.cluster.device.kind, timeout_s=run.config.train.timeout_s)
-        code = _train(run, store, build_mesh(run.layout, place), stop)
+        code = _train(run, store, build_mesh(run.layout, place), stop, listener)
     close_distributed()  # only after success: a rank that fails must not wait there for others
     return code
 
 
-def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
+def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag, listener: Listener | None) -> int:
     memory_before = memory_now(mesh.device)
     if mesh.device.type == "cpu":
         enable_fast_float32()
@@ -59,7 +63,9 @@ def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
         rank=mesh.rank, ranks=run.layout.world_size, attempt=attempt, timeout=run.config.train.timeout_s
     )
     metrics = _metrics(run, state) if mesh.rank == 0 else None
-    reporter = Reporter(parts, state, metrics, memory_before)
+    if listener is None or mesh.rank != 0:
+        listener = Callbacks(run.config, ())
+    reporter = Reporter(parts, state, metrics, memory_before, listener)
     if state.step:
         reporter.note(f"resumed after step {state.step} ({state.tokens} tokens, {state.sequences} sequences)")
     if parts.run.optim.warmup_steps != run.optim.warmup_steps:
@@ -68,10 +74,12 @@ def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag) -> int:
             f"{run.config.optim.warmup_ratio} of {run.config.train.steps} steps would be {run.optim.warmup_steps}"
         )
     try:
+        listener.begin(state.step, state.tokens)
         code = _steps(parts, state, stop, reporter, saver, attempt)
         saver.wait()
         if code == OK:
             write_probe(parts, run.out)
+        listener.end()
         return code
     except (ConnectionError, TimeoutError):  # of the ranks, not of the disk
         raise
@@ -95,10 +103,10 @@ def _steps(
     before_update: Callable[[], None] | None = partial(fire_drill, parts, state, root, attempt)
     while state.step < config.train.steps:
         saver.check()
-        counts = read_step(parts, state, stop.requested)
+        counts = read_step(parts, state, _stop_signal(stop, reporter.listener))
         if counts.signal is not None:
             reporter.flush()
-            _save(parts, state, saver, root, wait=True)
+            _save(parts, state, saver, root, reporter.listener, wait=True)
             reporter.note(
                 f"{Signals(counts.signal).name}: saved after step {state.step}; the same command goes on from there"
             )
@@ -113,8 +121,13 @@ def _steps(
             reporter.evaluation(state.step, evaluate(parts))
         if last or _due(state.step, config.checkpoint.every):
             reporter.flush()
-            _save(parts, state, saver, root, wait=last or not config.checkpoint.asynchronous)
+            _save(parts, state, saver, root, reporter.listener, wait=last or not config.checkpoint.asynchronous)
     return OK
+
+
+def _stop_signal(stop: StopFlag, listener: Listener) -> int | None:
+    """The signal this rank was sent, or SIGTERM where the listener ends the run; else None."""
+    return SIGTERM if stop.requested is None and listener.control.should_training_stop else stop.requested
 
 
 def _due(step: int, every: int) -> bool:
@@ -126,7 +139,9 @@ def checkpoint_root(run: Run) -> Path:
     return run.out / "checkpoints"
 
 
-def _save(parts: Parts, state: TrainState, saver: checkpoint.AsyncSaver, root: Path, *, wait: bool) -> None:
+def _save(
+    parts: Parts, state: TrainState, saver: checkpoint.AsyncSaver, root: Path, listener: Listener, *, wait: bool
+) -> None:
     """Begin to save, unless this very step has been. That must not be looked up on the disk, where the ranks would see
     different things: the folder appears when rank 0 is done, and the others must not write into it again.
     """
@@ -134,6 +149,7 @@ def _save(parts: Parts, state: TrainState, saver: checkpoint.AsyncSaver, root: P
         folder, keep = checkpoint.step_folder(root, state.step), parts.run.config.checkpoint.keep
         saver.save(folder, pieces(parts), meta(state, parts.run, parts.store), keep=keep)
         state.saved = state.step
+        listener.saved()
     if wait:
         saver.wait()
 

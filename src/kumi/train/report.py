@@ -8,6 +8,7 @@ from typing import Any
 
 from kumi.errors import DivergedError
 from kumi.spec import ledger
+from kumi.train.callbacks import Listener
 from kumi.train.evaluate import Evaluation
 from kumi.train.memory import peak_memory
 from kumi.train.metrics import Metrics
@@ -21,8 +22,11 @@ class Reporter:
     All ranks use it, since all must stop when the loss is not finite; only rank 0 has `metrics` to write to.
     """
 
-    def __init__(self, parts: Parts, state: TrainState, metrics: Metrics | None, memory_before: int) -> None:
+    def __init__(
+        self, parts: Parts, state: TrainState, metrics: Metrics | None, memory_before: int, listener: Listener
+    ) -> None:
         self._parts, self._metrics, self._memory_before = parts, metrics, memory_before
+        self.listener = listener
         self._tokens = state.tokens
         self._pending: list[StepResult] = []
         self._since = time.perf_counter()
@@ -46,18 +50,24 @@ class Reporter:
             self._check(result, loss)
             self._tokens += result.tokens
             if self._metrics is not None:
-                self._metrics.step(self._entry(result, loss, step_s))
+                entry = self._entry(result, loss, step_s)
+                self._metrics.step(entry)
+                self.listener.step(entry)
         self._pending, self._since = [], now
 
     def evaluation(self, step: int, found: Evaluation) -> None:
         """Record an evaluation after `step` steps, beside the entropy of the tokens themselves."""
         if self._metrics is not None:
             entropy = self._parts.store.unigram_entropy
+            entry = {
+                "step": step, "eval/loss": found.loss, "eval/tokens": found.tokens, "eval/unigram_entropy": entropy
+            }  # fmt: skip
             self._metrics.note(
                 f"step {step} | validation loss {found.loss:.4f} on {found.tokens} held-out tokens "
                 f"(unigram entropy {entropy:.4f})",
-                {"step": step, "eval/loss": found.loss, "eval/tokens": found.tokens, "eval/unigram_entropy": entropy},
+                entry,
             )
+            self.listener.evaluation(entry)
         self._since = time.perf_counter()
 
     def note(self, text: str) -> None:

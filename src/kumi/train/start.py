@@ -19,6 +19,7 @@ from kumi.launch.standing import Standing, standing
 from kumi.spec.families import check_trained
 from kumi.spec.schedule import WHOLE
 from kumi.spec.sharding import checkpoint_bytes
+from kumi.train.callbacks import Listener
 from kumi.train.folder import claim
 from kumi.train.prepare import check_data, open_data, prepare_data
 from kumi.units import format_count
@@ -30,24 +31,25 @@ if TYPE_CHECKING:
 _TRAIN, _FINISHED = "train", "finished"
 
 
-def start(run: Run, *, allow_change: Sequence[str] = ()) -> int:
+def start(run: Run, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
     """Train `run`, or go on with it, and write the Hugging Face folder; the exit code (see kumi.errors).
 
-    Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this.
+    Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this. `listener`
+    is told on rank 0 how the training goes.
     """
     # OpenMP reads these once, when torch is imported, which everything below may do.
     os.environ.update(environment(run.cluster.devices_per_node, os.environ))
     place = standing(os.environ)
     _check_ranks(run, place)
     if place is None or place.world_size == 1:
-        return _lead(run, allow_change, None)
+        return _lead(run, allow_change, None, listener)
     from kumi.launch.meeting import meet
 
     with meet(place) as meeting:
-        return _follow(run, meeting) if place.rank else _lead(run, allow_change, meeting)
+        return _follow(run, meeting) if place.rank else _lead(run, allow_change, meeting, listener)
 
 
-def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None) -> int:
+def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None, listener: Listener | None) -> int:
     """The start of rank 0, or of the process that starts the ranks. `meeting`: of ranks that a launcher has started."""
     if run.config.export.push is not None:
         hub.check_push(run.config.export.push, "export.push")
@@ -61,7 +63,7 @@ def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None) -> int
         trained = _trained(run)
         if meeting is not None:
             meeting.say(_FINISHED if trained else _TRAIN)
-        code = OK if trained else _launch(run, store, meeting)
+        code = OK if trained else _launch(run, store, meeting, listener)
         if code == OK:
             from kumi.train.finish import finish
             from kumi.train.memory import memory_errors
@@ -75,7 +77,7 @@ def _follow(run: Run, meeting: Meeting) -> int:
     """The start of a rank other than 0 that an external launcher started: rank 0 prepares, the others wait for it."""
     _fetch_weights(run)
     check(run)
-    return OK if meeting.hear() == _FINISHED else _launch(run, open_data(run), meeting)
+    return OK if meeting.hear() == _FINISHED else _launch(run, open_data(run), meeting, None)
 
 
 def _fetch_weights(run: Run) -> None:
@@ -166,14 +168,14 @@ def _trained(run: Run) -> bool:
     return found is not None and step_of(found) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
 
 
-def _launch(run: Run, store: Store, meeting: Meeting | None) -> int:
+def _launch(run: Run, store: Store, meeting: Meeting | None, listener: Listener | None) -> int:
     # torch comes in here, once: ranks are forked from this process and find it imported.
     from kumi.launch import local
     from kumi.train.loop import train_rank
 
     if meeting is not None:
         meeting.await_all()
-    return local.run(train_rank, (run, store), nproc=run.cluster.devices_per_node, log_dir=run.out / "logs")
+    return local.run(train_rank, (run, store, listener), nproc=run.cluster.devices_per_node, log_dir=run.out / "logs")
 
 
 def _data_line(store: Store) -> str:

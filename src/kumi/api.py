@@ -1,0 +1,141 @@
+"""What kumi does, for programs and notebooks. `kumi` exports these functions by the same names.
+
+plan_run(run)       -> Report       the layout that `kumi plan` chooses, with all that explains it
+describe_run(run)   -> dict         what `kumi describe --json` prints
+train_run(run)      -> TrainOutput  what `kumi train` does, with callbacks
+tokenizer(source)   -> Tokenizer    the tokenizer of a model or run folder
+
+`run` is a run file, or a mapping of its sections; `overrides` set single keys, as on the command line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kumi.config import RunConfig
+    from kumi.config.load import Overrides, RunFile
+    from kumi.data import Tokenizer
+    from kumi.report.report import Report
+    from kumi.train.callbacks import TrainerCallback
+
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """How a training run ended.
+
+    `global_step` of `max_steps` updates are done. `training_loss`: the mean loss of the steps in the run folder's
+    metrics.jsonl, in nats a token; None where it has none. `metrics`: the last value of each of its keys.
+    `output_dir`: the run folder. `model_dir`: the Hugging Face folder, or the adapters; None where nothing is exported.
+    """
+
+    global_step: int
+    max_steps: int
+    training_loss: float | None
+    metrics: dict[str, Any]
+    output_dir: Path
+    model_dir: Path | None
+
+    @property
+    def stopped(self) -> bool:
+        """True where the run ended before its last step: the same call goes on from there."""
+        return self.global_step < self.max_steps
+
+
+def plan_run(run: RunFile, overrides: Overrides = (), *, top: int = 6, trainable: bool = False) -> Report:
+    """Return the fastest layout for `run` with its estimate, `top` runners-up and what one might have expected.
+
+    `run` may leave out data and training steps. `trainable`: only layouts that this version of kumi trains itself.
+    No torch is imported. Raise ConfigError, ModelError, LayoutError (what is pinned is illegal) or FitError (nothing
+    fits; the error names the smallest change that would help).
+    """
+    from kumi.config import job, load_plan
+    from kumi.config.cluster import of_nodes
+    from kumi.report.planning import plan
+
+    config = load_plan(run, overrides)
+    pinned = config.layout.model_dump(exclude_none=True)
+    return plan(job(config), pinned, top=top, trainable=trainable, grow=of_nodes(config.cluster))
+
+
+def describe_run(run: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
+    """Return the model, layout, batch, memory and placement of `run` as plain data. Raise as `plan_run` does."""
+    from kumi.describe import described
+
+    return described(run, overrides)
+
+
+def train_run(
+    run: RunFile,
+    overrides: Overrides = (),
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    allow_change: Sequence[str] = (),
+    verbose: bool = True,
+) -> TrainOutput:
+    """Train `run`, or go on with it, and return how it ended; the run folder is that of `kumi train`.
+
+    Training runs in a process of its own, which starts the ranks, so that a notebook can call this as often as it
+    likes; callbacks are called in this process while it goes on. Ctrl-C, a callback's exception, or a callback that
+    sets `control.should_training_stop` stop the run after a checkpoint is saved. Under torchrun or srun, which have
+    started the ranks, every rank calls this and trains in its own process; callbacks are called on rank 0.
+
+    `allow_change` names keys that may differ from those of the run's earlier start. `verbose`: print what the run
+    prints. Raise the KumiError that `kumi train` would end with.
+    """
+    from kumi.config import load, resolve
+    from kumi.launch.local import is_rank
+    from kumi.train.callbacks import Callbacks
+
+    config = load(run, overrides)
+    listener = Callbacks(config, callbacks)
+    if is_rank(os.environ):
+        from kumi.train.start import start
+
+        start(resolve(config), allow_change=allow_change, listener=listener)
+    else:
+        from kumi.train.child import train_in_child
+
+        train_in_child(config, listener, allow_change, print if verbose else lambda line: None)
+    return _output(config)
+
+
+def _output(config: RunConfig) -> TrainOutput:
+    """Return how the run of `config` ended, from its folder."""
+    from kumi.train.metrics import read_metrics
+
+    out = Path(os.path.expanduser(config.train.out))
+    entries = read_metrics(out / "metrics.jsonl")
+    losses = [entry["train/loss"] for entry in entries if "train/loss" in entry]
+    step = max((entry["step"] for entry in entries), default=0)
+    metrics = {key: value for entry in entries for key, value in entry.items()}
+    models = [out / name for name in ("hf", "adapter") if (out / name).is_dir()]
+    finished = step >= config.train.steps
+    return TrainOutput(
+        global_step=step,
+        max_steps=config.train.steps,
+        training_loss=sum(losses) / len(losses) if losses else None,
+        metrics=metrics,
+        output_dir=out,
+        model_dir=models[0] if models and finished else None,
+    )
+
+
+def tokenizer(source: str | Path) -> Tokenizer:
+    """Return the tokenizer of `source`: a Hugging Face folder or hub id, adapters, a checkpoint, or a run folder.
+
+    Raise ConfigError where there is none, or its end mark is not known.
+    """
+    from kumi.config.model import model_folder
+    from kumi.data import load_tokenizer
+
+    folder = model_folder(str(source), "source")
+    if not (folder / "tokenizer.json").exists():
+        from kumi.convert.load import tokenizer_folder
+
+        folder = tokenizer_folder(folder)
+    return load_tokenizer(folder)

@@ -1,0 +1,117 @@
+"""Callbacks during training, with the names and arguments of transformers' TrainerCallback.
+
+on_train_begin, on_step_end, on_log(logs=...), on_evaluate(metrics=...), on_save, on_train_end: each is called on rank 0
+as `callback.on_x(config, state, control, **kwargs)`. A callback ends the run by `control.should_training_stop = True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from kumi.config import RunConfig
+
+
+@dataclass
+class TrainerState:
+    """Where the run stands. `log_history`: the entries of metrics.jsonl that this start has written, oldest first."""
+
+    global_step: int = 0
+    max_steps: int = 0
+    num_input_tokens_seen: int = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+
+
+@dataclass
+class TrainerControl:
+    """What callbacks ask for. `should_training_stop`: save a checkpoint and end after the step under way."""
+
+    should_training_stop: bool = False
+
+
+class TrainerCallback:
+    """Base class of callbacks: every event does nothing until a subclass overrides it."""
+
+    def on_train_begin(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called once, before the first step; `state.global_step` is above 0 where the run resumes."""
+
+    def on_step_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called once the figures of a step are known: on a GPU that is every `log.every` steps, for each step."""
+
+    def on_log(
+        self, args: RunConfig, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Called after `on_step_end` with `logs`, the step's entry of metrics.jsonl."""
+
+    def on_evaluate(
+        self, args: RunConfig, state: TrainerState, control: TrainerControl, metrics: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Called after an evaluation with `metrics`: eval/loss, eval/tokens, eval/unigram_entropy."""
+
+    def on_save(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called when a checkpoint is begun; with checkpoint.asynchronous it is complete before the next one begins."""
+
+    def on_train_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called once, after the last step or the step after which the run was stopped."""
+
+
+class Listener(Protocol):
+    """What the training loop tells on rank 0, and asks whether to go on."""
+
+    @property
+    def control(self) -> TrainerControl: ...
+
+    def begin(self, step: int, tokens: int) -> None: ...
+
+    def step(self, entry: dict[str, Any]) -> None: ...
+
+    def evaluation(self, entry: dict[str, Any]) -> None: ...
+
+    def saved(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Callbacks:
+    """A listener that calls callbacks, with the state and the control that they share."""
+
+    def __init__(self, config: RunConfig, callbacks: Sequence[TrainerCallback]) -> None:
+        self.state = TrainerState(max_steps=config.train.steps)
+        self.control = TrainerControl()
+        self._config, self._callbacks = config, tuple(callbacks)
+
+    def fire(self, event: str, **kwargs: Any) -> None:
+        """Call the method `event` of every callback in turn; those that have none are passed over."""
+        for callback in self._callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self._config, self.state, self.control, **kwargs)
+
+    def begin(self, step: int, tokens: int) -> None:
+        """Tell that training begins after `step` steps, on `tokens` tokens so far."""
+        self.state.global_step, self.state.num_input_tokens_seen = step, tokens
+        self.fire("on_train_begin")
+
+    def step(self, entry: dict[str, Any]) -> None:
+        """Tell of a step: `entry` is its line of metrics.jsonl."""
+        self.state.global_step, self.state.num_input_tokens_seen = entry["step"], entry["tokens"]
+        self.state.log_history.append(entry)
+        self.fire("on_step_end")
+        self.fire("on_log", logs=entry)
+
+    def evaluation(self, entry: dict[str, Any]) -> None:
+        """Tell of an evaluation: `entry` is its line of metrics.jsonl."""
+        self.state.log_history.append(entry)
+        self.fire("on_evaluate", metrics=entry)
+
+    def saved(self) -> None:
+        """Tell that a checkpoint is being written."""
+        self.fire("on_save")
+
+    def end(self) -> None:
+        """Tell that training has ended, at the last step or before."""
+        self.fire("on_train_end")
