@@ -8,7 +8,7 @@ KumiError (1)
 ├── DataError (3)           a record that cannot be read, where the run asked to stop at one
 ├── FitError (4)            the plan does not fit the device
 ├── DeviceMemoryError (5)   the device ran out of memory during a step
-├── DivergedError (6)       the loss is not finite
+├── DivergedError (6)       the loss is not finite, or float16 gradients keep overflowing
 ├── CommunicationError (7)  a rank died, a collective timed out, or the hub did not take a folder
 └── SaveError (8)           a checkpoint could not be written during the run
 

@@ -65,16 +65,3 @@ def test_lines_after_the_step_and_half_lines_go(tmp_path):
     file.write_text("\n".join(lines) + '\n{"step": 4, "tra')
     truncate_metrics(file, 2)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 2]
-
-
-def test_the_terminal_line_says_what_is_known(tmp_path, capsys):
-    made = make(tmp_path)
-    made.step({**ENTRY, "perf/mfu": 0.431})
-    made.step({**ENTRY, "step": 2})
-    made.close()
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(
-        "step 1/3 | loss 2.5000 | lr 1.0e-01 | gnorm 1.00 | 10 tok/s "
-        "| 1 s/step (estimated 800 ms) | MFU 43.1% | mem 1 B (estimated 2 B)"
-    )
-    assert "MFU n/a (device peak unknown)" in second

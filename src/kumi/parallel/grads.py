@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -104,22 +104,35 @@ def _square(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> 
     return torch.stack(torch._foreach_norm(filled, 2, dtype=dtype)).square().sum()
 
 
+# Updates left out in a row, at the smallest scale, after which a run is not going to learn.
+HOPELESS = 20
+
+
 @dataclass(frozen=True)
 class LossScale:
     """The factor on a float16 loss that keeps small gradients from vanishing.
 
-    It halves when a gradient overflowed, whose step must be skipped, and doubles after `patience` good steps
-    (Micikevicius et al., 2018, arXiv:1710.03740).
+    It halves when a gradient overflowed, whose update must be skipped, and doubles after `patience` good steps
+    (Micikevicius et al., 2018, arXiv:1710.03740). It does not fall below 1: a gradient that overflows there does so
+    without any scaling. `skipped` counts the updates left out so far, `in_a_row` those since the last good step.
     """
 
     scale: float = 2.0**16
     good_steps: int = 0
     patience: int = 2000
+    skipped: int = 0
+    in_a_row: int = 0
 
     def after(self, norm: Tensor) -> LossScale:
         """The scale for the step after one whose global gradient norm was `norm`, which all ranks agree on."""
         if not bool(torch.isfinite(norm)):
-            return LossScale(max(self.scale / 2, 1.0), 0, self.patience)
+            lower = max(self.scale / 2, 1.0)
+            return replace(self, scale=lower, good_steps=0, skipped=self.skipped + 1, in_a_row=self.in_a_row + 1)
         if self.good_steps + 1 == self.patience:
-            return LossScale(self.scale * 2, 0, self.patience)
-        return LossScale(self.scale, self.good_steps + 1, self.patience)
+            return replace(self, scale=self.scale * 2, good_steps=0, in_a_row=0)
+        return replace(self, good_steps=self.good_steps + 1, in_a_row=0)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no smaller scale is left to try and updates keep being skipped."""
+        return self.scale == 1.0 and self.in_a_row >= HOPELESS

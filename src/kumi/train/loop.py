@@ -66,6 +66,7 @@ def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag, listener: Listene
     if listener is None or mesh.rank != 0:
         listener = Callbacks(run.config, ())
     reporter = Reporter(parts, state, metrics, memory_before, listener)
+    reporter.legend()
     if state.step:
         reporter.note(f"resumed after step {state.step} ({state.tokens} tokens, {state.sequences} sequences)")
     if parts.run.optim.warmup_steps != run.optim.warmup_steps:

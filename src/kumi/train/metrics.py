@@ -2,7 +2,8 @@
 
 Keys: step, tokens, train/loss, train/grad_norm, train/lr, perf/tokens_per_s, perf/mfu, perf/step_s,
 perf/estimated_step_s, time/data_s, mem/peak_bytes, mem/estimated_bytes; of routed experts train/aux_loss (not in
-train/loss) and train/busiest_expert (its rows, relative to the mean); eval/loss, eval/tokens on evaluation lines.
+train/loss) and train/busiest_expert (its rows, relative to the mean); of float16 runs train/skipped_updates (so far)
+and train/loss_scale; eval/loss, eval/tokens on evaluation lines.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kumi.units import format_bytes, format_count, format_seconds
+from kumi.train.lines import step_line
+from kumi.units import format_count, format_seconds
 
 Tracker = Callable[[dict[str, Any], int], None]
 
@@ -60,8 +62,8 @@ class Metrics:
             self._start_tracker(kind, out, name)
         self._bar = _Bar(steps, first_step) if sys.stdout.isatty() else None
 
-    def step(self, entry: dict[str, Any]) -> None:
-        """Record the entry of one train step."""
+    def step(self, entry: dict[str, Any], busy: str = "") -> None:
+        """Record the entry of one train step; `busy` says that other processes had the CPU (see kumi.train.busy)."""
         self._write(entry)
         step = entry["step"]
         left = self._time_left(step)
@@ -69,7 +71,7 @@ class Metrics:
             speed = format_count(entry["perf/tokens_per_s"])
             self._bar.update(step, f"loss {entry['train/loss']:.3f}, {speed} tok/s, {left} left")
         if step % self.every == 0 or step in (self._first + 1, self.steps):
-            self.note(f"step {step}/{self.steps} | {_line(entry)} | eta {left}")
+            self.note(step_line(entry, self.steps, left, busy))
 
     def note(self, text: str, entry: dict[str, Any] | None = None) -> None:
         """Print `text` and, when given, record `entry`."""
@@ -114,28 +116,6 @@ class Metrics:
             self._trackers[kind] = TRACKERS[kind](out, name)
         except Exception as error:
             print(f"{kind}: not reporting there: {error}", file=sys.stderr, flush=True)
-
-
-def _line(entry: dict[str, Any]) -> str:
-    mfu = entry["perf/mfu"]
-    return " | ".join([
-        f"loss {entry['train/loss']:.4f}",
-        f"lr {entry['train/lr']:.1e}",
-        f"gnorm {entry['train/grad_norm']:.2f}",
-        f"{format_count(entry['perf/tokens_per_s'])} tok/s",
-        _time(entry["perf/step_s"], entry["perf/estimated_step_s"]),
-        "MFU n/a (device peak unknown)" if mfu is None else f"MFU {100 * mfu:.1f}%",
-        f"mem {format_bytes(entry['mem/peak_bytes'])} (estimated {format_bytes(entry['mem/estimated_bytes'])})",
-    ])  # fmt: skip
-
-
-def _time(measured: float, estimated: float | None) -> str:
-    said = "" if estimated is None else f" (estimated {_seconds(estimated)})"
-    return f"{_seconds(measured)}/step{said}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 class _Bar:

@@ -7,9 +7,12 @@ import time
 from typing import Any
 
 from kumi.errors import DivergedError
+from kumi.parallel.grads import LossScale
 from kumi.spec import ledger
+from kumi.train.busy import CpuWait
 from kumi.train.callbacks import Listener
 from kumi.train.evaluate import Evaluation
+from kumi.train.lines import legend
 from kumi.train.memory import peak_memory
 from kumi.train.metrics import Metrics
 from kumi.train.state import Parts, TrainState
@@ -30,6 +33,22 @@ class Reporter:
         self._tokens = state.tokens
         self._pending: list[StepResult] = []
         self._since = time.perf_counter()
+        self._wait = CpuWait()
+
+    def legend(self) -> None:
+        """Say once what is the same for every step."""
+        run, memory = self._parts.run, self._estimated_memory()
+        for line in legend(
+            on_cpu=self._parts.mesh.device.type == "cpu",
+            step_s=run.step_seconds,
+            memory=memory,
+            mfu=model_flops_utilisation(self._parts, 1.0) is not None,
+        ):
+            self.note(line)
+
+    def _estimated_memory(self) -> int:
+        """Estimated bytes of the fullest rank, counted as the measured peak is: what is allocated."""
+        return self._parts.run.memory.total - self._parts.run.memory.reserved
 
     def step(self, result: StepResult) -> None:
         """Take in one step; raises DivergedError when a loss or gradient now known is not finite."""
@@ -46,12 +65,13 @@ class Reporter:
         losses = [float(result.loss) for result in self._pending]
         now = time.perf_counter()
         step_s = (now - self._since) / len(self._pending)
+        busy = self._wait.explain(step_s, self._parts.run.step_seconds)
         for result, loss in zip(self._pending, losses, strict=True):
             self._check(result, loss)
             self._tokens += result.tokens
             if self._metrics is not None:
                 entry = self._entry(result, loss, step_s)
-                self._metrics.step(entry)
+                self._metrics.step(entry, busy)
                 self.listener.step(entry)
         self._pending, self._since = [], now
 
@@ -77,6 +97,8 @@ class Reporter:
 
     def _check(self, result: StepResult, loss: float) -> None:
         norm, run = float(result.grad_norm), self._parts.run
+        if result.scale is not None:
+            self._check_scale(result, result.scale)
         # A float16 gradient that overflowed was left out; any other has gone into the weights, which are lost.
         if not math.isfinite(loss) or not (math.isfinite(norm) or run.precision.loss_scaling):
             if self._metrics is not None:
@@ -87,8 +109,25 @@ class Reporter:
                 f"--allow-change optim.lr"
             )
 
+    def _check_scale(self, result: StepResult, scale: LossScale) -> None:
+        """Raise DivergedError where float16 updates keep being skipped, or none of the whole run was made."""
+        run = self._parts.run
+        if not scale.hopeless and not (result.step == run.config.train.steps == scale.skipped):
+            return
+        if self._metrics is not None:
+            self._metrics.close()
+        raise DivergedError(
+            f"step {result.step}: the float16 gradients overflowed in the last {scale.in_a_row} steps, down to a loss "
+            f"scale of {scale.scale:g} (gradient norm {float(result.grad_norm):.3g}, lr {result.lr:.2e}), so these "
+            f"updates were skipped; go on from the last checkpoint in a format of wider range: kumi train RUN.toml "
+            f"precision.kind={'bf16' if 'bfloat16' in run.cluster.device.dtypes else 'fp32'} --allow-change "
+            f"precision.kind"
+        )
+
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
-        run, experts = self._parts.run, {}
+        run, experts, scaling = self._parts.run, {}, {}
+        if result.scale is not None:
+            scaling = {"train/skipped_updates": result.scale.skipped, "train/loss_scale": result.scale.scale}
         if result.experts is not None:
             experts = {"train/aux_loss": float(result.experts.aux_loss),
                        "train/busiest_expert": float(result.experts.busiest)}  # fmt: skip
@@ -99,13 +138,14 @@ class Reporter:
             "train/grad_norm": float(result.grad_norm),
             "train/lr": result.lr,
             **experts,
+            **scaling,
             "perf/step_s": step_s,
             "perf/estimated_step_s": run.step_seconds,
             "perf/tokens_per_s": run.batch.tokens_per_step / step_s,
             "perf/mfu": model_flops_utilisation(self._parts, step_s),
             "time/data_s": result.data_s,
             "mem/peak_bytes": peak_memory(self._parts.mesh.device) - self._memory_before,
-            "mem/estimated_bytes": run.memory.total - run.memory.reserved,  # as the peak: allocated
+            "mem/estimated_bytes": self._estimated_memory(),
         }
 
 

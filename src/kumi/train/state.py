@@ -70,6 +70,8 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
         **warmup_meta(run),
         "loss_scale": state.scale.scale,
         "loss_scale_good_steps": state.scale.good_steps,
+        "skipped_updates": state.scale.skipped,
+        "skipped_in_a_row": state.scale.in_a_row,
         "data": store.content,
         "hf_config": run.hf_config,
         "origin": origin(run).plain(),
@@ -119,5 +121,10 @@ def restored_state(checkpoint: Checkpoint, store: Store, run: Run) -> TrainState
             f"{checkpoint.folder}: holds adapters of the model that was in {found.get('base')}, and {base.get('base')} "
             f"holds another one now; restore it, or start a new run in another train.out"
         )
-    scale = LossScale(found["loss_scale"], found["loss_scale_good_steps"])
+    scale = LossScale(
+        found["loss_scale"],
+        found["loss_scale_good_steps"],
+        skipped=found.get("skipped_updates", 0),  # which earlier versions did not count
+        in_a_row=found.get("skipped_in_a_row", 0),
+    )
     return TrainState(found["step"], found["tokens"], found["sequences"], scale, saved=found["step"])

@@ -15,7 +15,7 @@ from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import lm
 from kumi.parallel import context, pipeline
 from kumi.parallel.data import bare
-from kumi.parallel.grads import clip_gradients
+from kumi.parallel.grads import LossScale, clip_gradients
 from kumi.parallel.lora import begin_step
 from kumi.parallel.mesh import Mesh, counts_once, total
 from kumi.parallel.optimizer import forget_gradients
@@ -28,7 +28,10 @@ from kumi.train.timeline import write_timeline
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one update. `loss`, the mean over the step's tokens, and `grad_norm` are tensors: nothing waits."""
+    """Figures of one update. `loss`, the mean over the step's tokens, and `grad_norm` are tensors: nothing waits.
+
+    `scale`: the loss scale after the step, of a float16 run.
+    """
 
     step: int
     loss: Tensor
@@ -37,6 +40,7 @@ class StepResult:
     tokens: int
     data_s: float
     experts: Balanced | None = None
+    scale: LossScale | None = None
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -76,7 +80,8 @@ def train_step(
     state.sequences += run.batch.sequences
     if mesh.index("tp") > 0:  # every rank of a tensor-parallel group has the same loss
         loss.zero_()
-    return StepResult(state.step, total(loss, mesh), norm, lr, counts.tokens, counts.data_s, experts)
+    scaling = state.scale if run.precision.loss_scaling else None
+    return StepResult(state.step, total(loss, mesh), norm, lr, counts.tokens, counts.data_s, experts, scaling)
 
 
 def _update(parts: Parts, state: TrainState) -> tuple[Tensor, float]:
