@@ -46,20 +46,31 @@ class TrainOutput:
         return self.global_step < self.max_steps
 
 
-def plan_run(run: RunFile, overrides: Overrides = (), *, top: int = 6, trainable: bool = False) -> Report:
+def plan_run(
+    run: RunFile,
+    overrides: Overrides = (),
+    *,
+    gpus: str | None = None,
+    tokens: float | None = None,
+    top: int = 6,
+    trainable: bool = False,
+) -> Report:
     """Return the fastest layout for `run` with its estimate, `top` runners-up and what one might have expected.
 
-    `run` may leave out data and training steps. `trainable`: only layouts that this version of kumi trains itself.
+    `run` may leave out data and training steps, or be a model: a folder with config.json, or a hub id. `gpus`, such as
+    "16xh100-sxm", replaces the machines of a run file, and names those of a model. `tokens`: say how long training on
+    so many takes, and what it costs. `trainable`: only layouts that this version of kumi trains itself.
     No torch is imported. Raise ConfigError, ModelError, LayoutError (what is pinned is illegal) or FitError (nothing
     fits; the error names the smallest change that would help).
     """
-    from kumi.config import job, load_plan
+    from kumi.config import job
     from kumi.config.cluster import of_nodes
+    from kumi.config.model_plan import load_plan_or_model
     from kumi.report.planning import plan
 
-    config = load_plan(run, overrides)
-    pinned = config.layout.model_dump(exclude_none=True)
-    return plan(job(config), pinned, top=top, trainable=trainable, grow=of_nodes(config.cluster))
+    config, _ = load_plan_or_model(run, gpus, overrides)
+    pinned, grow = config.layout.model_dump(exclude_none=True), of_nodes(config.cluster)
+    return plan(job(config), pinned, top=top, trainable=trainable, tokens=tokens, grow=grow)
 
 
 def describe_run(run: RunFile, overrides: Overrides = ()) -> dict[str, Any]:

@@ -68,6 +68,8 @@ import sys, kumi
 for run in ("examples/plan/llama-3-8b.toml", "examples/quickstart.toml"):
     assert kumi.plan_run(run).as_dict() == kumi.plan_run(run).as_dict()
     assert kumi.describe_run(run) == kumi.describe_run(run)
+report = kumi.plan_run("examples/models/llama-3-8b", gpus="16xh100-sxm", tokens=300e9)
+assert report.job.cluster.devices == 16 and report.training is not None
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

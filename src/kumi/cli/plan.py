@@ -76,9 +76,10 @@ def _plan(arguments: Namespace) -> int:
     from kumi.cli.progress import progress
     from kumi.config import job
     from kumi.config.cluster import of_nodes
+    from kumi.config.model_plan import load_plan_or_model
     from kumi.report.planning import plan
 
-    config, defaults = _config(arguments)
+    config, defaults = load_plan_or_model(arguments.run, arguments.gpus, arguments.overrides)
     _check_adapters(config, arguments)
     wanted, pinned = replace(job(config), engine=_engine(arguments)), config.layout.model_dump(exclude_none=True)
     grow, unsupported = of_nodes(config.cluster), _unsupported(arguments)
@@ -95,17 +96,6 @@ def _plan(arguments: Namespace) -> int:
     for file in write_files(arguments, config, report):
         print(f"wrote {file}")
     return OK
-
-
-def _config(arguments: Namespace) -> tuple[PlanConfig, dict[str, int]]:
-    """Return the job to plan, and the values of the keys that have defaults for a model without a run file."""
-    from kumi.config.load import load_plan
-    from kumi.config.model_plan import is_model, parse_gpus, plan_of_model
-
-    cluster = None if arguments.gpus is None else parse_gpus(arguments.gpus)
-    if is_model(arguments.run):
-        return plan_of_model(arguments.run, cluster, arguments.overrides)
-    return load_plan(arguments.run, arguments.overrides, cluster), {}
 
 
 def _show(arguments: Namespace, report: Report, defaults: dict[str, int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from math import log2
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from kumi import hub
 from kumi.config.cluster import cluster_spec
-from kumi.config.load import plan_from_dict, with_overrides
+from kumi.config.load import Overrides, RunFile, load_plan, plan_from_dict, with_overrides
 from kumi.config.model import read_hf_config
 from kumi.config.presets import presets, read_node
 from kumi.config.schema import PlanConfig
@@ -35,8 +35,17 @@ def is_model(source: str) -> bool:
     return hub.is_id(source)
 
 
+def load_plan_or_model(run: RunFile, gpus: str | None, overrides: Overrides) -> tuple[PlanConfig, dict[str, int]]:
+    """Return what to plan: the run file `run`, or the model it names, on the machines `gpus` (16xh100-sxm) where given;
+    and the values of the keys that a model without a run file has by default."""
+    cluster = None if gpus is None else parse_gpus(gpus)
+    if not isinstance(run, Mapping) and is_model(str(run)):
+        return plan_of_model(str(run), cluster, overrides)
+    return load_plan(run, overrides, cluster), {}
+
+
 def plan_of_model(
-    source: str, cluster: Mapping[str, Any] | None, overrides: Sequence[str]
+    source: str, cluster: Mapping[str, Any] | None, overrides: Overrides
 ) -> tuple[PlanConfig, dict[str, int]]:  # fmt: skip
     """Return the plan of the model `source` on the `cluster` (a [cluster] section), with the values of the keys that
     neither it nor `overrides` give. Raises ConfigError where the machines are not given."""
