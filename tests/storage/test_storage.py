@@ -160,9 +160,6 @@ def test_a_missing_rank_and_another_launch_are_not_committed(tmp_path):
 def test_wrong_names_shapes_and_slices_are_refused(tmp_path):
     two_rank_checkpoint(tmp_path / "step_000007")
     found = checkpoint.open(tmp_path / "step_000007")
-    found.expect("w", (10, 6))
-    with pytest.raises(RefusedError, match=r"step_000007: 'w' is \(10, 6\) on disk, \(10, 8\) in the model"):
-        found.expect("w", (10, 8))
     with pytest.raises(
         RefusedError, match=r"'stop' is not among the checkpoint's 2 tensors; the nearest name is 'step'"
     ):

@@ -119,6 +119,21 @@ def test_a_folder_of_something_else(refused):
     assert "holds 1 files that kumi did not write (thesis.tex)" in refused(occupy)
 
 
+def test_data_that_were_prepared_before_are_the_run_s_own(small, tmp_path, monkeypatch, capsys):
+    folder = small.copy(tmp_path)
+    new_run(folder)
+    monkeypatch.chdir(folder)
+    run = str(run_file(folder, data__cache="run/data", train__steps=1, optim={}))
+    assert main(["data", "prepare", run]) == 0
+    (folder / "run/config.part").write_text("")  # of a start that was killed
+    (folder / "run/data/thesis.tex").write_text("years of work")
+    capsys.readouterr()
+    assert main(["train", run]) == 2
+    assert "run holds 1 files that kumi did not write (data/thesis.tex)" in capsys.readouterr().err
+    (folder / "run/data/thesis.tex").unlink()
+    assert main(["train", run]) == 0
+
+
 def test_a_run_folder_without_its_configuration(refused):
     assert "run holds checkpoints but no config.toml" in refused(lambda folder: (folder / "run/config.toml").unlink())
 

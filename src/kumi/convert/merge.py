@@ -90,8 +90,9 @@ def open_beside(folder: Path, base: str | None = None) -> Beside:
 def _trained(saved: native.SavedModel, spec: ModelSpec) -> dict[str, Adapter]:
     """The adapters in a checkpoint of a run."""
     lora = Lora(**saved.checkpoint.meta["lora"] | {"targets": tuple(saved.checkpoint.meta["lora"]["targets"])})
-    found, read = {}, saved.checkpoint.read
-    for op in ops(replace(spec, lora=lora)):
+    found, read, adapted = {}, saved.checkpoint.read, replace(spec, lora=lora)
+    native.check(saved, adapted)
+    for op in ops(adapted):
         if takes(lora, op):
             a, b = (read(f"model/{op.name}.lora_{which}.weight").float() for which in "AB")
             magnitude = read(f"model/{op.name}.lora_magnitude_vector").float() if lora.use_dora else None

@@ -18,17 +18,18 @@ from kumi.convert.rectangles import Dims
 from kumi.convert.safetensors_file import sync
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Bench, Job, Reader, Wrote, write_at
-from kumi.errors import ModelError
+from kumi.errors import ModelError, RefusedError
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers, tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.regions import regions
+from kumi.spec.saved import MODEL as PREFIX
+from kumi.spec.saved import model_shapes
 from kumi.spec.sharding import held_params
 from kumi.storage import checkpoint
 from kumi.storage.write import Blank, as_bytes, block_rows, blocks, lay_out, write_index
 
-PREFIX = "model/"
 SHARD_BYTES = 10**9
 
 
@@ -72,13 +73,11 @@ def open_model(folder: Path) -> SavedModel:
 
 
 def check(saved: SavedModel, spec: ModelSpec) -> None:
-    """Nothing, or an error naming the tensor that is missing, unknown or of another shape."""
-    wanted = {PREFIX + param.name: param.shape for param in tensors(spec)}
-    for name, shape in wanted.items():
-        saved.checkpoint.expect(name, shape)
-    unknown = [name for name in saved.checkpoint.tensors if name.startswith(PREFIX) and name not in wanted]
-    if unknown:
-        raise ModelError(f"{saved.checkpoint.folder}: {unknown[0]!r} has no place in the model of its hf_config")
+    """Raise RefusedError for a tensor that is missing, unknown or of another shape than in `spec`, which has adapters
+    where the checkpoint holds only these; ModelError for one that is not of floating-point numbers."""
+    wanted = model_shapes(spec)
+    if difference := saved.checkpoint.difference(wanted, PREFIX):
+        raise RefusedError(f"{saved.checkpoint.folder}: {difference} of its hf_config; restore the checkpoint")
     other = [name for name in wanted if not saved.checkpoint.tensors[name].dtype.is_floating_point]
     if other:
         raise ModelError(f"{saved.checkpoint.folder}: {other[0]!r} is {saved.checkpoint.tensors[other[0]].dtype}; "

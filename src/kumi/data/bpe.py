@@ -28,7 +28,6 @@ from kumi.errors import ConfigError, KumiError, RefusedError
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 _ALPHABET, _SPECIALS = 256, (EOS, PAD)
 _CHUNK = 1 << 20
-_ORIGIN = "kumi_tokenizer.json"
 # Compressed text counts as this many times its size on disk when a sample is drawn.
 _EXPANSION = 4
 
@@ -59,7 +58,7 @@ def train(
         _refuse_foreign(folder)
         _run({"folder": str(folder), "chosen": chosen, "vocab_size": vocab_size, "validation": validation})
         found = {"origin": origin, "sha256": _sha256(folder / "tokenizer.json"), **options}
-        (folder / _ORIGIN).write_text(json.dumps(found, indent=2) + "\n")
+        (folder / tokenizer.ORIGIN).write_text(json.dumps(found, indent=2) + "\n")
     return tokenizer.load(folder)
 
 
@@ -97,14 +96,14 @@ def _place_hash(unit: work.Unit) -> bytes:
 
 def _is_made_from(folder: Path, origin: str) -> bool:
     try:
-        found = json.loads((folder / _ORIGIN).read_text())
+        found = json.loads((folder / tokenizer.ORIGIN).read_text())
         return bool(found["origin"] == origin and found["sha256"] == _sha256(folder / "tokenizer.json"))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False
 
 
 def _refuse_foreign(folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / _ORIGIN).exists():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / tokenizer.ORIGIN).exists():
         raise RefusedError(f"{folder}: holds files that are no tokenizer trained by kumi; name a new or empty folder")
 
 
@@ -184,7 +183,7 @@ def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
 def _write(folder: Path, backend: Any) -> None:
     """The folder's files; the mark that it is kumi's and unfinished comes first."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _ORIGIN).write_text("{}\n")
+    (folder / tokenizer.ORIGIN).write_text("{}\n")
     special = {"bos_token": EOS, "eos_token": EOS, "pad_token": PAD}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -25,11 +25,13 @@ from kumi.data import pool, progress, records, store, work
 from kumi.data.join import join
 from kumi.data.sources import DataPathError, Source
 from kumi.data.store import Store
-from kumi.data.tokenizer import Tokenizer
+from kumi.data.tokenizer import ORIGIN, Tokenizer
 from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 
 OWNER = ".kumi-data"
+# Folders inside a run's folder of data.
+TOKENS, TOKENIZER = "tokens", "tokenizer"
 
 
 def prepare(
@@ -74,6 +76,20 @@ def _check_options(
         raise ConfigError(
             f"{tokenizer.folder}: add_bos is set, but this tokenizer names no bos_token; leave add_bos out"
         )
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Return the names in `folder`, a run's `data`, that are neither tokens nor a tokenizer that kumi made there.
+
+    Both bear a mark from their first moment on, so that what a killed process leaves is known, too.
+    """
+    marks = {TOKENS: OWNER, TOKENIZER: ORIGIN}
+    return [item.name for item in folder.iterdir() if not _is_marked(item, marks.get(item.name))]
+
+
+def _is_marked(folder: Path, mark: str | None) -> bool:
+    """Return True for a folder that is empty or bears `mark`."""
+    return mark is not None and folder.is_dir() and ((folder / mark).is_file() or not any(folder.iterdir()))
 
 
 @contextmanager

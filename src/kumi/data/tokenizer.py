@@ -13,6 +13,9 @@ from typing import Any
 from kumi.data.sources import Source
 from kumi.errors import ConfigError
 
+# The file that marks a tokenizer as one that kumi trained, and says from what.
+ORIGIN = "kumi_tokenizer.json"
+
 # A longer text is encoded in pieces, for tokenizers need some fifty times the text's size while they work.
 PIECE = 4 << 20
 # Before a single space between words, and after a single line end before a line that is not indented: no usual

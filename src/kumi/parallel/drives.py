@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from kumi.errors import SaveError
-
-NAMES = ("exp_avg", "exp_avg_sq")
+from kumi.spec.optim import MOMENTS
 
 
 @dataclass(frozen=True)
 class Drives:
-    """A file of the elements of each of `NAMES`: `mapped` into memory, (elements,), and its number `files`.
+    """A file of the elements of each of `MOMENTS`: `mapped` into memory, (elements,), and its number `files`.
 
     What is written shows where it is mapped, and the other way round: both are the same pages of the system's cache.
     """
@@ -37,13 +36,13 @@ class Drives:
 
 
 def open_drives(folder: Path, rank: int, elements: int, dtype: torch.dtype) -> Drives:
-    """Files of zeros for `elements` elements of `dtype` of each of `NAMES`, in `folder`.
+    """Files of zeros for `elements` elements of `dtype` of each of `MOMENTS`, in `folder`.
 
     Their names are taken away at once, so that they are gone when the process is, whatever it dies of. Raises SaveError
     when the folder cannot be written or has no room.
     """
     mapped, files = {}, []
-    for name in NAMES:
+    for name in MOMENTS:
         path = folder / f"rank-{rank:05d}.{name}"
         size = max(1, elements) * dtype.itemsize
         try:

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kumi.parallel.drives import NAMES, Drives, open_drives
+from kumi.parallel.drives import Drives, open_drives
 from kumi.parallel.grads import local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optimizer import Optimizer, init_adamw, update
-from kumi.spec.optim import Optim
+from kumi.spec.optim import COUNTER, MOMENTS, Optim
 from kumi.spec.techniques import BUCKET, ROOMS
 
 # Buckets begin, and tensors in them, at multiples of so many elements: a cache line, and what a kernel takes at once.
@@ -83,7 +83,7 @@ class HostAdamW:
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
-            steps = [self.state[one]["step"] for one in group["params"] if one.grad is not None]
+            steps = [self.state[one][COUNTER] for one in group["params"] if one.grad is not None]
             if steps:
                 torch._foreach_add_(steps, 1)
         _update_all(self, [found for bucket in self.buckets if (found := _with_gradients(bucket)).spans])
@@ -154,8 +154,8 @@ def _states(
     for group in groups:
         for parameter in group["params"]:
             part, place = local(parameter), places.get(parameter, 0)
-            found[parameter] = {"step": torch.zeros((), dtype=torch.float32)}
-            for name in NAMES:
+            found[parameter] = {COUNTER: torch.zeros((), dtype=torch.float32)}
+            for name in MOMENTS:
                 if drives is None:
                     made = torch.zeros(part.shape, dtype=part.dtype)
                 else:
@@ -273,7 +273,7 @@ def _compute(optimizer: HostAdamW, coming: _Coming) -> None:
         coming.read.result()
     spans, room, states = coming.bucket.spans, coming.room, optimizer.state
     if optimizer.drives is None:
-        means, squares = ([_elements(states[one.parameter][name], one) for one in spans] for name in NAMES)
+        means, squares = ([_elements(states[one.parameter][name], one) for one in spans] for name in MOMENTS)
     else:
         means, squares = ([_of(buffer, one) for one in spans] for buffer in (room.means, room.squares))
     update(
@@ -282,7 +282,7 @@ def _compute(optimizer: HostAdamW, coming: _Coming) -> None:
         [_of(room.gradients, one) for one in spans],
         means,
         squares,
-        [states[one.parameter]["step"] for one in spans],
+        [states[one.parameter][COUNTER] for one in spans],
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kumi.parallel.grads import local
-from kumi.spec.optim import Optim
+from kumi.spec.optim import COUNTER, MOMENTS, Optim
 
 
 class Optimizer(Protocol):
@@ -58,8 +58,8 @@ class AdamW:
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self.state[parameter] for parameter in trained]
-            means, squares = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
-            steps = [state["step"] for state in states]
+            means, squares = ([local(state[name]) for state in states] for name in MOMENTS)
+            steps = [state[COUNTER] for state in states]
             if not trained:
                 continue
             torch._foreach_add_(steps, 1)
@@ -117,7 +117,6 @@ def init_adamw(
 
 def _state(parameter: nn.Parameter) -> dict[str, Tensor]:
     return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        COUNTER: torch.zeros((), dtype=torch.float32, device=parameter.device),
+        **{name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS},
     }

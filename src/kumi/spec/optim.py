@@ -13,6 +13,9 @@ from kumi.errors import ConfigError
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 KINDS = ("adamw", "adamw-8bit", "muon", "adafactor", "sgd")
 
+# What AdamW keeps for a parameter: a value for each of its elements by each of these names, and a step counter.
+MOMENTS, COUNTER = ("exp_avg", "exp_avg_sq"), "step"
+
 # bitsandbytes: elements that share a float32 scale, and the size below which a tensor's moments stay in float32.
 BLOCK, SMALL = 256, 4096
 

@@ -35,12 +35,18 @@ class Checkpoint:
     files: Mapping[str, StoredFile]
     _verified_headers: set[str] = field(default_factory=set, repr=False, compare=False)
 
-    def expect(self, name: str, shape: Sequence[int]) -> StoredTensor:
-        """The entry of `name`; RefusedError when it is not there or not of the global `shape`."""
-        tensor = self._entry(name)
-        if tensor.shape != tuple(shape):
-            raise RefusedError(f"{self.folder}: {name!r} is {tensor.shape} on disk, {tuple(shape)} in the model")
-        return tensor
+    def difference(self, shapes: Mapping[str, Sequence[int]], prefix: str = "") -> str | None:
+        """Return how the tensors whose names begin with `prefix` differ from those with the global `shapes`.
+
+        None where names and shapes are equal, in both directions. A slice of a tensor can be read without such a
+        comparison, so whoever reads slices into a model compares first: a larger tensor would be cropped.
+        """
+        stored = {name: tensor.shape for name, tensor in self.tensors.items() if name.startswith(prefix)}
+        for name in dict.fromkeys([*shapes, *stored]):
+            on_disk, in_model = (str(tuple(table[name])) if name in table else "missing" for table in (stored, shapes))
+            if on_disk != in_model:
+                return f"{name!r} is {on_disk} in the checkpoint, {in_model} in the model"
+        return None
 
     def _entry(self, name: str) -> StoredTensor:
         tensor = self.tensors.get(name)

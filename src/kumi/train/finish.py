@@ -24,11 +24,10 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
 from kumi.nn.packed import quantize_linears
 from kumi.spec.precision import ITEMSIZE
-from kumi.storage import checkpoint
-from kumi.train.loop import checkpoint_root
 from kumi.train.metrics import read_metrics
 from kumi.train.prepare import tokenizer_folder
 from kumi.train.probe import FILE
+from kumi.train.resume import last_checkpoint
 from kumi.train.state import carried_from, origin
 
 # Largest share of the logits' own spread by which an export may differ from the trained model. Equal weights in equal
@@ -86,10 +85,9 @@ def _finish_adapters(run: Run, store: Store, *, anew: bool) -> Decoder:
 
 def _write_adapters(run: Run, store: Store, folder: Path) -> Path:
     """Write the adapters of the last checkpoint to `folder`, in PEFT's format."""
-    found = checkpoint.latest(checkpoint_root(run))
-    assert found is not None, "a finished run has a checkpoint"
+    saved, snapshot = last_checkpoint(run), run.snapshots.get("model.source")
+    assert saved is not None, "a finished run has a checkpoint"
     assert run.model.lora is not None, "only a run with adapters has any to write"
-    saved, snapshot = checkpoint.open(found), run.snapshots.get("model.source")
     assert run.source is not None, "adapters are trained beside given weights"
     base = str(run.source.resolve()) if snapshot is None else f"{snapshot.name}@{snapshot.commit}"
     card = adapter_card(name=run.config.name, base=base, lora=run.model.lora, facts=_card(run, store)["facts"])
@@ -113,9 +111,8 @@ def _put_aside(folder: Path) -> Path:
 
 def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
     """Write `folder`, load it back, compare; the loaded decoder and the largest difference of logits."""
-    found = checkpoint.latest(checkpoint_root(run))
-    assert found is not None, "a finished run has a checkpoint"
-    saved = checkpoint.open(found)
+    saved = last_checkpoint(run)
+    assert saved is not None, "a finished run has a checkpoint"
     part = folder.with_name(folder.name + ".unverified")
     write(
         part,

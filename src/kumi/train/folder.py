@@ -15,14 +15,18 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kumi.config import RunConfig, dump
 from kumi.config.stored import CONFIG, changes, load_stored
+from kumi.data import foreign_files
 from kumi.errors import RefusedError
+
+CHECKPOINTS, DATA, LOCK = "checkpoints", "data", ".lock"
+CONFIG_DRAFT = "config.part"
 
 # What may differ between a run and its continuation: nothing here changes what is learned.
 FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "data.workers", "data.cache",
@@ -30,39 +34,38 @@ FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "d
         "train.timeout_s", "train.offload_dir", "comm.bucket_mb", "comm.prefetch")  # fmt: skip
 
 
+def checkpoint_root(out: Path) -> Path:
+    """Return the folder of the checkpoints of the run in `out`."""
+    return out / CHECKPOINTS
+
+
 @contextmanager
-def claim(out: Path, config: RunConfig, allow_change: Sequence[str] = ()) -> Iterator[bool]:
+def claim(
+    out: Path, config: RunConfig, allow_change: Sequence[str] = (), check: Callable[[], None] = lambda: None
+) -> Iterator[bool]:
     """Hold the folder `out` for this run; yields whether an earlier start of the run left its configuration there.
 
     Raises RefusedError when the folder belongs to another run, when the configuration differs in a key that decides
-    what is learned and that `allow_change` does not name, or when another process is training there. Nothing is written
-    before all of that is clear.
+    what is learned and that `allow_change` does not name, or when another process is training there; and whatever
+    `check` raises, which is called once the folder is held. Nothing is written before all of that is clear.
     """
     _check_names(allow_change)
     _check(out, config, allow_change)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         _check(out, config, allow_change)  # another start may have claimed it while this one waited
+        check()
         resumed = (out / CONFIG).exists()
-        _write_atomically(out / CONFIG, dump(config))
+        _write_atomically(out / CONFIG, out / CONFIG_DRAFT, dump(config))
         yield resumed
 
 
 def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
     if out.exists() and not out.is_dir():
         raise RefusedError(f"train.out: {out} is a file; name a folder for the run")
-    if not out.exists() or not (found := [item.name for item in out.iterdir() if item.name != ".lock"]):
-        return
-    if not (out / CONFIG).exists() and "checkpoints" in found:
-        raise RefusedError(
-            f"train.out: {out} holds checkpoints but no {CONFIG}, so it is not known whose they are; restore the file "
-            f"(`kumi describe RUN.toml --resolved` prints it), or name another folder"
-        )
     if not (out / CONFIG).exists():
-        raise RefusedError(
-            f"train.out: {out} holds {len(found)} files that kumi did not write ({', '.join(sorted(found)[:3])}); "
-            f"name an empty or new folder"
-        )
+        _refuse_foreign(out)
+        return
     changed = changes(load_stored(out), config)
     refused = [line for key, line in changed if not _allowed(key, allow_change)]
     if refused:
@@ -70,6 +73,28 @@ def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
         raise RefusedError(
             f"train.out: {out} holds a run with another configuration ({'; '.join(refused)}); "
             f"choose another train.out, or continue with the new values: {keys}"
+        )
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Raise RefusedError where `out`, which is no run's folder yet, holds more than what kumi leaves before a run.
+
+    That is the data that `kumi data prepare` makes, and what a start leaves that was killed before it wrote its
+    configuration.
+    """
+    names = {item.name for item in out.iterdir()} if out.exists() else set()
+    names -= {LOCK, CONFIG_DRAFT}
+    if CHECKPOINTS in names:
+        raise RefusedError(
+            f"train.out: {out} holds checkpoints but no {CONFIG}, so it is not known whose they are; restore the file "
+            f"(`kumi describe RUN.toml --resolved` prints it), or name another folder"
+        )
+    if (out / DATA).is_dir():
+        names = (names - {DATA}) | {f"{DATA}/{name}" for name in foreign_files(out / DATA)}
+    if names:
+        raise RefusedError(
+            f"train.out: {out} holds {len(names)} files that kumi did not write ({', '.join(sorted(names)[:3])}); "
+            f"name an empty or new folder"
         )
 
 
@@ -90,7 +115,7 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
 @contextmanager
 def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
     """Hold an exclusive lock on `out`. The ranks of a killed run let go of it within seconds, hence the patience."""
-    with open(out / ".lock", "w") as file:
+    with open(out / LOCK, "w") as file:
         for attempt in range(int(patience / 0.1) + 1):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,8 +129,7 @@ def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
         yield
 
 
-def _write_atomically(file: Path, text: str) -> None:
-    part = file.with_suffix(".part")
+def _write_atomically(file: Path, part: Path, text: str) -> None:
     with open(part, "w", encoding="utf-8") as handle:
         handle.write(text)
         handle.flush()

@@ -31,11 +31,13 @@ from kumi.storage import checkpoint
 from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
+from kumi.train.folder import checkpoint_root
 from kumi.train.memory import TRIM_EVERY, memory_errors, memory_now, out_of_memory, trim
 from kumi.train.metrics import Metrics, truncate_metrics
 from kumi.train.probe import write_probe
 from kumi.train.report import Reporter
-from kumi.train.state import Parts, TrainState, meta, pieces, restored_state
+from kumi.train.resume import last_checkpoint, restored_state
+from kumi.train.state import Parts, TrainState, meta, pieces
 from kumi.train.step import read_step, train_step
 from kumi.train.warmup import with_stored_warmup
 
@@ -100,7 +102,7 @@ def _steps(
     parts: Parts, state: TrainState, stop: StopFlag, reporter: Reporter, saver: checkpoint.AsyncSaver, attempt: str
 ) -> int:
     """Every step that is left. A signal ends them after a save."""
-    config, root = parts.run.config, checkpoint_root(parts.run)
+    config, root = parts.run.config, checkpoint_root(parts.run.out)
     before_update: Callable[[], None] | None = partial(fire_drill, parts, state, root, attempt)
     while state.step < config.train.steps:
         saver.check()
@@ -135,11 +137,6 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def checkpoint_root(run: Run) -> Path:
-    """The folder of the run's checkpoints."""
-    return run.out / "checkpoints"
-
-
 def _save(
     parts: Parts, state: TrainState, saver: checkpoint.AsyncSaver, root: Path, listener: Listener, *, wait: bool
 ) -> None:
@@ -157,8 +154,7 @@ def _save(
 
 def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
     """Model, optimizer and data as the last checkpoint left them, or as the run begins."""
-    found = checkpoint.latest(checkpoint_root(run))
-    saved = None if found is None else checkpoint.open(found)
+    saved = last_checkpoint(run)
     state = TrainState() if saved is None else restored_state(saved, store, run)
     run = run if saved is None else with_stored_warmup(run, saved.meta)
     weights: int | Reader = run.config.train.seed

@@ -8,14 +8,27 @@ from pathlib import Path
 from kumi.config import Run
 from kumi.config.model import local_folder
 from kumi.config.schema import SourceSection
-from kumi.data import Source, Store, Tokenizer, expand, load_tokenizer, open_store, prepare, train_tokenizer, would_read
+from kumi.data import (
+    TOKENIZER,
+    TOKENS,
+    Source,
+    Store,
+    Tokenizer,
+    expand,
+    load_tokenizer,
+    open_store,
+    prepare,
+    train_tokenizer,
+    would_read,
+)
 from kumi.errors import ConfigError
+from kumi.train.folder import DATA
 
 
 def data_folder(run: Run) -> Path:
     """Where the tokenizer and the tokenised data of `run` lie."""
     cache = run.config.data.cache
-    return run.out / "data" if cache is None else Path(os.path.expanduser(cache))
+    return run.out / DATA if cache is None else Path(os.path.expanduser(cache))
 
 
 def check_data(run: Run) -> None:
@@ -37,7 +50,7 @@ def _refuse_own_files(run: Run, source: Source) -> None:
     data = data_folder(run)
     for key, folder, names in (
         ("train.out", run.out, ("config.toml", "metrics.jsonl", "hf/README.md")),
-        ("data.cache", data, ("tokens/faults.jsonl", "tokens/meta.json", "tokenizer/tokenizer.json")),
+        ("data.cache", data, (f"{TOKENS}/faults.jsonl", f"{TOKENS}/meta.json", f"{TOKENIZER}/tokenizer.json")),
     ):
         found = next((folder / name for name in names if would_read(source, (folder / name).absolute())), None)
         if found is not None:
@@ -53,7 +66,7 @@ def prepare_data(run: Run) -> Store:
     return prepare(
         _sources(run),
         _tokenizer(run),
-        data_folder(run) / "tokens",
+        data_folder(run) / TOKENS,
         validation=data.validation,
         on_error=data.on_error,
         workers=_workers(run),
@@ -64,7 +77,7 @@ def prepare_data(run: Run) -> Store:
 
 def open_data(run: Run) -> Store:
     """The tokenised data of `run` as it lies there. Raises ConfigError when there is none."""
-    return open_store(data_folder(run) / "tokens")
+    return open_store(data_folder(run) / TOKENS)
 
 
 def tokenizer_folder(run: Run) -> Path:
@@ -72,7 +85,7 @@ def tokenizer_folder(run: Run) -> Path:
     wanted = run.config.data.tokenizer
     if "data.tokenizer" in run.snapshots:
         return run.snapshots["data.tokenizer"].folder
-    return local_folder(wanted) if isinstance(wanted, str) else data_folder(run) / "tokenizer"
+    return local_folder(wanted) if isinstance(wanted, str) else data_folder(run) / TOKENIZER
 
 
 def _sources(run: Run) -> list[Source]:

@@ -19,8 +19,9 @@ from kumi.launch.standing import Standing, standing
 from kumi.spec.families import check_trained
 from kumi.spec.schedule import WHOLE
 from kumi.spec.sharding import checkpoint_bytes
+from kumi.storage.folders import free_space_check, latest, list_complete, step_of
 from kumi.train.callbacks import Listener
-from kumi.train.folder import claim
+from kumi.train.folder import checkpoint_root, claim
 from kumi.train.prepare import check_data, open_data, prepare_data
 from kumi.units import format_count
 
@@ -55,9 +56,12 @@ def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None, listen
         hub.check_push(run.config.export.push, "export.push")
     _fetch_weights(run)
     check(run)
-    with claim(run.out, run.config, allow_change):
+    lines: list[str] = []
+    with claim(run.out, run.config, allow_change, lambda: lines.extend(_resumable(run, allow_change))):
         hub.write_record(run.out, named(run.config), run.snapshots)
         console().print(render(describe(run)))
+        for line in lines:
+            print(line, flush=True)
         store = prepare_data(run)
         print(_data_line(store), flush=True)
         trained = _trained(run)
@@ -87,18 +91,25 @@ def _fetch_weights(run: Run) -> None:
 
 def check(run: Run) -> None:
     """Nothing, when the run can start; the reason as a ConfigError otherwise. Writes nothing."""
-    from kumi.storage.folders import free_space_check, list_complete
-
     check_trained(run.model)
     _check_compiled(run)
     _check_adapters(run)
     check_data(run)
     if run.config.model.init == "pretrained":
         _check_weights(run)
-    root = run.out / "checkpoints"
+    root = checkpoint_root(run.out)
     size = checkpoint_bytes(run.model, run.precision, run.optim)
     # While a new checkpoint is written the kept ones are still there.
     free_space_check(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
+
+
+def _resumable(run: Run, allow_change: Sequence[str]) -> list[str]:
+    """Return what a resume changes or cannot compare. Raise RefusedError where the last checkpoint is not the run's."""
+    if not list_complete(checkpoint_root(run.out)):
+        return []  # without having imported torch
+    from kumi.train.resume import check_resume
+
+    return check_resume(run, allow_change)
 
 
 def _check_ranks(run: Run, place: Standing | None) -> None:
@@ -162,9 +173,7 @@ def _check_weights(run: Run) -> None:
 
 def _trained(run: Run) -> bool:
     """Whether the last checkpoint is the run's last step, and its probe is there: only the export is left."""
-    from kumi.storage.folders import latest, step_of
-
-    found = latest(run.out / "checkpoints")
+    found = latest(checkpoint_root(run.out))
     return found is not None and step_of(found) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
 
 

@@ -12,13 +12,13 @@ from kumi.config import Run
 from kumi.convert.base import digest
 from kumi.convert.origin import UNKNOWN, Origin, origin_of
 from kumi.data import Mixture, Store, Sweep
-from kumi.errors import RefusedError
 from kumi.parallel.grads import LossScale
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optimizer import Optimizer
 from kumi.parallel.state import model_pieces, optimizer_pieces, owned
 from kumi.spec.adapters import is_adapter
-from kumi.storage.checkpoint import Checkpoint, Piece
+from kumi.spec.saved import model_digest
+from kumi.storage.checkpoint import Piece
 from kumi.train.prepare import tokenizer_folder
 from kumi.train.warmup import warmup_meta
 
@@ -73,6 +73,8 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
         "skipped_updates": state.scale.skipped,
         "skipped_in_a_row": state.scale.in_a_row,
         "data": store.content,
+        "model": model_digest(run.model),
+        "optimizer": run.optim.kind,
         "hf_config": run.hf_config,
         "origin": origin(run).plain(),
         "carried_from": carried_from(run),
@@ -105,26 +107,3 @@ def origin(run: Run) -> Origin:
     return replace(
         base, relation="finetune", datasets=trained_on, license={"license": license} if license else base.license
     )
-
-
-def restored_state(checkpoint: Checkpoint, store: Store, run: Run) -> TrainState:
-    """The state in `checkpoint`. Raises RefusedError when it was trained on other data than `store` holds."""
-    found = checkpoint.meta
-    if found["data"] != store.content:
-        raise RefusedError(
-            f"{checkpoint.folder}: was trained on data {found['data'][:12]}, {store.folder} holds "
-            f"{store.content[:12]}; restore the data files, or start a new run in another train.out"
-        )
-    base = base_of(run)
-    if found.get("base_digest") != base.get("base_digest"):
-        raise RefusedError(
-            f"{checkpoint.folder}: holds adapters of the model that was in {found.get('base')}, and {base.get('base')} "
-            f"holds another one now; restore it, or start a new run in another train.out"
-        )
-    scale = LossScale(
-        found["loss_scale"],
-        found["loss_scale_good_steps"],
-        skipped=found.get("skipped_updates", 0),  # which earlier versions did not count
-        in_a_row=found.get("skipped_in_a_row", 0),
-    )
-    return TrainState(found["step"], found["tokens"], found["sequences"], scale, saved=found["step"])
