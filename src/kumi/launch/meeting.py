@@ -34,13 +34,14 @@ _BEAT_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 # A rank that lost the others waits this long for the reason of the one that failed first.
 _SETTLE_SECONDS = 3.0
+_CONSEQUENCE_SECONDS = 1.2  # between a failure and the end of the ranks that it ends
 
 
 class Meeting:
     """The ranks of `place`, of which this is one, in `store`: a prefixed client of the launcher's TCPStore."""
 
-    def __init__(self, place: Standing, store: Any, *, serves: bool) -> None:
-        self.rank, self._size, self._store, self._serves = place.rank, place.world_size, store, serves
+    def __init__(self, place: Standing, store: Any) -> None:
+        self.rank, self._size, self._store = place.rank, place.world_size, store
         self._beats: dict[int, tuple[bytes, float]] = {}  # of other ranks: the last one, and when it came
         self._began = time.monotonic()
         self._all_ready = threading.Event()
@@ -91,7 +92,8 @@ class Meeting:
         while time.monotonic() < until:
             if self._store.check(["failed"]):
                 found = self._failure()
-                time.sleep(1.0 if self._serves else 0.0)  # the others want to read it, too
+                # torchrun takes the earliest report, by whole seconds, for the cause; and others still read the store.
+                time.sleep(_CONSEQUENCE_SECONDS)
                 return found
             time.sleep(_POLL_SECONDS)
         silent = [rank for rank in range(self._size) if not self._has("late", rank)] if in_vain else []
@@ -174,8 +176,7 @@ def _open(place: Standing) -> Meeting:
             f"rank 0 runs there and that the address can be reached from here"
         ) from error
     # torchrun serves one store to all its attempts.
-    return Meeting(place, PrefixStore(f"kumi/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
-                   serves=serves)  # fmt: skip
+    return Meeting(place, PrefixStore(f"kumi/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store))
 
 
 def _end(meeting: Meeting, error: Exception) -> NoReturn:
@@ -198,10 +199,12 @@ def _leave(code: int) -> NoReturn:
 
 
 def _write_error_file(cause: BaseException, error: BaseException) -> None:
-    """Write the failure to where torchrun looks for it, in its format."""
+    """Write the failure to where torchrun looks for it, in its format. What it shows is `py_callstack`."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    sentence = f"{type(cause).__name__}: {cause}"
+    shown = sentence if isinstance(cause, KumiError) else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}
     with suppress(OSError), open(file, "w") as report:
-        json.dump({"message": {"message": f"{type(cause).__name__}: {cause}", "extraInfo": extra}}, report)
+        json.dump({"message": {"message": sentence, "extraInfo": extra}}, report)
