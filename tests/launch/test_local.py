@@ -119,7 +119,7 @@ def leave_with_3():
 def fail_where_leaving_hangs(run):
     """As on NCCL, where leaving the group waits for what the other ranks never send."""
 
-    def steps(run, store, mesh, stop):
+    def steps(run, store, mesh, *_):
         if mesh.rank == 1:
             raise LayoutError("the reason")
         dist.barrier()
