@@ -117,10 +117,11 @@ def _gemma_spec() -> ModelSpec:
 
 
 def _biased_moe_spec() -> ModelSpec:
-    """Experts and routers with biases: clamped ones, and plain ones of one matrix."""
+    """Experts and routers with biases: clamped ones, and plain ones of one matrix, with a shared one behind a gate."""
     attention = Attention(4, 2, 6, Rope(10000.0), qkv_bias=True, out_bias=True, sinks=True)
     clamped = MoE(8, 2, 12, bias=True, act_limit=0.05)
-    plain = MoE(8, 2, 12, bias=True, hidden_act="relu2", gated=False, shared_intermediate_size=12)
+    plain = MoE(8, 2, 12, bias=True, hidden_act="relu2", gated=False, shared_intermediate_size=12,
+                shared_gate=True)  # fmt: skip
     layers = (LayerSpec(attention, plain), LayerSpec(attention, clamped))
     return ModelSpec("llama", VOCAB, 16, layers * 2, 1e-5, 128)
 

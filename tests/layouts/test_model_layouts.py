@@ -62,6 +62,7 @@ ALONE = [
     (Layout(dp_shard=2, zero=3, recompute="selective"), "gemma", 3),
     (Layout(dp_shard=2, zero=1, ep=2), "biased-moe", 3),
     (Layout(tp=2, expert_tp=2, recompute="selective"), "biased-moe", 2),
+    (Layout(pp=2, schedule="zb-h1"), "biased-moe", 4),
 ]
 PAIRS = [
     (Layout(tp=2, dp_replicate=2), "qwen", 2),

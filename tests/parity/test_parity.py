@@ -60,7 +60,7 @@ def _same_gradients(reference, decoder, least):
         assert difference <= 1e-5 * theirs[key].abs().max() + least, key
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe", "qwen2-moe"])
 def test_the_auxiliary_loss(name):
     """That of transformers for the last layer alone. Of several, transformers multiplies what all layers together chose
     with their mean scores; here the loss is the mean of the layers' own."""
@@ -107,6 +107,7 @@ def test_ledger_counts_the_flops_of_the_forward_pass(name):
         "qwen3-window",
         "mixtral",
         "olmoe",
+        "qwen2-moe",
         "qwen3-moe-norm",
         "deepseek-v2",
         "deepseek-v2-lite",

@@ -18,6 +18,7 @@ SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidd
          "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16, "rope_theta": 500.0}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 1000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
 
 LATENT = {"n_routed_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "num_key_value_heads": 4,
@@ -64,7 +65,7 @@ CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", OMNI: "
     family: f"{family}ForConditionalGeneration" for family in ("Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL")
 }
 # Their norms multiply by 1 + weight.
-ZERO_CENTERED = ("Gemma2", "Gemma3Text", "Gemma3")
+ZERO_CENTERED = ("Gemma", "Gemma2", "Gemma3Text", "Gemma3")
 # What names in memory begin with, where files have something else.
 IN_MEMORY = {
     "nemotron_h": ("model.", "backbone."),
@@ -113,6 +114,19 @@ CASES = {
                                    "rope_parameters": MSCALE}),
     "deepseek-v3-plain": ("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
                                          "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True}),
+    "qwen2-moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                               "shared_expert_intermediate_size": 20}),
+    "qwen2-moe-sparse": ("Qwen2Moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                                      "shared_expert_intermediate_size": 20, "norm_topk_prob": True, "qkv_bias": False,
+                                      "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3],
+                                      "tie_word_embeddings": True}),
+    "glm4": ("Glm4", {"pad_token_id": None, "head_dim": 8}),
+    "glm4-whole": ("Glm4", {"pad_token_id": None, "head_dim": 16, "partial_rotary_factor": 1.0,
+                            "attention_bias": False, "tie_word_embeddings": True}),
+    "seed-oss": ("SeedOss", {"pad_token_id": None, "head_dim": 16}),
+    "seed-oss-biases": ("SeedOss", {"pad_token_id": None, "head_dim": 8, "attention_bias": False,
+                                    "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+                                    "rope_parameters": YARN}),
     "glm4-moe": ("Glm4Moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "n_group": 4, "topk_group": 2,
                              "routed_scaling_factor": 1.7}),
     "glm4-moe-plain": ("Glm4Moe", {**GLM, "norm_topk_prob": False, "n_shared_experts": 2, "partial_rotary_factor": 1.0,
@@ -120,6 +134,10 @@ CASES = {
     "olmo2": ("Olmo2", {"pad_token_id": None}),
     "olmo2-biases": ("Olmo2", {"pad_token_id": None, "attention_bias": True, "num_key_value_heads": None,
                                "tie_word_embeddings": True, "rope_parameters": YARN}),
+    "olmo3": ("Olmo3", {"pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 5}),
+    "olmo3-yarn": ("Olmo3", {"pad_token_id": None, "attention_bias": True, "tie_word_embeddings": True,
+                             "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"],
+                             "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
     "ministral": ("Ministral", {"head_dim": 16, "sliding_window": 5,
                                 "layer_types": ["sliding_attention", "full_attention"]}),
     "ministral-windows": ("Ministral", {"head_dim": 8, "sliding_window": 6, "tie_word_embeddings": True}),
@@ -174,6 +192,15 @@ CASES = {
     "phi3-partial": ("Phi3", PHI | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0,
                                                          "partial_rotary_factor": 0.5}, "sliding_window": 7}),
     "phi3-longrope": ("Phi3", PHI | {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+    # As Phi-4-mini has it.
+    "phi3-longrope-partial": ("Phi3", PHI | {"tie_word_embeddings": True, "original_max_position_embeddings": 16,
+                                             "rope_parameters": LONGROPE | {
+                                                 "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
+                                                 "long_factor": [2.0, 3.0, 4.0]}}),
+    # Embeddings are scaled by the root of the width, here a whole number, which is the same in every precision.
+    "gemma": ("Gemma", {"pad_token_id": None, "head_dim": 16, "hidden_size": 64}),
+    "gemma-biases": ("Gemma", {"pad_token_id": None, "head_dim": 8, "hidden_size": 64, "num_key_value_heads": 1,
+                               "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"}),
     "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}),
     "gemma2-uncapped": ("Gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None,
                                            "query_pre_attn_scalar": 7, "attention_bias": True}),
@@ -266,7 +293,7 @@ def native(spec: ModelSpec, theirs: Mapping[str, torch.Tensor]) -> dict[str, tor
         if not all(piece.name in theirs for piece in pieces):  # only files have it under another name
             found[param.name] = theirs[param.name].detach()
             continue
-        found[param.name] = torch.full(param.shape, torch.nan)
+        found[param.name] = torch.full(param.shape, torch.nan, dtype=theirs[pieces[0].name].dtype)
         for piece in pieces:
             source = theirs[piece.name].detach()
             assert source.shape == piece.shape, piece

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kumi.nn.activations import Gate, activate, clamped, gate_by, joined_halves
 from kumi.nn.grouped import add_rows, grouped_linear
+from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.router import Router, Routing
 from kumi.spec import model
@@ -97,6 +98,8 @@ class MoE(nn.Module):
         self.experts = Experts(hidden_size, spec, **options)
         shared = model.MLP(spec.shared_intermediate_size, hidden_act=spec.hidden_act, gated=spec.gated)
         self.shared_experts = MLP(hidden_size, shared, **options) if shared.intermediate_size else None
+        gated = shared.intermediate_size and spec.shared_gate
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False, **options) if gated else None
         self.exchange: Exchange = LOCAL
 
     def forward(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -106,7 +109,13 @@ class MoE(nn.Module):
         routing = self.gate(tokens, shape)
         rows, counts, back = self.exchange.dispatch(tokens, routing)
         out = self.exchange.combine(self.experts(rows, counts), routing, back).view(x.shape)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        return out if self.shared_experts is None else out + self.shared(x)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """What the shared expert adds to the hidden states `x`."""
+        assert self.shared_experts is not None
+        out: Tensor = self.shared_experts(x)
+        return out if self.shared_expert_gate is None else out * torch.sigmoid(self.shared_expert_gate(x))
 
 
 def leave_uncompiled(module: nn.Module) -> None:

@@ -75,7 +75,8 @@ def frequencies(rope: Rope, size: int, device: torch.device | None = None, lengt
     """Radians per position of each of the pairs (size / 2,), in float32, in documents of `length`; where that is a
     tensor (B, S) and the frequencies depend on it, (B, S, 1, size / 2)."""
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-    plain = 1.0 / rope.rope_theta**exponents
+    powers = rope.rope_theta**exponents
+    plain = 1.0 / powers
     if rope.scaling == "linear":
         return plain / rope.factor
     if rope.scaling == "llama3":
@@ -83,17 +84,20 @@ def frequencies(rope: Rope, size: int, device: torch.device | None = None, lengt
     if rope.scaling == "yarn":
         return _yarn(rope, size, plain)
     if rope.scaling == "longrope":
-        return _longrope(rope, plain, length)
+        return _longrope(rope, powers, length)
     return plain
 
 
-def _longrope(rope: Rope, plain: Tensor, length: int | Tensor) -> Tensor:
-    """Every pair is stretched by its own number; documents longer than the original context have others."""
+def _longrope(rope: Rope, powers: Tensor, length: int | Tensor) -> Tensor:
+    """Every pair is stretched by its own number; documents longer than the original context have others.
+
+    In the order of transformers' operations, so that the tables are the same to the bit.
+    """
     assert rope.original_max_position_embeddings is not None
     assert rope.short_factor is not None
     assert rope.long_factor is not None
     factors = (rope.short_factor, rope.long_factor)
-    short, long = (plain / torch.tensor(each, dtype=torch.float32, device=plain.device) for each in factors)
+    short, long = (1.0 / (powers.new_tensor(each) * powers) for each in factors)
     beyond = length > rope.original_max_position_embeddings
     if isinstance(beyond, Tensor):
         return torch.where(beyond[..., None, None], long, short)

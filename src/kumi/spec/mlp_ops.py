@@ -66,6 +66,11 @@ def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
         # Its input is the router's.
         shared = MLP(moe.shared_intermediate_size, hidden_act=moe.hidden_act, gated=moe.gated)
         yield from _dense(spec, shared, f"{name}.shared_experts", keeps_input=False)
+        if moe.shared_gate:
+            one = Dim("one", 1)
+            yield linear(f"{name}.shared_expert_gate", embed, one)
+            kept = (Activation((embed,)), Activation((one,)))
+            yield Op(f"{name}.shared_experts.scale", "activation", embed, embed, saved=kept)
         yield Op(f"{name}.shared_experts.add", "add", embed, embed)
 
 

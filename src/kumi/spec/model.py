@@ -177,7 +177,8 @@ class MoE:
     """Mixture of experts: a token goes through `num_experts_per_tok` of `num_experts` gated layers, and a shared one.
 
     An expert's width is `moe_intermediate_size`, the shared one's (which all tokens take, too) is
-    `shared_intermediate_size`, 0 where there is none. The router's scores pass through `scoring_func` ("softmax" or
+    `shared_intermediate_size`, 0 where there is none; with `shared_gate` its result is multiplied by the sigmoid of a
+    number that a row of weights makes of the token. The router's scores pass through `scoring_func` ("softmax" or
     "sigmoid"); with `n_group` > 1 only experts of the best `topk_group` groups are chosen from. `bias` is on router and
     experts.
 
@@ -205,6 +206,7 @@ class MoE:
     gated: bool = True
     act_limit: float | None = None
     act_alpha: float = 1.702
+    shared_gate: bool = False
 
     @property
     def has_correction_bias(self) -> bool:

@@ -17,15 +17,18 @@ from kumi.spec.families import (
     deepseek_v2,
     deepseek_v3,
     falcon,
+    gemma1,
     gemma2,
     gemma3,
     gemma3_text,
+    glm4,
     glm4_moe,
     gpt2,
     gpt_neox,
     gpt_oss,
     granite,
     keys,
+    kimi_k2,
     llama,
     ministral,
     ministral3,
@@ -35,13 +38,16 @@ from kumi.spec.families import (
     nemotron_h,
     nemotron_h_omni,
     olmo2,
+    olmo3,
     olmoe,
     phi3,
     qwen2,
     qwen2_5_vl,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     qwen3_vl,
+    seed_oss,
     smollm3,
     starcoder2,
 )
@@ -56,14 +62,17 @@ FAMILIES: dict[str, ModuleType] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "falcon": falcon,
+    "gemma": gemma1,
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma3_text": gemma3_text,
+    "glm4": glm4,
     "glm4_moe": glm4_moe,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
     "gpt_oss": gpt_oss,
     "granite": granite,
+    "kimi_k2": kimi_k2,
     "llama": llama,
     "ministral": ministral,
     "ministral3": ministral3,
@@ -73,13 +82,16 @@ FAMILIES: dict[str, ModuleType] = {
     "nemotron_h": nemotron_h,
     "nemotron_h_omni": nemotron_h_omni,
     "olmo2": olmo2,
+    "olmo3": olmo3,
     "olmoe": olmoe,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen2_5_vl": qwen2_5_vl,
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
     "qwen3_vl": qwen3_vl,
+    "seed_oss": seed_oss,
     "smollm3": smollm3,
     "starcoder2": starcoder2,
 }
@@ -99,7 +111,7 @@ _COMPUTED = {
     MLP: "intermediate_size bias hidden_act gated",
     MoE: "num_experts num_experts_per_tok moe_intermediate_size shared_intermediate_size scoring_func n_group "
          "topk_group norm_topk_prob routed_scaling_factor topk_method router_aux_loss_coef seq_aux bias hidden_act "
-         "gated act_limit act_alpha",
+         "gated act_limit act_alpha shared_gate",
     Rope: "rope_theta scaling factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast "
           "beta_slow attention_factor truncate partial_rotary_factor short_factor long_factor interleave "
           "query_growth",
@@ -206,14 +218,14 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    supported = {module.ARCHITECTURE: name for name, module in FAMILIES.items()}
     architectures: Any = config.get("architectures")
     model_type: Any = config.get("model_type")
     if architectures is None and model_type in FAMILIES:
         return str(model_type)
-    known = isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in supported
-    if known and model_type in (supported[architectures[0]], None):
-        return supported[architectures[0]]
+    # An architecture may go by several names: the first is its own.
+    names = [name for name, module in FAMILIES.items() if architectures == [module.ARCHITECTURE]]
+    if names and model_type in (*names, None):
+        return str(model_type or names[0])
     raise ModelError(f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)} is not "
                      f"supported; of the {len(FAMILIES)} families that kumi knows (docs/models.md), "
                      f"{nearest(config, FAMILIES)}")  # fmt: skip

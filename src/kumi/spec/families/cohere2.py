@@ -10,7 +10,7 @@ from kumi.errors import ModelError
 from kumi.spec.families import rope, windows
 from kumi.spec.families.common import check_layer_types, check_sizes, dense, grouped, grouped_attention, model
 from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, neutral, read
+from kumi.spec.families.keys import DECODER, Key, fixed, neutral, read
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 
 ARCHITECTURE = "Cohere2ForCausalLM"
@@ -22,8 +22,7 @@ FIXED = {
 }  # fmt: skip
 KEYS = {
     **{name: key for name, key in DECODER.items() if name != "rms_norm_eps"},
-    **{name: Key({str: "text", bool: "true or false"}.get(type(value), "number"), value)
-       for name, value in FIXED.items()},
+    **fixed(FIXED),
     "num_key_value_heads": Key("integer?", None),
     "layer_norm_eps": Key("number", 1e-5),
     "logit_scale": Key("number", 0.0625),

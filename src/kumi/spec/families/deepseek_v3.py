@@ -31,12 +31,17 @@ KEYS = {
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "deepseek_v3" describes."""
-    values = read("deepseek_v3", config, KEYS)
-    neutral("deepseek_v3", values, scoring_func="sigmoid", topk_method="noaux_tc")
+    return of_family("deepseek_v3", config)
+
+
+def of_family(family: str, config: Mapping[str, Any]) -> ModelSpec:
+    """Return the model that a config.json describes whose model_type `family` is another name for DeepSeek-V3."""
+    values = read(family, config, KEYS)
+    neutral(family, values, scoring_func="sigmoid", topk_method="noaux_tc")
     extra = values["num_nextn_predict_layers"] or 0
     if extra < 0:
         raise ModelError(f"config.json: num_nextn_predict_layers={extra} must not be negative; correct it")
-    spec = build("deepseek_v3", values, scoring="sigmoid", interleave=values["rope_interleave"])
+    spec = build(family, values, scoring="sigmoid", interleave=values["rope_interleave"])
     return replace(spec, **layers_beyond(spec.weights, spec.num_hidden_layers, extra))
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
+from kumi.spec.families import common
 from kumi.spec.families.keys import Key, neutral
-from kumi.spec.model import ModelSpec, MoE
+from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
 
 # transformers 4 and 5 write one or the other.
 COUNT = {"num_experts": Key("integer?", None), "num_local_experts": Key("integer?", None)}
+# Which layers have experts.
+SPARSE = {"decoder_sparse_step": Key("integer", 1), "mlp_only_layers": Key("list?", None)}
 
 
 def count(family: str, values: Mapping[str, Any]) -> int:
@@ -38,6 +42,31 @@ def check_experts(moe: MoE) -> MoE:
         raise ModelError(f"config.json: n_group={moe.n_group} leaves one expert a group, and a group is as good as its "
                          f"two best; use at most {moe.num_experts // 2}")  # fmt: skip
     return moe
+
+
+def in_some_layers(values: Mapping[str, Any], layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return `layers`, which all have experts, with a dense part instead where `values` (see `SPARSE`) want it: but in
+    each `decoder_sparse_step`-th, and in those of `mlp_only_layers`."""
+    count, step, dense = len(layers), values["decoder_sparse_step"], values["mlp_only_layers"] or []
+    if any(type(index) is not int or not 0 <= index < count for index in dense):
+        raise ModelError(f"config.json: mlp_only_layers={dense!r} must be numbers of layers, 0 to {count - 1}")
+    mlp = MLP(values["intermediate_size"])
+    return [
+        layer if index not in dense and (index + 1) % step == 0 else replace(layer, mlp=mlp)
+        for index, layer in enumerate(layers)
+    ]
+
+
+def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
+    """Return the keys of families with `SPARSE`: dense layers are listed; without any, their width is an expert's."""
+    moe = routed(spec)
+    dense = {index: layer.mlp for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MLP)}
+    width = next(iter(dense.values())).intermediate_size if dense else moe.moe_intermediate_size
+    same = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
+    return common.to_hf(spec, architecture, width) | {name: getattr(moe, name) for name in same} | {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(dense),
+    }  # fmt: skip
 
 
 def aux_loss_coef(family: str, values: Mapping[str, Any], name: str, default: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.errors import ModelError
 from kumi.spec.families import gemma, rope
 from kumi.spec.families.common import check_layer_types, check_sizes, grouped_attention
 from kumi.spec.families.keys import Key, neutral, read
@@ -66,7 +65,4 @@ def _ropes(values: Mapping[str, Any]) -> dict[str, Rope]:
         local = {**values, "rope_theta": values["rope_local_base_freq"] or 10_000.0, "rope_scaling": None}
         whole = {**values, "rope_theta": values["rope_theta"] or 1_000_000.0}
         return dict(zip(kinds, (rope.from_hf("gemma3_text", each) for each in (local, whole)), strict=True))
-    if sorted(tables) != sorted(kinds) or not all(isinstance(table, dict) for table in tables.values()):
-        raise ModelError(f"config.json: rope_parameters of a gemma3_text model has {', '.join(map(repr, tables))}; it "
-                         f"must have a table for each of {' and '.join(kinds)}")  # fmt: skip
-    return {kind: rope.from_hf("gemma3_text", {**values, "rope_parameters": tables[kind]}) for kind in kinds}
+    return rope.by_kind("gemma3_text", values, kinds)

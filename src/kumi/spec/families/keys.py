@@ -146,6 +146,13 @@ def activation(family: str, name: str, value: str) -> str:
     return value
 
 
+def fixed(values: Mapping[str, str | bool | float]) -> dict[str, Key]:
+    """Return the keys of `values`, which published configs have although nothing but their one value is computed; the
+    family's reader holds them to it (see `neutral`)."""
+    kinds = {str: "text", bool: "true or false", int: "integer", float: "number"}
+    return {name: Key(kinds[type(value)], value) for name, value in values.items()}
+
+
 def neutral(family: str, values: Mapping[str, Any], **allowed: Any) -> None:
     """Nothing, when each of `allowed` has that value in `values`; ModelError for one that changes what is computed."""
     for name, value in allowed.items():

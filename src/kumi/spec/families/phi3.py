@@ -10,11 +10,12 @@ from kumi.errors import ModelError
 from kumi.spec.families import rope
 from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
 from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families.keys import DECODER, Key, fixed, neutral, read
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 from kumi.spec.rules import QKV, Rows, Weights
 
 ARCHITECTURE = "Phi3ForCausalLM"
+FIXED = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
 KEYS = {
     **DECODER,
     "num_key_value_heads": Key("integer?", None),
@@ -26,6 +27,8 @@ KEYS = {
     "eos_token_id": Key("integer or list of integers?", 32000),
     "pad_token_id": Key("integer?", 32000),
     "auto_map": Key("table?", None),
+    # What Phi-4-mini says besides, and what no other value of is computed.
+    **fixed(FIXED),
     # Whether a trainer drops anything is not the model's affair.
     "attention_dropout": Key("number", 0.0),
     "resid_pdrop": Key("number", 0.0),
@@ -41,6 +44,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "phi3" describes; `attention_bias` is not read by its modules."""
     values = read("phi3", config, KEYS)
     check_sizes(values)
+    neutral("phi3", values, **FIXED)
     values |= {key: _with_original(values[key], values) for key in ("rope_scaling", "rope_parameters")}
     embedding = rope.partial_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
     attention = grouped_attention(values, embedding)

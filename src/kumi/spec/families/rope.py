@@ -7,7 +7,7 @@ transformers 5 writes one table, `rope_parameters`. What a scaling leaves out is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +104,24 @@ def to_hf(rope: Rope) -> dict[str, Any]:
     fields = [name for name in SCALINGS[rope.scaling] if hasattr(rope, name) and name != "factor"]
     values = {name: list(value) if isinstance(value := getattr(rope, name), tuple) else value for name in fields}
     return {"rope_theta": rope.rope_theta, "rope_scaling": table | {k: v for k, v in values.items() if v is not None}}
+
+
+def by_kind(
+    family: str, values: Mapping[str, Any], kinds: Sequence[str], theta: float = DEFAULT_THETA
+) -> dict[str, Rope]:
+    """Return the rotation of each of `kinds` of layers, of which `rope_parameters` has a table each; `theta` is the
+    base where a table names none."""
+    tables = values["rope_parameters"]
+    if sorted(tables) != sorted(kinds) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ModelError(f"config.json: rope_parameters of a {family} model has {', '.join(map(repr, tables))}; it "
+                         f"must have a table for each of {' and '.join(kinds)}")  # fmt: skip
+    return {kind: from_hf(family, with_base({**values, "rope_parameters": tables[kind]}, theta)) for kind in kinds}
+
+
+def table_to_hf(rope: Rope) -> dict[str, Any]:
+    """Return the table that transformers 5 reads as `rope`."""
+    written = to_hf(rope)
+    return {"rope_type": "default", **(written["rope_scaling"] or {}), "rope_theta": written["rope_theta"]}
 
 
 def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: int) -> Rope:

@@ -1,0 +1,50 @@
+"""GLM-4-0414: norms before and after both halves of a layer, and half of every head turned, neighbours together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kumi.spec.families import rope
+from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.model import MLP, LayerSpec, ModelSpec
+from kumi.spec.rules import Rename, Rows, Weights
+
+ARCHITECTURE = "Glm4ForCausalLM"
+KEYS = {
+    **DECODER,
+    "num_key_value_heads": Key("integer", 2),
+    "head_dim": Key("integer", 128),
+    "partial_rotary_factor": Key("number?", None),
+    "rms_norm_eps": Key("number", 1.5625e-7),
+    "attention_bias": Key("true or false", True),
+    "eos_token_id": Key("integer or list of integers?", [151329, 151336, 151338]),
+    "pad_token_id": Key("integer?", 151329),
+}
+WEIGHTS = Weights((
+    Rename("self_attn_post_norm", "post_self_attn_layernorm"),
+    Rename("mlp_post_norm", "post_mlp_layernorm"),
+    Rows(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
+))  # fmt: skip
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """Return the model that a config.json with model_type "glm4" describes."""
+    values = read("glm4", config, KEYS)
+    check_sizes(values)
+    turned = rope.partial_from_hf("glm4", values, values["partial_rotary_factor"], 0.5)
+    attention = grouped_attention(values, replace(turned, interleave=True), qkv_bias=values["attention_bias"])
+    layer = LayerSpec(attention, MLP(values["intermediate_size"]), post_norms=True)
+    return model("glm4", values, [layer] * values["num_hidden_layers"], weights=WEIGHTS)
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config.json of `spec`."""
+    attention = grouped(spec)
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
+        "partial_rotary_factor": 1.0 if attention.rope is None else attention.rope.partial_rotary_factor,
+        "attention_bias": attention.qkv_bias,
+    }

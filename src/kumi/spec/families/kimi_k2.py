@@ -1,0 +1,23 @@
+"""Kimi-K2 (arXiv:2507.20534): DeepSeek-V3 in other sizes and under another name.
+
+transformers has no class for this name: the code, like the tokenizer's, comes with the model's folder (`auto_map`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families import deepseek_v3
+from kumi.spec.model import ModelSpec
+
+ARCHITECTURE = deepseek_v3.ARCHITECTURE
+KEYS = deepseek_v3.KEYS
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """Return the model that a config.json with model_type "kimi_k2" describes."""
+    return deepseek_v3.of_family("kimi_k2", config)
+
+
+to_hf = deepseek_v3.to_hf

@@ -1,0 +1,67 @@
+"""Qwen1.5 and Qwen2 with routed experts, and a shared one beside them whose result a gate scales token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families import experts
+from kumi.spec.families.common import check_layer_types, check_sizes, grouped, model, windowed
+from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, neutral, read
+from kumi.spec.families.windows import WINDOW_KEYS
+from kumi.spec.model import ModelSpec, MoE
+from kumi.spec.rules import EXPERTS, Rename, Weights
+
+ARCHITECTURE = "Qwen2MoeForCausalLM"
+KEYS = {
+    **DECODER,
+    **ROUTER_LOSS,
+    **WINDOW_KEYS,
+    **experts.COUNT,
+    **experts.SPARSE,
+    "num_key_value_heads": Key("integer?", 16),
+    "qkv_bias": Key("true or false", True),
+    "rms_norm_eps": Key("number", 1e-6),
+    "moe_intermediate_size": Key("integer", 1408),
+    "shared_expert_intermediate_size": Key("integer", 5632),
+    "num_experts_per_tok": Key("integer", 4),
+    "norm_topk_prob": Key("true or false", False),
+}
+WEIGHTS = Weights((Rename("mlp.shared_experts", "mlp.shared_expert"), *EXPERTS.rules))
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """Return the model that a config.json with model_type "qwen2_moe" describes."""
+    values = _without_windows(read("qwen2_moe", config, KEYS))
+    check_sizes(values)
+    moe = MoE(
+        num_experts=experts.count("qwen2_moe", values),
+        num_experts_per_tok=values["num_experts_per_tok"],
+        moe_intermediate_size=values["moe_intermediate_size"],
+        shared_intermediate_size=values["shared_expert_intermediate_size"],
+        shared_gate=True,
+        norm_topk_prob=values["norm_topk_prob"],
+        router_aux_loss_coef=experts.aux_loss_coef("qwen2_moe", values, "router_aux_loss_coef", 0.001),
+    )
+    layers = windowed("qwen2_moe", values, [None] * values["num_hidden_layers"], experts.check_experts(moe),
+                      qkv_bias=values["qkv_bias"])  # fmt: skip
+    return model("qwen2_moe", values, experts.in_some_layers(values, layers), weights=WEIGHTS)
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config.json of `spec`."""
+    return experts.to_hf(spec, ARCHITECTURE) | {
+        "shared_expert_intermediate_size": experts.routed(spec).shared_intermediate_size,
+        "qkv_bias": grouped(spec).qkv_bias,
+        "use_sliding_window": False,
+    }
+
+
+def _without_windows(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` where no layer has a window; versions of transformers disagree about which layers would."""
+    neutral("qwen2_moe", values, use_sliding_window=False)
+    if values["layer_types"] is not None and "sliding_attention" in check_layer_types(values):
+        raise ModelError("config.json: layer_types of a qwen2_moe model has sliding_attention, but "
+                         "use_sliding_window=False; make every layer full_attention")  # fmt: skip
+    return {**values, "sliding_window": None}

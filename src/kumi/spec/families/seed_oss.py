@@ -1,0 +1,46 @@
+"""Seed-OSS: Llama with biases on queries, keys and values, and heads of a size of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.spec.families.common import build, dense, grouped
+from kumi.spec.families.common import to_hf as common_to_hf
+from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.model import ModelSpec
+
+ARCHITECTURE = "SeedOssForCausalLM"
+KEYS = {
+    **DECODER,
+    "num_key_value_heads": Key("integer?", 8),
+    "head_dim": Key("integer?", 128),
+    "rms_norm_eps": Key("number", 1e-6),
+    "attention_bias": Key("true or false", True),
+    "attention_out_bias": Key("true or false", False),
+    "mlp_bias": Key("true or false", False),
+    "bos_token_id": Key("integer?", 0),
+    "eos_token_id": Key("integer or list of integers?", 2),
+    "pad_token_id": Key("integer?", 1),
+    # Whether a trainer drops anything is not the model's affair.
+    "attention_dropout": Key("number", 0.1),
+    "residual_dropout": Key("number", 0.1),
+}
+
+
+def from_hf(config: Mapping[str, Any]) -> ModelSpec:
+    """Return the model that a config.json with model_type "seed_oss" describes."""
+    values = read("seed_oss", config, KEYS)
+    return build("seed_oss", values, windows=[None] * values["num_hidden_layers"], qkv_bias=values["attention_bias"],
+                 out_bias=values["attention_out_bias"], mlp_bias=values["mlp_bias"])  # fmt: skip
+
+
+def to_hf(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config.json of `spec`."""
+    attention, mlp = grouped(spec), dense(spec)
+    return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
+        "attention_bias": attention.qkv_bias,
+        "attention_out_bias": attention.out_bias,
+        "mlp_bias": mlp.bias,
+        "residual_dropout": 0.0,
+    }
