@@ -30,6 +30,7 @@ from kumi.storage.folders import free_space_check
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "tiktoken.model",
     *PROCESSOR_FILES,
 )  # fmt: skip
 
@@ -191,9 +192,12 @@ def _generation(config: Mapping[str, Any], tokenizer: str | Path | None) -> dict
 
 
 def _copy_tokenizer(source: str | Path | None, part: Path) -> None:
+    """Copy what goes with the tokenizer in the folder `source`, and the code that `auto_map` of a config there may name:
+    kumi runs none of it."""
     if source is None:
         return
-    for name in TOKENIZER_FILES:
+    code = sorted(path.name for path in Path(source).glob("*.py"))
+    for name in (*TOKENIZER_FILES, *code):
         if (Path(source) / name).exists():
             shutil.copyfile(inside(Path(source), name), part / name)
 

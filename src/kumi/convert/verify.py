@@ -120,7 +120,10 @@ def _transformers_logits(kind: Any, folder: Path, prompts: Tensor) -> Tensor:
     """The logits (3, S, V) of the model in `folder`, by transformers' class `kind`, in float32."""
     with _quiet():
         try:
-            model = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+            # By the type that transformers knows the class by: it names experts after that.
+            config = families.read_config(folder) | {"model_type": kind.config_class.model_type}
+            config = kind.config_class.from_dict(config)
+            model = kind.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True).eval()
         except (OSError, ValueError, RuntimeError) as error:
             said = " ".join(str(error).split())
             raise ModelError(f"{folder}: transformers does not load it as {kind.__name__}: {said}") from error

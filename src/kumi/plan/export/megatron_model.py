@@ -58,8 +58,7 @@ def _moe_problems(moe: MoE) -> Iterator[str]:
     if moe.hidden_act != "silu" or moe.bias:
         yield "experts with a bias or another activation than silu: Megatron-LM has SwiGLU experts without bias"
     if moe.shared_gate:
-        yield ("a gate scales what the shared expert returns: not every version of Megatron-Core that is written for has "
-               "one")  # fmt: skip
+        yield "a gate scales what the shared expert returns: not every Megatron-Core that is written for has one"
     if moe.scoring_func == "sigmoid" and not moe.norm_topk_prob:
         yield "norm_topk_prob=false with sigmoid scores: Megatron-Core always normalises sigmoid scores"
     best, theirs = 2 if moe.has_correction_bias else 1, moe.num_experts_per_tok // moe.topk_group

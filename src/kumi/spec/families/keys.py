@@ -146,7 +146,7 @@ def activation(family: str, name: str, value: str) -> str:
     return value
 
 
-def fixed(values: Mapping[str, str | bool | float]) -> dict[str, Key]:
+def fixed(values: Mapping[str, Any]) -> dict[str, Key]:
     """Return the keys of `values`, which published configs have although nothing but their one value is computed; the
     family's reader holds them to it (see `neutral`)."""
     kinds = {str: "text", bool: "true or false", int: "integer", float: "number"}
