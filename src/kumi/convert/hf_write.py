@@ -192,8 +192,8 @@ def _generation(config: Mapping[str, Any], tokenizer: str | Path | None) -> dict
 
 
 def _copy_tokenizer(source: str | Path | None, part: Path) -> None:
-    """Copy what goes with the tokenizer in the folder `source`, and the code that `auto_map` of a config there may name:
-    kumi runs none of it."""
+    """Copy what goes with the tokenizer in the folder `source`, and the code that a config there may name by `auto_map`:
+    none of it is run."""
     if source is None:
         return
     code = sorted(path.name for path in Path(source).glob("*.py"))
