@@ -192,8 +192,7 @@ def _generation(config: Mapping[str, Any], tokenizer: str | Path | None) -> dict
 
 
 def _copy_tokenizer(source: str | Path | None, part: Path) -> None:
-    """Copy what goes with the tokenizer in the folder `source`, and the code that a config there may name by `auto_map`:
-    none of it is run."""
+    """Copy the tokenizer's files from the folder `source`, and code that `auto_map` may name; kumi runs none of it."""
     if source is None:
         return
     code = sorted(path.name for path in Path(source).glob("*.py"))
