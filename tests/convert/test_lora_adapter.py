@@ -98,7 +98,7 @@ def test_peft_computes_the_same_with_it_and_merged(saved, tmp_path, case, lora):
 
 FAMILIES = {name.split("-")[0]: name for name in reversed(tiny_models.CASES)} | {
     name: name
-    for name in ("gpt-neox", "qwen2.5-vl", "qwen3-vl", "gemma3", "gpt-oss", "nemotron-h-moe")
+    for name in ("gpt-neox", "qwen2-moe", "qwen2.5-vl", "qwen3-vl", "gemma3", "gpt-oss", "nemotron-h-moe")
     if name in tiny_models.CASES
 }
 

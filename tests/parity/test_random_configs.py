@@ -22,18 +22,20 @@ ROTATIONS = {
     "yarn": YARN,
 }
 # How many heads have a size of their own beside that of the hidden state, which other families derive it from.
-OWN_HEAD_DIM = ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text")
+OWN_HEAD_DIM = ("Llama", "Mistral", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Glm4", "SeedOss")
 # The keys of biases that a config can ask for.
 BIASES = {
     "Llama": ("attention_bias", "mlp_bias"), "Qwen3": ("attention_bias",), "Gemma2": ("attention_bias",),
     "Gemma3Text": ("attention_bias",), "Olmo2": ("attention_bias",), "Granite": ("attention_bias", "mlp_bias"),
     "SmolLM3": ("attention_bias", "mlp_bias"), "Cohere2": ("attention_bias",), "Starcoder2": ("use_bias",),
+    "Gemma": ("attention_bias",), "Glm4": ("attention_bias",), "Olmo3": ("attention_bias",),
+    "SeedOss": ("attention_bias", "attention_out_bias", "mlp_bias"),
 }  # fmt: skip
 # Whether all layers have one window, or each its own kind.
 ONE_WINDOW = ("Mistral", "Phi3", "Starcoder2")
-KINDS_OF_LAYERS = ("Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "SmolLM3", "Cohere2")
+KINDS_OF_LAYERS = ("Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Olmo3", "SmolLM3", "Cohere2")
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2", "Gemma3Text", "Olmo2", "Granite", "SmolLM3",
-            "Cohere2", "Starcoder2")  # fmt: skip
+            "Cohere2", "Starcoder2", "Gemma", "Glm4", "Olmo3", "SeedOss")  # fmt: skip
 
 
 @st.composite
@@ -61,7 +63,7 @@ def rotations(draw, family):
     if family == "Phi3":
         return {"rope_parameters": ROTATIONS["default"] | {"partial_rotary_factor": draw(st.sampled_from((0.5, 1.0)))}}
     kind = draw(st.sampled_from(sorted(ROTATIONS)))
-    if family == "Gemma3Text":
+    if family in ("Gemma3Text", "Olmo3"):
         tables = {"full_attention": dict(ROTATIONS[kind]), "sliding_attention": dict(ROTATIONS["default"])}
         return {"rope_parameters": tables}
     return {"rope_parameters": dict(ROTATIONS[kind])}

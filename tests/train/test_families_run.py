@@ -19,6 +19,8 @@ CONFIGS = {
                     "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {**SIZES, **WIDE, "head_dim": 16, "sliding_window": 8, "num_local_experts": 4,
                 "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    "qwen2_moe": {**SIZES, **WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                  "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2},
 }  # fmt: skip
 
 
