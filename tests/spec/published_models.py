@@ -1,5 +1,8 @@
 """config.json files as published, and the parameter counts that their model cards or safetensors headers state."""
 
+import json
+from pathlib import Path
+
 _LLAMA3 = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
     "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
@@ -390,4 +393,18 @@ EXAMPLES = {
     "nemotron-3-nano-30b-a3b": (31_577_937_344, 3_580_073_408),
     "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
     "qwen3-8b": (8_190_735_360, None),
+}
+
+# Of checkpoints whose config.json lies in tests/published_configs: parameters, as counted in their files.
+COUNTS = {
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": 36_151_104_512, "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": 30_532_122_624, "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    "allenai/Olmo-3-32B-Think": 32_233_522_176, "allenai/Olmo-3-7B-Instruct": 7_298_011_136,
+    "google/gemma-2b-it": 2_506_172_416, "google/gemma-7b": 8_537_680_896,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760, "zai-org/GLM-4-9B-0414": 9_400_279_040,
+}  # fmt: skip
+_FOLDER = Path(__file__).parents[1] / "published_configs"
+COUNTED = {
+    name: (json.loads((_FOLDER / f"{name.replace('/', '--')}.json").read_text())["config"], count)
+    for name, count in COUNTS.items()
 }

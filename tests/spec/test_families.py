@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from published_models import FURTHER, PUBLISHED
+from published_models import COUNTED, FURTHER, PUBLISHED
 
 from kumi.errors import ModelError
 from kumi.spec import families
@@ -14,7 +14,7 @@ LLAMA = PUBLISHED["Llama-3.1-8B"][0]
 QWEN = PUBLISHED["Qwen2.5-7B"][0]
 
 
-MODELS = PUBLISHED | FURTHER
+MODELS = PUBLISHED | FURTHER | COUNTED
 
 
 @pytest.mark.parametrize("name", MODELS)

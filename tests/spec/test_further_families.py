@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from published_models import FURTHER
+from published_models import COUNTED, FURTHER
 
 from kumi.errors import ModelError
 from kumi.spec import families
 from kumi.spec.model import MLP, MoE
 
-CONFIGS = {name: config for name, (config, _) in FURTHER.items()}
+CONFIGS = {name: config for name, (config, _) in (FURTHER | COUNTED).items()}
 
 
 def spec(name, **changes):
@@ -31,6 +31,34 @@ def test_norms():
     assert (olmo.layers[0].pre_norms, olmo.layers[0].post_norms) == (False, True)
     assert (command.norm, command.norm_bias, command.layers[0].shared_norm) == ("layernorm", False, True)
     assert spec("starcoder2-7b").norm_bias
+
+
+def test_the_two_rotations_of_olmo_3():
+    olmo = spec("allenai/Olmo-3-7B-Instruct")
+    assert [layer.window for layer in olmo.layers[:5]] == [4096, 4096, 4096, None, 4096]
+    assert [layer.attention.rope.scaling for layer in olmo.layers[2:4]] == [None, "yarn"]
+    theta = {"rope_theta": 1000.0}
+    with pytest.raises(ModelError, match=r"rope_theta=1000 of an olmo3 model is that of layers with a window in"):
+        spec("allenai/Olmo-3-7B-Instruct", **theta)
+    tables = {
+        "sliding_attention": {"rope_type": "default", **theta},
+        "full_attention": {"rope_type": "default", **theta},
+    }
+    both = spec("allenai/Olmo-3-7B-Instruct", rope_scaling=None, **theta, rope_parameters=tables)
+    assert families.from_hf(families.to_hf(both)) == both
+    with pytest.raises(ModelError, match=r"rope_parameters=.* contradicts rope_theta=500000 "):
+        spec("allenai/Olmo-3-7B-Instruct", rope_scaling=None, rope_parameters=tables)
+
+
+def test_the_shared_expert_of_qwen2_has_a_gate():
+    qwen = spec("Qwen/Qwen1.5-MoE-A2.7B").layers[0].mlp
+    assert (qwen.shared_intermediate_size, qwen.shared_gate, qwen.norm_topk_prob) == (5632, True, False)
+
+
+def test_the_gelu_of_the_first_gemma_is_the_approximation():
+    """Whatever the key is called, and whatever the first configs said."""
+    for said in ({"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}):
+        assert spec("google/gemma-7b", **said).layers[0].mlp.hidden_act == "gelu_pytorch_tanh"
 
 
 def test_factors_of_granite():
@@ -96,6 +124,11 @@ REFUSED = [
     ("GLM-4.5-Air", {"n_shared_experts": 0}, r"n_shared_experts=0 1 or more"),
     ("GLM-4.5-Air", {"first_k_dense_replace": 47}, r"first_k_dense_replace=47 must be 0 to num_hidden_layers=46"),
     ("GLM-4.5-Air", {"num_mtp_layers": 2}, r"num_nextn_predict_layers=1 and num_mtp_layers=2 of a glm4_moe model"),
+    ("Qwen/Qwen1.5-MoE-A2.7B", {"use_sliding_window": True}, r"use_sliding_window=True of a qwen2_moe model is not"),
+    ("Qwen/Qwen3-Coder-30B-A3B-Instruct", {"use_qk_norm": False}, r"use_qk_norm=False of a qwen3_moe model is not"),
+    ("microsoft/Phi-4-mini-instruct", {"lm_head_bias": True}, r"lm_head_bias=True of a phi3 model is not supported"),
+    ("google/gemma-7b", {"hidden_activation": "gelu"}, r"hidden_act='gelu\S*' and hidden_activation='gelu' of a gemma"),
+    ("allenai/Olmo-3-7B-Instruct", {"rope_parameters": {"full_attention": {}}}, r"must have a table for each of sli"),
     ("GLM-4.5-Air", {"partial_rotary_factor": 0}, r"the share of each head that a glm4_moe model turns is 0"),
     ("GLM-4.5-Air", {"num_experts_per_tok": 129}, r"num_experts_per_tok=129 is more than the 128 experts"),
     ("Qwen3-VL-4B", {"vocab_size": 3}, r"vocab_size=3 differs from 151936 in text_config; remove one of them"),
