@@ -1,0 +1,43 @@
+"""The kill storm deals its kills, reads what a start says, and counts what is wrong; all of it runs with --all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import kill_storm
+import pytest
+
+RESULT = Path(kill_storm.__file__).parent / "results" / "kill_storm.json"
+
+
+def test_kills_are_dealt_evenly():
+    assert list(kill_storm.shares(12, list(kill_storm.LAYOUTS)).values()) == [3, 3, 2, 2, 2]
+
+
+def test_the_step_that_a_start_goes_on_from():
+    assert kill_storm.resumed_after("data ...\nresumed after step 12 (3072 tokens, 96 sequences)\nstep 13/60") == 12
+    assert kill_storm.resumed_after("step 1/60") is None
+
+
+def test_whatever_is_wrong_is_in_the_summary(tmp_path):
+    kill = kill_storm.Kill("DDP", "save", "launcher", 5, in_save=True, checkpoint=3, exit_code=-9, resumed_after=2)
+    outcome = kill_storm.Outcome("DDP", [kill])
+    kill_storm._check_resumed(kill, 3, outcome)
+    (tmp_path / "kumi-launch-x").mkdir()
+    (tmp_path / f"{kill_storm.TORCH_CACHE}root").mkdir()
+    found = kill_storm.summary([outcome], kill_storm.leftovers(tmp_path, kill_storm.shared_memory()), seed=0)
+    assert found["faults"] == ["DDP: went on after step 2, not 3", f"{tmp_path / 'kumi-launch-x'} was left"]
+    assert (found["kills"], found["kills_in_saves"], found["kills_of_launchers"]) == (1, 1, 1)
+
+
+def test_the_committed_storm_lost_nothing():
+    found = json.loads(RESULT.read_text())
+    assert found["kills"] >= 40
+    assert {outcome["layout"] for outcome in found["layouts"] if len(outcome["kills"]) >= 8} == set(kill_storm.LAYOUTS)
+    assert found["faults"] == []
+
+
+@pytest.mark.exhaustive
+def test_a_small_storm(tmp_path):
+    assert kill_storm.main(["--kills", "2", "--only", "ZeRO-3", "--work", str(tmp_path / "work")]) == 0
