@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import kill_storm
 import pytest
-
-RESULT = Path(kill_storm.__file__).parent / "results" / "kill_storm.json"
 
 
 def test_kills_are_dealt_evenly():
@@ -29,13 +24,6 @@ def test_whatever_is_wrong_is_in_the_summary(tmp_path):
     found = kill_storm.summary([outcome], kill_storm.leftovers(tmp_path, kill_storm.shared_memory()), seed=0)
     assert found["faults"] == ["DDP: went on after step 2, not 3", f"{tmp_path / 'kumi-launch-x'} was left"]
     assert (found["kills"], found["kills_in_saves"], found["kills_of_launchers"]) == (1, 1, 1)
-
-
-def test_the_committed_storm_lost_nothing():
-    found = json.loads(RESULT.read_text())
-    assert found["kills"] >= 40
-    assert {outcome["layout"] for outcome in found["layouts"] if len(outcome["kills"]) >= 8} == set(kill_storm.LAYOUTS)
-    assert found["faults"] == []
 
 
 @pytest.mark.exhaustive

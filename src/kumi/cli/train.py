@@ -36,10 +36,13 @@ def run(arguments: Namespace) -> int:
         raise ConfigError("train: --rank is for --dry-run; add that, or leave --rank out")
     if arguments.json:
         raise ConfigError("train: --json is for --dry-run; add that, or leave --json out")
-    from kumi.config import load, resolve
-    from kumi.train.start import start
+    from kumi.launch import signals
 
-    return start(resolve(load(arguments.run, arguments.overrides)), allow_change=tuple(arguments.allow_change))
+    with signals.leaving():
+        from kumi.config import load, resolve
+        from kumi.train.start import start
+
+        return start(resolve(load(arguments.run, arguments.overrides)), allow_change=tuple(arguments.allow_change))
 
 
 def _dry_run(arguments: Namespace) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,3 +85,28 @@ def installed() -> Iterator[StopFlag]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Until ranks train, and once they have: a signal ends the process with its exit code, for there is nothing to
+    save. Ctrl-C goes on raising KeyboardInterrupt. Does nothing outside of the main thread, which alone gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in EXIT_CODES if signum != signal.SIGINT}
+    for signum, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(signum, _leave)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    name = signal.Signals(signum).name
+    print(f"{name}: ended; what is done is kept, and the same command goes on from there", file=sys.stderr, flush=True)
+    raise SystemExit(exit_code(signum))

@@ -68,8 +68,13 @@ def out_of_memory(error: BaseException) -> bool:
 def _remedy(run: Run, error: BaseException) -> str:
     layout, words = run.layout, str(error).splitlines() or [type(error).__name__]
     where = "the device" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+    remedies = [
+        f"layout.microbatch={layout.microbatch // 2}" if layout.microbatch > 1 else "",
+        "layout.recompute=full" if layout.recompute != "full" else "",
+        "layout.zero=3" if layout.dp > 1 and layout.zero < 3 else "",
+    ]
     return (
-        f"{where} ran out of memory ({words[0]}) with microbatch={layout.microbatch}, "
-        f"recompute={layout.recompute}, zero={layout.zero}; try layout.microbatch={max(1, layout.microbatch // 2)}, "
-        f"layout.recompute=full, or layout.zero=3"
+        f"{where} ran out of memory ({words[0]}) with microbatch={layout.microbatch}, recompute={layout.recompute}, "
+        f"zero={layout.zero}; try {', '.join(filter(None, [*remedies, 'more devices']))}; the same command goes on "
+        f"from the last checkpoint"
     )
