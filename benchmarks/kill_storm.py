@@ -163,6 +163,15 @@ def newest(folder: Path) -> int | None:
     return None if found is None else step_of(found)
 
 
+def saving(root: Path, since: float) -> bool:
+    """Whether a checkpoint under `root` is being written by a command that was started at `since`."""
+    for folder in root.glob("step_*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # it has its name now
+            if folder.stat().st_mtime > since:
+                return True
+    return False
+
+
 def losses(folder: Path) -> list[tuple[int, str]]:
     """Step and loss, bit for bit, of every line of the metrics, twice where a step is there twice."""
     entries = read_metrics(folder / "run" / "metrics.jsonl")
@@ -198,7 +207,7 @@ def resumed_after(text: str) -> int | None:
 
 def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, outcome: Outcome) -> bool:
     """Start the command and kill it; False when it ended before."""
-    moment, root = draw.choice(MOMENTS), folder / "run" / "checkpoints"
+    moment, root, started = draw.choice(MOMENTS), folder / "run" / "checkpoints", time.time()
     before = newest(folder)
     with training(folder, temporary) as command:
         ready: Callable[[], bool] = lambda: len(command.ranks()) >= 2  # noqa: E731
@@ -206,7 +215,7 @@ def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, o
         if moment == "training":
             ready = lambda: last_step(folder) > begun  # noqa: E731
         if moment == "save":  # past the fire drill, which writes elsewhere and is gone when steps are counted
-            ready = lambda: any(root.glob("step_*.tmp")) and last_step(folder) > begun  # noqa: E731
+            ready = lambda: saving(root, started) and last_step(folder) > begun  # noqa: E731
         if moment != "start" and not _wait(ready, command.process):
             return False
         if moment != "save":
@@ -215,7 +224,7 @@ def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, o
         # Children that come and go while a command starts are no ranks, but may be killed, too.
         number = draw.randrange(-1, len(ranks))
         pid, victim = (command.process.pid, "launcher") if number < 0 else (ranks[number], f"rank {number}")
-        in_save, step, checkpoint = any(root.glob("step_*.tmp")), last_step(folder), newest(folder)
+        in_save, step, checkpoint = saving(root, started), last_step(folder), newest(folder)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         try:

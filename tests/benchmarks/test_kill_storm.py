@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import kill_storm
 import pytest
 
@@ -24,6 +26,12 @@ def test_whatever_is_wrong_is_in_the_summary(tmp_path):
     found = kill_storm.summary([outcome], kill_storm.leftovers(tmp_path, kill_storm.shared_memory()), seed=0)
     assert found["faults"] == ["DDP: went on after step 2, not 3", f"{tmp_path / 'kumi-launch-x'} was left"]
     assert (found["kills"], found["kills_in_saves"], found["kills_of_launchers"]) == (1, 1, 1)
+
+
+def test_what_a_dead_command_left_is_no_save(tmp_path):
+    (tmp_path / "step_000003.tmp").mkdir()
+    assert kill_storm.saving(tmp_path, time.time() - 60)
+    assert not kill_storm.saving(tmp_path, time.time() + 60)
 
 
 @pytest.mark.exhaustive
