@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo plan test test-all lint clean
+.PHONY: demo plan test test-all mutants lint clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kumi train examples/quickstart.toml
@@ -17,6 +17,10 @@ test:
 
 test-all:
 	.ci/run --all $(KERNELS:%=--kernels=%)
+
+# Whether the tests notice mistakes that are made in a copy of the source.
+mutants: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 $(BIN)/python tests/mutants/apply_mutants.py
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .

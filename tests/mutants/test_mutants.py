@@ -1,0 +1,16 @@
+"""The mistakes of `mutants.toml` can still be made: `make mutants` makes them."""
+
+from __future__ import annotations
+
+import ast
+
+from apply_mutants import ROOT, mutants
+
+
+def test_every_mistake_is_one_change_that_python_reads_and_names_tests_that_are_there():
+    found = mutants()
+    assert len({mutant.name for mutant in found}) == len(found) >= 24
+    for mutant in found:
+        ast.parse(mutant.mutated())
+        assert mutant.old != mutant.new
+        assert all((ROOT / test).exists() for test in mutant.tests)
