@@ -70,12 +70,12 @@ def _moe_spec() -> ModelSpec:
     return ModelSpec("qwen3_moe", VOCAB, 16, (layer,) * 3, 1e-5, 128)
 
 
-def _latent_spec() -> ModelSpec:
-    """Latent attention, a dense layer, and experts in groups with a shared one."""
+def _latent_spec(*, dense: bool = False) -> ModelSpec:
+    """Latent attention, a dense layer, and experts in groups with a shared one; or `dense` layers alone."""
     latent = LatentAttention(4, 10, 8, 6, 4, 6, Rope(10000.0))
     moe = MoE(8, 3, 12, 24, scoring_func="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5,
               topk_method="noaux_tc")  # fmt: skip
-    layers = (LayerSpec(latent, MLP(36)), LayerSpec(latent, moe), LayerSpec(latent, moe))
+    layers = (LayerSpec(latent, MLP(36)), *(LayerSpec(latent, MLP(36) if dense else moe),) * 2)
     return ModelSpec("deepseek_v3", VOCAB, 16, layers, 1e-5, 128)
 
 
@@ -141,6 +141,7 @@ SPECS = {
     "gemma": _gemma_spec(),
     "biased-moe": _biased_moe_spec(),
     "hybrid": _hybrid_spec(),
+    "latent-dense": _latent_spec(dense=True),
 }
 
 

@@ -23,6 +23,7 @@ ALONE = [
     (Layout(tp=4), "qwen", 1),  # more ranks than key-value heads, and a vocabulary that they do not divide
     (Layout(tp=4, sequence_parallel=False), "llama", 3),
     (Layout(tp=2), "latent", 2),
+    (Layout(tp=2, sequence_parallel=False), "latent-dense", 2),  # parts of queries and keys that all ranks share
     (Layout(tp=2), "moe", 2),
     (Layout(cp=2), "qwen", 2),
     (Layout(cp=4), "llama", 1),

@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -243,22 +244,56 @@ def test_free_space_is_compared_before_anything_is_written(tmp_path):
     assert not (tmp_path / "not").exists()
 
 
-def test_saving_in_the_background_keeps_what_was_there_at_the_call(tmp_path):
+def test_saving_in_the_background_keeps_what_was_there_at_the_call(tmp_path, monkeypatch):
     w, meta = torch.zeros(1000), {"rng": [1]}
-    saver = AsyncSaver()
+    saver, save, changed = AsyncSaver(), checkpoint.save, threading.Event()
+
+    def save_later(*args, **options):
+        assert changed.wait(60)
+        save(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "save", save_later)
     for step in range(1, 4):
+        saver.wait()
+        changed.clear()
         w.fill_(step)
         saver.save(
             checkpoint.step_folder(tmp_path, step), [whole("w", w), whole("t", torch.tensor(step))], meta, keep=2
         )
         w.fill_(-1)
         meta["rng"][0] += 1
+        changed.set()
     saver.wait()
     assert not saver.busy
     assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step_000002", "step_000003"]
     found = checkpoint.open(tmp_path / "step_000003")
     assert torch.equal(found.read("w"), torch.full((1000,), 3.0))
     assert (found.read("t"), found.meta) == (3, {"rng": [3]})
+
+
+def test_all_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    synced, sizes_then, sync, rename = {}, {}, os.fsync, Path.rename
+
+    def watched_sync(handle):
+        sync(handle)
+        stat = os.fstat(handle)
+        synced[stat.st_ino] = stat.st_size
+
+    def watched_rename(path, target):
+        if path.is_dir():
+            sizes_then.update(synced)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    folder = tmp_path / "step_000001"
+    checkpoint.save(folder, [whole("w", torch.arange(9.0))], {"step": 1})
+    inside = {path.name: path.stat() for path in folder.iterdir()}
+    assert {"index.json", "meta.json", "shard_00000.safetensors"} == set(inside)
+    # Each file with all of its bytes, and the folder that names them; then the folder that names this one.
+    assert [name for name, stat in inside.items() if sizes_then.get(stat.st_ino) != stat.st_size] == []
+    assert folder.stat().st_ino in sizes_then
+    assert tmp_path.stat().st_ino in synced
 
 
 def test_ranks_in_the_background_need_no_collective(tmp_path):

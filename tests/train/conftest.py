@@ -79,8 +79,10 @@ def metrics(out):
 
 
 def losses(out):
-    """Step to training loss."""
-    return {entry["step"]: entry["train/loss"] for entry in metrics(out) if "train/loss" in entry}
+    """Step to training loss. Every step has one line, however often the run began again."""
+    trained = [entry for entry in metrics(out) if "train/loss" in entry]
+    assert [entry["step"] for entry in trained] == list(range(1, len(trained) + 1))
+    return {entry["step"]: entry["train/loss"] for entry in trained}
 
 
 def back_to(out, step):

@@ -28,6 +28,10 @@ def test_a_run_leaves_what_it_promised(small):
     assert entries[0]["train/loss"] == pytest.approx(math.log(320), rel=0.05)
     assert entries[5]["train/loss"] < entries[0]["train/loss"] - 0.5
     assert [entry["step"] for entry in entries if "eval/loss" in entry] == [6]
+    # Six steps of 256 tokens in sequences of 32; of each, what is trained on is less, for documents end.
+    meta = checkpoint.open(out / "checkpoints" / "step_000006").meta
+    assert meta["sequences"] == 6 * 256 / 32
+    assert 0.8 * 6 * 256 < meta["tokens"] < 6 * 256
     assert [folder.name for folder in checkpoint.list_complete(out / "checkpoints")] == [
         "step_000002", "step_000004", "step_000006"]  # fmt: skip
     assert not (out / "checkpoints" / "drill").exists()
@@ -75,14 +79,21 @@ def test_resuming_gives_the_very_same_losses_and_weights(small, tmp_path, step):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"zero": 0}, {"zero": 3, "recompute": "full"}, {"zero": 1, "microbatch": 1}],
-    ids=["ddp", "zero3-full", "zero1-micro1"],
+    [{"zero": 0}, {"zero": 3, "recompute": "full"}, {"zero": 1, "microbatch": 1}, {"tp": 2}],
+    ids=["ddp", "zero3-full", "zero1-micro1", "tp2"],
 )
 def test_training_goes_on_under_another_layout(small, tmp_path, layout):
     folder = small.copy(tmp_path)
     back_to(folder / "run", 4)
     assert train(folder, cluster__devices_per_node=2, layout=layout) == 0
     assert losses(folder / "run") == pytest.approx(losses(small.folder / "run"), rel=1e-5)
+    mine, alone = (
+        checkpoint.open(root / "run" / "checkpoints" / "step_000006").meta for root in (folder, small.folder)
+    )
+    assert [mine[key] for key in ("tokens", "sequences")] == [alone[key] for key in ("tokens", "sequences")]
+    mine, alone = (metrics(root / "run")[-1] for root in (folder, small.folder))
+    assert mine["eval/loss"] == pytest.approx(alone["eval/loss"], rel=1e-5)
+    assert mine["eval/tokens"] == alone["eval/tokens"]
 
 
 def test_a_run_under_another_layout_from_the_start_learns_the_same(small, tmp_path):
