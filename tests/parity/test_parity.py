@@ -7,7 +7,8 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import BIASES, CASES, build_pair, native
+from rounding import rounding
+from tiny_models import BIASES, CASES, build_pair, build_reference, in_float64, native
 from torch.utils.flop_counter import FlopCounterMode
 
 from kumi.spec import ledger
@@ -27,7 +28,21 @@ def test_logits_loss_and_gradients(name):
     (-total).backward()
     torch.testing.assert_close(-total, loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(-log_probs.mean(), loss, rtol=1e-6, atol=1e-6)
-    _same_gradients(reference, decoder, 1e-7)
+    apart = _apart(reference, decoder, 1e-7)
+    if not apart:
+        return
+
+    def gradients(model):
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False).logits
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        return _gradients(model, decoder)
+
+    with in_float64():
+        wide = build_reference(name)
+    wide.load_state_dict(reference.state_dict())
+    allowed = rounding(wide, 24, gradients)
+    assert {key: difference for key, difference in apart.items() if difference > allowed[key]} == {}
 
 
 def test_longrope_is_chosen_by_the_document_in_rows_longer_than_the_original_context():
@@ -51,13 +66,22 @@ def test_longrope_is_chosen_by_the_document_in_rows_longer_than_the_original_con
 
 
 def _same_gradients(reference, decoder, least):
+    assert _apart(reference, decoder, least) == {}
+
+
+def _apart(reference, decoder, least):
+    """How far gradients are apart that are so by more than 1e-5 of the largest one of their tensor, and `least`."""
+    theirs = _gradients(reference, decoder)
+    apart = {key: (value.grad - theirs[key]).abs().max() for key, value in decoder.named_parameters()}
+    return {key: far for key, far in apart.items() if far > 1e-5 * theirs[key].abs().max() + least}
+
+
+def _gradients(reference, decoder):
+    """The gradients of transformers' model under kumi's names."""
     grads = {key: value.grad for key, value in reference.named_parameters()}
     # A bias that only chooses has none.
     choosing = {key: torch.zeros_like(buffer) for key, buffer in reference.named_buffers() if key.endswith(BIASES)}
-    theirs = native(decoder.spec, grads | choosing)
-    for key, parameter in decoder.named_parameters():
-        difference = (parameter.grad - theirs[key]).abs().max()
-        assert difference <= 1e-5 * theirs[key].abs().max() + least, key
+    return native(decoder.spec, grads | choosing)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe", "qwen2-moe"])
