@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import kill_storm
 import pytest
+
+RESULT = Path(kill_storm.__file__).parent / "results" / "kill_storm.json"
 
 
 def test_kills_are_dealt_evenly():
@@ -32,6 +36,13 @@ def test_what_a_dead_command_left_is_no_save(tmp_path):
     (tmp_path / "step_000003.tmp").mkdir()
     assert kill_storm.saving(tmp_path, time.time() - 60)
     assert not kill_storm.saving(tmp_path, time.time() + 60)
+
+
+def test_the_committed_storm_lost_nothing():
+    found = json.loads(RESULT.read_text())
+    assert found["kills"] >= 40
+    assert {outcome["layout"] for outcome in found["layouts"] if len(outcome["kills"]) >= 8} == set(kill_storm.LAYOUTS)
+    assert found["faults"] == []
 
 
 @pytest.mark.exhaustive
