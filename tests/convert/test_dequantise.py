@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kumi.convert import convert, hf, load_decoder
+from kumi.convert.load import weights_reader
 from kumi.convert.source import open_source
 from kumi.errors import ModelError
+from kumi.spec import families
 
 
 def set_method(folder: Path, method) -> None:
@@ -45,13 +48,45 @@ def test_blocks_of_fp8(case, saved, tmp_path, monkeypatch):
     source = saved(case, torch.bfloat16)
     meant = quantised_fp8(source)
     said = convert(source, tmp_path / "new", to="hf")
-    assert "note: the weights are quantised (fp8); they are read, and written, as bfloat16" in said
+    assert "note: the weights are quantised ('fp8'); they are read, and written, as bfloat16" in said
     found = load_file(tmp_path / "new/model.safetensors")
     assert found.keys() == meant.keys()
     assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in meant.items())
     assert "quantization_config" not in json.loads((tmp_path / "new/config.json").read_text())
     convert(source, tmp_path / "native", to="kumi", layout="tp=2", dtype="float32")
     assert open_source(tmp_path / "native").read("model.layers.0.mlp.up_proj.weight").dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "qwen3-moe"])
+def test_a_model_in_blocks_of_fp8_is_described_loaded_and_trained_from(case, saved):
+    """Wherever `convert` reads such a folder: `load_decoder`, and what `plan`, `describe` and `model.source` read."""
+    source = saved(case, torch.bfloat16)
+    meant = quantised_fp8(source)
+    spec = families.load(source)
+    assert spec.notes[-1] == "the weights are quantised ('fp8'); they are read, and written, as bfloat16"
+    part = weights_reader(source, spec)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(part(f"model/{name}", (3, 0), (26, 20)), meant[name][3:29, :20])
+    ids = torch.arange(24).reshape(1, 24)
+    logits = load_decoder(source)(ids)
+    save_file(meant, source / "model.safetensors", metadata={"format": "pt"})
+    set_method(source, None)
+    assert torch.equal(logits, load_decoder(source)(ids))
+
+
+def test_fp8_with_one_scale_a_matrix_is_what_transformers_reads(saved):
+    source = saved(dtype=torch.bfloat16)
+    tensors = load_file(source / "model.safetensors")
+    meant = dict(tensors)
+    for name in [name for name in tensors if ".layers." in name and name.endswith("_proj.weight")]:
+        scale = torch.rand(()) + 0.5
+        tensors[name] = (tensors[name].float() * 100).to(torch.float8_e4m3fn)
+        meant[name] = _dequantize_fp8_weight(tensors[name], scale, None, torch.float32).bfloat16()
+        tensors |= {f"{name}_scale_inv": scale, name.replace("weight", "activation_scale"): torch.tensor(0.1)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    set_method(source, {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"})
+    opened = open_source(source)
+    assert all(torch.equal(opened.read(name), value) for name, value in meant.items())
 
 
 def test_mxfp4_experts_are_what_transformers_reads(saved, tmp_path):
@@ -68,7 +103,7 @@ def test_mxfp4_experts_are_what_transformers_reads(saved, tmp_path):
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     set_method(source, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     said = convert(source, tmp_path / "new", to="hf", verify=False)
-    assert "quantised (mxfp4)" in said
+    assert "quantised ('mxfp4')" in said
     found = load_file(tmp_path / "new/model.safetensors")
     assert found.keys() == meant.keys()
     assert all(torch.equal(found[name], value) for name, value in meant.items())
@@ -93,7 +128,7 @@ def test_a_quantised_folder_is_loaded(saved):
     ({"quant_method": "fp8"}, "weight_block_size None; kumi reads those with a scale for"),
     ({"quant_method": "fp8", "weight_block_size": [0, 16]}, r"weight_block_size \[0, 16\]"),
     ({"quant_method": "fp8", "weight_block_size": [16, 16]}, r"scale_inv' is F32 .* in blocks of \[16, 16\] needs"),
-    ("fp8", "quantization_config is \"fp8\", no object"),
+    ("fp8", "quantization_config is 'fp8', no object"),
 ])  # fmt: skip
 def test_other_ways_are_refused_by_name(method, words, saved):
     source = saved(dtype=torch.bfloat16)

@@ -135,7 +135,7 @@ REFUSED = [
     ("Qwen3-VL-4B", {"text_config": VL | {"use_sliding_window": True}}, r"use_sliding_window=True is not supported"),
     ("Qwen3-VL-4B", {"text_config": VL | {"deepstack": 1}}, r"'deepstack' \(1\) is not a key that kumi knows"),
     ("gemma-3-4b", {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"},
-     r"model_type='gemma3_text' of the text_config of a mistral3 model is not supported; kumi knows ministral3, mist"),
+     r"model_type='gemma3_text' of the text_config of a mistral3 model is not supported; kumi knows mistral, minist"),
     ("Qwen2.5-VL-7B", {"audio_config": {}}, r"'audio_config' .* is not a key that kumi knows"),
 ]  # fmt: skip
 

@@ -109,7 +109,7 @@ REFUSED = [
     (PLANNED["gpt-oss-20b"][0], {"layer_types": ["full_attention"]}, r"1 entries for num_hidden_layers=24"),
     (PLANNED["falcon-7b"][0], {"num_ln_in_parallel_attn": 2}, r"num_ln_in_parallel_attn=2 .* must be 1"),
     (PLANNED["falcon-7b"][0], {"new_decoder_architecture": True, "parallel_attn": False}, r"is no falcon model"),
-    (PLANNED["phi-4"][0], {"rope_scaling": {"type": "longrope"}}, r"'short_factor' is missing"),
+    (PLANNED["phi-4"][0], {"rope_scaling": {"type": "longrope"}}, r"'short_factor', 'long_factor' are missing"),
     (PLANNED["phi-4"][0], {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
      r"short_factor of a phi3 model has 1 numbers for 64 pairs"),
     (PLANNED["phi-4"][0], {"rope_scaling": {"type": "longrope", "short_factor": [0.0], "long_factor": [1.0]}},

@@ -1,7 +1,7 @@
 """Weights that are stored in eight or four bits, with scales beside them: read as bfloat16, a few rows at a time.
 
 fp8     a matrix of F8_E4M3 and `<name>_scale_inv`: the factor of each block of rows and columns (DeepSeek-V3's
-        technical report, arXiv:2412.19437, section 3.3)
+        technical report, arXiv:2412.19437, section 3.3), or one for all of it (weight_block_size null)
 mxfp4   `<name>_blocks`, two numbers of four bits in each byte, and `<name>_scales`, the exponent of each 32 of them
         (the OCP Microscaling Formats specification, version 1.0), as the experts of gpt-oss are published
 """
@@ -19,11 +19,8 @@ from torch import Tensor
 from kumi.convert.entry import Entry, entry_of, read_bytes
 from kumi.convert.safetensors_read import Span
 from kumi.errors import ModelError
-from kumi.files.untrusted import brief
-from kumi.spec.families import read_config
+from kumi.spec.families import quantised, read_config
 from kumi.storage.write import as_bytes
-
-KEY = "quantization_config"
 
 # What the sixteen numbers of four bits stand for: a sign, two bits of exponent, one of fraction.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -31,62 +28,64 @@ _GROUP = 32
 _SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
 
 
-def method(folder: Path) -> dict[str, Any] | None:
-    """How config.json in `folder` says that the weights are quantised; None where they are not."""
-    if not (folder / "config.json").exists():
-        return None
-    found = read_config(folder).get(KEY)
-    if found is not None and not isinstance(found, dict):
-        raise ModelError(f"{folder / 'config.json'}: {KEY} is {brief(found)}, no object; remove it")
-    return found
-
-
-def notice(quantised: Mapping[str, Any]) -> str:
-    """What is done about it, for the user."""
-    return f"the weights are quantised ({quantised.get('quant_method')}); they are read, and written, as bfloat16"
-
-
 def entries(folder: Path, spans: Mapping[str, Span]) -> dict[str, Entry]:
     """The tensors that `spans` are, by name, those that are quantised as what they stand for.
 
     ModelError for a way to quantise that is none of the above.
     """
-    quantised = method(folder)
-    if quantised is None:
+    found = quantised.method(read_config(folder)) if (folder / "config.json").exists() else None
+    if found is None:
         return {name: entry_of(span) for name, span in spans.items()}
-    kind = quantised.get("quant_method")
+    kind = found.get("quant_method")
     if kind == "fp8":
-        return _fp8(folder, spans, quantised.get("weight_block_size"))
+        return _fp8(folder, spans, found)
     if kind == "mxfp4":
         return _mxfp4(spans)
     raise ModelError(f"{folder}: the weights are quantised by {kind!r}, which kumi does not read; it reads fp8 in "
-                     f"blocks, and mxfp4: name the model before that, or dequantise it first")  # fmt: skip
+                     f"blocks or by tensor, and mxfp4: name the model before that, or dequantise it first")  # fmt: skip
 
 
-def _fp8(folder: Path, spans: Mapping[str, Span], block: Any) -> dict[str, Entry]:
-    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise ModelError(f"{folder}: fp8 weights with weight_block_size {block!r}; kumi reads those with a scale for "
-                         f"each block of rows and columns, as [128, 128]")  # fmt: skip
+def _fp8(folder: Path, spans: Mapping[str, Span], how: Mapping[str, Any]) -> dict[str, Entry]:
+    """Return the tensors, of which those of 8 bits have a scale for each block, or for all of them.
+
+    With a static `activation_scheme` files hold besides, for programs that compute in 8 bits, by what each matrix's
+    input is divided; kumi computes in more.
+    """
+    block = _block(folder, how)
     small = {name: span for name, span in spans.items() if span.dtype == "F8_E4M3"}
     scales = {name: f"{name}_scale_inv" for name in small}
-    found = {name: entry_of(span) for name, span in spans.items() if name not in {*small, *scales.values()}}
+    static = how.get("activation_scheme") == "static"
+    inputs = {f"{name.removesuffix('weight')}activation_scale" for name in small if static and name.endswith(".weight")}
+    beside = {*small, *scales.values(), *inputs}
+    found = {name: entry_of(span) for name, span in spans.items() if name not in beside}
     for name, span in small.items():
         scale = spans.get(scales[name])
         rows, columns = (*span.shape, 0, 0)[:2]
-        wanted = (-(-rows // block[0]), -(-columns // block[1]))
+        wanted = () if block is None else (-(-rows // block[0]), -(-columns // block[1]))
         if scale is None or scale.dtype not in _SCALES or scale.shape != wanted or len(span.shape) != 2:
             have = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
             raise ModelError(f"{folder}: {scales[name]!r} is {have}; {name!r} {span.shape} in blocks of {block} needs "
                              f"numbers {wanted}")  # fmt: skip
-        found[name] = _decoded(span, span.shape, _fp8_rows(span, scale, block))
+        found[name] = _decoded(span, span.shape, _fp8_rows(span, scale, block or [rows, columns]))
     return found
+
+
+def _block(folder: Path, how: Mapping[str, Any]) -> list[int] | None:
+    """Return how many rows and columns share a scale, None where all of a matrix do; ModelError for anything else."""
+    block = how.get("weight_block_size")
+    if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        return block
+    if block is None and "weight_block_size" in how:
+        return None
+    raise ModelError(f"{folder}: fp8 weights with weight_block_size {block!r}; kumi reads those with a scale for each "
+                     f"block of rows and columns, as [128, 128], or null: one for each matrix")  # fmt: skip
 
 
 def _fp8_rows(span: Span, scale: Span, block: list[int]) -> Callable[[int, int], Tensor]:
     def rows(low: int, high: int) -> Tensor:
         values = _read(span, torch.float8_e4m3fn, low, high).float()
         first, last = low // block[0], -(-high // block[0])
-        factors = _read(scale, _SCALES[scale.dtype], first, last).float()
+        factors = _read(scale, _SCALES[scale.dtype], first, last).float().reshape(last - first, -1)
         inside_block = torch.arange(low, high) // block[0] - first
         wide = factors.repeat_interleave(block[1], dim=1)[:, : span.shape[1]]
         return values.mul_(wide[inside_block]).to(torch.bfloat16)

@@ -19,6 +19,7 @@ from kumi.convert.safetensors_file import sync
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Bench, Job, Reader, Wrote, write_at
 from kumi.errors import ModelError, RefusedError
+from kumi.spec.families import quantised
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers, tensors
 from kumi.spec.model import ModelSpec
@@ -41,8 +42,8 @@ class SavedModel:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.checkpoint.meta["hf_config"]
-        return found
+        """Return the model's config.json, without how the weights that training began from were quantised."""
+        return quantised.plain(self.checkpoint.meta["hf_config"])
 
     @property
     def tokenizer(self) -> Path | None:

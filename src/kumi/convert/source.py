@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.convert import dequantise, hf, megatron, native
+from kumi.convert import hf, megatron, native
 from kumi.convert.carried import carried, of_checkpoint
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
 from kumi.spec import families
+from kumi.spec.families import quantised
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 
@@ -83,14 +84,11 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
 
 
 def _open_hf(folder: Path) -> Source:
-    quantised = dequantise.method(folder)  # which checks that config.json is in the folder, before it is read
-    config = {key: value for key, value in families.read_config(folder).items() if key != dequantise.KEY}
+    config = families.read_config(folder)
     spec = families.from_hf(config)
     families.check_trained(spec)
-    if quantised is not None:
-        spec = replace(spec, notes=(*spec.notes, dequantise.notice(quantised)))
     stored = hf.check(folder, spec)
-    return Source(folder, spec, config, hf.reader(stored), folder, carried(folder, spec))
+    return Source(folder, spec, quantised.plain(config), hf.reader(stored), folder, carried(folder, spec))
 
 
 def _open_native(folder: Path) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +41,7 @@ from kumi.spec.families import (
     olmo3,
     olmoe,
     phi3,
+    quantised,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
@@ -51,7 +52,7 @@ from kumi.spec.families import (
     smollm3,
     starcoder2,
 )
-from kumi.spec.families.nearest import nearest
+from kumi.spec.families.nearest import difference
 from kumi.spec.ledger import num_params
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 
@@ -96,6 +97,9 @@ FAMILIES: dict[str, ModuleType] = {
     "starcoder2": starcoder2,
 }
 
+# What architectures were called before the first release of transformers that had them.
+_OLD_NAMES = {"LLaMAForCausalLM": ["LlamaForCausalLM"]}
+
 # The fields that the trainer reads; a model in which another one has been set is not a model that it computes.
 _COMPUTED = {
     ModelSpec: "family vocab_size hidden_size layers norm_eps max_position_embeddings tie_word_embeddings "
@@ -121,12 +125,13 @@ _COMPUTED = {
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json describes; what kumi does not understand in it is a ModelError."""
     _check_names(config)
+    quantisation, config = quantised.method(config), _renamed(quantised.plain(config))
     family = _family(config)
     # Before a reader touches a value, all are of the right type and within their bounds.
     keys.check_types(family, config, getattr(FAMILIES[family], "KEYS", {}) | keys.TABLES)
     spec: ModelSpec = FAMILIES[family].from_hf(config)
     bounds.check_model(num_params(spec))
-    return spec
+    return spec if quantisation is None else replace(spec, notes=(*spec.notes, quantised.note(quantisation)))
 
 
 def check_trained(spec: ModelSpec) -> None:
@@ -217,6 +222,12 @@ def _check_names(config: Mapping[str, Any]) -> None:
                              f"{brief(name)} is no name of a model; correct it")  # fmt: skip
 
 
+def _renamed(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` with the architecture under the name that it has today."""
+    names: Any = config.get("architectures")
+    return config | {"architectures": _OLD_NAMES[names[0]]} if names in ([old] for old in _OLD_NAMES) else config
+
+
 def _family(config: Mapping[str, Any]) -> str:
     architectures: Any = config.get("architectures")
     model_type: Any = config.get("model_type")
@@ -227,5 +238,5 @@ def _family(config: Mapping[str, Any]) -> str:
     if names and model_type in (*names, None):
         return str(model_type or names[0])
     raise ModelError(f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)} is not "
-                     f"supported; of the {len(FAMILIES)} families that kumi knows (docs/models.md), "
-                     f"{nearest(config, FAMILIES)}")  # fmt: skip
+                     f"supported: {difference(config, FAMILIES)}; docs/models.md lists the {len(FAMILIES)} families "
+                     f"that kumi knows")  # fmt: skip

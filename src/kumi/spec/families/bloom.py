@@ -27,9 +27,6 @@ KEYS = {
     "pad_token_id": Key("integer?", None),
     "unk_token_id": Key("integer?", None),
     "apply_residual_connection_post_layernorm": Key("true or false", False),
-    # Whether a trainer drops anything is not the model's affair.
-    "attention_dropout": Key("number", 0.0),
-    "hidden_dropout": Key("number", 0.0),
     # How the program ran that trained the published weights.
     "pretraining_tp": Key("integer", 1),
     "slow_but_exact": Key("true or false", False),

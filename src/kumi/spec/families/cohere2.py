@@ -23,6 +23,7 @@ FIXED = {
 KEYS = {
     **{name: key for name, key in DECODER.items() if name != "rms_norm_eps"},
     **fixed(FIXED),
+    "max_position_embeddings": Key("integer", 8_192),
     "num_key_value_heads": Key("integer?", None),
     "layer_norm_eps": Key("number", 1e-5),
     "logit_scale": Key("number", 0.0625),

@@ -19,6 +19,13 @@ from kumi.spec.model import LatentAttention, ModelSpec
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 KEYS = {
     **LATENT_KEYS,
+    "max_position_embeddings": Key("integer", 4_096),
+    "n_shared_experts": Key("integer?", 1),
+    "n_group": Key("integer?", 8),
+    "topk_group": Key("integer?", 4),
+    "first_k_dense_replace": Key("integer", 3),
+    "bos_token_id": Key("integer?", 0),
+    "eos_token_id": Key("integer or list of integers?", 1),
     "scoring_func": Key("text", "sigmoid"),
     "topk_method": Key("text", "noaux_tc"),
     "norm_topk_prob": Key("true or false", True),

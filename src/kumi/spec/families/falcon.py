@@ -9,7 +9,7 @@ from kumi.errors import ModelError
 from kumi.spec.families import rope
 from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
 from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import Key, activation, neutral, read
+from kumi.spec.families.keys import Key, activation, neutral, read, unread
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.rules import QKV, Groups, Rename, Rule, Weights
 
@@ -21,6 +21,7 @@ KEYS = {
     "num_attention_heads": Key("integer"),
     "num_kv_heads": Key("integer?", None),
     "ffn_hidden_size": Key("integer?", None),
+    "intermediate_size": Key("integer?", None),
     "activation": Key("text", "gelu"),
     "multi_query": Key("true or false", True),
     "new_decoder_architecture": Key("true or false", False),
@@ -40,9 +41,6 @@ KEYS = {
     "pad_token_id": Key("integer?", None),
     "apply_residual_connection_post_layernorm": Key("true or false", False),
     "auto_map": Key("table?", None),
-    # Whether a trainer drops anything is not the model's affair.
-    "attention_dropout": Key("number", 0.0),
-    "hidden_dropout": Key("number", 0.0),
 }
 
 
@@ -57,7 +55,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     attention = grouped_attention(values | heads, embedding, qkv_bias=values["bias"], out_bias=values["bias"],
                                   alibi=values["alibi"], alibi_stepped=values["alibi"])  # fmt: skip
     act = activation("falcon", "activation", values["activation"])
-    mlp = MLP(values["ffn_hidden_size"] or 4 * values["hidden_size"], values["bias"], act, gated=False)
+    width = values["ffn_hidden_size"] or 4 * values["hidden_size"]
+    unread("falcon", values, intermediate_size=width)
+    mlp = MLP(width, values["bias"], act, gated=False)
     layer = LayerSpec(attention, mlp, parallel=values["parallel_attn"], shared_norm=norms == 1)
     return model("falcon", values, [layer] * values["num_hidden_layers"], norm="layernorm", weights=_weights(norms),
                  norm_eps=float(values["layer_norm_epsilon"]))  # fmt: skip

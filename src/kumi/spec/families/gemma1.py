@@ -17,6 +17,7 @@ BOTH_WAYS = "use_bidirectional_attention"
 GELU = "gelu_pytorch_tanh"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 8_192),
     "num_key_value_heads": Key("integer?", 16),
     "head_dim": Key("integer", 256),
     "rms_norm_eps": Key("number", 1e-6),

@@ -15,6 +15,7 @@ ARCHITECTURE = "Gemma2ForCausalLM"
 BOTH_WAYS = "use_bidirectional_attention"
 KEYS = {
     **gemma.GEMMA_KEYS,
+    "max_position_embeddings": Key("integer", 8_192),
     "sliding_window": Key("integer", 4096),
     "sliding_window_size": Key("integer?", None),
     "attn_logit_softcapping": Key("number?", 50.0),

@@ -13,6 +13,7 @@ from kumi.spec.model import LayerSpec, ModelSpec, Rope
 ARCHITECTURE = "Gemma3ForCausalLM"
 KEYS = {
     **gemma.GEMMA_KEYS,
+    "max_position_embeddings": Key("integer", 131_072),
     "sliding_window": Key("integer", 4096),
     "sliding_window_pattern": Key("integer?", None),
     "_sliding_window_pattern": Key("integer?", None),

@@ -16,6 +16,7 @@ from kumi.spec.rules import Rename, Rows, Weights
 ARCHITECTURE = "Glm4ForCausalLM"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 131_072),
     "num_key_value_heads": Key("integer", 2),
     "head_dim": Key("integer", 128),
     "partial_rotary_factor": Key("number?", None),

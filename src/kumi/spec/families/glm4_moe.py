@@ -20,6 +20,7 @@ from kumi.spec.rules import EXPERTS
 ARCHITECTURE = "Glm4MoeForCausalLM"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 131_072),
     **ROUTER_LOSS,
     "num_key_value_heads": Key("integer", 8),
     "partial_rotary_factor": Key("number?", None),

@@ -30,16 +30,11 @@ KEYS = {
     "scale_attn_weights": Key("true or false", True),
     "scale_attn_by_inverse_layer_idx": Key("true or false", False),
     "reorder_and_upcast_attn": Key("true or false", False),
-    # Whether a trainer drops anything is not the model's affair.
-    "resid_pdrop": Key("number", 0.1),
-    "embd_pdrop": Key("number", 0.1),
-    "attn_pdrop": Key("number", 0.1),
     # Of models that classify.
     "summary_type": Key("text", ""),
     "summary_use_proj": Key("true or false", True),
     "summary_activation": Key("text?", None),
     "summary_proj_to_labels": Key("true or false", True),
-    "summary_first_dropout": Key("number", 0.1),
 }
 
 WEIGHTS = Weights(

@@ -8,27 +8,23 @@ from typing import Any
 from kumi.spec.families import rope
 from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
 from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, activation, read
+from kumi.spec.families.keys import DECODER, Key, activation, read, unread
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.rules import QKV, Groups, Rename, Weights
 
 ARCHITECTURE = "GPTNeoXForCausalLM"
 KEYS = {
     **{name: key for name, key in DECODER.items() if name not in ("rms_norm_eps", "head_dim", "rope_theta")},
+    "max_position_embeddings": Key("integer", 2_048),
     "hidden_act": Key("text", "gelu"),
     "layer_norm_eps": Key("number", 1e-5),
     "bos_token_id": Key("integer?", 0),
     "eos_token_id": Key("integer or list of integers?", 2),
+    "num_key_value_heads": Key("integer?", None),
     "rotary_pct": Key("number?", None),
     "rotary_emb_base": Key("number?", None),
     "use_parallel_residual": Key("true or false", True),
     "attention_bias": Key("true or false", True),
-    # Whether a trainer drops anything is not the model's affair.
-    "attention_dropout": Key("number", 0.0),
-    "hidden_dropout": Key("number", 0.0),
-    "classifier_dropout": Key("number", 0.1),
-    "attention_probs_dropout_prob": Key("number", 0.0),
-    "hidden_dropout_prob": Key("number", 0.0),
 }
 
 WEIGHTS = Weights(
@@ -51,6 +47,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "gpt_neox" describes."""
     values = read("gpt_neox", config, KEYS)
     check_sizes(values)
+    unread("gpt_neox", values, num_key_value_heads=values["num_attention_heads"])
     heads = {"num_key_value_heads": values["num_attention_heads"], "rope_theta": values["rotary_emb_base"]}
     embedding = rope.partial_from_hf("gpt_neox", values | heads, values["rotary_pct"], 0.25)
     bias = values["attention_bias"]

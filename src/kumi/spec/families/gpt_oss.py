@@ -17,6 +17,7 @@ from kumi.spec.rules import Pairs, Rename, Weights
 ARCHITECTURE = "GptOssForCausalLM"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 131_072),
     **ROUTER_LOSS,
     **COUNT,
     "num_key_value_heads": Key("integer?", 8),
@@ -30,8 +31,6 @@ KEYS = {
     "rms_norm_eps": Key("number", 1e-5),
     "swiglu_limit": Key("number", 7.0),
     "swiglu_alpha": Key("number", 1.702),
-    # How the published weights are stored.
-    "quantization_config": Key("table?", None),
 }
 
 WEIGHTS = Weights((

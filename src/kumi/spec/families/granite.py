@@ -15,6 +15,7 @@ ARCHITECTURE = "GraniteForCausalLM"
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 2_048),
     **{name: Key("number", 1.0) for name in FACTORS},
     "num_key_value_heads": Key("integer?", None),
     "attention_bias": Key("true or false", False),
@@ -22,8 +23,6 @@ KEYS = {
     "rms_norm_eps": Key("number", 1e-6),
     "bos_token_id": Key("integer?", 1),
     "eos_token_id": Key("integer or list of integers?", 2),
-    # Whether a trainer drops anything is not the model's affair.
-    "attention_dropout": Key("number?", 0.0),
 }
 
 

@@ -39,7 +39,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     "integer or list of integers": (int, list),
 }
 
-# What every family of this package reads. The defaults are those of the Hugging Face config classes.
+# What every family of this package reads. The defaults are those of the Hugging Face config classes, which differ by
+# family where there is none here. Sizes have none in any: a model of another size than meant would be trained.
 DECODER = {
     "vocab_size": Key("integer"),
     "hidden_size": Key("integer"),
@@ -69,6 +70,16 @@ ROUTER_LOSS = {
     "router_jitter_noise": Key("number?", None),
 }
 
+# How much of what is dropped in training. That is the trainer's choice, and this one drops nothing.
+DROPOUT = dict.fromkeys(
+    (
+        "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
+        "embedding_dropout", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "residual_dropout",
+        "summary_first_dropout",
+    ),
+    Key("number?", None),
+)  # fmt: skip
+
 # Activation functions, as Hugging Face calls them.
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 
@@ -77,7 +88,8 @@ IGNORED = {
     "found the family before this reader was chosen": "model_type architectures",
     "the tensors carry their own dtype": "torch_dtype dtype",
     "how a program of the past ran the model": """
-        use_cache attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+        use_cache output_past
+        attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
         experts_implementation _experts_implementation_internal _flash_attn_2_enabled torchscript
         output_attentions output_hidden_states return_dict use_return_dict return_dict_in_generate output_scores
         chunk_size_feed_forward tie_last_hidden_states""",
@@ -98,7 +110,6 @@ _IGNORED = frozenset(key for group in IGNORED.values() for key in group.split())
 # Keys that would change what the model computes: only the values that change nothing are accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "attention_dropout": (0, None),
     "pretraining_tp": (1, None),
     "partial_rotary_factor": (1, None),
     "rope_interleaved": (False,),
@@ -118,16 +129,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
     """The value of each of `keys`, defaults filled in; ModelError for an unknown, missing or mistyped one."""
+    known = {**DROPOUT, **keys}
     for name, value in config.items():
-        if name in keys:
-            _check_kind(family, name, value, keys[name].kind)
+        if name in known:
+            _check_kind(family, name, value, known[name].kind)
         elif name in NEUTRAL:
             _check_neutral(family, name, value)
         elif name not in _IGNORED:
             raise ModelError(_unknown(family, name, value, keys))
-    missing = [name for name, key in keys.items() if name not in config and key.default is REQUIRED]
+    missing = [repr(name) for name, key in keys.items() if name not in config and key.default is REQUIRED]
     if missing:
-        raise ModelError(f"config.json: {missing[0]!r} is missing; a {family} model cannot be built without it")
+        are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        raise ModelError(f"config.json: {', '.join(missing)} {are} missing; a {family} model cannot be built without "
+                         f"{them}")  # fmt: skip
     return {name: config.get(name, key.default) for name, key in keys.items()}
 
 
@@ -161,6 +175,15 @@ def neutral(family: str, values: Mapping[str, Any], **allowed: Any) -> None:
                              f"{value!r}; kumi would plan for something else than this model")  # fmt: skip
 
 
+def unread(family: str, values: Mapping[str, Any], **meant: Any) -> None:
+    """Raise ModelError unless each key of `meant`, which configs have and transformers never reads, is absent from
+    `values`, null, or says what the model is."""
+    for name, value in meant.items():
+        if values[name] not in (None, value):
+            raise ModelError(f"config.json: {name}={values[name]!r} of a {family} model contradicts the rest, which "
+                             f"makes it {value!r}; no program reads it: remove it, or correct the rest")  # fmt: skip
+
+
 def _check_kind(family: str, name: str, value: Any, kind: str) -> None:
     kind, nullable = kind.removesuffix("?"), kind.endswith("?")
     if value is None and nullable:
@@ -189,6 +212,6 @@ def _check_neutral(family: str, name: str, value: Any) -> None:
 
 
 def _unknown(family: str, name: str, value: Any, keys: Mapping[str, Key]) -> str:
-    near = difflib.get_close_matches(name, [*keys, *NEUTRAL], n=1, cutoff=0.8)
+    near = difflib.get_close_matches(name, [*keys, *NEUTRAL, *DROPOUT], n=1, cutoff=0.8)
     hint = f"did you mean {near[0]!r}?" if near else "remove it if it does not change what the model computes"
     return f"config.json: {brief(name)} ({brief(value)}) is not a key that kumi knows for a {family} model; {hint}"

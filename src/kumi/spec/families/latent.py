@@ -41,7 +41,6 @@ LATENT_KEYS = {
     # How the published weights were made and stored, not what they compute.
     "ep_size": Key("integer", 1),
     "auto_map": Key("table?", None),
-    "quantization_config": Key("table?", None),
 }
 
 

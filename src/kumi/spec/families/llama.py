@@ -7,23 +7,28 @@ from typing import Any
 
 from kumi.spec.families.common import build, dense, grouped
 from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families.keys import DECODER, Key, read, unread
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "LlamaForCausalLM"
 KEYS = {
     **DECODER,
+    "rms_norm_eps": Key("number", 1e-6),
+    "max_position_embeddings": Key("integer", 2_048),
     "num_key_value_heads": Key("integer?", None),
     "attention_bias": Key("true or false", False),
     "mlp_bias": Key("true or false", False),
     "bos_token_id": Key("integer?", 1),
     "eos_token_id": Key("integer or list of integers?", 2),
+    # What the first configs have beside the limit, or instead of it.
+    "max_sequence_length": Key("integer?", None),
 }
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "llama" describes."""
     values = read("llama", config, KEYS)
+    unread("llama", values, max_sequence_length=values["max_position_embeddings"])
     bias = values["attention_bias"]
     windows = [None] * values["num_hidden_layers"]
     return build("llama", values, windows=windows, qkv_bias=bias, out_bias=bias, mlp_bias=values["mlp_bias"])

@@ -16,6 +16,7 @@ from kumi.spec.model import MLP, LayerSpec, ModelSpec, Rope
 ARCHITECTURE = "Ministral3ForCausalLM"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 262_144),
     "num_key_value_heads": Key("integer?", 8),
     "head_dim": Key("integer?", 128),
     "rms_norm_eps": Key("number", 1e-5),
@@ -25,6 +26,11 @@ KEYS = {
     "pad_token_id": Key("integer?", 11),
 }
 GROWTH = "llama_4_scaling_beta"
+# What transformers assumes where a config says nothing.
+DEFAULT_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, GROWTH: 0.1,
+}  # fmt: skip
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -48,6 +54,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 def _rope(values: Mapping[str, Any]) -> Rope:
     """The rotation; its table has two keys more, one of which only says again how long rows may be."""
     tables = {key: dict(values[key]) for key in ("rope_scaling", "rope_parameters") if values[key]}
+    tables = tables or {"rope_parameters": dict(DEFAULT_ROPE)}
     said = {float(table.pop(GROWTH, 0)) for table in tables.values()}
     for table in tables.values():
         table.pop("max_position_embeddings", None)

@@ -14,6 +14,8 @@ from kumi.spec.model import ModelSpec
 ARCHITECTURE = "MistralForCausalLM"
 KEYS = {
     **DECODER,
+    "rms_norm_eps": Key("number", 1e-6),
+    "max_position_embeddings": Key("integer", 131_072),
     "num_key_value_heads": Key("integer?", 8),
     "sliding_window": Key("integer?", 4096),
     "layer_types": Key("list?", None),

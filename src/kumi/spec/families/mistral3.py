@@ -9,7 +9,7 @@ ARCHITECTURE = "Mistral3ForConditionalGeneration"
 FAMILY = Seeing(
     "mistral3",
     ARCHITECTURE,
-    texts={"ministral3": ministral3, "mistral": mistral},
+    texts={"mistral": mistral, "ministral3": ministral3},
     kept=("vision_config", "image_token_index", "image_token_id", "projector_hidden_act", "vision_feature_layer",
           "multimodal_projector_bias", "spatial_merge_size"),
     beginnings=("vision_tower.", "multi_modal_projector."),

@@ -16,6 +16,8 @@ from kumi.spec.rules import Rename, Stack, Weights
 ARCHITECTURE = "MixtralForCausalLM"
 KEYS = {
     **DECODER,
+    "rms_norm_eps": Key("number", 1e-5),
+    "max_position_embeddings": Key("integer", 131_072),
     **ROUTER_LOSS,
     "num_key_value_heads": Key("integer?", 8),
     "sliding_window": Key("integer?", None),

@@ -15,6 +15,7 @@ from kumi.spec.rules import Rename, Weights
 ARCHITECTURE = "Olmo2ForCausalLM"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 2_048),
     "num_key_value_heads": Key("integer?", None),
     "attention_bias": Key("true or false", False),
     "rms_norm_eps": Key("number", 1e-5),

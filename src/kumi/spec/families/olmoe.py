@@ -15,6 +15,7 @@ from kumi.spec.rules import EXPERTS
 ARCHITECTURE = "OlmoeForCausalLM"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 4_096),
     **ROUTER_LOSS,
     **experts.COUNT,
     "num_key_value_heads": Key("integer?", None),

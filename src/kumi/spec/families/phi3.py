@@ -18,6 +18,8 @@ ARCHITECTURE = "Phi3ForCausalLM"
 FIXED = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
 KEYS = {
     **DECODER,
+    "rms_norm_eps": Key("number", 1e-5),
+    "max_position_embeddings": Key("integer", 4_096),
     "num_key_value_heads": Key("integer?", None),
     "attention_bias": Key("true or false", False),
     "sliding_window": Key("integer?", None),
@@ -29,10 +31,6 @@ KEYS = {
     "auto_map": Key("table?", None),
     # What Phi-4-mini says besides, and what no other value of is computed.
     **fixed(FIXED),
-    # Whether a trainer drops anything is not the model's affair.
-    "attention_dropout": Key("number", 0.0),
-    "resid_pdrop": Key("number", 0.0),
-    "embd_pdrop": Key("number", 0.0),
 }
 
 WEIGHTS = Weights(
@@ -71,7 +69,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 def _with_original(table: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
     """The rotary table with the original context, which stands beside it."""
-    if table is None or (table.get("rope_type") or table.get("type")) != "longrope":
+    if table is None or rope.kind_of("phi3", table) != "longrope":
         return None if table is None else dict(table)
     return {"original_max_position_embeddings": values["original_max_position_embeddings"], **table}
 

@@ -12,7 +12,13 @@ from kumi.spec.families.windows import WINDOW_KEYS, from_values, to_values
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "Qwen2ForCausalLM"
-KEYS = {**DECODER, **WINDOW_KEYS, "num_key_value_heads": Key("integer?", 32)}
+KEYS = {
+    **DECODER,
+    **WINDOW_KEYS,
+    "rms_norm_eps": Key("number", 1e-6),
+    "max_position_embeddings": Key("integer", 32_768),
+    "num_key_value_heads": Key("integer?", 32),
+}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:

@@ -14,6 +14,7 @@ FAMILY = Seeing(
           "vision_token_id"),
     beginnings=("visual.",),
     unsaid=("head_dim",),
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 151_643, "eos_token_id": 151_645},
     theta=1_000_000.0,
     either_ties=True,
 )  # fmt: skip

@@ -16,6 +16,7 @@ from kumi.spec.rules import EXPERTS, Rename, Weights
 ARCHITECTURE = "Qwen2MoeForCausalLM"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 32_768),
     **ROUTER_LOSS,
     **WINDOW_KEYS,
     **experts.COUNT,

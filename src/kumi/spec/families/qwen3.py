@@ -14,6 +14,8 @@ from kumi.spec.model import ModelSpec
 ARCHITECTURE = "Qwen3ForCausalLM"
 KEYS = {
     **DECODER,
+    "rms_norm_eps": Key("number", 1e-6),
+    "max_position_embeddings": Key("integer", 32_768),
     **WINDOW_KEYS,
     "num_key_value_heads": Key("integer?", 32),
     "head_dim": Key("integer", 128),

@@ -16,6 +16,8 @@ ARCHITECTURE = "Qwen3MoeForCausalLM"
 FIXED = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
 KEYS = {
     **DECODER,
+    "rms_norm_eps": Key("number", 1e-6),
+    "max_position_embeddings": Key("integer", 32_768),
     **ROUTER_LOSS,
     **WINDOW_KEYS,
     **experts.COUNT,

@@ -14,6 +14,7 @@ FAMILY = Seeing(
     kept=("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     beginnings=("model.visual.",),
     prefixes=(("model.", "model.language_model."),),
+    defaults={"max_position_embeddings": 128_000},
     theta=500_000.0,
     unsaid=tuple(WINDOW_KEYS),
 )

@@ -26,6 +26,8 @@ _YARN = {
     "mscale": Key("number?", None),
     "mscale_all_dim": Key("number?", None),
     "truncate": Key("true or false", True),
+    # Whether the model was trained with it; no program reads that.
+    "finetuned": Key("true or false", True),
 }
 _LLAMA3 = {
     **_FACTOR,
@@ -45,6 +47,8 @@ SCALINGS: dict[str, dict[str, Key]] = {
 }  # fmt: skip
 # Whose readers see to it that there are as many factors as pairs.
 LONGROPE_FAMILIES = ("phi3",)
+# What their first configs called it.
+LONGROPE_NAMES = ("su", "yarn")
 
 # What transformers assumes where a config names no base.
 DEFAULT_THETA = 10_000.0
@@ -124,8 +128,14 @@ def table_to_hf(rope: Rope) -> dict[str, Any]:
     return {"rope_type": "default", **(written["rope_scaling"] or {}), "rope_theta": written["rope_theta"]}
 
 
-def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: int) -> Rope:
+def kind_of(family: str, table: Mapping[str, Any]) -> str:
+    """Return the kind of scaling that `table` names, under today's name."""
     kind = table.get("rope_type") or table.get("type") or "default"
+    return "longrope" if family in LONGROPE_FAMILIES and kind in LONGROPE_NAMES else str(kind)
+
+
+def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: int) -> Rope:
+    kind = kind_of(family, table)
     if kind == "dynamic":
         raise ModelError("config.json: rope type 'dynamic' changes with the length of the input, which training cannot "
                          "follow; up to max_position_embeddings it equals no scaling: remove it")  # fmt: skip

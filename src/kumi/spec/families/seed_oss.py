@@ -13,6 +13,7 @@ from kumi.spec.model import ModelSpec
 ARCHITECTURE = "SeedOssForCausalLM"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 524_288),
     "num_key_value_heads": Key("integer?", 8),
     "head_dim": Key("integer?", 128),
     "rms_norm_eps": Key("number", 1e-6),
@@ -22,9 +23,6 @@ KEYS = {
     "bos_token_id": Key("integer?", 0),
     "eos_token_id": Key("integer or list of integers?", 2),
     "pad_token_id": Key("integer?", 1),
-    # Whether a trainer drops anything is not the model's affair.
-    "attention_dropout": Key("number", 0.1),
-    "residual_dropout": Key("number", 0.1),
 }
 
 

@@ -16,6 +16,7 @@ from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 ARCHITECTURE = "SmolLM3ForCausalLM"
 KEYS = {
     **DECODER,
+    "max_position_embeddings": Key("integer", 32_768),
     "num_key_value_heads": Key("integer?", 4),
     "attention_bias": Key("true or false", False),
     "mlp_bias": Key("true or false", False),

@@ -14,6 +14,7 @@ from kumi.spec.rules import Rename, Weights
 ARCHITECTURE = "Starcoder2ForCausalLM"
 KEYS = {
     **{name: key for name, key in DECODER.items() if name != "rms_norm_eps"},
+    "max_position_embeddings": Key("integer", 4_096),
     "num_key_value_heads": Key("integer", 2),
     "hidden_act": Key("text", "gelu_pytorch_tanh"),
     "norm_epsilon": Key("number", 1e-5),
@@ -23,10 +24,6 @@ KEYS = {
     "tie_word_embeddings": Key("true or false", True),
     "bos_token_id": Key("integer?", 50256),
     "eos_token_id": Key("integer or list of integers?", 50256),
-    # Whether a trainer drops anything is not the model's affair.
-    "attention_dropout": Key("number", 0.0),
-    "residual_dropout": Key("number", 0.0),
-    "embedding_dropout": Key("number", 0.0),
     # Published beside the others; transformers reads none of them.
     "activation_function": Key("text?", None),
     "attention_softmax_in_fp32": Key("true or false", True),

@@ -37,13 +37,19 @@ def from_values(values: Mapping[str, Any]) -> list[int | None]:
 
 
 def to_values(spec: ModelSpec) -> dict[str, Any]:
-    """The keys that say the same to older and newer readers."""
+    """Return the keys that say which layers of `spec` slide.
+
+    Versions of transformers before `layer_types` can only let the last layers slide, and then read the same from
+    `max_window_layers`. Where windows come in another order that key is left out: nothing in it would be true, and only
+    readers of `layer_types` are meant.
+    """
     windows = [layer.window for layer in spec.layers]
-    sliding = [index for index, window in enumerate(windows) if window is not None]
+    slides = [window is not None for window in windows]
+    first = slides.index(True) if any(slides) else len(slides)
     return {
-        "use_sliding_window": bool(sliding),
-        "sliding_window": windows[sliding[0]] if sliding else None,
-        "max_window_layers": sliding[0] if sliding else len(windows),
+        "use_sliding_window": any(slides),
+        "sliding_window": width(spec),
+        **({"max_window_layers": first} if all(slides[first:]) else {}),
         "layer_types": kinds(spec),
     }
 
