@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
+from test_exact import check
 from tiny_models import LATENT, decoder_of, reference_of
 
 import kumi
@@ -40,6 +42,7 @@ def test_logits_are_those_of_deepseek_v3(folder):
     expected = reference(input_ids=ids, use_cache=False).logits
     assert (kumi.load_decoder(path)(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert torch.equal(kumi.load_decoder(path)(ids), decoder_of(reference)(ids))
+    check(partial(reference_of, "DeepseekV3", CHANGES))
 
 
 def test_a_round_trip_keeps_the_name_the_code_and_every_bit(folder, tmp_path):
