@@ -287,20 +287,6 @@ def test_a_full_disk_is_said_and_finished_units_stay(corpus, tokens, tmp_path, m
     assert prepare(corpus[1:2], tokens, tmp_path / "out").documents == 100
 
 
-def test_a_store_that_was_damaged_is_not_opened_and_is_made_again(corpus, tokens, tmp_path, capsys):
-    store = prepare(corpus[1:2], tokens, tmp_path / "out", workers=1)
-    before = contents(tmp_path / "out")
-    path = binfile.bin_path(store.sources[0].train)
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(RefusedError, match="truncated"):
-        open_store(tmp_path / "out")
-    prepare(corpus[1:2], tokens, tmp_path / "out", workers=1)
-    assert "preparing again" in capsys.readouterr().err
-    assert contents(tmp_path / "out") == before
-    with pytest.raises(RefusedError, match="kumi data prepare"):
-        open_store(tmp_path / "nothing")
-
-
 def test_store_gives_training_and_validation_sequences(stored):
     mixture, sweep = stored.mixture(64, 3), stored.sweep(64)
     part, _, _ = mixture.locate(0, 1024)

@@ -39,9 +39,14 @@ def test_it_resumes_with_the_losses_of_the_run_that_was_not_killed(mid_run, caps
     assert main(["train", "run.toml", "cluster.devices_per_node=1"]) == 0
     printed = capsys.readouterr()
     assert "resumed after step 8" in printed.out
-    assert "preparing again" not in printed.err
+    assert "step_000008: has no digest of the model, so only names, shapes and config.json were compared" in printed.out
+    assert "run/data/tokens: verified by its digests; meta.json has checksums of its blocks now" in printed.err
     expected = {int(step): loss for step, loss in json.loads((mid_run / "losses.json").read_text()).items()}
     assert losses(mid_run / "run") == pytest.approx(expected, rel=1e-9)
+    assert main(["train", "run.toml", "cluster.devices_per_node=1"]) == 0
+    printed = capsys.readouterr()
+    assert "resume " not in printed.out  # the last checkpoint has a digest
+    assert printed.err == ""
 
 
 def test_keys_that_the_stored_configuration_lacks_are_no_change(mid_run):

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kumi.errors import RefusedError
+from kumi.data.checksums import Checksums, Guard
+from kumi.errors import DataError, RefusedError
 
 Array = npt.NDArray[Any]
 Append = Callable[[Array, Array], None]
@@ -32,13 +33,18 @@ _BLOCK = 1 << 18
 @dataclass(frozen=True, eq=False)
 class IndexedFile:
     """A .bin/.idx pair mapped into memory. `lengths`, `offsets` and `first` are the three lists of the index; they
-    are not aligned in memory, so a function that copies to align (np.searchsorted) must not get them whole."""
+    are not aligned in memory, so a function that copies to align (np.searchsorted) must not get them whole.
+
+    `read` verifies what it reads by `guard`, and compares ids with `vocab_size`, where these are given.
+    """
 
     prefix: Path
     tokens: Array
     lengths: Array
     offsets: Array
     first: Array
+    guard: Guard | None = None
+    vocab_size: int | None = None
 
     @property
     def token_count(self) -> int:
@@ -56,10 +62,57 @@ class IndexedFile:
         starts[inside] = self.offsets[sequences[inside]] // self.tokens.itemsize
         return starts
 
+    def read(self, start: int, stop: int) -> Array:
+        """Return the ids of the tokens from `start` up to `stop`.
+
+        Raise RefusedError where they do not match their checksums, DataError for an id that is not in the vocabulary.
+        """
+        if self.guard is not None:
+            self.guard.check(int(start) * self.tokens.itemsize, int(stop) * self.tokens.itemsize)
+        ids = self.tokens[start:stop]
+        if self.vocab_size is not None and len(ids) and (ids.max() >= self.vocab_size or ids.min() < 0):
+            place = int(np.argmax((ids >= self.vocab_size) | (ids < 0)))
+            raise DataError(
+                f"{bin_path(self.prefix)}: token {start + place} is id {ids[place]}, and the vocabulary has the ids 0 "
+                f"to {self.vocab_size - 1}: another tokenizer made the tokens; prepare them with the model's own"
+            )
+        return ids
+
     def document(self, number: int) -> Array:
-        """The ids of one document."""
+        """Return the ids of one document. Raise as `read` does, and RefusedError where the index contradicts itself."""
         start, end = self.starts(np.array([number, number + 1]))
-        return self.tokens[start:end]
+        first, after = self.first[number], self.first[number + 1]
+        if not 0 <= first <= after <= len(self.lengths) or self.lengths[first:after].sum(dtype=np.int64) != end - start:
+            raise self._contradiction(number)
+        return self.read(start, end)
+
+    def blocks(self) -> Iterator[tuple[Array, Array]]:
+        """Yield ids and lengths of all documents, each of which is one sequence, about 1 Mi tokens at a time."""
+        start = 0
+        while start < self.document_count:
+            lengths = np.array(self.lengths[start : start + _BLOCK // 4])
+            count = max(1, int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), 4 * _BLOCK)))
+            begin, end = self.starts(np.array([start, min(start + count, self.document_count)]))
+            yield self.read(begin, end), lengths[:count]
+            start += count
+
+    def check_lists(self) -> None:
+        """Raise RefusedError unless every document is one sequence, and offsets are the sums of the lengths before."""
+        offset = 0
+        for start in range(0, len(self.lengths), _BLOCK):
+            sizes = self.lengths[start : start + _BLOCK].astype(np.int64) * self.tokens.itemsize
+            ends = offset + np.cumsum(sizes)
+            same = (self.offsets[start : start + _BLOCK] == ends - sizes) & (sizes >= 0)
+            same &= self.first[start : start + len(sizes)] == np.arange(start, start + len(sizes))
+            if not same.all():
+                raise self._contradiction(start + int(np.argmin(same)))
+            offset = int(ends[-1])
+
+    def _contradiction(self, number: int) -> RefusedError:
+        return RefusedError(
+            f"{idx_path(self.prefix)}: length and place of document {number} contradict each other: the index is "
+            f"damaged, or of sequences that are not stored one after the other; copy it again, or write it anew"
+        )
 
     def document_at(self, positions: Array) -> Array:
         """The last document that begins at or before each token position, by bisection in the mapped index."""
@@ -74,7 +127,8 @@ class IndexedFile:
         return low - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_file, (self.prefix,)
+        checksums = None if self.guard is None else self.guard.checksums
+        return open_file, (self.prefix, checksums, self.vocab_size)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -90,8 +144,9 @@ def idx_path(prefix: Path | str) -> Path:
     return Path(f"{prefix}.idx")
 
 
-def open_file(prefix: Path | str) -> IndexedFile:
-    """The pair `prefix`.bin/.idx. Raises RefusedError for a foreign, damaged or unsupported file, with the values."""
+def open_file(prefix: Path | str, checksums: Checksums | None = None, vocab_size: int | None = None) -> IndexedFile:
+    """The pair `prefix`.bin/.idx, with the `checksums` of the former. Raises RefusedError for a foreign, damaged or
+    unsupported file, with the values."""
     prefix = Path(prefix)
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
@@ -112,7 +167,8 @@ def open_file(prefix: Path | str) -> IndexedFile:
             f"{idx_path(prefix)}: the document list does not run from 0 to {sequences}: the index is damaged"
         )
     tokens = np.memmap(bin_path(prefix), dtype, "r") if size else np.zeros(0, dtype)
-    return IndexedFile(prefix, tokens, lengths, offsets, first)
+    guard = None if checksums is None else Guard(bin_path(prefix), checksums)
+    return IndexedFile(prefix, tokens, lengths, offsets, first, guard, vocab_size)
 
 
 def _header(path: Path) -> tuple[np.dtype[Any], int, int]:

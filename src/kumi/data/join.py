@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,10 +19,9 @@ from kumi.data import binfile, store, work
 from kumi.data.binfile import Array
 from kumi.data.sources import Source
 from kumi.data.tokenizer import Tokenizer
+from kumi.data.verify import ContentDigest, checksums
 from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, KumiError
-
-_BLOCK = 1 << 16
 
 
 def join(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
@@ -108,36 +107,24 @@ def _join_source(
     entry: dict[str, Any] = {"name": name, "path": source.path, "weight": source.weight}
     entry |= {"text_key": source.text_key, "format": source.format, "exclude": list(source.exclude)}
     histogram = np.zeros((2, tokens.vocab_size), np.int64)
-    hashes = {side: (hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)) for side in SIDES}
     for number, side in enumerate(SIDES):
         prefix = f"{name}_{side}_text_document"
         entry[f"{side}_documents"], entry[f"{side}_tokens"] = total[f"{side}_documents"], total[f"{side}_tokens"]
         entry[side] = prefix if total[f"{side}_documents"] else None
+        digest = ContentDigest()
         if entry[side]:
             with binfile.writing(folder / prefix, binfile.token_dtype(tokens.vocab_size)) as append:
-                for ids, lengths in _documents(path / side for _, path, _ in units):
+                for ids, lengths in chain.from_iterable(
+                    binfile.open_file(path / side).blocks() for _, path, _ in units
+                ):
                     histogram[number] += _histogram(ids, tokens)
                     append(ids, lengths)
-                    hashes[side][0].update(np.ascontiguousarray(ids).data)
-                    hashes[side][1].update(np.ascontiguousarray(lengths).data)
-        # Ids and lengths apart, so that it does not matter in which blocks they came.
-        entry[f"{side}_digest"] = "".join(part.hexdigest() for part in hashes[side])
+                    digest.update(ids, lengths)
+            entry[f"{side}_checksums"] = checksums(folder / prefix)
+        entry[f"{side}_digest"] = digest.hexdigest()
     entry["faults"] = {kind[6:]: count for kind, count in sorted(total.items()) if kind.startswith("fault:")}
     entry["unigram_entropy"] = store.entropy(histogram[0])
     return entry, histogram
-
-
-def _documents(prefixes: Iterator[Path]) -> Iterator[tuple[Array, Array]]:
-    """The documents of all files in blocks of about 128 KiB of tokens up to whole documents: ids and lengths."""
-    for prefix in prefixes:
-        file = binfile.open_file(prefix)
-        start, count = 0, file.document_count
-        while start < count:
-            lengths = np.array(file.lengths[start : start + _BLOCK])
-            fit = max(1, int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), 16 * _BLOCK)))
-            first, end = file.starts(np.array([start, min(start + fit, count)]))
-            yield file.tokens[first:end], lengths[:fit]
-            start += fit
 
 
 def _histogram(ids: Array, tokens: Tokenizer) -> Array:

@@ -190,7 +190,7 @@ def _cut(files: Sequence[IndexedFile], part: Array, window: Array, seq_len: int,
             starts = window[mine] * seq_len
             valid[mine] = np.minimum(file.token_count - starts, seq_len + 1)
             for row, start, length in zip(mine, starts, valid[mine], strict=True):
-                tokens[row, :length] = file.tokens[start : start + length]
+                tokens[row, :length] = file.read(start, start + length)
             if not cross_document:
                 _mark_documents(file, mine, starts, valid[mine], begins)
     labels = tokens[:, 1:].copy()

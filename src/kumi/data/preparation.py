@@ -26,6 +26,7 @@ from kumi.data.join import join
 from kumi.data.sources import DataPathError, Source
 from kumi.data.store import Store
 from kumi.data.tokenizer import ORIGIN, Tokenizer
+from kumi.data.verify import verify
 from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 
@@ -57,6 +58,8 @@ def prepare(
     with _owned(folder):
         if not _matches(folder, plan):
             _make(folder, plan, tokenizer, on_error, workers or len(os.sched_getaffinity(0)), progress)
+        elif verify(folder):
+            print(f"{folder}: verified by its digests; {store.META} has checksums of its blocks now", file=sys.stderr)
         _keep_weights(folder, plan.sources)
         if on_error == "fail":
             _refuse_faults(folder)
@@ -111,14 +114,7 @@ def _owned(folder: Path) -> Iterator[None]:
 
 def _matches(folder: Path, plan: Plan) -> bool:
     meta = store.read_meta(folder)
-    if meta is None or meta.get("fingerprint") != plan.fingerprint:
-        return False
-    try:
-        store.open_store(folder)
-    except RefusedError as error:
-        print(f"{error}: preparing again", file=sys.stderr, flush=True)
-        return False
-    return True
+    return meta is not None and meta.get("fingerprint") == plan.fingerprint
 
 
 def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:

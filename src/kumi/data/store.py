@@ -17,6 +17,7 @@ import numpy as np
 
 from kumi.data import binfile
 from kumi.data.binfile import Array, IndexedFile
+from kumi.data.checksums import Checksums, from_plain
 from kumi.data.mix import Mixture, Sweep
 from kumi.data.tokenizer import Tokenizer, load
 from kumi.errors import ConfigError, RefusedError
@@ -27,7 +28,8 @@ META, FAULTS, FILES = "meta.json", "faults.jsonl", "files.jsonl"
 @dataclass(frozen=True)
 class StoredSource:
     """The tokens of one source. A prefix is None where that side has no document; a digest is that of its
-    token ids and document lengths. `faults` counts records by kind,
+    token ids and document lengths, checksums are those of the blocks of its .bin file, None in a store of an earlier
+    version that has not been verified yet. `faults` counts records by kind,
     `special_tokens_in_text` the special tokens that documents spelled out themselves."""
 
     name: str
@@ -44,6 +46,8 @@ class StoredSource:
     unigram_entropy: float
     train_digest: str
     validation_digest: str
+    train_checksums: Checksums | None = None
+    validation_checksums: Checksums | None = None
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,13 @@ class Store:
 
     def train_parts(self) -> list[tuple[IndexedFile, float]]:
         """Open training files with their weights."""
-        return [(binfile.open_file(s.train), s.weight) for s in self.sources if s.train]
+        files = ((binfile.open_file(s.train, s.train_checksums, self.vocab_size), s) for s in self.sources if s.train)
+        return [(file, source.weight) for file, source in files]
 
     def validation_parts(self) -> list[IndexedFile]:
         """Open validation files."""
-        return [binfile.open_file(s.validation) for s in self.sources if s.validation]
+        held_out = ((s.validation, s.validation_checksums) for s in self.sources if s.validation)
+        return [binfile.open_file(prefix, checksums, self.vocab_size) for prefix, checksums in held_out]
 
     def mixture(self, seq_len: int, seed: int, *, cross_document: bool = False) -> Mixture:
         """The training sequences of this store."""
@@ -144,6 +150,8 @@ def inspect(
             f"{tokens.digest[:12]}; give the tokenizer it was prepared with"
         )
     for entry, source in zip(meta["sources"], store.sources, strict=True):
+        for side in ("train", "validation"):
+            entry.pop(f"{side}_checksums", None)
         entry["documents"] = _first_documents(source, tokens, documents, characters)
     with open(store.folder / FAULTS, encoding="utf-8") as lines:
         meta["first_faults"] = [json.loads(line) for line in islice(lines, 10)]
@@ -163,7 +171,7 @@ def _first_documents(
 ) -> list[dict[str, Any]]:
     if source.train is None:
         return []
-    file = binfile.open_file(source.train)
+    file = binfile.open_file(source.train, source.train_checksums)
     shown = []
     for number in range(min(count, file.document_count)):
         ids = file.document(number)
@@ -175,10 +183,13 @@ def _first_documents(
 
 
 def _source(folder: Path, entry: dict[str, Any]) -> StoredSource:
-    values = {name: entry[name] for name in StoredSource.__dataclass_fields__}
+    values = {name: entry[name] for name in StoredSource.__dataclass_fields__ if not name.endswith("_checksums")}
     for side in ("train", "validation"):
         if entry[side] is not None:
             values[side] = folder / entry[side]
+            if (checksums := entry.get(f"{side}_checksums")) is not None:
+                path = binfile.bin_path(values[side])
+                values[f"{side}_checksums"] = from_plain(checksums.get("bin"), path)
             found = binfile.open_file(values[side])
             have, want = (
                 (found.token_count, found.document_count),

@@ -1,0 +1,109 @@
+"""Checksums of the blocks of a token file, so that what is read can be verified without reading the rest.
+
+CRC-32 finds what disks and copies do to a file; it is no defence against an attacker. zlib's takes 0.25 s a gigabyte.
+See docs/decisions/token-checksums.md.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kumi.errors import RefusedError
+from kumi.files.untrusted import open_stream
+
+# A block is as small as that lets a file have no more than so many: 64 KiB up to 64 GiB, 1 MiB for a terabyte.
+SMALLEST, MOST = 1 << 16, 1 << 20
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """CRC-32 of each block of `block` bytes of a file, the last of which may be shorter: 8 hexadecimal digits each."""
+
+    block: int
+    crc32: str
+
+    def plain(self) -> dict[str, Any]:
+        """Return them as data for meta.json."""
+        return {"block": self.block, "crc32": self.crc32}
+
+    def numbers(self) -> npt.NDArray[np.uint32]:
+        """Return the checksums (blocks,)."""
+        return np.frombuffer(bytes.fromhex(self.crc32), ">u4")
+
+
+def from_plain(data: Any, file: Path) -> Checksums:
+    """Return the checksums of `file` that `plain` wrote. Raise RefusedError where `data` is not that."""
+    block, crc32 = (data.get("block"), data.get("crc32")) if isinstance(data, Mapping) else (None, None)
+    try:
+        if type(block) is int and block >= 1 and len(bytes.fromhex(crc32 if isinstance(crc32, str) else "?")) % 4 == 0:
+            return Checksums(block, str(crc32))
+    except ValueError:
+        pass
+    raise RefusedError(f"{file}: meta.json has no checksums of it that can be read; {remedy(file)}")
+
+
+def remedy(file: Path) -> str:
+    """Return what to do about a damaged token file."""
+    return (
+        f"copy it back, or remove the folder {file.parent} and run the same command again, which prepares the data anew"
+    )
+
+
+def block_bytes(size: int) -> int:
+    """Return the size of the blocks of a file of `size` bytes, a power of two."""
+    block = SMALLEST
+    while block * MOST < size:
+        block *= 2
+    return block
+
+
+def checksums_of(file: Path) -> Checksums:
+    """Return the checksums of `file` as it lies on the disk."""
+    mapped = _mapped(file)
+    block = block_bytes(len(mapped))
+    crcs = (zlib.crc32(mapped[start : start + block].data) for start in range(0, len(mapped), block))
+    return Checksums(block, b"".join(crc.to_bytes(4, "big") for crc in crcs).hex())
+
+
+def _mapped(file: Path) -> npt.NDArray[np.uint8]:
+    with open_stream(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        return np.memmap(stream, np.uint8, "r") if size else np.zeros(0, np.uint8)
+
+
+class Guard:
+    """Verifies each block of `file` once in this process, before the first of its bytes is used.
+
+    Raise RefusedError where the file has more or fewer blocks than `checksums`.
+    """
+
+    def __init__(self, file: Path, checksums: Checksums) -> None:
+        self.file, self.checksums, self.block, self.bytes = file, checksums, checksums.block, _mapped(file)
+        self._expected = checksums.numbers()
+        self._verified = np.zeros(len(self._expected), bool)
+        if len(self._expected) != -(-len(self.bytes) // self.block):
+            raise RefusedError(
+                f"{file}: has {len(self.bytes)} bytes, meta.json has checksums of {len(self._expected)} blocks of "
+                f"{self.block} bytes: it is not the file that was prepared; {remedy(file)}"
+            )
+
+    def check(self, start: int = 0, stop: int | None = None) -> None:
+        """Raise RefusedError unless the blocks that hold the bytes from `start` up to `stop` match their checksums."""
+        for number in range(start // self.block, -(-(len(self.bytes) if stop is None else stop) // self.block)):
+            if not self._verified[number]:
+                first = number * self.block
+                if zlib.crc32(self.bytes[first : first + self.block].data) != self._expected[number]:
+                    raise RefusedError(
+                        f"{self.file}: the bytes from {first} to {min(first + self.block, len(self.bytes)) - 1} do not "
+                        f"match their checksum in meta.json: the file is damaged, or was changed after it was "
+                        f"prepared; {remedy(self.file)}"
+                    )
+                self._verified[number] = True
