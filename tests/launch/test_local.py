@@ -348,7 +348,7 @@ def test_a_rank_that_fails_does_not_wait_to_leave_its_group(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the state of a process")
 def test_a_stopped_rank_is_named(tmp_path):
     with pytest.raises(CommunicationError, match=r"^rank 1 \(stopped by a signal\) did not come .* rank 0 waited"):
-        local.run(stop_one, (2.0,), nproc=2, log_dir=tmp_path)
+        local.run(stop_one, (4.0,), nproc=2, log_dir=tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="only root may mount a small disk")

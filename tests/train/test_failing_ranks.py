@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -200,10 +201,11 @@ def test_a_rank_that_fails(small, tmp_path, fault, way):
     folder, output = small.copy(tmp_path), tmp_path / "output.txt"
     shutil.rmtree(folder / "run")
     (folder / "run").mkdir()
-    run_file(
-        folder, cluster={"devices_per_node": 1 if way == "one" else 2}, train__timeout_s=TIMEOUT_S,
+    run = partial(
+        run_file, folder, cluster={"devices_per_node": 1 if way == "one" else 2},
         checkpoint={"every": 2, "keep": 9, "asynchronous": fault == "save"},
     )  # fmt: skip
+    run(train__timeout_s=TIMEOUT_S if fault == "stop" else DEADLINE)
     before = shared_memory()
     with small_disk(folder / "run") if fault == "disk" else contextlib.nullcontext():
         code = ended(command(folder, fault, way, output), output, fault, folder)
@@ -228,6 +230,7 @@ def test_a_rank_that_fails(small, tmp_path, fault, way):
             time.sleep(0.1)
         assert shared_memory() - before == set()
         (folder / "run" / "filler").unlink(missing_ok=True)
+        run(train__timeout_s=DEADLINE)
         assert ended(command(folder, None, way, output), output, None, folder) == 0, output.read_text()
         assert "resumed after step 2" in output.read_text()
         assert not list((folder / "run").rglob(".launch-*"))
