@@ -100,7 +100,8 @@ def test_grouped_products(dtype, counts, sizes):
     torch.testing.assert_close(got, wanted, **tolerance)
 
 
-def test_the_kernel_is_taken_and_counted_where_there_is_one():
+def test_the_kernel_is_taken_and_counted_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(grouped, "_compiles", lambda rows: False)  # whichever float32 products a run before has chosen
     assert grouped._has_kernel(torch.zeros(3, 8), 4)
     rows, weight = torch.zeros(12, 16), torch.zeros(4, 24, 16)
     with FlopCounterMode(display=False) as counter:

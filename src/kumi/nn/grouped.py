@@ -79,8 +79,11 @@ def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Each group of `rows` (N, a) times its own of `matrices` (X, a, b): (N, b)."""
     if _has_kernel(rows, matrices.shape[2]):
         return F.grouped_mm(rows, matrices, offs=counts.cumsum(0, dtype=torch.int32))
-    parts = zip(torch.split(rows, counts.tolist()), matrices, strict=True)
-    return torch.cat([torch.mm(part, matrix) for part, matrix in parts])
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    sizes = counts.tolist()
+    for part, matrix, target in zip(torch.split(rows, sizes), matrices, torch.split(out, sizes), strict=True):
+        target.copy_(torch.mm(_padded(part), matrix)[: len(part)])
+    return out
 
 
 def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -89,14 +92,46 @@ def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         return F.grouped_mm(grad.T, rows, offs=counts.cumsum(0, dtype=torch.int32))
     sizes = counts.tolist()
     parts = zip(torch.split(grad, sizes), torch.split(rows, sizes), strict=True)
-    return torch.stack([torch.mm(of_out.T, of_in) for of_out, of_in in parts])
+    return torch.stack([torch.mm(_padded(of_out).T, _padded(of_in)) for of_out, of_in in parts])
 
 
 def _has_kernel(rows: Tensor, width: int) -> bool:
     """Whether PyTorch's grouped product takes `rows` (N, in) and matrices with `width` columns: none in float64, none
-    that has no rows, and none whose rows do not begin at multiples of 16 bytes."""
+    that has no rows, and none whose rows do not begin at multiples of 16 bytes. On a CPU it is a loop over products of
+    the sizes as they come, which is not wanted where sizes are compiled (see `_compiles`)."""
+    if _compiles(rows):
+        return False
     aligned = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[1], width))
     return rows.dtype != torch.float64 and len(rows) > 0 and aligned
+
+
+def _compiles(rows: Tensor) -> bool:
+    """Whether a product of `rows` goes through oneDNN, which compiles and keeps a kernel for every size that it meets.
+
+    On a CPU these are products in bfloat16 and float16, and in float32 after `kumi.nn.matmul.enable_fast_float32`.
+    """
+    if rows.device.type != "cpu" or rows.dtype == torch.float64:
+        return False
+    return rows.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """`rows` (n, width) with rows of zeros up to one of few sizes, where each size costs a compiled kernel.
+
+    How many rows an expert gets is another number in every microbatch. oneDNN keeps some 0.7 MB for each: a part in its
+    cache of 1024 primitives, the rest in a set of kernels that it never empties (ONEDNN_PRIMITIVE_CACHE_CAPACITY=0
+    does not help there). With four sizes to each power of two the padding is 9 % of the rows on average.
+    """
+    size = block_size(len(rows)) if _compiles(rows) else len(rows)
+    return rows if size == len(rows) else F.pad(rows, (0, 0, 0, size - len(rows)))
+
+
+def block_size(count: int) -> int:
+    """The smallest of 0, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 ... that is not below `count`."""
+    if count <= 8:
+        return 8 if count else 0
+    unit = 1 << ((count - 1).bit_length() - 3)
+    return -(-count // unit) * unit
 
 
 TIMES = define("grouped_times", "(Tensor rows, Tensor matrices, Tensor counts) -> Tensor", _times,
