@@ -13,7 +13,7 @@ import pytest
 
 from kumi.cli import main
 from kumi.dryrun import chosen_ranks, dry_run
-from kumi.dryrun.compare import compared
+from kumi.dryrun.compare import compared, model_flops
 from kumi.dryrun.program import carry_out, enough, hold, step, watch_head
 from kumi.dryrun.track import Tracker
 from kumi.errors import LayoutError
@@ -46,6 +46,12 @@ def _nothing_collected():
         yield
     finally:
         gc.enable()
+
+
+def test_products_that_add_in_place_are_counted():
+    """Without recomputation a step has the model's products, and in attention's backward the scores once more."""
+    job, layout = _job("llama"), Layout(tp=2)
+    assert carry_out(job, layout, 0).flops >= model_flops(job, layout, 0)
 
 
 @_nothing_collected()

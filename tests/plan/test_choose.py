@@ -3,14 +3,16 @@ from dataclasses import replace
 import pytest
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.choose import choose_layout
+from kumi.plan.choose import choose_layout, unasked
 from kumi.plan.memory import rank_memory
 from kumi.spec.batch import BatchSpec
-from kumi.spec.cluster import ClusterSpec, Device, Link
+from kumi.spec.cluster import ClusterSpec, Device, Host, Link
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.lora import Lora
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.optim import Optim
+from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS
 from planned import job_of
 
@@ -45,6 +47,35 @@ def test_only_what_is_trained_is_chosen():
     with_links = replace(job(8, 80), cluster=replace(job(8, 80).cluster, links=(Link("slow", 8, 1e9, 1e-5),)))
     layout = choose_layout(with_links, {}).layout
     assert (layout.tp, layout.ep, layout.offload) == (1, 1, "none")
+
+
+HOST = Host(2**41, 25e9, 4e9, 2**43)
+
+
+def adapted(host, **pinned):
+    """The chosen layout of adapters beside a model that fills two devices, whose activations can go to `host`."""
+    device = Device("GPU", "cuda", 12 * 2**30, ("bfloat16",), (("bfloat16", 3e14),))
+    cluster = ClusterSpec("test", device, 2, links=(Link("link", 2, 3e11, 1e-5),), host=host)
+    model = with_adapters(LLAMA_8B, Lora())
+    return choose_layout(Job(model, cluster, BatchSpec(8192, 8192 * 8), PRECISIONS["bf16"], Optim()), pinned)
+
+
+def test_the_search_offloads_where_that_is_faster_than_recomputation():
+    kept, offloaded = adapted(Host()), adapted(HOST)
+    assert kept.layout.offload == "none" != offloaded.layout.offload
+    assert offloaded.step_seconds < kept.step_seconds
+    assert adapted(HOST, offload="none").step_seconds == kept.step_seconds
+
+
+def test_drives_are_written_to_only_where_that_is_pinned():
+    small = Host(2**36, HOST.device_bandwidth, HOST.nvme_bandwidth, HOST.nvme)
+    wanted = replace(job(2, 24), cluster=replace(job(2, 24).cluster, host=small))
+    with pytest.raises(LayoutError, match="offload='states-nvme'"):
+        choose_layout(wanted, {})
+    drives = replace(Layout(), offload="optimizer-nvme")
+    assert unasked({})(wanted, drives)[0].endswith("writes to drives in every step; pin layout.offload to have it")
+    assert unasked({"offload": "optimizer-nvme"})(wanted, drives) == []
+    assert choose_layout(wanted, {"offload": "states-nvme"}).layout.zero == 3, "the search still chooses the rest"
 
 
 def test_no_more_layers_recompute_than_must():

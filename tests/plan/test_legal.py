@@ -13,8 +13,10 @@ from kumi.spec.checks import problems
 from kumi.spec.cluster import ClusterSpec, Device, Host
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Layout
+from kumi.spec.lora import Lora
 from kumi.spec.model import MLP, Attention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
+from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS
 
 ROPE = Rope(10000.0)
@@ -28,6 +30,7 @@ MODELS = {
     "hybrid": ModelSpec("nemotron_h", 256, 64, HYBRID * 3, 1e-5, 512),
     "both": ModelSpec("mixtral", 256, 64, (DENSE, *[EXPERTS] * 4), 1e-5, 512),
 }
+MODELS["four bits"] = with_adapters(MODELS["dense"], Lora(quantize="nf4"))
 BATCH = BatchSpec(96, 96 * 48)
 HOSTS = [Host(), Host(2**40, 1e10), Host(2**40, 1e10, 1e9, 2**40)]
 # Legal layouts with 48 sequences of 96 tokens; changed in a few fields, some still are.
@@ -48,6 +51,7 @@ LEGAL = {
         Layout(pp=2, dp_shard=3, zero=1, ep=3, cp=2),
     ],
     "hybrid": [Layout(dp_shard=4, zero=1, tp=4, ep=4), Layout(pp=3, dp_shard=2, zero=1, tp=2)],
+    "four bits": [Layout(), Layout(pp=2, dp_replicate=4, microbatch=2), Layout(dp_replicate=2, cp=2)],
     "both": [Layout(dp_shard=2, zero=3, cp=2, tp=2, ep=4), Layout(pp=2, schedule="zb-h1", dp_shard=6, zero=1, ep=6)],
 }
 CHANGES = {

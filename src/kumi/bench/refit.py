@@ -17,6 +17,7 @@ from kumi.config.schema import ClusterSection
 from kumi.config.stored import CONFIG, load_stored
 from kumi.describe import console
 from kumi.errors import OK, ConfigError
+from kumi.paths import looked_for
 from kumi.plan.calibrate import Calibration, MeasuredRun, calibrate
 from kumi.spec.job import Job
 from kumi.train.metrics import read_metrics
@@ -68,7 +69,7 @@ def run(
 def read_run(folder: Path, cluster: str) -> MeasuredRun:
     """The finished run in `folder`, as if on `cluster`. Raises ConfigError when it is none or has too few steps."""
     if not (folder / CONFIG).is_file():
-        raise ConfigError(f"calibrate: {folder} has no {CONFIG}, so it is no run's folder; name a train.out")
+        raise ConfigError(f"calibrate: {looked_for(folder)} has no {CONFIG}, so it is no run folder; name a train.out")
     run = resolve(load_stored(folder))
     steps = [entry for entry in read_metrics(folder / "metrics.jsonl") if "perf/step_s" in entry][WARM_UP:]
     if len(steps) < LEAST_STEPS:

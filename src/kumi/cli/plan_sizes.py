@@ -24,10 +24,11 @@ def print_sizes(
     arguments: Namespace, job: Job, pinned: Pins, grow: Grow, unsupported: Unsupported | None
 ) -> int:  # fmt: skip
     """Print how many nodes train `--tokens` tokens in `--days` days. Returns the exit code."""
-    from kumi.plan.choose import trained
+    from kumi.plan.choose import trained, unasked
     from kumi.plan.sizing import sizes
 
-    pinned = trained(job, pinned) if arguments.trainable else pinned
+    if arguments.trainable:
+        pinned, unsupported = trained(job, pinned), unasked(pinned)
     with progress("trying numbers of nodes"):
         tried = sizes(job, pinned, arguments.tokens, arguments.days, grow, unsupported)
     if arguments.json:

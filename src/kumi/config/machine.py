@@ -49,7 +49,9 @@ def gpu_node(gpu: DeviceFile, count: int) -> NodeFile:
             said = f"{ASSUMED}: this node is built like the preset {name}"
             links = tuple(_assumed(link, said) for link in node.links)
             network = None if node.network is None else _assumed(node.network, said)
-            return node.model_copy(update={"device": gpu, "links": links, "network": network})
+            # The search may choose to offload, so that the memory must be this machine's own.
+            host = node.host.model_copy(update={"memory": _memory()}) if node.host.memory else node.host
+            return node.model_copy(update={"device": gpu, "links": links, "network": network, "host": host})
     return NodeFile(device=gpu, devices_per_node=count)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from kumi import hub
 from kumi.config.schema import ModelSection
 from kumi.errors import ModelError
+from kumi.paths import looked_for
 from kumi.spec.families import read_config
 
 
@@ -47,5 +48,7 @@ def read_hf_config(section: ModelSection, folder: Path | None = None) -> dict[st
         folder = file if file.is_dir() else folder
         file = hub.fetch_config(section.source, "model.source") if folder is None else folder / "config.json"
     if not file.exists():
-        raise ModelError(f"model.source: {folder} has no config.json; name a Hugging Face model folder")
+        raise ModelError(
+            f"model.source: {looked_for(str(folder))} has no config.json; name a Hugging Face model folder"
+        )
     return read_config(file)

@@ -16,6 +16,7 @@ from kumi.config.schema import Section
 from kumi.config.sentences import sentences
 from kumi.errors import ConfigError
 from kumi.files.untrusted import parse_toml, read_toml
+from kumi.paths import from_where
 
 File = TypeVar("File", bound=Section)
 
@@ -66,8 +67,9 @@ def toml_table(kind: str, name: str, key: str = "name", besides: str = "") -> di
     if not file.is_file():
         close = get_close_matches(name, presets(kind), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
+        where = from_where(name) if name.endswith(".toml") else ""
         raise ConfigError(
-            f"{key}: {name!r} is no preset and no TOML file; {hint}use {besides}{listed(kind)}, or a file"
+            f"{key}: {name!r} is no preset and no TOML file{where}; {hint}use {besides}{listed(kind)}, or a file"
         )
     try:
         return read_toml(file) if isinstance(file, Path) else parse_toml(file.read_bytes())

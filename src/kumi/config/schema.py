@@ -252,7 +252,8 @@ class LayoutSection(Section):
         None, description="In how many layers of each rank it does so; by default in all."
     )
     sequence_parallel: Switch | None = Field(
-        None, description="Divide over `tp` what lies between the tensor-parallel regions, too."
+        None,
+        description="Divide over `tp` what lies between the tensor-parallel regions, too; the trainer does by default.",
     )
     expert_tp: Positive | None = Field(None, description="Tensor-parallel degree inside every expert.")
     schedule: Schedule | None = Field(None, description="In which order the pipeline works through the microbatches.")
@@ -262,7 +263,11 @@ class LayoutSection(Section):
         description="Layers of every stage, in model order; by default as even as can be. With it nothing is searched: "
         "what is not pinned is at its default.",
     )
-    offload: Offload | None = Field(None, description="What is kept on the host, or on its NVMe drives.")
+    offload: Offload | None = Field(
+        None,
+        description="What is kept on the host, or on its NVMe drives; by default "
+        "what makes the fastest layout fit, drives never.",
+    )
     context: Context | None = Field(
         None,
         description="How attention looks beyond a `cp` rank's part of the sequence: keys and values go round all "

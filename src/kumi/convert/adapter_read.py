@@ -16,6 +16,7 @@ from kumi.convert.entry import entry_of, read_entry
 from kumi.convert.safetensors_read import read_header
 from kumi.errors import ModelError
 from kumi.files.untrusted import brief, inside, read_object
+from kumi.paths import looked_for
 from kumi.spec.adapters import takes
 from kumi.spec.ledger import ops
 from kumi.spec.model import ModelSpec
@@ -178,7 +179,9 @@ def adapters_reader(folder: Path, spec: ModelSpec) -> Callable[[str, tuple[int, 
     """A function that reads one part of an adapter's parameter, `read("model/<parameter>", start, shape)`: those of
     `spec`, to go on from the adapters in `folder`."""
     if not is_adapter_folder(folder):
-        raise ModelError(f"lora.source: {folder} has no {CONFIG}; name a folder of adapters as PEFT writes them")
+        raise ModelError(
+            f"lora.source: {looked_for(folder)} has no {CONFIG}; name a folder of adapters as PEFT writes them"
+        )
     found = as_trained(read_adapters(folder, replace(spec, lora=None)), spec, folder)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

@@ -29,6 +29,7 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear
+from kumi.paths import looked_for
 from kumi.spec.adapters import takes
 from kumi.spec.ledger import ops, tensors
 from kumi.spec.lora import Lora
@@ -76,7 +77,7 @@ def open_beside(folder: Path, base: str | None = None) -> Beside:
     path = located(named, "--base")
     if not path.is_dir():
         raise ConfigError(
-            f"{folder}: its base model {str(named)!r} is no folder here; say where it is with --base FOLDER"
+            f"{folder}: its base model {looked_for(str(named))} is no folder here; say where it is with --base FOLDER"
         )
     source = open_source(path)
     if saved is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from kumi import hub
 from kumi.convert.card import check_verified
 from kumi.errors import RefusedError
+from kumi.paths import looked_for
 
 
 def located(source: str | Path, key: str) -> Path:
@@ -27,7 +28,7 @@ def publish(folder: str | Path, name: str, *, public: bool = False, unverified: 
     """
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise RefusedError(f"{folder}: holds neither a Hugging Face model (config.json) nor adapters "
+        raise RefusedError(f"{looked_for(folder)}: holds neither a Hugging Face model (config.json) nor adapters "
                            f"(adapter_config.json); write one with kumi convert --to hf")  # fmt: skip
     hub.check_push(name, "--push")
     if not unverified:

@@ -17,10 +17,12 @@ from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
+from kumi.paths import looked_for
 from kumi.spec import families
 from kumi.spec.families import quantised
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
+from kumi.storage.folders import list_complete
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,17 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
     if (folder / "adapter_config.json").exists():
         raise ModelError(f"{folder}: a LoRA adapter, which is no model by itself: merge it into its model first, with "
                          f"`kumi convert {folder} MERGED --to hf`, and name the merged folder")  # fmt: skip
-    raise ModelError(f"{folder}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or Megatron")
+    if candidates := models_in_run(folder):
+        raise ModelError(f"{folder}: a run's folder, which holds several models; name one of them: {candidates}")
+    raise ModelError(
+        f"{looked_for(folder)}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or Megatron"
+    )
+
+
+def models_in_run(folder: Path) -> str:
+    """Return the exported folder and the checkpoints in the run folder `folder`, newest first; empty for others."""
+    names = [name for name in (folder / "hf", folder / "adapter") if name.is_dir()]
+    return ", ".join(str(name) for name in (*names, *reversed(list_complete(folder / "checkpoints"))))
 
 
 def _open_hf(folder: Path) -> Source:

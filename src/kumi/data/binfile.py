@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kumi.data.checksums import Checksums, Guard
 from kumi.errors import DataError, RefusedError
+from kumi.paths import looked_for
 
 Array = npt.NDArray[Any]
 Append = Callable[[Array, Array], None]
@@ -150,7 +151,9 @@ def open_file(prefix: Path | str, checksums: Checksums | None = None, vocab_size
     prefix = Path(prefix)
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
-            raise RefusedError(f"{path}: no such file; indexed data needs both {prefix.name}.bin and {prefix.name}.idx")
+            raise RefusedError(
+                f"{looked_for(path)}: no such file; indexed data needs both {prefix.name}.bin and {prefix.name}.idx"
+            )
     dtype, sequences, documents = _header(idx_path(prefix))
     raw = np.memmap(idx_path(prefix), np.uint8, "r")
     lengths, offsets, first = _lists(raw, sequences, documents)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kumi.errors import ConfigError
+from kumi.paths import looked_for
 
 FORMATS = ("auto", "jsonl", "parquet", "text", "indexed")
 COMPRESSIONS = (".gz", ".zst")
@@ -75,8 +76,7 @@ def expand(source: Source) -> list[Path]:
     for pattern in _alternatives(source.path):
         found.update(_matches(pattern, source.format == "indexed", whole))
     if not found:
-        folder = os.path.abspath(os.curdir)
-        raise DataPathError(f"data source {source.path!r} matches no file (looked from {folder}); correct the path")
+        raise DataPathError(f"data source {looked_for(source.path)} matches no file; correct the path")
     excluded = [_glob_regex(pattern) for pattern in source.exclude]
     files = sorted((f for f in found if not _is_excluded(f.as_posix(), excluded)), key=lambda f: f.as_posix())
     if not files:

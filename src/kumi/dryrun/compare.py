@@ -9,7 +9,7 @@ from typing import Any
 
 from kumi.dryrun.messages import Message
 from kumi.dryrun.program import Measured
-from kumi.plan.memory import rank_memory
+from kumi.plan.memory import rank_memory, usable
 from kumi.plan.traffic import collectives
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -43,7 +43,8 @@ def compared(job: Job, layout: Layout, rank: int, found: Measured) -> dict[str, 
             "difference": found.peak / total - 1,
             "reserved": planned.reserved,
             "device": job.cluster.device.memory,
-            "fits": found.peak + planned.reserved <= job.cluster.device.memory,
+            "usable": usable(job.cluster.device),
+            "fits": found.peak + planned.reserved <= usable(job.cluster.device),
         },
         "flops": {"measured": found.flops, "model": ledger},
         "collectives": messages(found, job, layout, pp_rank),

@@ -58,18 +58,16 @@ def _verdict(memory: dict[str, Any]) -> str:
     need = memory["measured"] + memory["reserved"]
     fits = "fits" if memory["fits"] else "does not fit"
     return (
-        f"with {format_bytes(memory['reserved'])} for libraries and the allocator's rounding, as the planner counts "
-        f"them, {format_bytes(need)} of {format_bytes(memory['device'])}: it {fits}"
+        f"with {format_bytes(memory['reserved'])} for libraries and rounding, as planned, "
+        f"{format_bytes(need)} of {format_bytes(memory['usable'])} usable: it {fits}"
     )
 
 
 def _flops(flops: dict[str, float]) -> str:
     model, done = flops["model"], flops["measured"]
     unit, size = ("TFLOP", 1e12) if model >= 1e12 else ("GFLOP", 1e9)
-    return (
-        f"{done / size:,.1f} {unit} a step, {done / model:.3f} times the {model / size:,.1f} of the model: "
-        f"the rest is what is computed again"
-    )
+    again = ": the rest is what is computed again" if done > 1.0005 * model else ""
+    return f"{done / size:,.1f} {unit} a step, {done / model:.3f} times the {model / size:,.1f} of the model{again}"
 
 
 def _messages(rows: list[dict[str, Any]]) -> Table:

@@ -33,6 +33,8 @@ from kumi.parallel.grads import local
 STATES = ("params", "grads", "optimizer")
 # What comes whole where autograd does not take it apart: it is looked into.
 WHOLE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
+# Products that add to their first argument, which PyTorch's table of FLOPs leaves out, by those that it has.
+IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
 # What a number that is read from a fake tensor is taken for, by the tensor's dtype.
 NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
 
@@ -140,7 +142,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self._add(tensor, kind)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(IN_PLACE.get(func._overloadpacket, func._overloadpacket))
         if formula is not None:
             self.flops[func._opname] += formula(*args, **kwargs, out_val=out)
         if func.namespace == "c10d":

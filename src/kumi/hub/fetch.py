@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kumi.errors import ConfigError, ModelError
 from kumi.hub import reach
+from kumi.paths import from_where
 
 _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?")
 
@@ -110,7 +111,9 @@ def _weight_files(snapshot: Snapshot) -> list[str]:
 def _parsed(source: str, key: str) -> tuple[str, str | None]:
     found = split(source)
     if found is None:
-        raise ConfigError(f"{key}: {source!r} is no folder and no hub id; name a folder that holds {_holds(key)}")
+        raise ConfigError(
+            f"{key}: {source!r} is no folder and no hub id; name a folder that holds {_holds(key)}{from_where(source)}"
+        )
     return found
 
 
@@ -128,7 +131,7 @@ def _from_hub(source: str, key: str, get: Callable[[bool], str]) -> str:
         said = away or reach.meaning(error, name, revision)
         raise ConfigError(
             f"{key}: {source!r} is no folder, and the hub did not give it ({said}); name a folder that holds "
-            f"{_holds(key)}"
+            f"{_holds(key)}{from_where(source)}"
         ) from None
 
 

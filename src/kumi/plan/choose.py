@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.columns import WORDS, columns
 from kumi.plan.estimate import estimate
 from kumi.plan.fitting import bases_of
-from kumi.plan.refusal import does_not_fit, from_pins, why_illegal
+from kumi.plan.refusal import does_not_fit, from_pins, leading, why_illegal
 from kumi.plan.remedies import Grow
 from kumi.plan.search import Found, search
 from kumi.plan.space import Pins
-from kumi.plan.supported import accepted
+from kumi.plan.supported import Unsupported, accepted
 from kumi.plan.types import Estimate
 from kumi.spec.checks import problems, untrainable, untrained
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
-# What is taken where nothing else is pinned: it is for the user to want.
-TRAINED: Pins = {"sequence_parallel": True, "offload": "none"}
+# Taken where it is not pinned: tensor parallelism without its sequence part needs more memory for as many bytes sent.
+TRAINED: Pins = {"sequence_parallel": True}
+
+
+def unasked(pinned: Pins) -> Unsupported:
+    """Return what keeps this version's trainer from a layout that a search may choose beside what is `pinned`: what it
+    does not train, and drives, which it writes to only where the user wants that."""
+
+    def reasons(job: Job, layout: Layout) -> list[str]:
+        drives = layout.offload.endswith("-nvme") and "offload" not in pinned
+        wanted = [f"offload='{layout.offload}' writes to drives in every step; pin layout.offload to have it"] * drives
+        return [*untrained(job, layout), *wanted]
+
+    return reasons
+
 
 # FLOP/s of a device of which nothing is known: layouts of the data axes differ by what they send and keep.
 SOME_FLOPS = 1e14
@@ -32,23 +47,29 @@ def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
     Raises LayoutError with the reasons when what is pinned allows no legal layout or none that can be trained, and
     FitError when none fits.
     """
-    reasons = untrained(job, Layout(**pinned))
+    reasons = _settled(untrained(job, Layout(**pinned)), pinned)
     if reasons:
-        raise LayoutError("; ".join(reasons))
+        raise LayoutError(leading(reasons, pinned))
     job = replace(job, cluster=replace(job.cluster, device=timed(job.cluster.device, job.precision.matmul_dtype)))
     only = pinned_layout(job, pinned)
     if only is not None and (reasons := untrained(job, only)):
-        raise LayoutError("; ".join(reasons))
+        raise LayoutError(leading(reasons, pinned))
     found = alone(job, only) if only is not None else search(
-        job, {**TRAINED, **pinned}, top=1, front=False, accept=accepted(job, untrained)
+        job, {**TRAINED, **pinned}, top=1, front=False, accept=accepted(job, unasked(pinned))
     )  # fmt: skip
     if found.plans:
         return found.plans[0]
     if not found.count:
         raise LayoutError(why_illegal(job, pinned))
-    if found.smallest is not None and (reasons := untrained(job, found.smallest)):
-        raise LayoutError("; ".join(reasons))
+    if found.smallest is not None and (reasons := unasked(pinned)(job, found.smallest)):
+        raise LayoutError(leading(reasons, pinned))
     raise FitError(does_not_fit(job, pinned, found, TRAINED, grow))
+
+
+def _settled(reasons: Sequence[str], pinned: Pins) -> list[str]:
+    """Return the `reasons` that no choice of the search can remove: all fields of the layout in them are `pinned`."""
+    free = {field.name for field in fields(Layout)} - set(pinned)
+    return [reason for reason in reasons if not free & set(re.findall(r"\b(\w+)=", reason))]
 
 
 def pinned_layout(job: Job, pinned: Pins) -> Layout | None:
@@ -59,7 +80,7 @@ def pinned_layout(job: Job, pinned: Pins) -> Layout | None:
     layout = from_pins(job, pinned)
     wrong = problems(job.model, layout, job.cluster, job.batch)
     if wrong:
-        raise LayoutError("; ".join(wrong))
+        raise LayoutError(leading(wrong, pinned))
     return layout
 
 
@@ -74,9 +95,9 @@ def alone(job: Job, layout: Layout) -> Found:
 def trained(job: Job, pinned: Pins) -> Pins:
     """`pinned`, and what this version's trainer leaves no choice about. Raises LayoutError where it cannot train `job`,
     or not as it is pinned."""
-    reasons = untrainable(job, Layout(**pinned))
+    reasons = _settled(untrainable(job, Layout(**pinned)), pinned)
     if reasons:
-        raise LayoutError("; ".join(reasons))
+        raise LayoutError(leading(reasons, pinned))
     return {**TRAINED, **pinned}
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kumi.plan.columns import WORDS, Columns
 from kumi.plan.stages import even_count, v_shaped
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import DEGREES, cuts, host_lacks
+from kumi.spec.checks import DEGREES, WHOLE_WHEN_QUANTIZED, cuts, host_lacks
 from kumi.spec.cluster import Host
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT, OFFLOAD, SCHEDULES
@@ -34,6 +34,7 @@ def legal(job: Job, x: Columns) -> Bools:
         & _sequence(job.batch, part)
         & _context(job.model, part)
         & _experts(job.model, part)
+        & _quantized(job.model, part)
         & _batch(job.batch, part)
         & _schedule(job.batch, part)
         & _stages(job.model, part)
@@ -95,6 +96,14 @@ def _experts(model: ModelSpec, x: Columns) -> Bools:
         found &= count % x.ep == 0
     for count in need.width:
         found &= count % x.expert_tp == 0
+    return found
+
+
+def _quantized(model: ModelSpec, x: Columns) -> Bools:
+    found = np.ones(len(x), np.bool_)
+    if model.lora is not None and model.lora.quantize:
+        for name, most in WHOLE_WHEN_QUANTIZED.items():
+            found &= getattr(x, name) <= most
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -26,9 +27,20 @@ def why_illegal(job: Job, pinned: Pins) -> str:
             f"layout.schedule={pinned['schedule']} orders a pipeline, and layout.pp=1 has none; "
             f"leave one of them out, or pin layout.pp = 2 or more"
         ]
-    return "; ".join(wrong) or (
-        f"no legal layout of {job.cluster.devices} devices agrees with {written(pinned)}; pin less"
+    return (
+        leading(wrong, pinned)
+        if wrong
+        else (f"no legal layout of {job.cluster.devices} devices agrees with {written(pinned)}; pin less")
     )
+
+
+def leading(reasons: Sequence[str], pinned: Pins) -> str:
+    """Return the first reason about each pinned field, or the first of all, and how many others there are: one wrong
+    degree often breaks many rules."""
+    about = [next((one for one in reasons if one.startswith(f"{name}=")), None) for name in pinned]
+    shown = list(dict.fromkeys(one for one in about if one is not None)) or list(reasons[:1])
+    more = len(reasons) - len(shown)
+    return "; ".join(shown) + (f" (and {more} more reason{'s' * (more > 1)}, which may go with it)" if more else "")
 
 
 def from_pins(job: Job, pinned: Pins) -> Layout:

@@ -30,11 +30,15 @@ def advice(report: Report) -> list[str]:
 
 def _who(report: Report) -> Iterator[str]:
     """Whether kumi itself can train the plan today."""
-    if untrainable(report.job, report.best.layout):
-        yield (
-            "This version of kumi plans this layout and does not train it yet: export it to another trainer "
-            "(--export), or ask for the best that it trains (--trainable)."
-        )
+    reasons = untrainable(report.job, report.best.layout)
+    if not reasons:
+        return
+    # Adapters are exported to no trainer.
+    other = "" if report.job.model.lora is not None else "export it to another trainer (--export), or "
+    yield (
+        f"This version of kumi plans this layout and does not train it ({reasons[0]}): {other}ask for the best that it "
+        f"trains (--trainable)."
+    )
 
 
 def verdict(item: Expected, best: Estimate) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.choose import TRAINED, alone, pinned_layout, trained
+from kumi.plan.choose import TRAINED, alone, pinned_layout, trained, unasked
 from kumi.plan.estimate import estimate, timeline_of
 from kumi.plan.refusal import does_not_fit, why_illegal
 from kumi.plan.remedies import Grow
@@ -17,7 +17,6 @@ from kumi.plan.supported import Unsupported, accepted, none_supported, refuse_un
 from kumi.plan.types import Estimate
 from kumi.report.expected import expected
 from kumi.report.report import Expected, Report
-from kumi.spec.checks import untrained
 from kumi.spec.job import Job
 
 
@@ -44,7 +43,7 @@ def plan(
     every = trained(job, pinned) if trainable else pinned
     if unsupported is not None:
         refuse_unsupported(job, pinned, unsupported)
-    unsupported = untrained if trainable else unsupported
+    unsupported = unasked(pinned) if trainable else unsupported
     found = alone(job, only) if only is not None else search(
         job, every, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress
     )  # fmt: skip

@@ -26,6 +26,8 @@ from kumi.spec.sharding import AXIS, stage_bounds, zero_degree
 from kumi.spec.techniques import untrained_float8, untrained_techniques
 
 TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64", "fp8")
+# The largest values beside frozen matrices in four bits, which every rank holds whole.
+WHOLE_WHEN_QUANTIZED = {"tp": 1, "zero": 0}
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "stages", "microbatch", "tiles")
 
 
@@ -37,7 +39,7 @@ def problems(model: ModelSpec, layout: Layout, cluster: ClusterSpec, batch: Batc
         return wrong
     wrong = [*_zero(layout), *_cluster(layout, cluster), *_offload(layout, cluster.host), *_tensor(model, layout),
              *_sequence(layout, batch), *_context(model, layout), *_experts(model, layout),
-             *_length(model, batch)]  # fmt: skip
+             *_quantized(model, layout), *_length(model, batch)]  # fmt: skip
     cut = list(_batch(layout, batch))
     shape = [*_stages(model, layout), *_schedule(layout, 2 * layout.pp if cut else batch.microbatches(layout))]
     return [*wrong, *cut, *(shape or _recompute(model, layout))]
@@ -271,6 +273,15 @@ def _experts(model: ModelSpec, layout: Layout) -> Iterator[str]:
     if ranks % (ep * expert_tp):
         yield (f"ep x expert_tp = {ep * expert_tp} does not divide the dp_shard x cp x tp = {ranks} ranks that experts "
                f"are dealt to; use a product that does, one of {_choices(divisors(ranks))}")  # fmt: skip
+
+
+def _quantized(model: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Matrices packed in four bits cannot be sharded: the scales belong to blocks of the whole matrix."""
+    quantize = "" if model.lora is None else model.lora.quantize
+    for name, most in WHOLE_WHEN_QUANTIZED.items() if quantize else ():
+        if getattr(layout, name) > most:
+            yield (f"{name}={getattr(layout, name)} with lora.quantize='{quantize}': quantised matrices are whole on "
+                   f"every rank; set {name} = {most}, with dp_replicate or pp instead")  # fmt: skip
 
 
 def _length(model: ModelSpec, batch: BatchSpec) -> Iterator[str]:

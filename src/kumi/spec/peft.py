@@ -67,12 +67,6 @@ def untrained_adapters(job: Job, layout: Layout) -> Iterator[str]:
         yield f"tiles={layout.tiles} with [lora]: adapters stand beside whole matrices; set tiles = 1"
     if job.precision.products == "float8":
         yield "precision.kind='fp8' with [lora]: frozen matrices multiply in 16 bits; set precision.kind = 'bf16'"
-    if not lora.quantize:
-        return
-    for name in ("tp", "zero"):
-        if getattr(layout, name) > (name == "tp"):
-            yield (f"{name}={getattr(layout, name)} with lora.quantize='{lora.quantize}': quantised matrices are whole "
-                   f"on every rank; set {name} = {int(name == 'tp')}, with dp_replicate or pp instead")  # fmt: skip
 
 
 def _path(op: Op) -> str:

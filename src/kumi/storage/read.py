@@ -20,6 +20,7 @@ import torch
 
 from kumi.errors import RefusedError
 from kumi.files.untrusted import inside, open_regular
+from kumi.paths import looked_for
 from kumi.storage.folders import list_complete
 from kumi.storage.index import IndexFault, StoredFile, StoredPiece, StoredTensor, checked_files, checked_tensors
 from kumi.storage.write import FORMAT, as_bytes, block_rows, blocks, read_sealed
@@ -176,7 +177,7 @@ def open(folder: Path | str) -> Checkpoint:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise RefusedError(f"{folder}: no such checkpoint folder")
+        raise RefusedError(f"{looked_for(folder)}: no such checkpoint folder")
     index = _read_json(folder, "index.json")
     if index.get("format") != FORMAT:
         raise RefusedError(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kumi.convert.vocab.base import Base
 from kumi.errors import ConfigError
+from kumi.paths import looked_for
 
 _LONGEST = 1000
 
@@ -31,7 +32,7 @@ def read_wanted(file: str | Path, *, special: bool) -> list[Wanted]:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); name a text file with one token a line"
+            f"{looked_for(path)}: cannot be read ({error.strerror}); name a text file with one token a line"
         ) from None
     lines = text.removeprefix("﻿").split("\n")
     if lines[-1] == "":  # the end of the last line
