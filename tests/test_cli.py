@@ -22,6 +22,7 @@ def flags(parser):
 def test_verbs_and_flags_are_frozen():
     verbs = next(action for action in _parser()._actions if action.choices).choices
     assert {name: flags(verb) for name, verb in verbs.items()} == {
+        "init": ["--help", "--json", "--list", "--out", "-h"],
         "describe": ["--help", "--json", "--resolved", "--schema", "-h"],
         "plan": ["--calibrate", "--days", "--engine", "--export", "--gpus", "--help", "--html", "--json", "--out",
                  "--save", "--svg", "--tokens", "--top", "--trace", "--trainable", "-h"],
@@ -45,7 +46,7 @@ def test_config_keys_are_frozen():
     assert found == frozen
 
 
-@pytest.mark.parametrize("verb", ["describe", "plan", "data", "train", "convert", "vocab", "push", "bench"])
+@pytest.mark.parametrize("verb", ["init", "describe", "plan", "data", "train", "convert", "vocab", "push", "bench"])
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])

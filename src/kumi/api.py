@@ -112,10 +112,10 @@ def train_run(
         from kumi.train.child import train_in_child
 
         train_in_child(config, listener, allow_change, print if verbose else lambda line: None)
-    return _output(config)
+    return train_output(config)
 
 
-def _output(config: RunConfig) -> TrainOutput:
+def train_output(config: RunConfig) -> TrainOutput:
     """Return how the run of `config` ended, from its folder."""
     from kumi.train.metrics import read_metrics
 

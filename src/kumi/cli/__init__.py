@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line. Each verb has a file: it declares its arguments, imports its package, calls one function, prints.
 
 main(argv)  -> the exit code of one command (see kumi.errors)
@@ -12,14 +13,15 @@ import sys
 from collections.abc import Sequence
 
 from kumi import __version__
-from kumi.cli import bench, convert, data, describe, plan, push, train, vocab
+from kumi.cli import bench, convert, data, describe, init, plan, push, train, vocab
+from kumi.cli.completion import complete
 from kumi.cli.json_output import json_output
 from kumi.errors import INTERRUPTED, OK, ConfigError, KumiError
 from kumi.output import keep_output
 
 __all__ = ["main"]
 
-VERBS = (describe, plan, data, train, convert, vocab, push, bench)
+VERBS = (init, describe, plan, data, train, convert, vocab, push, bench)
 
 # Verbs that continue where an interrupted command stopped.
 RESUMABLE = (data.run, train.run)
@@ -30,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         keep_output()
     parser = _parser()
+    complete(parser)
     arguments = _parsed(parser, argv)
     if arguments.run_verb is None:
         parser.print_help()
@@ -72,7 +75,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kumi", allow_abbrev=False, description="Train large language models on many GPUs.",
-        epilog="Start with: kumi train examples/quickstart.toml",
+        epilog="Start with: kumi init && kumi train run.toml",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"kumi {__version__}")
     parser.set_defaults(run_verb=None)

@@ -29,7 +29,10 @@ def add_run_file(parser: argparse.ArgumentParser, help: str = RUN_HELP, **option
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
+    from kumi.cli.completion import overrides
+
+    action = parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
+    action.completer = overrides  # type: ignore[attr-defined]
 
 
 def positive(text: str) -> int:

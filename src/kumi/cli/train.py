@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
+from dataclasses import asdict
 from typing import Any
 
 from kumi.cli.arguments import add_run_file, add_verb
@@ -34,15 +36,24 @@ def run(arguments: Namespace) -> int:
         return _dry_run(arguments)
     if arguments.rank:
         raise ConfigError("train: --rank is for --dry-run; add that, or leave --rank out")
-    if arguments.json:
-        raise ConfigError("train: --json is for --dry-run; add that, or leave --json out")
     from kumi.launch import signals
 
     with signals.leaving():
-        from kumi.config import load, resolve
-        from kumi.train.start import start
+        return _train(arguments)
 
-        return start(resolve(load(arguments.run, arguments.overrides)), allow_change=tuple(arguments.allow_change))
+
+def _train(arguments: Namespace) -> int:
+    from kumi.api import train_output
+    from kumi.config import load, resolve
+    from kumi.train.start import start
+
+    config = load(arguments.run, arguments.overrides)
+    code = start(resolve(config), allow_change=tuple(arguments.allow_change))
+    if arguments.json and os.environ.get("RANK", "0") == "0":
+        output = asdict(train_output(config))
+        folders = {name: output[name] and str(output[name]) for name in ("output_dir", "model_dir")}
+        arguments.write_json(output | folders)
+    return code
 
 
 def _dry_run(arguments: Namespace) -> int:

@@ -1,0 +1,100 @@
+"""`kumi init`: a run file from a recipe, and the model's description that it names, into the working directory."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from kumi.cli.arguments import add_verb
+from kumi.errors import OK, ConfigError, RefusedError
+
+FIRST = "quickstart"
+
+
+def add(verbs: Any) -> None:
+    """Declare the verb's arguments."""
+    parser = add_verb(verbs, "init", "Write a run file to start from", "kumi init && kumi train run.toml")
+    names = parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help=f"a name that --list shows; default: {FIRST}"
+    )
+    names.completer = lambda **_: list(recipes())  # type: ignore[attr-defined]
+    parser.add_argument("--list", action="store_true", help="name the recipes")
+    parser.add_argument("--out", default="run.toml", metavar="FILE.toml", help="the new run file; default: run.toml")
+    parser.set_defaults(run_verb=run)
+
+
+def run(arguments: Namespace) -> int:
+    """Write the recipe's files, or list the recipes. Returns the exit code."""
+    if arguments.list:
+        return _list(arguments)
+    name = arguments.recipe or FIRST
+    texts = recipe_files(name, arguments.out)
+    _write(texts)
+    command = f"kumi {'plan' if name.startswith('plan/') else 'train'} {arguments.out}"
+    if arguments.json:
+        arguments.write_json({"recipe": name, "files": list(texts), "next": command})
+    for file in texts:
+        print(f"wrote {file}")
+    print(f"next: {command}")
+    return OK
+
+
+def recipes() -> dict[str, str]:
+    """Return what each recipe is for, the first line of its file, by name."""
+    folder = _folder()
+    found = {}
+    for prefix, place in (("", folder), ("plan/", folder.joinpath("plan"))):
+        for file in sorted(place.iterdir(), key=lambda entry: entry.name):
+            if file.name.endswith(".toml"):
+                head = file.read_text(encoding="utf-8").partition("\n")[0]
+                found[prefix + file.name.removesuffix(".toml")] = head.lstrip("# ")
+    return found
+
+
+def recipe_files(name: str, out: str) -> dict[str, str]:
+    """Return the text of each file of the recipe `name`, by path: the run file `out`, and the config.json of a model
+    that it names. Raises ConfigError for an unknown name."""
+    if name not in recipes():
+        from difflib import get_close_matches
+
+        close = get_close_matches(name, recipes(), n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"init: there is no recipe {name!r}; {hint}use {', '.join(recipes())}")
+    text = _folder().joinpath(*f"{name}.toml".split("/")).read_text(encoding="utf-8")
+    text = text.replace(f"examples/{name}.toml", out)
+    models = {model: f"models/{model}/config.json" for model in re.findall(r'"examples/models/([^"/]+)"', text)}
+    configs = {
+        path: _folder().joinpath("models", model, "config.json").read_text(encoding="utf-8")
+        for model, path in models.items()
+    }
+    return {out: text.replace("examples/models/", "models/"), **configs}
+
+
+def _list(arguments: Namespace) -> int:
+    if arguments.json:
+        arguments.write_json({"recipes": recipes()})
+        return OK
+    width = max(map(len, recipes()))
+    for name, purpose in recipes().items():
+        print(f"{name:{width}}  {purpose}")
+    return OK
+
+
+def _write(texts: dict[str, str]) -> None:
+    """Write new files. Raises RefusedError, before anything is written, where one of them exists."""
+    for name in texts:
+        if Path(name).exists() or Path(name).is_symlink():
+            raise RefusedError(f"init: {name} exists, and nothing is overwritten; remove it, or work in another folder "
+                               f"or with --out FILE.toml")  # fmt: skip
+    for name, text in texts.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        with open(name, "x", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _folder() -> Traversable:
+    return files("kumi").joinpath("recipes")
