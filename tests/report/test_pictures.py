@@ -159,3 +159,19 @@ def test_names_are_escaped():
     collectives = tuple(replace(item, link="a<b") for item in made.best.collectives)
     odd = replace(made, job=replace(made.job, cluster=cluster), best=replace(made.best, collectives=collectives))
     assert "tp over a<b" in [text.text for text in parsed(odd)["traffic"].iter(f"{SVG}text")]
+
+
+def test_the_unit_of_the_memory_axis_stands_above_its_numbers():
+    across, up = (
+        scatter.Scale(1.0, 2.0, 66, 700),
+        scatter.Scale(10.0, 120.0, 366, 54),
+    )  # the highest number lies at the very top
+    texts = [
+        re.search(r'y="([\d.]+)".*>(.+)</text>', mark)
+        for mark in scatter._frame(across, up)
+        if 'text-anchor="end"' in mark
+    ]
+    heights = {match[2]: float(match[1]) for match in texts}
+    unit = heights.pop("GiB")
+    assert heights
+    assert all(height - unit >= 13 for height in heights.values())

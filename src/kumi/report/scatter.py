@@ -103,7 +103,7 @@ def _marks_key(kinds: Sequence[str]) -> tuple[list[str], float]:
     for kind in kinds:
         marks += [_mark(kind, x, 16, ""), svg.text(x + 12, 21, kind)]
         x += 36 + svg.width_of(kind)
-    return marks, 32.0
+    return marks, 46.0  # with room for the unit of the axis between the key and its highest number
 
 
 def _numbers(places: Sequence[tuple[float, float]], line: Sequence[tuple[float, float]]) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _frame(across: Scale, up: Scale) -> Iterator[str]:
     yield svg.text(
         (across.start + across.end) / 2, up.start + 36, f"seconds a step{log * across.logarithmic}", anchor="middle"
     )
-    yield svg.text(12, up.end + 2, "GiB")
+    yield svg.text(across.start - 8, up.end - 14, "GiB", anchor="end")
 
 
 def _limit(up: Scale, usable: float) -> Iterator[str]:
