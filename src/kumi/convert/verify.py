@@ -121,8 +121,9 @@ def _transformers_logits(kind: Any, folder: Path, prompts: Tensor) -> Tensor:
     with _quiet():
         try:
             # By the type that transformers knows the class by: it names experts after that.
-            config = families.read_config(folder) | {"model_type": kind.config_class.model_type}
-            config = kind.config_class.from_dict(config)
+            # Read by its own reader, for which files spell infinity.
+            config, _ = kind.config_class.get_config_dict(folder, local_files_only=True)
+            config = kind.config_class.from_dict(config | {"model_type": kind.config_class.model_type})
             model = kind.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True).eval()
         except (OSError, ValueError, RuntimeError) as error:
             said = " ".join(str(error).split())
