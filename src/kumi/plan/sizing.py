@@ -41,19 +41,12 @@ def training(tokens: float, best: Estimate, cluster: ClusterSpec) -> Training:
 
 
 @dataclass(frozen=True)
-class Size:
-    """A number of nodes, the fastest plan on them, and what training takes: days, device-hours, money, kWh.
-
-    `cost` is None where the cluster has no price, `energy` where it has no watts.
-    """
+class Size(Training):
+    """What training takes on a number of nodes, with the fastest plan on them."""
 
     nodes: int
     devices: int
     best: Estimate
-    days: float
-    device_hours: float
-    cost: float | None
-    energy: float | None
 
 
 def size(
@@ -65,9 +58,9 @@ def size(
     found = search(job, pinned, top=1, accept=accepted(job, unsupported))
     if not found.plans:
         return None
-    takes = training(tokens, found.plans[0], job.cluster)
+    best = found.plans[0]
     return Size(
-        nodes, job.cluster.devices, found.plans[0], takes.days, takes.device_hours, takes.cost, takes.energy
+        **vars(training(tokens, best, job.cluster)), nodes=nodes, devices=job.cluster.devices, best=best
     )  # fmt: skip
 
 
