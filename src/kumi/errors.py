@@ -22,11 +22,22 @@ REQUEUE = 75
 INTERRUPTED = 130
 TERMINATED = 143
 
+# The longest sentence that is shown.
+_LONGEST = 4_000
+
 
 class KumiError(Exception):
     """A failure that is explained in one sentence: what, where, the values, why, and what to do."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """Return the sentence without what a hostile file could do to a terminal: control characters, or megabytes."""
+        text = super().__str__()
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+        if text.isprintable():
+            return text
+        return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 class ConfigError(KumiError):

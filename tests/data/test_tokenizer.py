@@ -57,7 +57,7 @@ def test_a_sample_is_taken_of_a_large_corpus(tmp_path, write_jsonl, monkeypatch)
     seen = []
     monkeypatch.setattr("kumi.data.bpe._run", lambda job: seen.append(job["chosen"]))
     for folder in ("a", "b"):
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
             train_tokenizer([source], 300, tmp_path / folder, sample_bytes=10_000)
     assert seen[0] == seen[1]
     size = sum(segment["bytes"] for unit in seen[0] for segment in unit["segments"])

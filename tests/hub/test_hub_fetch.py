@@ -128,7 +128,7 @@ def test_pickled_weights_and_indices_that_point_elsewhere_are_refused(hub):
     for number, (index, words) in enumerate([
         ({"weight_map": {"a": "../../secret.safetensors"}}, "names '../../secret.safetensors' as a file of weights"),
         ({"weight_map": {"a": "*.safetensors"}}, "names '*.safetensors' as a file"),
-        ({"weight_map": {"a": 3}}, "names 3 as a file"), ({"weight_map": {}}, "names no files"), ([], "not a weight"),
+        ({"weight_map": {"a": 3}}, "names 3 as a file"), ({"weight_map": {}}, "names no files"), ([], "holds a list"),
     ]):  # fmt: skip
         name = f"org/index-{number}"
         hub.add(name, FILES | {"model.safetensors.index.json": json.dumps(index).encode()})

@@ -7,7 +7,6 @@ then: the key's default, which is to leave a run as it was without the key, or e
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from kumi.config.load import from_dict
 from kumi.config.schema import RunConfig
 from kumi.errors import ConfigError, RefusedError
+from kumi.files.untrusted import parse_toml, read_bytes
 
 CONFIG = "config.toml"
 
@@ -63,8 +63,8 @@ def load_stored(out: Path) -> RunConfig:
 def read_stored(out: Path) -> dict[str, Any]:
     """Return the configuration in the folder `out` as it was written. Raise RefusedError where it is not TOML."""
     try:
-        return tomllib.loads((out / CONFIG).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return parse_toml(read_bytes(out, CONFIG, RefusedError))
+    except ValueError as error:
         raise RefusedError(f"{out / CONFIG} is damaged ({error}); restore it, or choose another train.out") from None
 
 

@@ -28,6 +28,7 @@ import kumi
 from kumi import hub
 from kumi.convert.hf_write import check_target, unfinished
 from kumi.convert.safetensors_file import sync
+from kumi.files.output import remove_tree
 from kumi.spec.adapters import takes
 from kumi.spec.ledger import ops
 from kumi.spec.lora import Lora
@@ -113,7 +114,7 @@ def write_adapter(
             for ending, tensor in _joined(module, own, spec.lora, read).items():
                 tensors[f"{PREFIX}{module.name}.{ending}"] = tensor
     part = unfinished(folder)
-    shutil.rmtree(part, ignore_errors=True)
+    remove_tree(part)
     part.mkdir(parents=True)
     try:
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})

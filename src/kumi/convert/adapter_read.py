@@ -26,7 +26,15 @@ _BESIDE = ("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "ex
            "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
            "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
            "fan_in_fan_out")  # fmt: skip
-_READ = ("peft_type", "bias", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
+# Keys that are read, with the types of their values.
+_READ: dict[str, tuple[type, ...]] = {
+    "peft_type": (str,), "bias": (str,), "r": (int, float), "lora_alpha": (int, float), "use_rslora": (bool,),
+    "use_dora": (bool,), "rank_pattern": (dict,), "alpha_pattern": (dict,), "base_model_name_or_path": (str,),
+    "revision": (str,), "fan_in_fan_out": (bool,),
+}  # fmt: skip
+_WORDS: dict[type, str] = {str: "a text", int: "a number", bool: "true or false", dict: "a table"}
+# A rank is at most a matrix's width; alpha is published up to 512.
+_MOST = 1e6
 # Other ways to begin take something out of the base's own weights.
 _INITS = (True, False, "gaussian", "orthogonal", None)
 _ENDINGS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
@@ -58,16 +66,20 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     known = (*_BESIDE, *_READ)
     for key, value in found.items():
+        if value is not None and not _has_type(value, _READ.get(key, (object,))):
+            raise ModelError(f"{path}: {key}={brief(value)} must be {_WORDS[_READ[key][0]]}; fetch the file again")
         empty = value is None or value is False or value in ({}, [], "", 0)
         if key not in known and not empty:
-            raise ModelError(f"{path}: {key}={value!r} is beyond what kumi knows of LoRA; merge with peft instead")
+            raise ModelError(
+                f"{path}: {key[:60]}={brief(value)} is beyond what kumi knows of LoRA; merge with peft instead"
+            )
     if found.get("init_lora_weights", True) not in _INITS:
         raise ModelError(
-            f"{path}: init_lora_weights={found['init_lora_weights']!r} moves a part of the base's weights into the "
-            f"adapters; save them with peft's path_initial_model_for_weight_conversion first"
+            f"{path}: init_lora_weights={brief(found['init_lora_weights'])} moves a part of the base's weights into "
+            f"the adapters; save them with peft's path_initial_model_for_weight_conversion first"
         )
     if found.get("bias", "none") != "none":
-        raise ModelError(f"{path}: bias={found['bias']!r}: kumi reads adapters with bias 'none' only")
+        raise ModelError(f"{path}: bias={brief(found['bias'])}: kumi reads adapters with bias 'none' only")
     return found
 
 
@@ -122,14 +134,18 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, pattern: str, mod
     found: Any = config.get(key)
     for name, value in (config.get(pattern) or {}).items():
         if not re.fullmatch(r"[\w.]+", name):
-            raise ModelError(f"{folder / CONFIG}: {pattern} has the expression {name!r}; kumi reads names only")
+            raise ModelError(f"{folder / CONFIG}: {pattern} has the expression {brief(name)}; kumi reads names only")
         if module == name or module.endswith(f".{name}"):
             found = value
             break
-    valid = isinstance(found, int | float) and not isinstance(found, bool) and found > 0
-    if not valid or (key == "r" and int(found) != found):
-        raise ModelError(f"{folder / CONFIG}: {key}={found!r} of {module} is no positive number")
+    if not _has_type(found, _READ[key]) or not 0 < found <= _MOST or (key == "r" and int(found) != found):
+        raise ModelError(f"{folder / CONFIG}: {key}={brief(found)} of {module} is no positive number of at most "
+                         f"{_MOST:.0f}; correct it")  # fmt: skip
     return found
+
+
+def _has_type(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and (not isinstance(value, bool) or bool in types or object in types)
 
 
 def as_trained(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -> dict[str, Tensor]:

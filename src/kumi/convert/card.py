@@ -12,6 +12,8 @@ from typing import Any
 import kumi
 from kumi.convert.origin import UNKNOWN, Origin
 from kumi.errors import RefusedError
+from kumi.files.output import write_text
+from kumi.files.untrusted import inside, open_stream, read_bytes
 from kumi.spec.families import FAMILIES
 from kumi.spec.ledger import num_params
 from kumi.spec.model import ModelSpec
@@ -63,16 +65,15 @@ def model_card(
 def mark_verified(folder: Path, how: str) -> None:
     """Note in the card of `folder` that it was verified, and the digest of what was."""
     path = folder / "README.md"
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = _text(folder).split("\n")
     last = max((index for index, line in enumerate(lines) if line.startswith("|")), default=len(lines) - 1)
     rows = [f"| {VERIFIED} | {_cell(how)} |", f"| {DIGEST} | {digest(folder)} |"]
-    path.write_text("\n".join([*lines[: last + 1], *rows, *lines[last + 1 :]]), encoding="utf-8")
+    write_text(path, "\n".join([*lines[: last + 1], *rows, *lines[last + 1 :]]))
 
 
 def check_verified(folder: Path) -> None:
     """Nothing, when `folder` is as it was when its card was told that it is verified; RefusedError otherwise."""
-    path = folder / "README.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = _text(folder) if (folder / "README.md").is_file() else ""
     noted = re.search(rf"^\| {re.escape(DIGEST)} \| (\w+) \|$", text, re.M)
     if noted is None:
         raise RefusedError(f"{folder}: its README.md does not say that it was verified; write it again with --verify, "
@@ -87,9 +88,13 @@ def digest(folder: Path) -> str:
     whole = hashlib.sha256()
     names = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")
     for file in sorted(file for name in names for file in folder.glob(name)):
-        with file.open("rb") as opened:
+        with open_stream(inside(folder, file.name)) as opened:
             whole.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
     return whole.hexdigest()
+
+
+def _text(folder: Path) -> str:
+    return read_bytes(folder, "README.md").decode(errors="replace")
 
 
 def _cell(text: str) -> str:

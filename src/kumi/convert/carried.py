@@ -7,13 +7,13 @@ their names). They are bytes here, of whatever dtype.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kumi.convert.entry import BLOCK_BYTES, read_bytes
 from kumi.convert.safetensors_read import Span, read_header, tensors_of
 from kumi.errors import ModelError
+from kumi.files.output import copy_into
 from kumi.files.untrusted import inside
 from kumi.spec.model import ModelSpec
 
@@ -50,7 +50,7 @@ def copy_processor(source: Path, folder: Path) -> None:
     """Copy what `source` says of how images are given to its model, as it is."""
     for name in PROCESSOR_FILES:
         if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
+            copy_into(folder, source, name)
 
 
 def grouped(spans: Mapping[str, Span], limit: int) -> list[dict[str, Span]]:

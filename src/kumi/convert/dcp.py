@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from kumi.convert import pickles
 from kumi.errors import RefusedError
+from kumi.files.untrusted import inside, open_stream
 from kumi.storage.write import tiling_problem
 
 Shape = tuple[int, ...]
@@ -79,12 +80,15 @@ class Checkpoint:
     def load(self, name: str) -> Any:
         """The object `name`, as far as it is made of plain things; of tensors in it only heads."""
         blob = self.objects[name]
-        with (self.folder / blob.file).open("rb") as file:
+        with self._open(blob) as file:
             return pickles.load_archive(_window(file, blob), f"{self.folder / blob.file}: {name!r}").content
+
+    def _open(self, blob: Blob) -> BinaryIO:
+        return open_stream(inside(self.folder, blob.file, RefusedError))
 
     def _piece(self, name: str, dtype: torch.dtype, chunk: Chunk, wanted: tuple[slice, ...]) -> Tensor:
         """The rectangle `wanted` of `chunk`; the bytes read are rows of its first dim of more than one."""
-        with (self.folder / chunk.blob.file).open("rb") as file:
+        with self._open(chunk.blob) as file:
             head, first = self._head(file, name, dtype, chunk)
             if not _is_contiguous(head):
                 whole = _bytes(file, first, head.storage.count * dtype.itemsize).view(dtype)
@@ -114,15 +118,18 @@ class Checkpoint:
             raise RefusedError(f"{where} is {found}, its metadata say {(dtype, chunk.extent)}; the files do not belong "
                                f"together")  # fmt: skip
         record = archive.find(head.storage.record)
-        reach = head.offset + sum((n - 1) * step for n, step in zip(head.shape, head.stride)) + 1
         size = head.storage.count * dtype.itemsize
-        steps = (*head.stride, head.offset)
-        fits = len(head.stride) == len(head.shape) and all(type(step) is int and step >= 0 for step in steps)
-        if record is None or record[1] != size or record[0] + size > chunk.blob.length or not fits or (
-            reach > head.storage.count and 0 not in head.shape
-        ):  # fmt: skip
+        if record is None or record[1] != size or record[0] + size > chunk.blob.length or not _fits(head):
             raise RefusedError(f"{where}: its data do not lie inside of its file entry; copy the checkpoint again")
         return head, chunk.blob.offset + record[0]
+
+
+def _fits(head: pickles.Head) -> bool:
+    """True when `head` has a step for each dim, all whole numbers, that stay within its storage."""
+    if len(head.stride) != len(head.shape) or not all(type(n) is int and n >= 0 for n in (*head.stride, head.offset)):
+        return False
+    reach = head.offset + sum((size - 1) * step for size, step in zip(head.shape, head.stride)) + 1
+    return reach <= head.storage.count or 0 in head.shape
 
 
 def _is_contiguous(head: pickles.Head) -> bool:
@@ -236,17 +243,12 @@ def _blob(folder: Path, name: str, info: Any, sizes: dict[str, int]) -> Blob:
     file, offset, length = (getattr(info, key, None) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise RefusedError(f"{folder / '.metadata'}: says not where {name!r} is ({info!r:.120}); copy it again")
-    if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
-        raise RefusedError(f"{folder / '.metadata'}: {name!r} is said to be in {file!r}, outside of the folder; it is "
-                           f"not opened")  # fmt: skip
     if getattr(info, "transform_descriptors", None):
         raise RefusedError(f"{folder}: {name!r} is compressed ({info.transform_descriptors}); save it uncompressed")
     if file not in sizes:
-        path = folder / file
+        path = inside(folder, file, RefusedError)
         if not path.is_file():
-            raise RefusedError(f"{path}: the file is missing, and {name!r} in it; copy the checkpoint again")
-        if path.is_symlink() and path.resolve().parent != folder.resolve():
-            raise RefusedError(f"{path}: is a link to {path.resolve()}, outside of the folder; it is not opened")
+            raise RefusedError(f"{folder / file}: the file is missing, and {name!r} in it; copy the checkpoint again")
         sizes[file] = path.stat().st_size
     if offset + length > sizes[file]:
         raise RefusedError(f"{folder / file}: has {sizes[file]} bytes, but {name!r} reaches to {offset + length}; the "

@@ -17,7 +17,8 @@ from kumi.convert.safetensors_file import Layout, create, lay_out, put, sync
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError, RefusedError
-from kumi.files.untrusted import inside
+from kumi.files.output import copy_into, refuse_link, remove_tree
+from kumi.files.untrusted import read_object
 from kumi.spec import families
 from kumi.spec.ledger import buffers, params
 from kumi.spec.ledger import tensors as tensors_of
@@ -78,7 +79,7 @@ def write(
     config = _with_dtype(families.patched(base_config, spec) if base_config else families.to_hf(spec), dtypes)
     config.pop("quantization_config", None)  # what is written here never is
     part = unfinished(folder)
-    shutil.rmtree(part, ignore_errors=True)
+    remove_tree(part)
     part.mkdir(parents=True)
     try:
         for file, layout in shards.items():
@@ -157,7 +158,8 @@ def unfinished(folder: Path) -> Path:
 
 
 def check_target(folder: Path, *, replace: bool) -> None:
-    """Nothing, or RefusedError when `folder` is there, not empty, and not to be replaced."""
+    """Raise RefusedError when `folder` is a link, or is there, not empty, and not to be replaced."""
+    refuse_link(folder)
     if folder.exists() and not replace and (not folder.is_dir() or any(folder.iterdir())):
         raise RefusedError(f"{folder}: exists and is not empty; name another folder, or delete it")
     above = next(parent for parent in folder.absolute().parents if parent.exists())
@@ -174,12 +176,8 @@ def _with_dtype(config: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, 
 
 def read_generation(folder: Path) -> dict[str, Any] | None:
     """The generation_config.json of `folder`, None where it has none."""
-    path = folder / "generation_config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error}); fetch the file again") from None
-    return found if isinstance(found, dict) else None
+    name = "generation_config.json"
+    return read_object(folder, name, infinity=True) if (folder / name).exists() else None
 
 
 def _generation(config: Mapping[str, Any], tokenizer: str | Path | None) -> dict[str, Any]:
@@ -198,7 +196,7 @@ def _copy_tokenizer(source: str | Path | None, part: Path) -> None:
     code = sorted(path.name for path in Path(source).glob("*.py"))
     for name in (*TOKENIZER_FILES, *code):
         if (Path(source) / name).exists():
-            shutil.copyfile(inside(Path(source), name), part / name)
+            copy_into(part, Path(source), name)
 
 
 def _publish(part: Path, folder: Path) -> None:

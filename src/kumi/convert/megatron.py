@@ -23,6 +23,8 @@ from kumi.convert.entry import BLOCK_BYTES
 from kumi.convert.rectangles import Dims, overlap, seen, unit_rows
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError, RefusedError
+from kumi.files.untrusted import explain, open_stream, read_bytes
+from kumi.files.untrusted import inside as untrusted_file
 from kumi.spec import families
 from kumi.spec.ledger import tensors
 from kumi.spec.megatron_weights import VOCABULARY, Keys, files, parts
@@ -137,7 +139,7 @@ def newest(folder: Path) -> Path:
     """The checkpoint in `folder`: itself, or the one that it names as its newest."""
     if (folder / METADATA).is_file():
         return folder
-    text = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    text = read_bytes(folder, LATEST, RefusedError).decode(errors="replace").strip()
     if text != "release" and not re.fullmatch(r"[0-9]{1,12}", text):
         raise RefusedError(f"{folder / LATEST}: says {text!r:.40}, not a number or 'release'; name the folder iter_...")
     inner = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
@@ -173,9 +175,12 @@ def _config(
 def _common(inner: Path, saved: dcp.Checkpoint) -> dict[str, Any]:
     """What Megatron saved besides tensors: in a file of its own, or, from megatron-core 0.17 on, in an entry."""
     path, entry = inner / COMMON, next((name for name in saved.objects if name.startswith(COMMON_ENTRY)), None)
-    if path.is_file():
-        with path.open("rb") as file:
-            found = pickles.load_archive(file, str(path)).content
+    if path.exists():
+        try:
+            with open_stream(untrusted_file(inner, COMMON, RefusedError)) as file:
+                found = pickles.load_archive(file, str(path)).content
+        except OSError as error:
+            raise RefusedError(f"{path}: cannot be read ({explain(error)}); copy it again") from None
     else:
         found = saved.load(entry) if entry is not None else {}
     found = found[0] if isinstance(found, list) and len(found) == 1 else found
@@ -189,9 +194,9 @@ def _run_config(path: Path) -> Mapping[str, Any]:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.safe_load(read_bytes(path.parent, path.name))
         model = found["model"]
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(
             f"{path}: cannot be read ({error!s:.120}); give the model's config.json with --config"
         ) from None

@@ -23,6 +23,7 @@ from kumi.convert.rectangles import Dims
 from kumi.convert.safetensors_file import sync
 from kumi.convert.stream import Reader, threads
 from kumi.errors import ModelError
+from kumi.files.output import remove_tree
 from kumi.plan.export import megatron_model
 from kumi.plan.export.megatron_lm import BUILT_IN
 from kumi.spec.ledger import tensors
@@ -83,7 +84,7 @@ def write(
     sizes = {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}
     free_space_check(folder, tensor_bytes(spec, keys, sizes) + _SLACK, "the model")
     part = hf_write.unfinished(folder)
-    shutil.rmtree(part, ignore_errors=True)
+    remove_tree(part)
     inner = part / ITERATION
     inner.mkdir(parents=True)
     try:

@@ -19,6 +19,7 @@ from kumi.convert.safetensors_file import sync
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Bench, Job, Reader, Wrote, write_at
 from kumi.errors import ModelError, RefusedError
+from kumi.files.output import remove_tree
 from kumi.spec.families import quantised
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers, tensors
@@ -112,7 +113,7 @@ def write_model(
     carries along.
     """
     temporary = hf_write.unfinished(folder)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_tree(temporary)
     if folder.exists():
         folder.rmdir()
     temporary.mkdir(parents=True)

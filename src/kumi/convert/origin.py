@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kumi.errors import RefusedError
+from kumi.files.untrusted import INDEX, inside, open_stream, read_object
 
 # Of a card no more than this is read in search of its header.
 _LONGEST = 2**20
@@ -73,11 +73,10 @@ def card_header(folder: Path) -> dict[str, Any]:
     """The header of the model card in `folder`, empty where there is none that can be read."""
     import yaml  # type: ignore[import-untyped]
 
-    path = folder / "README.md"
-    if not path.is_file():
+    if not (folder / "README.md").is_file():
         return {}
-    with path.open(encoding="utf-8", errors="replace") as file:
-        match = re.match(r"﻿?---\r?\n(.*?)\n---", file.read(_LONGEST), re.S)
+    with open_stream(inside(folder, "README.md")) as file:
+        match = re.match(r"﻿?---\r?\n(.*?)\n---", file.read(_LONGEST).decode(errors="replace"), re.S)
     try:
         found = yaml.safe_load(match[1]) if match else {}
     except (yaml.YAMLError, ValueError, RecursionError):  # written by hand, and nothing that a model depends on
@@ -90,8 +89,5 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def _meta(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["meta"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RefusedError(f"{folder / 'meta.json'}: cannot be read ({error}); name another checkpoint") from None
+    found = read_object(folder, "meta.json", RefusedError, INDEX).get("meta")
     return found if isinstance(found, dict) else {}

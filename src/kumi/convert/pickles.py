@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import io
+import os
 import pickle
 import types
 import zipfile
@@ -21,6 +22,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from kumi.errors import RefusedError
+from kumi.files.untrusted import inside, open_stream
 
 # The longest pickle that is read: a megabyte of metadata describes some ten thousand pieces of tensors.
 LIMIT = 2**31
@@ -160,10 +162,12 @@ def _load(file: BinaryIO, name: str, allowed: Mapping[tuple[str, str], Any]) -> 
 
 def load_metadata(path: Path) -> metadata.Metadata:
     """The metadata of a distributed checkpoint."""
-    size = path.stat().st_size
-    if size > LIMIT:
-        raise RefusedError(f"{path}: {size} bytes are more than metadata have ({LIMIT}); the file is something else")
-    with path.open("rb") as file:
+    with _guarded(lambda: open_stream(inside(path.parent, path.name, RefusedError)), str(path)) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > LIMIT:
+            raise RefusedError(
+                f"{path}: {size} bytes are more than metadata have ({LIMIT}); the file is something else"
+            )
         found = _load(file, str(path), _PLAIN | _METADATA)
     if not isinstance(found, metadata.Metadata):
         raise RefusedError(f"{path}: holds {type(found).__name__}, not the metadata of a checkpoint")

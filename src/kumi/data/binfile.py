@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from kumi.data.checksums import Checksums, Guard
 from kumi.errors import DataError, RefusedError
+from kumi.files.output import open_new
+from kumi.files.untrusted import open_stream
 from kumi.paths import looked_for
 
 Array = npt.NDArray[Any]
@@ -176,7 +178,7 @@ def open_file(prefix: Path | str, checksums: Checksums | None = None, vocab_size
 
 def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
     """dtype, N and M from the index's header, checked against the file's size."""
-    with open(path, "rb") as stream:
+    with open_stream(path, follow=True) as stream:
         raw = stream.read(_HEADER.size)
         size = os.fstat(stream.fileno()).st_size
     if len(raw) < _HEADER.size or not raw.startswith(MAGIC):
@@ -210,7 +212,7 @@ def writing(prefix: Path | str, dtype: np.dtype[Any]) -> Iterator[Append]:
     Lengths wait in a file, not in memory, so an index of any size is written in constant memory.
     """
     partial, waiting = Path(f"{prefix}.bin.partial"), Path(f"{prefix}.lengths.partial")
-    with open(partial, "wb", buffering=1 << 20) as tokens_out, open(waiting, "wb", buffering=1 << 18) as lengths_out:
+    with open_new(partial, "wb", 1 << 20) as tokens_out, open_new(waiting, "wb", 1 << 18) as lengths_out:
 
         def append(tokens: Array, lengths: Array) -> None:
             assert tokens.dtype == dtype
@@ -229,7 +231,7 @@ def writing(prefix: Path | str, dtype: np.dtype[Any]) -> Iterator[Append]:
 def _write_index(path: Path, waiting: Path, dtype: np.dtype[Any]) -> None:
     count = waiting.stat().st_size // 4
     code = {name: code for code, name in _CODES.items()}[dtype.name]
-    with open(path, "wb", buffering=1 << 20) as out:
+    with open_new(path, "wb", 1 << 20) as out:
         out.write(_HEADER.pack(MAGIC, 1, code, count, count + 1))
         for block in _blocks(waiting):
             out.write(block.data)
@@ -244,7 +246,7 @@ def _write_index(path: Path, waiting: Path, dtype: np.dtype[Any]) -> None:
 
 
 def _blocks(path: Path) -> Iterator[Array]:
-    with open(path, "rb") as stream:
+    with open_stream(path) as stream:
         while len(block := np.frombuffer(stream.read(4 * _BLOCK), "<i4")):
             yield block
 

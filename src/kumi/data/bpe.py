@@ -24,6 +24,8 @@ from kumi.data.sources import Source, compression
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.worker import in_validation
 from kumi.errors import ConfigError, KumiError, RefusedError
+from kumi.files.output import make_folder, remove_file, write_text
+from kumi.files.untrusted import TOKENIZER, read_bytes, strict_json
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 _ALPHABET, _SPECIALS = 256, (EOS, PAD)
@@ -58,7 +60,7 @@ def train(
         _refuse_foreign(folder)
         _run({"folder": str(folder), "chosen": chosen, "vocab_size": vocab_size, "validation": validation})
         found = {"origin": origin, "sha256": _sha256(folder / "tokenizer.json"), **options}
-        (folder / tokenizer.ORIGIN).write_text(json.dumps(found, indent=2) + "\n")
+        write_text(folder / tokenizer.ORIGIN, json.dumps(found, indent=2) + "\n")
     return tokenizer.load(folder)
 
 
@@ -96,9 +98,9 @@ def _place_hash(unit: work.Unit) -> bytes:
 
 def _is_made_from(folder: Path, origin: str) -> bool:
     try:
-        found = json.loads((folder / tokenizer.ORIGIN).read_text())
+        found = strict_json(read_bytes(folder, tokenizer.ORIGIN))
         return bool(found["origin"] == origin and found["sha256"] == _sha256(folder / "tokenizer.json"))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (ConfigError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -108,7 +110,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path.parent, path.name, limit=TOKENIZER.size)).hexdigest()
 
 
 def _run(job: dict[str, Any]) -> None:
@@ -182,8 +184,8 @@ def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 def _write(folder: Path, backend: Any) -> None:
     """The folder's files; the mark that it is kumi's and unfinished comes first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / tokenizer.ORIGIN).write_text("{}\n")
+    make_folder(folder)
+    write_text(folder / tokenizer.ORIGIN, "{}\n")
     special = {"bos_token": EOS, "eos_token": EOS, "pad_token": PAD}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -192,9 +194,10 @@ def _write(folder: Path, backend: Any) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**30,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
+    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+    write_text(folder / "special_tokens_map.json", json.dumps(special, indent=2) + "\n")
     partial = folder / "tokenizer.json.partial"
+    remove_file(partial)
     try:
         backend.save(str(partial))
     except Exception as error:  # the library raises plain Exception

@@ -22,6 +22,8 @@ from kumi.data.tokenizer import Tokenizer
 from kumi.data.verify import ContentDigest, checksums
 from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, KumiError
+from kumi.files.output import open_new
+from kumi.files.untrusted import json_record
 
 
 def join(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
@@ -38,7 +40,7 @@ def join(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     (folder / store.META).unlink(missing_ok=True)
     names = _names(plan.sources)
     with ExitStack() as stack:
-        faults = stack.enter_context(open(folder / store.FAULTS, "w", encoding="utf-8"))
+        faults = stack.enter_context(open_new(folder / store.FAULTS))
         for name, units in zip(names, by_source, strict=True):
             _write_faults(faults, name, units)
     _write_files(folder / store.FILES, names, plan)
@@ -150,8 +152,8 @@ def _write_faults(out: TextIO, name: str, units: list[tuple[Unit, Path, dict[str
     """The faults of a source in file order; lines of a cut file are counted on from one segment to the next."""
     passed: Counter[str] = Counter()
     for unit, folder, counts in units:
-        with open(folder / "faults.jsonl", encoding="utf-8") as lines:
-            found = [json.loads(line) for line in lines]
+        with store.open_lines(folder, "faults.jsonl") as lines:
+            found = [json_record(line) for line in lines]
         for number, segment in enumerate(unit.segments):
             before = passed[segment.file.path]
             for _, file, line, kind, reason in (fault for fault in found if fault[0] == number):
@@ -162,7 +164,7 @@ def _write_faults(out: TextIO, name: str, units: list[tuple[Unit, Path, dict[str
 
 
 def _write_files(path: Path, names: list[str], plan: Plan) -> None:
-    with open(path, "w", encoding="utf-8") as out:
+    with open_new(path) as out:
         for name, files in zip(names, plan.files, strict=True):
             for file in files:
                 out.write(json.dumps({"source": name, **asdict(file)}) + "\n")

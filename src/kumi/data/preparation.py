@@ -13,7 +13,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -29,6 +28,8 @@ from kumi.data.tokenizer import ORIGIN, Tokenizer
 from kumi.data.verify import verify
 from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
+from kumi.files.output import make_folder, open_kept, remove_tree
+from kumi.files.untrusted import json_record
 
 OWNER = ".kumi-data"
 # Folders inside a run's folder of data.
@@ -103,7 +104,7 @@ def _owned(folder: Path) -> Iterator[None]:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / OWNER).exists():
         raise RefusedError(f"{folder}: holds files that kumi did not prepare; name a new or empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / OWNER, "a") as lock:
+    with open_kept(folder / OWNER) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,7 +120,7 @@ def _matches(folder: Path, plan: Plan) -> bool:
 
 def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
     cache = folder / "cache"
-    cache.mkdir(exist_ok=True)
+    make_folder(cache)
     try:
         _run_units(cache, plan, tokenizer, on_error, workers, show)
         join(folder, cache, plan, tokenizer)
@@ -131,7 +132,7 @@ def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers
             f"{folder}: {full}; finished units are kept, free some space and run the same command again "
             "(the end of a preparation needs the tokens' size twice)"
         ) from error
-    shutil.rmtree(cache)
+    remove_tree(cache)
 
 
 def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
@@ -189,9 +190,9 @@ def _fault_sentence(file: str, line: int, reason: str) -> str:
 
 
 def _refuse_faults(folder: Path) -> None:
-    with open(folder / store.FAULTS, encoding="utf-8") as lines:
+    with store.open_lines(folder, store.FAULTS) as lines:
         for line in lines:
-            fault = json.loads(line)
+            fault = json_record(line)
             raise DataError(_fault_sentence(fault["file"], fault["line"], fault["reason"]))
 
 

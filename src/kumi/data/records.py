@@ -7,16 +7,16 @@ range's first line."""
 from __future__ import annotations
 
 import io
-import json
-import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from kumi.data.frames import Frames, GzipFrame, ZstdFrame
 from kumi.data.sources import DataPathError, compression, file_format
 from kumi.errors import ConfigError
+from kumi.files.untrusted import json_record, open_stream
 
 MAX_BYTES = 256 * 2**20
 _BLOCK = 1 << 20
@@ -81,12 +81,20 @@ def open_bytes(path: Path) -> BinaryIO:
     bytes."""
     kind = compression(path)
     if kind == ".gz":
-        new_frame = partial(zlib.decompressobj, wbits=31)
-    elif kind == ".zst":
-        new_frame = need("zstandard", ".zst").ZstdDecompressor().decompressobj
-    else:
-        return open(path, "rb", buffering=_BLOCK)
-    return cast(BinaryIO, io.BufferedReader(_Frames(path, new_frame), 1 << 17))
+        return cast(BinaryIO, io.BufferedReader(Frames(path, GzipFrame), 1 << 17))
+    if kind == ".zst":
+        new_frame = partial(ZstdFrame, need("zstandard", ".zst").ZstdDecompressor())
+        return cast(BinaryIO, io.BufferedReader(Frames(path, new_frame), 1 << 17))
+    return open_stream(path, follow=True, buffering=_BLOCK)
+
+
+def record_limit(path: Path) -> int:
+    """Return the most bytes that one record of `path` may have.
+
+    In a compressed file that is 64 times the file, or 16 MiB where that is more: text is compressed to a third, a
+    record that is much smaller than what it expands to was made to fill memory.
+    """
+    return min(MAX_BYTES, max(16 * 2**20, 64 * path.stat().st_size)) if compression(path) else MAX_BYTES
 
 
 def need(module: str, suffix: str) -> Any:
@@ -105,7 +113,7 @@ def parquet_groups(path: Path, text_key: str) -> list[int] | None:
     there."""
     parquet = need("pyarrow.parquet", ".parquet")
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_stream(path, follow=True) as stream, parquet.ParquetFile(stream) as file:
             schema, metadata = file.schema_arrow, file.metadata
             rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     except (OSError, ValueError):
@@ -123,7 +131,7 @@ def lines_before(path: Path, offset: int) -> int:
     if offset == 0:
         return 0
     count, left = 0, offset - 1
-    with open(path, "rb") as stream:
+    with open_stream(path, follow=True) as stream:
         while left > 0 and (block := stream.read(min(_BLOCK, left))):
             count += block.count(b"\n")
             left -= len(block)
@@ -132,12 +140,13 @@ def lines_before(path: Path, offset: int) -> int:
 
 def _text(path: Path) -> Item:
     try:
+        limit = record_limit(path)
         with open_bytes(path) as stream:
-            raw = stream.read(MAX_BYTES + 1)
+            raw = stream.read(limit + 1)
     except (OSError, EOFError) as error:
         return Fault(str(path), 1, "unreadable", f"cannot be read: {_first_line(error)}")
-    if len(raw) > MAX_BYTES:
-        return _too_long(str(path), 1)
+    if len(raw) > limit:
+        return _too_long(str(path), 1, limit)
     try:
         return _checked(raw.decode("utf-8-sig"), str(path), 1)
     except UnicodeDecodeError as error:
@@ -146,20 +155,20 @@ def _text(path: Path) -> Item:
 
 
 def _jsonl(path: Path, key: str, start: int, end: int | None) -> Iterator[tuple[int, Item | None]]:
-    file, line, seen = str(path), 0, False
+    file, line, seen, limit = str(path), 0, False, record_limit(path)
     with open_bytes(path) as stream:
         position = start
         if start:
             stream.seek(start - 1)
             position = start - 1 + _skip_line(stream)
         while end is None or position < end:
-            raw = stream.readline(MAX_BYTES + 1)
+            raw = stream.readline(limit + 1)
             if not raw:
                 break
             position, line = position + len(raw), line + 1
-            if len(raw) > MAX_BYTES and not raw.endswith(b"\n"):
+            if len(raw) > limit and not raw.endswith(b"\n"):
                 position, seen = position + _skip_line(stream), True
-                yield line, _too_long(file, line)
+                yield line, _too_long(file, line, limit)
                 continue
             if start == 0 and line == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
@@ -182,7 +191,7 @@ def _skip_line(stream: BinaryIO) -> int:
 
 def _parse(raw: bytes, key: str, file: str, line: int) -> Item:
     try:
-        value = json.loads(raw.decode("utf-8"))
+        value = json_record(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Fault(file, line, "encoding", _encoding_reason(raw, error))
     except (ValueError, RecursionError) as error:
@@ -216,7 +225,9 @@ def _checked(text: str, file: str, line: int) -> Item:
 
 def _parquet(path: Path, key: str, start: int, end: int | None) -> Iterator[tuple[int, Item | None]]:
     parquet, file = need("pyarrow.parquet", ".parquet"), str(path)
-    with parquet.ParquetFile(path) as table:
+    # A dictionary of one long text may stand for millions of rows: it is not written out.
+    options = {"read_dictionary": [key], "buffer_size": _BLOCK, "pre_buffer": False}
+    with open_stream(path, follow=True) as stream, parquet.ParquetFile(stream, **options) as table:
         metadata = table.metadata
         groups = range(start, metadata.num_row_groups if end is None else end)
         row = sum(metadata.row_group(group).num_rows for group in range(start))
@@ -235,8 +246,9 @@ def _value(value: Any, key: str, file: str, row: int) -> Item:
         return Fault(file, row, "encoding", f"not UTF-8 at byte {error.start}")
 
 
-def _too_long(file: str, line: int) -> Fault:
-    return Fault(file, line, "too-long", f"one document of more than {MAX_BYTES >> 20} MiB; split it")
+def _too_long(file: str, line: int, limit: int) -> Fault:
+    why = "" if limit == MAX_BYTES else ", far more than its compressed file lets expect"
+    return Fault(file, line, "too-long", f"one document of more than {limit >> 20} MiB{why}; split it")
 
 
 def _encoding_reason(raw: bytes, error: UnicodeDecodeError) -> str:
@@ -246,48 +258,3 @@ def _encoding_reason(raw: bytes, error: UnicodeDecodeError) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-class _Frames(io.RawIOBase):
-    """Uncompressed bytes of a file of compressed frames, one after the other. It passes on all that it can before an
-    error, and notices a cut-off end, which the libraries' own readers do not both do."""
-
-    def __init__(self, path: Path, new_frame: Callable[[], Any]) -> None:
-        self._new_frame = new_frame
-        self._file = open(path, "rb")  # noqa: SIM115 - closed by close()
-        self._frame: Any = None
-        self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            block = (
-                self._frame.unused_data.lstrip(b"\0") if self._frame and self._frame.eof else b""
-            ) or self._next_block()
-            if not block:
-                return 0
-            if self._frame is None or self._frame.eof:
-                self._frame = self._new_frame()
-            self._ready = self._decompress(block)
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _next_block(self) -> bytes:
-        block = self._file.read(1 << 16)
-        if not block and self._frame and not self._frame.eof:
-            raise EOFError("the compressed file ends in the middle")
-        return block
-
-    def _decompress(self, block: bytes) -> bytes:
-        try:
-            return cast(bytes, self._frame.decompress(block))
-        except Exception as error:  # each library has its own kind
-            raise EOFError(f"the compressed data is damaged: {error}") from error
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

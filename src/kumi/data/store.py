@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections import Counter
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -21,8 +22,24 @@ from kumi.data.checksums import Checksums, from_plain
 from kumi.data.mix import Mixture, Sweep
 from kumi.data.tokenizer import Tokenizer, load
 from kumi.errors import ConfigError, RefusedError
+from kumi.files.output import write_text
+from kumi.files.untrusted import INDEX, brief, explain, inside, json_record, open_stream, read_object
 
 META, FAULTS, FILES = "meta.json", "faults.jsonl", "files.jsonl"
+
+
+_COUNT, _TEXT, _NUMBER, _NONE = (int,), (str,), (int, float), type(None)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "sources": (list,), "tokenizer": (dict,), "vocab_size": _COUNT, "eos_id": _COUNT, "bos_id": (int, _NONE),
+    "validation": _NUMBER, "unigram_entropy": _NUMBER, "fingerprint": _TEXT,
+}  # fmt: skip
+_SOURCE_TYPES: dict[str, tuple[type, ...]] = {
+    "name": _TEXT, "path": _TEXT, "weight": _NUMBER, "train": (str, _NONE), "validation": (str, _NONE),
+    "train_documents": _COUNT, "train_tokens": _COUNT, "validation_documents": _COUNT, "validation_tokens": _COUNT,
+    "faults": (dict,), "special_tokens_in_text": _COUNT, "unigram_entropy": _NUMBER, "train_digest": _TEXT,
+    "validation_digest": _TEXT,
+}  # fmt: skip
+_OPTIONAL = ("train_checksums", "validation_checksums")
 
 
 @dataclass(frozen=True)
@@ -123,13 +140,28 @@ def open_store(folder: Path | str) -> Store:
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """What meta.json of a prepared folder says, or None when there is none."""
-    try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (folder / META).exists():
         return None
-    except ValueError as error:
-        raise RefusedError(f"{folder / META}: not JSON: {error}; remove the folder and prepare again") from error
-    return meta if isinstance(meta, dict) and meta.get("kind") == "kumi data" else None
+    meta = read_object(folder, META, RefusedError, INDEX)
+    if meta.get("kind") != "kumi data":
+        return None
+    _check_types(folder, "", meta, _TYPES)
+    _check_types(folder, "tokenizer.", meta["tokenizer"], {"folder": (str,), "sha256": (str,)})
+    for entry in meta["sources"]:
+        if not isinstance(entry, dict):
+            raise RefusedError(f"{folder / META}: {brief(entry)} describes no source; prepare the data again")
+        _check_types(folder, "sources.", entry, _SOURCE_TYPES)
+        _check_types(folder, "sources.", entry, {key: (dict, _NONE) for key in _OPTIONAL if key in entry})
+    return meta
+
+
+def _check_types(folder: Path, where: str, found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
+    """Raise RefusedError when a key of `types` is missing in `found`, or of another type, or a number is negative."""
+    for key, kinds in types.items():
+        value = found.get(key, brief)  # a function, which no key is
+        if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, int | float) and value < 0):
+            said = "is missing" if value is brief else f"is {brief(value)}"
+            raise RefusedError(f"{folder / META}: {where}{key} {said}; remove the folder and prepare again")
 
 
 def inspect(
@@ -153,8 +185,8 @@ def inspect(
         for side in ("train", "validation"):
             entry.pop(f"{side}_checksums", None)
         entry["documents"] = _first_documents(source, tokens, documents, characters)
-    with open(store.folder / FAULTS, encoding="utf-8") as lines:
-        meta["first_faults"] = [json.loads(line) for line in islice(lines, 10)]
+    with open_lines(store.folder, FAULTS) as lines:
+        meta["first_faults"] = [json_record(line) for line in islice(lines, 10)]
     return meta
 
 
@@ -186,7 +218,9 @@ def _source(folder: Path, entry: dict[str, Any]) -> StoredSource:
     values = {name: entry[name] for name in StoredSource.__dataclass_fields__ if not name.endswith("_checksums")}
     for side in ("train", "validation"):
         if entry[side] is not None:
-            values[side] = folder / entry[side]
+            # Both files of the pair lie in the folder.
+            values[side] = inside(folder, f"{entry[side]}.bin", RefusedError).with_suffix("")
+            inside(folder, f"{entry[side]}.idx", RefusedError)
             if (checksums := entry.get(f"{side}_checksums")) is not None:
                 path = binfile.bin_path(values[side])
                 values[f"{side}_checksums"] = from_plain(checksums.get("bin"), path)
@@ -213,8 +247,16 @@ def entropy(counts: Sequence[int] | Array) -> float:
     return float(-(share * np.log(share)).sum()) + 0.0
 
 
+def open_lines(folder: Path, name: str) -> TextIO:
+    """Open the text file `name` of a prepared folder; RefusedError when it cannot be read, or is a link out of it."""
+    try:
+        return io.TextIOWrapper(open_stream(inside(folder, name, RefusedError)), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RefusedError(f"{folder / name}: cannot be read ({explain(error)}); prepare the data again") from None
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file so that it appears whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_text(partial, json.dumps(value, indent=2) + "\n")
     os.replace(partial, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from kumi.data.sources import Source
 from kumi.errors import ConfigError
+from kumi.files.untrusted import TOKENIZER, read_bytes, read_object, strict_json
 
 # The file that marks a tokenizer as one that kumi trained, and says from what.
 ORIGIN = "kumi_tokenizer.json"
@@ -81,8 +81,9 @@ def load(folder: Path | str) -> Tokenizer:
             f"{folder}: no tokenizer.json; give a Hugging Face tokenizer folder (a slow tokenizer becomes one with "
             "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
-    raw = path.read_bytes()
+    raw = read_bytes(folder, path.name, ConfigError, TOKENIZER.size)
     try:
+        strict_json(raw, TOKENIZER)
         backend = Backend.from_str(raw.decode())
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{path}: not a tokenizer that can be read: {error}") from error
@@ -129,8 +130,8 @@ def _special_id(folder: Path, name: str, backend: Any) -> int | None:
     for file in ("generation_config.json", "config.json"):
         value = _json(folder / file).get(f"{name}_token_id")
         number = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if isinstance(number, int):
-            if backend.id_to_token(number) is None:
+        if type(number) is int:
+            if not 0 <= number < 2**32 or backend.id_to_token(number) is None:
                 raise ConfigError(
                     f"{folder / file}: {name}_token_id {number} is not in the vocabulary of tokenizer.json"
                 )
@@ -139,10 +140,4 @@ def _special_id(folder: Path, name: str, backend: Any) -> int | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
+    return read_object(path.parent, path.name, ConfigError, TOKENIZER, infinity=True) if path.is_file() else {}

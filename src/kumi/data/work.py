@@ -16,6 +16,8 @@ from typing import Any
 from kumi.data import binfile, records
 from kumi.data.sources import Source, compression, expand, file_format
 from kumi.data.tokenizer import Tokenizer
+from kumi.errors import RefusedError
+from kumi.files.untrusted import INDEX, read_object
 
 FORMAT_VERSION = 1
 SIDES = ("train", "validation")
@@ -162,6 +164,6 @@ def _weighted(file: File, rows: list[int], size: int) -> Iterator[Segment]:
 def read_unit(folder: Path) -> dict[str, Any] | None:
     """The counts of a finished unit, or None when it is not there or not whole."""
     try:
-        return dict(json.loads((folder / "unit.json").read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError):
+        return read_object(folder, "unit.json", RefusedError, INDEX)
+    except RefusedError:
         return None

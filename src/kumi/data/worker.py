@@ -33,6 +33,7 @@ from kumi.data.sources import compression
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.work import SIDES
 from kumi.errors import ConfigError, DataError, KumiError
+from kumi.files.output import open_new, remove_tree, write_text
 
 _BATCH_CHARS = 1 << 18
 _BATCH_TEXTS = 1024
@@ -52,11 +53,11 @@ def encode_unit(job: dict[str, Any], report: Report) -> dict[str, Any]:
     it."""
     tokens = _tokenizer(job["tokenizer"], job["digest"])
     final, partial = Path(job["target"]), Path(f"{job['target']}.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_tree(partial)
     partial.mkdir(parents=True)
     try:
         counts = _write(job, tokens, partial, report)
-        (partial / "unit.json").write_text(json.dumps(counts))
+        write_text(partial / "unit.json", json.dumps(counts))
         _publish(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -80,7 +81,7 @@ def _write(job: dict[str, Any], tokens: Tokenizer, folder: Path, report: Report)
     counts: Counter[str] = Counter()
     lines, done = [], 0
     with ExitStack() as stack:
-        faults = stack.enter_context(open(folder / "faults.jsonl", "w", encoding="utf-8"))
+        faults = stack.enter_context(open_new(folder / "faults.jsonl"))
         train, held_out = (stack.enter_context(binfile.writing(folder / side, dtype)) for side in SIDES)
         sink = Sink(job, tokens, (train, held_out), faults, counts, report)
         for number, segment in enumerate(job["segments"]):
@@ -214,7 +215,7 @@ def _publish(partial: Path, final: Path) -> None:
         partial.rename(final)
     except OSError:
         # Another worker published the same result, or a damaged one stands there.
-        shutil.rmtree(final, ignore_errors=True)
+        remove_tree(final)
         partial.rename(final)
 
 

@@ -12,7 +12,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from kumi.errors import RefusedError
+from kumi.errors import ModelError, RefusedError
+from kumi.files.untrusted import TOKENIZER, explain, inside, open_stream
 
 _FLAGS = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -46,6 +47,18 @@ def write_text(path: Path, text: str) -> None:
     """Write a new file `path`; whatever had the name before loses it and keeps its content."""
     with open_new(path) as file:
         file.write(text)
+
+
+def copy_into(target: Path, folder: Path, name: str) -> None:
+    """Copy the file `name` of `folder`, which others made, into the folder `target`; ModelError when it is none."""
+    limit = TOKENIZER.size
+    try:
+        with open_stream(inside(folder, name)) as source, open_new(target / name, "wb") as copy:
+            if os.fstat(source.fileno()).st_size > limit:
+                raise ValueError(f"it has more than the {limit} bytes that such a file may have")
+            shutil.copyfileobj(source, copy)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / name}: cannot be copied to {target} ({explain(error)})") from None
 
 
 def make_folder(path: Path) -> None:

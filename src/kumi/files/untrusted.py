@@ -9,6 +9,7 @@ Run files and cluster files are named by the user, so a link may lead to them; a
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from kumi.errors import ConfigError, ModelError
 
@@ -74,28 +75,37 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
     A last link is followed only with `follow`. Opening never waits: a pipe without a writer would block for ever.
     """
+    _check_regular(path, os.stat(path, follow_symlinks=follow).st_mode)  # opening a device may do something already
     flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags if follow else flags | getattr(os, "O_NOFOLLOW", 0))
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
+    try:
+        _check_regular(path, os.fstat(handle).st_mode)
+    except OSError:
         os.close(handle)
-        kind = IsADirectoryError if stat.S_ISDIR(mode) else OSError
-        raise kind(f"{path} is no regular file")
+        raise
     return handle
 
 
-def open_stream(path: Path, *, follow: bool = False, buffering: int = -1) -> BinaryIO:
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = IsADirectoryError if stat.S_ISDIR(mode) else OSError
+        raise kind(f"{path} is no regular file")
+
+
+def open_stream(
+    path: Path, *, follow: bool = False, buffering: int = io.DEFAULT_BUFFER_SIZE
+) -> io.BufferedReader[io.FileIO]:
     """Open the regular file `path` for reading bytes; OSError when it is something else."""
-    return os.fdopen(open_regular(path, follow=follow), "rb", buffering=buffering)
+    return io.BufferedReader(io.FileIO(open_regular(path, follow=follow), "rb"), buffering)
 
 
 def read_regular(path: Path, limit: int, *, follow: bool = False) -> bytes:
     """Return the bytes of the regular file `path`; ValueError when there are more than `limit`."""
     with open_stream(path, follow=follow) as file:
-        raw = file.read(limit + 1)
-        if len(raw) > limit:
-            size = os.fstat(file.fileno()).st_size
-            raise ValueError(f"its {size} bytes are more than the {limit} that such a file may have")
+        size = os.fstat(file.fileno()).st_size
+        raw = file.read(limit + 1) if size <= limit else b""
+        if max(size, len(raw)) > limit:
+            raise ValueError(f"its {max(size, len(raw))} bytes are more than the {limit} that such a file may have")
         return raw
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kumi.errors import ConfigError, ModelError
+from kumi.files.untrusted import INDEX, brief, read_object
 from kumi.hub import reach
 from kumi.paths import from_where
 
@@ -96,13 +96,13 @@ def _weight_files(snapshot: Snapshot) -> list[str]:
     if not index.exists():
         return [_SINGLE]
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        files = sorted(set(read_object(snapshot.folder, _INDEX, bounds=INDEX)["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{index}: not a weight index ({error!r}); name another revision") from None
     for file in files:
         if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
-            raise ModelError(f"{index}: names {file!r} as a file of weights; kumi takes safetensors files that lie "
-                             f"beside the index")  # fmt: skip
+            raise ModelError(f"{index}: names {brief(file)} as a file of weights; kumi takes safetensors files that "
+                             f"lie beside the index")  # fmt: skip
     if not files:
         raise ModelError(f"{index}: names no files; name another revision")
     return files

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from kumi.errors import CommunicationError, ConfigError, RefusedError
+from kumi.files.untrusted import inside
 from kumi.hub import reach
 
 # Left in the repository by an earlier push, these would be read instead of, or beside, what is pushed now.
@@ -34,6 +35,8 @@ def push(folder: Path, name: str, *, public: bool = False, flag: str = "--push")
     interrupted goes on where it stopped. CommunicationError when the hub does not take it; the folder is not touched.
     """
     check_push(name, flag)
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() or path.is_symlink()):
+        inside(file.parent, file.name, RefusedError)  # a link out of the folder would publish another file
     from huggingface_hub import HfApi
 
     api = HfApi()

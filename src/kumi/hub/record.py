@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kumi.errors import RefusedError
+from kumi.files.output import write_text
+from kumi.files.untrusted import CONFIG, inside, read_regular, strict_json
 from kumi.hub.fetch import Snapshot
 
 FILE = "sources.json"
@@ -21,7 +23,7 @@ def write_record(out: Path, sources: Mapping[str, str], snapshots: Mapping[str, 
         key: {"asked": sources[key], "repository": one.name, "commit": one.commit} for key, one in snapshots.items()
     }
     part = out / f"{FILE}.part"
-    part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_text(part, json.dumps(found, indent=2) + "\n")
     part.replace(out / FILE)
 
 
@@ -31,7 +33,7 @@ def recorded(out: Path, key: str, source: str) -> str | None:
     if not file.exists():
         return None
     try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))[key]
+        found: Any = strict_json(read_regular(inside(out, FILE, RefusedError), CONFIG.size), CONFIG)[key]
         return str(found["commit"]) if found["asked"] == source else None
     except KeyError:
         return None

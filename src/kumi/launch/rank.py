@@ -40,7 +40,7 @@ def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: Start)
 
     rank = int(os.environ["RANK"])
     die_with(start.parent)
-    log = os.open(log_path(start.log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(log_path(start.log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     if rank != 0:
         _redirect_output(log)
     faulthandler.enable(file=log)

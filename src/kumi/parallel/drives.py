@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kumi.errors import SaveError
+from kumi.files.output import remove_file
 from kumi.spec.optim import MOMENTS
 
 
@@ -47,7 +48,8 @@ def open_drives(folder: Path, rank: int, elements: int, dtype: torch.dtype) -> D
         size = max(1, elements) * dtype.itemsize
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            remove_file(path)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             os.posix_fallocate(file, 0, size)  # now, for a full drive would end a process that writes to mapped memory
             mapped[name] = torch.from_file(str(path), shared=True, size=max(1, elements), dtype=dtype)
             os.unlink(path)

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from kumi.errors import RefusedError
+from kumi.files.output import refuse_link, remove_tree
 from kumi.units import format_bytes
 
 _COMPLETE = re.compile(r"step_(\d{6,})")
@@ -39,11 +40,17 @@ def step_of(folder: Path | str) -> int:
 
 
 def list_complete(root: Path | str) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first; none when there is no such folder."""
+    """The complete checkpoints under `root`, oldest first; none when there is no such folder.
+
+    Raises RefusedError when one of them is a link.
+    """
     root = Path(root)
     if not root.is_dir():
         return []
-    return sorted((path for path in root.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()), key=step_of)
+    found = [path for path in root.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()]
+    for path in found:
+        refuse_link(path)  # rotation would take it for one of its own
+    return sorted(found, key=step_of)
 
 
 def latest(root: Path | str) -> Path | None:
@@ -62,8 +69,7 @@ def rotate(root: Path | str, keep: int, protect: Collection[Path | str] = ()) ->
     doomed = [folder for folder in list_complete(root)[:-keep] if folder.name not in spared]
     for folder in doomed:
         nameless = folder.with_name(folder.name + ".deleted.tmp")
-        if nameless.exists():
-            shutil.rmtree(nameless)
+        remove_tree(nameless)
         folder.rename(nameless)
         shutil.rmtree(nameless)
     return doomed
@@ -80,7 +86,7 @@ def clean(root: Path | str, before: int) -> list[Path]:
     found = ((path, _LEFTOVER.fullmatch(path.name)) for path in root.iterdir())
     leftovers = [path for path, match in found if match is not None and int(match[1]) < before]
     for path in leftovers:
-        shutil.rmtree(path)
+        remove_tree(path)
     return leftovers
 
 

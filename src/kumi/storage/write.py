@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from kumi.errors import SaveError
+from kumi.files.output import make_folder, open_new, refuse_link
 from kumi.files.untrusted import read_regular, strict_json
 from kumi.storage.folders import sync_folder
 
@@ -59,9 +60,9 @@ def write_pieces(folder: Path | str, rank: int, pieces: Sequence[Piece], *, atte
     for piece in pieces:
         _assert_inside(piece)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         shard = folder / f"shard_{rank:05d}.safetensors"
-        with shard.open("wb", buffering=0) as file:
+        with open_new(shard, "wb", buffering=0) as file:
             entries, header = _write_shard(file, pieces)
             os.fsync(file.fileno())
         write_index(shard, rank, entries, header, attempt)
@@ -79,6 +80,7 @@ def commit(
     Raises SaveError when a part is missing or the pieces of a tensor do not tile it; `temporary` is left as it is then.
     """
     temporary, folder = Path(temporary), Path(folder)
+    refuse_link(temporary)
     if folder.exists():
         raise SaveError(f"{folder}: exists, and a complete checkpoint is never overwritten; delete it to save it again")
     try:
@@ -103,7 +105,7 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     """
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
     draft = path.with_name(path.name + ".part")
-    with draft.open("wb", buffering=0) as file:
+    with open_new(draft, "wb", buffering=0) as file:
         _write_all(file, memoryview(text + (_SEAL % zlib.crc32(text)).encode()))
         os.fsync(file.fileno())
     # The folder first: once the index has its name, rank 0 may rename the folder under this rank's feet.

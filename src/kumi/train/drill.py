@@ -6,9 +6,9 @@ saves a whole checkpoint to the disk, which is then removed. Nothing that the ru
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
+from kumi.files.output import remove_tree
 from kumi.parallel.mesh import barrier
 from kumi.storage import checkpoint
 from kumi.train.evaluate import evaluate
@@ -27,4 +27,4 @@ def fire_drill(parts: Parts, state: TrainState, root: Path, attempt: str) -> Non
     checkpoint.save(folder, pieces(parts), said, rank=rank, ranks=layout.world_size, attempt=attempt)
     barrier(parts.mesh)
     if rank == 0:
-        shutil.rmtree(root / FOLDER)
+        remove_tree(root / FOLDER)

@@ -24,6 +24,7 @@ from kumi.config import RunConfig, dump
 from kumi.config.stored import CONFIG, changes, load_stored
 from kumi.data import foreign_files
 from kumi.errors import RefusedError
+from kumi.files.output import open_kept, open_new, refuse_links_in
 
 CHECKPOINTS, DATA, LOCK = "checkpoints", "data", ".lock"
 CONFIG_DRAFT = "config.part"
@@ -50,6 +51,7 @@ def claim(
     `check` raises, which is called once the folder is held. Nothing is written before all of that is clear.
     """
     _check_names(allow_change)
+    refuse_links_in(out)
     _check(out, config, allow_change)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
@@ -115,7 +117,7 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
 @contextmanager
 def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
     """Hold an exclusive lock on `out`. The ranks of a killed run let go of it within seconds, hence the patience."""
-    with open(out / LOCK, "w") as file:
+    with open_kept(out / LOCK) as file:
         for attempt in range(int(patience / 0.1) + 1):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +132,7 @@ def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
 
 
 def _write_atomically(file: Path, part: Path, text: str) -> None:
-    with open(part, "w", encoding="utf-8") as handle:
+    with open_new(part) as handle:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())

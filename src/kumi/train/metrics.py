@@ -18,6 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from kumi.errors import RefusedError
+from kumi.files.output import open_kept, write_text
+from kumi.files.untrusted import inside, json_record, open_stream
 from kumi.train.lines import step_line
 from kumi.units import format_count, format_seconds
 
@@ -27,14 +30,19 @@ Tracker = Callable[[dict[str, Any], int], None]
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """The entries of a metrics.jsonl without lines that a kill or an editor broke; none when the file is gone."""
     found = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
+    for line in _lines(file) if file.exists() else []:
         try:
-            entry = json.loads(line)
-        except ValueError:
+            entry = json_record(line)
+        except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             found.append(entry)
     return found
+
+
+def _lines(file: Path) -> list[str]:
+    with open_stream(inside(file.parent, file.name, RefusedError)) as stream:
+        return stream.read().decode(errors="replace").splitlines()
 
 
 def truncate_metrics(file: Path, step: int) -> None:
@@ -43,7 +51,7 @@ def truncate_metrics(file: Path, step: int) -> None:
         return
     kept = [json.dumps(entry) + "\n" for entry in read_metrics(file) if entry["step"] <= step]
     part = file.with_suffix(".part")
-    part.write_text("".join(kept), encoding="utf-8")
+    write_text(part, "".join(kept))
     os.replace(part, file)
 
 
@@ -56,7 +64,7 @@ class Metrics:
         self.steps, self.every = steps, every
         self._first = first_step
         self._timed_from: tuple[int, float] | None = None
-        self._file: IO[str] = open(out / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 closed by close()
+        self._file: IO[str] = open_kept(out / "metrics.jsonl")
         self._trackers: dict[str, Tracker] = {}
         for kind in trackers:
             self._start_tracker(kind, out, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from kumi.config import Run
+from kumi.files.output import write_text
 from kumi.plan.estimate import timeline_of
 from kumi.plan.timeline import Timeline
 from kumi.report.lanes import compared
@@ -18,5 +19,5 @@ def write_timeline(measured: Timeline | None, run: Run, step: int) -> None:
         return
     planned = timeline_of(run.job, run.estimate) if run.step_seconds is not None else None
     file = run.out / f"pipeline-step-{step}.json"
-    file.write_text(json.dumps(trace(measured, planned)) + "\n")
-    file.with_suffix(".svg").write_text(compared(measured, planned, "pipeline"))
+    write_text(file, json.dumps(trace(measured, planned)) + "\n")
+    write_text(file.with_suffix(".svg"), compared(measured, planned, "pipeline"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kumi.errors import ConfigError
+from kumi.files.untrusted import TOKENIZER, read_bytes, strict_json
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ def load_base(folder: Path | None) -> Base:
         raise ConfigError(f"{folder}: kumi extends tokenizer.json, and there is {given}; make one with transformers: "
                           f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")  # fmt: skip
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text)
-        base = parsed(folder, data, text)
+        raw = read_bytes(folder, path.name, ConfigError, TOKENIZER.size)
+        base = parsed(folder, strict_json(raw, TOKENIZER), raw.decode("utf-8"))
+    except ConfigError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{path}: not a tokenizer that can be read ({error}); fetch it again") from None
     if base.kind not in ("BPE", "Unigram", "WordPiece", "WordLevel"):

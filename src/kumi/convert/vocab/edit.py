@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from kumi.convert.vocab.base import Base, parsed
 from kumi.convert.vocab.learn import Piece
 from kumi.convert.vocab.wanted import Wanted
 from kumi.errors import ConfigError
+from kumi.files.output import copy_into, write_text
+from kumi.files.untrusted import TOKENIZER, read_object
 
 # Other files that hold a vocabulary, which would be the old one; tokenizer.json stands for all of them.
 STALE = ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
@@ -86,7 +87,7 @@ def write_files(base: Base, new: Base, tokens: Sequence[Wanted], folder: Path, n
     there = [name for name in names if (base.folder / name).is_file()]
     for name in there:
         if name not in STALE:
-            shutil.copyfile(base.folder / name, folder / name)
+            copy_into(folder, base.folder, name)
     _write(folder / "tokenizer.json", new.data)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).exists():
@@ -96,12 +97,7 @@ def write_files(base: Base, new: Base, tokens: Sequence[Wanted], folder: Path, n
 
 def _edit_config(file: Path, new: Base, tokens: Sequence[Wanted]) -> None:
     """Add `tokens` to the lists of added tokens that `file` has."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file.name} of {new.folder}: not JSON ({error}); fetch it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file.name} of {new.folder}: holds a {type(found).__name__}, not an object; fetch it again")
+    found = read_object(file.parent, file.name, ConfigError, TOKENIZER)
     edited = dict(found)
     if isinstance(found.get("added_tokens_decoder"), dict):
         entries = [_entry(token, new.vocab[token.text]) for token in tokens]
@@ -116,4 +112,4 @@ def _edit_config(file: Path, new: Base, tokens: Sequence[Wanted]) -> None:
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kumi.convert.vocab.base import Base
 from kumi.errors import ConfigError
+from kumi.files.untrusted import CONFIG, read_regular
 from kumi.paths import looked_for
 
 _LONGEST = 1000
@@ -27,13 +28,15 @@ def read_wanted(file: str | Path, *, special: bool) -> list[Wanted]:
     """The tokens of a text file, one a line, just as they stand there."""
     path = Path(file)
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = read_regular(path, CONFIG.size, follow=True).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
         raise ConfigError(
             f"{looked_for(path)}: cannot be read ({error.strerror}); name a text file with one token a line"
         ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; name a text file with one token a line") from None
     lines = text.removeprefix("﻿").split("\n")
     if lines[-1] == "":  # the end of the last line
         lines.pop()
