@@ -73,7 +73,7 @@ def test_ranks_agree_on_an_overflow(ranks, layout):
 def test_loss_scale_grows_after_patient_steps():
     scale, good = LossScale(8.0, patience=2), torch.tensor(1.0)
     assert [scale.after(good).scale, scale.after(good).after(good).scale] == [8.0, 16.0]
-    assert scale.after(good).after(torch.tensor(math.nan)) == LossScale(4.0, patience=2)
+    assert scale.after(good).after(torch.tensor(math.nan)) == LossScale(4.0, patience=2, skipped=1, in_a_row=1)
     assert LossScale(1.0).after(torch.tensor(math.inf)).scale == 1.0
 
 
