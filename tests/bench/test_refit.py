@@ -108,7 +108,7 @@ def test_runs_that_say_nothing_of_the_cluster(change, ranks, words, tmp_path):
 
 def test_other_refusals(tmp_path):
     folder, cluster = run_folder(tmp_path / "run"), cluster_file(tmp_path)
-    with pytest.raises(ConfigError, match="no run's folder"):
+    with pytest.raises(ConfigError, match="no run folder"):
         recalibrate([tmp_path], cluster, tmp_path / "new.toml")
     with pytest.raises(ConfigError, match="ran on a cpu device"):
         recalibrate([folder], "h100-sxm", tmp_path / "new.toml")

@@ -1,3 +1,5 @@
+import itertools
+import math
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -115,12 +117,17 @@ def test_a_long_timeline_is_cut_and_that_is_said():
     assert "of which the first" in drawn["timeline-start"]
 
 
-def test_layouts_that_coincide_share_a_number():
+def test_marks_of_layouts_that_coincide_stand_apart():
+    """Each has a number of its own, and a line leads to where it belongs."""
     same = replace(report(), expected=(), front=(), lacking=())
     twins = tuple(replace(best(), layout=replace(CHOSEN, microbatch=size)) for size in (2, 4, 8))
     texts = [text.text for text in parsed(replace(same, others=twins))["choices"].iter(f"{SVG}text")]
-    assert "1-4" in texts
-    assert scatter._ranges([0, 1, 2, 4, 7, 8]) == "1-3, 5, 8-9"
+    assert {"1", "2", "3", "4"} <= set(texts)
+    drawn = scatter._apart([(100.0, 100.0)] * 4 + [(104.0, 97.0), (300.0, 100.0)])
+    assert drawn[0] == (100.0, 100.0)
+    assert drawn[5] == (300.0, 100.0)
+    apart = [math.hypot(a[0] - b[0], a[1] - b[1]) for a, b in itertools.combinations(drawn, 2)]
+    assert min(apart) >= scatter.WIDE - 1e-9
 
 
 def test_long_names_of_layouts_take_several_lines():

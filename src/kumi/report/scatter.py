@@ -62,6 +62,8 @@ MARKS = {
 }
 # More points than these crowd the picture and its key; points further off than these factors would squeeze the others.
 POINTS, RUNNERS_UP, TIME_OFF, MEMORY_OFF = 14, 5, 1.6, 2.0
+# The distance of two marks from which on neither covers the other.
+WIDE = 15.0
 
 
 def points(report: Report) -> list[Point]:
@@ -89,8 +91,11 @@ def choices(report: Report) -> str:
     marks, top = _marks_key(kinds)
     across = Scale(min(seconds) * 0.85, max(seconds) * 1.08, 66, svg.RIGHT - 20)
     up = Scale(min(*memory, usable) * 0.7, max(*memory, usable) * 1.15, top + 320, top + 8)
-    places = [(across(time), up(size)) for time, size in zip(seconds, memory, strict=True)]
+    true = [(across(time), up(size)) for time, size in zip(seconds, memory, strict=True)]
+    places = _apart(true)
     marks += [*_frame(across, up), *_limit(up, usable)]
+    marks += [svg.line(*place, *moved, opacity=0.5) for place, moved in zip(true, places, strict=True)
+              if place != moved]  # fmt: skip
     marks += [_mark(point.mark, *place, point.name) for point, place in reversed([*zip(found, places, strict=True)])]
     marks += _numbers(places, [(x, up(usable) + 4) for x in range(66, int(svg.RIGHT), 6)])
     names, bottom = _names(found, top + 382)
@@ -106,29 +111,30 @@ def _marks_key(kinds: Sequence[str]) -> tuple[list[str], float]:
     return marks, 46.0  # with room for the unit of the axis between the key and its highest number
 
 
+def _apart(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return where to draw marks that belong at `places`: there, or nearby where an earlier mark would be covered."""
+    drawn: list[tuple[float, float]] = []
+    for x, y in places:
+        rings = ((x + radius * cos(angle), y + radius * sin(angle)) for radius in (WIDE, 2 * WIDE, 3 * WIDE)
+                 for angle in (pi / 4 * eighth for eighth in range(8)))  # fmt: skip
+        free = (
+            place
+            for place in ((x, y), *rings)
+            if all(hypot(place[0] - a, place[1] - b) >= WIDE - 1e-9 for a, b in drawn)
+        )
+        drawn.append(next(free, (x, y)))
+    return drawn
+
+
 def _numbers(places: Sequence[tuple[float, float]], line: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """The number of every mark beside it, away from marks, numbers and the `line`; one for marks that coincide."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for index, (x, y) in enumerate(places):
-        groups.setdefault((round(x / 5), round(y / 5)), []).append(index)
+    """The number of every mark beside it, away from marks, numbers and the `line`."""
     taken = [*((*place, 2.0) for place in line), *((x, y + 4, 4.0) for x, y in places)]
-    for indices in groups.values():
-        said = _ranges(indices)
-        half = svg.width_of(said, 11.5) / 2
-        x, y = _free(*places[indices[0]], half, taken)
+    for index, place in enumerate(places):
+        number = str(index + 1)
+        half = svg.width_of(number, 11.5) / 2
+        x, y = _free(*place, half, taken)
         taken.append((x, y, half))
-        yield svg.text(x, y, said, anchor="middle", size=11.5)
-
-
-def _ranges(indices: Sequence[int]) -> str:
-    """Ascending indices from 0 as numbers from 1: "2-4, 7"."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(f"{run[0] + 1}" if len(run) == 1 else f"{run[0] + 1}-{run[-1] + 1}" for run in runs)
+        yield svg.text(x, y, number, anchor="middle", size=11.5)
 
 
 def _frame(across: Scale, up: Scale) -> Iterator[str]:
