@@ -28,8 +28,8 @@ def draw(run: Path) -> str:
         return x, BOTTOM + (loss - low) / (high - low) * (TOP - BOTTOM)
 
     marks, _ = svg.legend([("training loss", palette.SKY, False),
-                           ("validation loss, held-out files", palette.BLUE, False),
-                           (f"unigram entropy, {entropy:.2f} (dashed)", palette.ORANGE, False)])  # fmt: skip
+                           (f"validation loss, {evaluated[-1][1]:.2f} at the end", palette.BLUE, False),
+                           (f"unigram entropy, {entropy:.2f}", palette.ORANGE, False)])  # fmt: skip
     for value in (value for value in svg.ticks(high) if value >= low):
         y = at(0, value)[1]
         marks += [svg.line(LEFT, y, svg.RIGHT, y, opacity=0.15), svg.text(LEFT - 8, y + 4, f"{value:g}", anchor="end")]
@@ -38,14 +38,12 @@ def draw(run: Path) -> str:
     marks += [
         svg.text(12, TOP - 16, "nats a token"),
         svg.text((LEFT + svg.RIGHT) / 2, BOTTOM + 38, "million tokens", anchor="middle"),
-        *(svg.line(x, at(0, entropy)[1], min(x + 8, svg.RIGHT), at(0, entropy)[1], width=1.5)
-          for x in range(int(LEFT), int(svg.RIGHT), 14)),
+        *(svg.shape([(x, at(0, entropy)[1]), (min(x + 8.0, svg.RIGHT), at(0, entropy)[1])], fill=palette.ORANGE,
+                    closed=False) for x in range(int(LEFT), int(svg.RIGHT), 14)),
         svg.shape([at(*point) for point in trained], fill=palette.SKY, closed=False),
         svg.shape([at(*point) for point in evaluated], fill=palette.BLUE, closed=False),
         *(svg.rect(x - 4, y - 4, 8, 8, palette.BLUE) for x, y in (at(*point) for point in evaluated)),
     ]  # fmt: skip
-    x, y = at(*evaluated[-1])
-    marks.append(svg.text(x, y + 20, f"{evaluated[-1][1]:.2f}", anchor="end", bold=True))
     title = "kumi train examples/quickstart.toml"
     about = (f"Training and validation loss fall over {trained[-1][0]:.2f} million tokens, the validation loss to "
              f"{evaluated[-1][1]:.2f}, below the unigram entropy of {entropy:.2f}.")  # fmt: skip
