@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class TrainOutput:
     """How a training run ended.
 
-    `global_step` of `max_steps` updates are done. `training_loss`: the mean loss of the steps in the run folder's
-    metrics.jsonl, in nats a token; None where it has none. `metrics`: the last value of each of its keys.
+    `global_step` of `max_steps` updates are done and saved. `training_loss`: the mean loss of the steps in the run
+    folder's metrics.jsonl, in nats a token; None where it has none. `metrics`: the last value of each of its keys.
     `output_dir`: the run folder. `model_dir`: the Hugging Face folder, or the adapters; None where nothing is exported.
     """
 
@@ -117,12 +117,14 @@ def train_run(
 
 def train_output(config: RunConfig) -> TrainOutput:
     """Return how the run of `config` ended, from its folder."""
+    from kumi.storage.folders import latest, step_of
     from kumi.train.metrics import read_metrics
 
     out = Path(os.path.expanduser(config.train.out))
     entries = read_metrics(out / "metrics.jsonl")
     losses = [entry["train/loss"] for entry in entries if "train/loss" in entry]
-    step = max((entry["step"] for entry in entries), default=0)
+    saved = latest(out / "checkpoints")
+    step = 0 if saved is None else step_of(saved)
     metrics = {key: value for entry in entries for key, value in entry.items()}
     models = [out / name for name in ("hf", "adapter") if (out / name).is_dir()]
     finished = step >= config.train.steps

@@ -15,7 +15,7 @@ import torch
 from kumi.errors import RefusedError, SaveError
 from kumi.storage import checkpoint
 from kumi.storage.checkpoint import AsyncSaver, Piece
-from kumi.storage.write import tiling_problem
+from kumi.storage.write import read_sealed, tiling_problem, write_sealed
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -411,3 +411,9 @@ def test_leftovers_of_earlier_steps_go_and_that_of_a_later_one_is_taken_over(tmp
     saved = checkpoint.open(tmp_path / "step_000009")
     assert torch.equal(saved.read("x"), torch.ones(2))
     assert not (tmp_path / "step_000009" / "shard_00001.safetensors").exists()
+
+
+def test_an_index_of_millions_of_pieces_is_read_back(tmp_path):
+    """Thousands of ranks cut thousands of tensors: no bound on values may refuse what kumi wrote itself."""
+    write_sealed(tmp_path / "index.json", {"pieces": [0] * 8_000_001})
+    assert len(read_sealed(tmp_path / "index.json")["pieces"]) == 8_000_001

@@ -47,6 +47,7 @@ class Recorder(kumi.TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self._keep("end", state)
+        control.should_training_stop = True  # too late to stop anything
 
 
 def test_every_name_is_exported_and_none_is_a_package():

@@ -24,7 +24,7 @@ import torch
 
 from kumi.errors import SaveError
 from kumi.files.output import make_folder, open_new, refuse_link
-from kumi.files.untrusted import read_regular, strict_json
+from kumi.files.untrusted import Bounds, read_regular, strict_json
 from kumi.storage.folders import sync_folder
 
 FORMAT = 1
@@ -119,7 +119,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
     text, mark, _ = raw.rpartition(_SEAL[:12].encode())
     if not mark or raw != text + (_SEAL % zlib.crc32(text)).encode():
         raise ValueError(f"its {len(raw)} bytes do not match the checksum at its end")
-    content: dict[str, Any] = strict_json(raw)
+    # As many values as the bytes can say: a checkpoint of thousands of ranks has millions of pieces.
+    content: dict[str, Any] = strict_json(raw, Bounds(MAX_INDEX_BYTES, MAX_INDEX_BYTES))
     if not isinstance(content, dict):
         raise ValueError("it is no object")
     return content

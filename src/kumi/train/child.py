@@ -19,6 +19,7 @@ from typing import Any
 import kumi.errors
 from kumi.config import RunConfig, from_dict, resolve
 from kumi.errors import OK, TERMINATED, KumiError
+from kumi.launch import signals
 from kumi.launch.rank import die_with
 from kumi.train.callbacks import Callbacks, TrainerControl
 
@@ -56,7 +57,7 @@ def _follow(
     the exception that stopped it."""
     assert child.stdin is not None and child.stdout is not None, "both are pipes"  # noqa: PT018
     failure: BaseException | None = None
-    stopping, end = False, dict[str, Any]()
+    stopping, ended, end, told = False, False, dict[str, Any](), dict[str, Any]()
     child.stdin.write(request)
     child.stdin.close()
     while True:
@@ -75,7 +76,8 @@ def _follow(
                 child.kill()
                 raise
             failure = error
-        if not stopping and (failure is not None or callbacks.control.should_training_stop):
+        ended = ended or told.get("call") == "end"
+        if not stopping and (failure is not None or (callbacks.control.should_training_stop and not ended)):
             stopping = True
             child.send_signal(signal.SIGINT if isinstance(failure, KeyboardInterrupt) else signal.SIGTERM)
 
@@ -120,10 +122,14 @@ def main() -> int:
     die_with(int(sys.argv[1]), signal.SIGTERM)
     request = json.load(sys.stdin)
     try:
-        code = start(resolve(from_dict(request["config"])), allow_change=request["allow_change"], listener=Relay())
+        # A signal that comes before or after the training has nothing to save, and ends the process with its code.
+        with signals.leaving():
+            code = start(resolve(from_dict(request["config"])), allow_change=request["allow_change"], listener=Relay())
     except KumiError as error:
         _send({"kind": type(error).__name__, "message": str(error)})
         return error.exit_code
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else 1
     _send({"code": code})
     return code
 

@@ -9,6 +9,8 @@ from kumi.errors import ModelError
 from kumi.files.untrusted import brief
 
 KEY = "quantization_config"
+# The methods that kumi.convert.dequantise reads.
+READABLE = ("fp8", "mxfp4")
 
 
 def method(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -29,4 +31,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def note(how: Mapping[str, Any]) -> str:
     """Return a sentence for the user of a model whose weights are quantised as `how` says."""
-    return f"the weights are quantised ({brief(how.get('quant_method'))}); they are read, and written, as bfloat16"
+    name = brief(how.get("quant_method"))
+    if how.get("quant_method") not in READABLE:
+        return f"the weights are quantised ({name}), which kumi cannot read: it plans the model, and does not load it"
+    return f"the weights are quantised ({name}); they are read, and written, as bfloat16"
