@@ -173,3 +173,17 @@ def test_a_suffix_that_says_nothing_needs_a_format(tmp_path):
     with pytest.raises(DataPathError, match="set format"):
         list(read(tmp_path / "a.dat"))
     assert next(read(tmp_path / "a.dat", "text")).text == "x"
+
+
+def test_a_parquet_row_that_names_no_entry_of_its_dictionary_is_a_fault(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"text": ["good", "bad"]}), tmp_path / "a.parquet")
+    value = records._value
+
+    def damaged(cell, key, file, row):
+        if row == 2:
+            raise pa.lib.ArrowIndexError("index with value of 28 is out-of-bounds for array of length 20")
+        return value(cell, key, file, row)
+
+    monkeypatch.setattr(records, "_value", damaged)
+    good, fault = records.read_range(tmp_path / "a.parquet", "parquet", "text")
+    assert (good.text, fault.kind, fault.line) == ("good", "unreadable", 2)

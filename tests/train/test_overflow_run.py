@@ -70,7 +70,7 @@ def test_a_run_that_learns_nothing_is_diverged_and_a_resume_keeps_the_count(over
 
 def test_a_few_skipped_updates_are_only_shown(overflowing, capfd):
     run, train = overflowing
-    assert train(3, "checkpoint.every=1") == 6
+    assert train(3, "checkpoint.every=1", "checkpoint.asynchronous=false") == 6
     shutil.rmtree(run / "checkpoints" / "step_000002")
     assert train(3, overflows=False) == 0
     assert "  skipped 1  " in capfd.readouterr().out

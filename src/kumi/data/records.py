@@ -116,7 +116,7 @@ def parquet_groups(path: Path, text_key: str) -> list[int] | None:
         with open_stream(path, follow=True) as stream, parquet.ParquetFile(stream) as file:
             schema, metadata = file.schema_arrow, file.metadata
             rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    except (OSError, ValueError):
+    except (OSError, ValueError, need("pyarrow", ".parquet").ArrowException):
         return None
     if text_key not in schema.names:
         raise ConfigError(f"{path}: no column {text_key!r}; it has {', '.join(schema.names)}; set text_key")
@@ -233,10 +233,15 @@ def _parquet(path: Path, key: str, start: int, end: int | None) -> Iterator[tupl
         row = sum(metadata.row_group(group).num_rows for group in range(start))
         if metadata.num_rows == 0:
             yield 0, Fault(file, 1, "empty", "the file holds no record")
-        for batch in table.iter_batches(batch_size=256, row_groups=list(groups), columns=[key]):
-            for value in batch.column(0):
-                row += 1
-                yield row, _value(value, key, file, row)
+        try:
+            for batch in table.iter_batches(batch_size=256, row_groups=list(groups), columns=[key]):
+                for value in batch.column(0):
+                    item = _value(value, key, file, row + 1)
+                    row += 1
+                    yield row, item
+        except need("pyarrow", ".parquet").ArrowException as error:
+            # Some of these are an IndexError or a KeyError: a dictionary without the entry that a row names.
+            raise ValueError(_first_line(error)) from error
 
 
 def _value(value: Any, key: str, file: str, row: int) -> Item:
