@@ -143,15 +143,41 @@ def test_an_index_that_contradicts_itself_is_no_source(store, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK, BLOCK + 1])
-def test_checksums_of_files_of_any_size(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(checksums, "SMALLEST", BLOCK)
+def test_checksums_of_files_of_any_size(tmp_path, size):
     (tmp_path / "file").write_bytes(bytes(range(256)) * 4 + b"\0" if size > BLOCK else b"\1" * size)
-    sums = checksums_of(tmp_path / "file")
+    sums = checksums_of(tmp_path / "file", BLOCK)
     assert len(sums.numbers()) == -(-size // BLOCK)
     Guard(tmp_path / "file", sums).check()
 
 
-def test_blocks_grow_with_the_file():
+def test_all_files_of_a_store_together_have_a_bounded_number_of_blocks(
+    tmp_path, texts, tokens, write_jsonl, monkeypatch
+):
+    """Blocks of their own for each file let a store of many sources write a meta.json too long to be read."""
+    monkeypatch.setattr(checksums, "SMALLEST", 16)
+    monkeypatch.setattr(checksums, "MOST", 64)
+    sources = [Source(str(write_jsonl(tmp_path / f"{name}.jsonl", texts))) for name in "abcdef"]
+    for _ in range(2):  # as it is joined, and as a store without checksums gets them
+        prepare(sources, tokens, tmp_path / "store", validation=0.1, workers=1)
+        meta = json.loads((tmp_path / "store" / "meta.json").read_text())
+        sums = [part for entry in meta["sources"] for side in ("train", "validation")
+                for part in entry[f"{side}_checksums"].values()]  # fmt: skip
+        assert len(sums) == 24
+        assert len({part["block"] for part in sums}) == 1
+        assert sum(len(part["crc32"]) // 8 for part in sums) <= 64 + len(sums)
+        without_checksums(tmp_path / "store")
+
+
+def test_a_store_whose_files_have_blocks_of_several_sizes_is_read(store, again):
+    meta = json.loads((store / "meta.json").read_text())
+    entry = meta["sources"][0]
+    entry["train_checksums"]["bin"] = checksums_of(next(store.glob("*train*.bin")), 4 * BLOCK).plain()
+    (store / "meta.json").write_text(json.dumps(meta))
+    again()
+    assert json.loads((store / "meta.json").read_text()) == meta
+
+
+def test_blocks_grow_with_the_store():
     assert [block_bytes(size) for size in (0, 64 << 30, (64 << 30) + 1, 10**12)] == [65536, 65536, 131072, 1 << 20]
 
 

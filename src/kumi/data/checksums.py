@@ -19,7 +19,8 @@ import numpy.typing as npt
 from kumi.errors import RefusedError
 from kumi.files.untrusted import open_stream
 
-# A block is as small as that lets a file have no more than so many: 64 KiB up to 64 GiB, 1 MiB for a terabyte.
+# A block is as small as that lets a store have no more than so many: 64 KiB up to 64 GiB, 1 MiB for a terabyte. All
+# checksums of a store thus take 8 MB, far below what its meta.json may have, however many files it has.
 SMALLEST, MOST = 1 << 16, 1 << 20
 
 
@@ -58,17 +59,16 @@ def remedy(file: Path) -> str:
 
 
 def block_bytes(size: int) -> int:
-    """Return the size of the blocks of a file of `size` bytes, a power of two."""
+    """Return the size of the blocks of the files of a store of `size` bytes in all, a power of two."""
     block = SMALLEST
     while block * MOST < size:
         block *= 2
     return block
 
 
-def checksums_of(file: Path) -> Checksums:
-    """Return the checksums of `file` as it lies on the disk."""
+def checksums_of(file: Path, block: int) -> Checksums:
+    """Return the checksums of `file` as it lies on the disk, in blocks of `block` bytes."""
     mapped = _mapped(file)
-    block = block_bytes(len(mapped))
     crcs = (zlib.crc32(mapped[start : start + block].data) for start in range(0, len(mapped), block))
     return Checksums(block, b"".join(crc.to_bytes(4, "big") for crc in crcs).hex())
 

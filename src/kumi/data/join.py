@@ -19,7 +19,7 @@ from kumi.data import binfile, store, work
 from kumi.data.binfile import Array
 from kumi.data.sources import Source
 from kumi.data.tokenizer import Tokenizer
-from kumi.data.verify import ContentDigest, checksums
+from kumi.data.verify import ContentDigest, add_checksums
 from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, KumiError
 from kumi.files.output import open_new
@@ -53,6 +53,7 @@ def join(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
         entry["special_tokens_in_text"] = _special_in_text(histogram, totals[number], plan, tokenizer)
         entries.append(entry | {"files": len(plan.files[number]), "bytes": sum(f.size for f in plan.files[number])})
         sums += histogram[0]
+    add_checksums(folder, entries)
     _remove_others(folder, entries)
     store.write_json(folder / store.META, _meta(plan, tokenizer, entries, store.entropy(sums)))
 
@@ -122,7 +123,6 @@ def _join_source(
                     histogram[number] += _histogram(ids, tokens)
                     append(ids, lengths)
                     digest.update(ids, lengths)
-            entry[f"{side}_checksums"] = checksums(folder / prefix)
         entry[f"{side}_digest"] = digest.hexdigest()
     entry["faults"] = {kind[6:]: count for kind, count in sorted(total.items()) if kind.startswith("fault:")}
     entry["unigram_entropy"] = store.entropy(histogram[0])

@@ -10,7 +10,7 @@ import numpy as np
 
 from kumi.data import binfile, store
 from kumi.data.binfile import Array, bin_path, idx_path
-from kumi.data.checksums import Guard, checksums_of, from_plain, remedy
+from kumi.data.checksums import Guard, block_bytes, checksums_of, from_plain, remedy
 from kumi.data.work import SIDES
 from kumi.errors import RefusedError
 
@@ -34,9 +34,27 @@ class ContentDigest:
         return "".join(part.hexdigest() for part in self._parts)
 
 
-def checksums(prefix: Path) -> dict[str, Any]:
-    """Return the checksums of both files of the pair `prefix`, as data for meta.json."""
-    return {path.suffix[1:]: checksums_of(path).plain() for path in (bin_path(prefix), idx_path(prefix))}
+def add_checksums(folder: Path, entries: list[dict[str, Any]]) -> bool:
+    """Add to `entries`, the sources in the meta.json of `folder`, the checksums they lack; return True if any did."""
+    pairs = _pairs(folder, entries)
+    block = block_bytes(sum(path.stat().st_size for _, _, prefix in pairs for path in _files(prefix)))
+    missing = [(entry, f"{side}_checksums", prefix) for entry, side, prefix in pairs if not _has_checksums(entry, side)]
+    for entry, key, prefix in missing:
+        entry[key] = {path.suffix[1:]: checksums_of(path, block).plain() for path in _files(prefix)}
+    return bool(missing)
+
+
+def _pairs(folder: Path, entries: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, Path]]:
+    """Return the entry, side and prefix of each pair of token files of `entries`."""
+    return [(entry, side, folder / entry[side]) for entry in entries for side in SIDES if entry[side]]
+
+
+def _files(prefix: Path) -> tuple[Path, Path]:
+    return bin_path(prefix), idx_path(prefix)
+
+
+def _has_checksums(entry: dict[str, Any], side: str) -> bool:
+    return entry.get(f"{side}_checksums") is not None
 
 
 def verify(folder: Path) -> bool:
@@ -49,20 +67,18 @@ def verify(folder: Path) -> bool:
     store.open_store(folder)  # whose refusals say of a file whose size is wrong that it is
     meta = store.read_meta(folder)
     assert meta is not None, f"{folder} has been prepared"
-    pairs = [(entry, side, folder / entry[side]) for entry in meta["sources"] for side in SIDES if entry[side]]
+    pairs = _pairs(folder, meta["sources"])
     at_start = sum(bin_path(prefix).stat().st_size for _, _, prefix in pairs) <= AT_START
-    before = [entry for entry, side, _ in pairs if f"{side}_checksums" not in entry]
     for entry, side, prefix in pairs:
-        known = entry.get(f"{side}_checksums")
-        if known is None:
+        if not _has_checksums(entry, side):
             _verify_digest(prefix, entry[f"{side}_digest"], meta["vocab_size"])
-            entry[f"{side}_checksums"] = checksums(prefix)
             continue
-        for path in (bin_path(prefix), idx_path(prefix)) if at_start else (idx_path(prefix),):
-            Guard(path, from_plain(known.get(path.suffix[1:]), path)).check()
-    if before:
+        for path in _files(prefix) if at_start else (idx_path(prefix),):
+            Guard(path, from_plain(entry[f"{side}_checksums"].get(path.suffix[1:]), path)).check()
+    added = add_checksums(folder, meta["sources"])
+    if added:
         store.write_json(folder / store.META, meta)
-    return bool(before)
+    return added
 
 
 def _verify_digest(prefix: Path, expected: str, vocab_size: int) -> None:
