@@ -91,10 +91,11 @@ def open_bytes(path: Path) -> BinaryIO:
 def record_limit(path: Path) -> int:
     """Return the most bytes that one record of `path` may have.
 
-    In a compressed file that is 64 times the file, or 16 MiB where that is more: text is compressed to a third, a
-    record that is much smaller than what it expands to was made to fill memory.
+    In a compressed file that is 64 times the file, or 64 MiB where that is more: text is compressed to a third, text
+    that repeats itself far more, and a record that is much larger still was made to fill memory. A record is refused
+    when that much of it was read; reading takes about twice the bytes.
     """
-    return min(MAX_BYTES, max(16 * 2**20, 64 * path.stat().st_size)) if compression(path) else MAX_BYTES
+    return min(MAX_BYTES, max(64 * 2**20, 64 * path.stat().st_size)) if compression(path) else MAX_BYTES
 
 
 def need(module: str, suffix: str) -> Any:
