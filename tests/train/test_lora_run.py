@@ -18,6 +18,7 @@ from kumi.convert.adapter import CONFIG, WEIGHTS
 from kumi.convert.base import digest
 from kumi.convert.load import load_decoder
 from kumi.storage import checkpoint
+from kumi.train.folder import OWN
 
 SOME = {"r": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"], "dropout": 0.1}
 
@@ -49,6 +50,7 @@ def test_only_adapters_are_trained_and_saved(run):
     assert all(".lora_" in name for name in saved.tensors)
     assert len([name for name in saved.tensors if name.startswith("model/")]) == 2 * 3 * 2
     assert saved.meta["base_digest"] == digest(run / "run/hf")
+    assert {path.name for path in (run / "adapted").iterdir()} <= set(OWN)
     found = losses(run / "adapted")
     assert found[6] < found[1]
     assert found[1] == pytest.approx(losses(run / "run")[6], rel=0.2)

@@ -218,6 +218,20 @@ def test_a_folder_in_use(small, tmp_path, capfd, monkeypatch):
     assert "run is in use by another kumi process" in capfd.readouterr().err
 
 
+def test_a_link_of_the_users_own_stops_no_resume(small, tmp_path):
+    out = shutil.copytree(small.folder / "run", tmp_path / "run")
+    assert {path.name for path in out.iterdir()} <= set(run_folder.OWN)
+    (out / "latest").symlink_to("checkpoints/step_000006")
+    with contextlib.chdir(small.folder):
+        config = load("run.toml")
+    with run_folder.claim(out, config) as resumed:
+        assert resumed
+    (out / "checkpoints").rename(tmp_path / "elsewhere")
+    (out / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match=r"checkpoints: is a link to .*let train.out be a folder there, or a link"):
+        run_folder.claim(out, config).__enter__()
+
+
 def test_a_run_that_would_read_what_it_writes(refused):
     error = refused(new_run, data__sources=[{"path": "."}])
     assert "train.out: run lies inside data source '.'" in error

@@ -80,18 +80,11 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def refuse_link(path: Path | str) -> None:
-    """Raise RefusedError when `path` is a link."""
+def refuse_link(path: Path | str, remedy: str = "") -> None:
+    """Raise RefusedError when `path` is a link; `remedy` says what else can be done about it."""
     if os.path.islink(path):
         raise RefusedError(f"{path}: is a link to {os.readlink(path)}; kumi writes through no link in a folder of its "
-                           f"own: put the file or folder itself there, or remove the link")  # fmt: skip
-
-
-def refuse_links_in(folder: Path) -> None:
-    """Raise RefusedError when something in `folder` is a link."""
-    if folder.is_dir():
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            refuse_link(entry.path)
+                           f"own: put the file or folder itself there, or remove the link{remedy}")  # fmt: skip
 
 
 def _not_regular(path: Path | str) -> RefusedError:

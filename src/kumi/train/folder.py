@@ -24,10 +24,13 @@ from kumi.config import RunConfig, dump
 from kumi.config.stored import CONFIG, changes, load_stored
 from kumi.data import foreign_files
 from kumi.errors import RefusedError
-from kumi.files.output import open_kept, open_new, refuse_links_in
+from kumi.files.output import open_kept, open_new, refuse_link
 
 CHECKPOINTS, DATA, LOCK = "checkpoints", "data", ".lock"
 CONFIG_DRAFT = "config.part"
+# What a run writes here. Others' files may lie beside it once the run has begun, links among them.
+OWN = (LOCK, CONFIG, CONFIG_DRAFT, CHECKPOINTS, DATA, "sources.json", "metrics.jsonl", "logs", "hf", "hf.unverified",
+       "adapter", "adapter.unverified", "offload", "probe.safetensors", "tensorboard", "wandb")  # fmt: skip
 
 # What may differ between a run and its continuation: nothing here changes what is learned.
 FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "data.workers", "data.cache",
@@ -51,7 +54,7 @@ def claim(
     `check` raises, which is called once the folder is held. Nothing is written before all of that is clear.
     """
     _check_names(allow_change)
-    refuse_links_in(out)
+    _refuse_links(out)
     _check(out, config, allow_change)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
@@ -60,6 +63,12 @@ def claim(
         resumed = (out / CONFIG).exists()
         _write_atomically(out / CONFIG, out / CONFIG_DRAFT, dump(config))
         yield resumed
+
+
+def _refuse_links(out: Path) -> None:
+    """Raise RefusedError where a link has the name of a file or folder that a run writes in `out`."""
+    for name in OWN:
+        refuse_link(out / name, "; to keep the run on another disk, let train.out be a folder there, or a link to one")
 
 
 def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
