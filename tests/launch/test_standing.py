@@ -25,6 +25,13 @@ RANK = {"RANK": "5", "WORLD_SIZE": "8"}
         (SRUN | MEETING, Standing(5, 8, 1)),
         (MPIRUN | MEETING, Standing(5, 8, 1)),
         ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"} | MEETING, Standing(5, 8, 1)),
+        # mpirun in a Slurm job: srun started its daemons, one a node.
+        (
+            SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"} | MPIRUN | MEETING,
+            Standing(5, 8, 1),
+        ),
+        # srun --mpi=pmi2 sets the numbers of its own step in PMI's variables.
+        (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"} | MEETING, Standing(5, 8, 1)),
         (RANK | SRUN | MEETING, Standing(5, 8, 1)),
         # One task a node, each of which has started its ranks itself: SLURM_LOCALID counts tasks.
         (RANK | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | MEETING, Standing(5, 8, None)),

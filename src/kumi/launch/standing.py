@@ -13,11 +13,12 @@ from kumi.errors import LayoutError
 
 # Launcher, and its variables for the rank, the number of ranks, and the rank within the machine. The first whose rank
 # or size is set counts. srun's size is that of the step: a batch script has SLURM_PROCID and SLURM_NTASKS, too.
+# srun comes last: it starts mpirun's daemons, whose place in their own step the ranks inherit.
 LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
 _ROUTES = Path("/proc/net/route")
