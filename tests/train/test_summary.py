@@ -9,7 +9,7 @@ from tests.train.conftest import back_to, losses, metrics, run_file
 
 from kumi.cli import main
 from kumi.config import load, resolve
-from kumi.errors import INTERRUPTED
+from kumi.errors import INTERRUPTED, OK
 from kumi.train.summary import lines, summary
 
 
@@ -62,5 +62,15 @@ def test_without_an_export_the_checkpoint_can_be_converted(finished):
     with contextlib.chdir(finished.out.parent):
         quiet = resolve(load("run.toml", ["export.enabled=false"]))
         found = summary(quiet)
+        (finished.out / "bfloat16").mkdir()
+        again = summary(quiet)
+    assert again["next"][0].startswith("kumi convert run/checkpoints/step_000006 run/bfloat16-2 --to hf")
     assert found["model"] is None
     assert found["next"][0].startswith("kumi convert run/checkpoints/step_000006 run/bfloat16 --to hf")
+
+
+def test_commands_after_a_run_on_several_machines_leave_out_kumi_train(finished):
+    several = resolve(load("run.toml", ["cluster.nodes=2"]))
+    for code, verbs in ((OK, ["convert", "data"]), (INTERRUPTED, ["describe", "data"])):
+        commands = summary(several, code)["next"]
+        assert [command.split()[1] for command in commands if command.startswith("kumi")] == verbs

@@ -1,10 +1,12 @@
-"""How a run ended, in figures and in words, with three commands that can follow."""
+"""How a run ended, in figures and in words, with commands that can follow."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +51,34 @@ def _ends(entries: list[dict[str, Any]], key: str) -> list[float] | None:
 
 
 def _next(run: Run, code: int, saved: Path | None, exported: Path | None) -> Iterator[str]:
-    """Three commands that work after `run`, from the folder that it was started in."""
+    """Commands that work after `run`, from the folder that it was started in, on one machine."""
     file = shlex.quote(str(run.out / "config.toml"))
+    alone = run.cluster.nodes == 1  # else a launcher has to start the ranks, in a way that only the user knows
     if code != OK or saved is None:
-        yield f"kumi train {file}"
+        if alone:
+            yield f"kumi train {file}"
         yield f"kumi describe {file}"
         yield f"kumi data inspect {file}"
         return
     source = saved if run.model.lora is None else run.out / "adapter"
     if source.is_dir():
-        target = run.out / ("bfloat16" if run.model.lora is None else "merged")
+        target = _free(run.out / ("bfloat16" if run.model.lora is None else "merged"))
         half = " --dtype bfloat16" if run.model.lora is None else ""
         yield f"kumi convert {shlex.quote(str(source))} {shlex.quote(str(target))} --to hf{half}"
-    yield f"kumi train {file} train.steps={2 * run.config.train.steps} --allow-change train.steps"
+    if alone:
+        yield f"kumi train {file} train.steps={2 * run.config.train.steps} --allow-change train.steps"
+    else:
+        yield f"kumi data inspect {file}"
     if exported is not None and run.model.lora is None:
         yield f"python -c {shlex.quote(_load(exported))}"
     else:
         yield f"kumi describe {file}"
+
+
+def _free(folder: Path) -> Path:
+    """Return `folder`, or where that exists the first of its name with -2, -3, ... that does not."""
+    names = chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in count(2)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _load(model: Path) -> str:
