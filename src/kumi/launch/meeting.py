@@ -13,6 +13,7 @@ Each rank beats until all are ready, so that one that died is missed within a mi
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, NoReturn
 
 from kumi.errors import CommunicationError, KumiError
@@ -35,6 +37,8 @@ _POLL_SECONDS = 0.05
 # A rank that lost the others waits this long for the reason of the one that failed first.
 _SETTLE_SECONDS = 3.0
 _CONSEQUENCE_SECONDS = 1.2  # between a failure and the end of the ranks that it ends
+
+_meetings = itertools.count()  # of this process; all ranks meet equally often
 
 
 class Meeting:
@@ -161,22 +165,31 @@ def meet(place: Standing) -> Iterator[Meeting]:
 
 
 def _open(place: Standing) -> Meeting:
-    from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        store = TCPStore(
-            host, int(port), place.world_size, is_master=serves, multi_tenant=serves, wait_for_workers=False,
-            timeout=timedelta(seconds=_ARRIVAL_SECONDS),
-        )  # fmt: skip
+        store = _connect(host, int(port), place.world_size, serves)
     except (DistError, ValueError) as error:
         raise CommunicationError(
             f"rank {place.rank} of {place.world_size} cannot meet the others at {host}:{port} ({error}); check that "
             f"rank 0 runs there and that the address can be reached from here"
         ) from error
-    # torchrun serves one store to all its attempts.
-    return Meeting(place, PrefixStore(f"kumi/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store))
+    # torchrun serves one store to all its attempts, and any store serves all meetings of an attempt.
+    prefix = f"kumi/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
+    return Meeting(place, PrefixStore(prefix, store))
+
+
+@cache
+def _connect(host: str, port: int, size: int, serves: bool) -> Any:
+    """The store, kept for the next meeting, which other ranks may have begun when rank 0 ends this one."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        host, port, size, is_master=serves, multi_tenant=serves, wait_for_workers=False,
+        timeout=timedelta(seconds=_ARRIVAL_SECONDS),
+    )  # fmt: skip
 
 
 def _end(meeting: Meeting, error: Exception) -> NoReturn:

@@ -1,0 +1,56 @@
+"""Ranks of an outside launcher that meet in one store: a second time, and late, when rank 0 is about to leave."""
+
+import multiprocessing
+import sys
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+from kumi.launch.meeting import meet
+from kumi.launch.standing import Standing
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked")
+
+DEADLINE = 30.0
+
+
+@pytest.fixture
+def address(monkeypatch):
+    """Where the ranks meet: at a port that is free once more, unless a test serves a store there."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port))
+
+
+def in_ranks(program):
+    """Run program(rank, answers, event) as ranks 0 and 1 in two processes; the answers, in the order they came."""
+    context = multiprocessing.get_context("fork")
+    answers, event = context.Queue(), context.Event()
+    ranks = [context.Process(target=program, args=(rank, answers, event)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    until = time.monotonic() + DEADLINE
+    for rank in ranks:
+        rank.join(max(0.0, until - time.monotonic()))
+    stuck = [index for index, rank in enumerate(ranks) if rank.is_alive()]
+    for rank in ranks:
+        rank.kill()
+    assert not stuck, f"ranks {stuck} hang"
+    return [answers.get(timeout=1.0) for _ in ranks]
+
+
+def test_a_second_meeting_has_words_of_its_own(address, monkeypatch):
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent serves it
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+
+    def program(rank, answers, second):
+        with meet(Standing(rank, 2, rank)) as meeting:
+            meeting.hear() if rank else meeting.say("first")
+        if rank == 0:
+            second.wait(0.5)  # rank 1 listens meanwhile
+        with meet(Standing(rank, 2, rank)) as meeting:
+            answers.put(meeting.hear() if rank else meeting.say("second"))
+
+    assert set(in_ranks(program)) == {"second", None}
