@@ -7,6 +7,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
+from kumi.errors import CommunicationError, ConfigError
 from kumi.launch.meeting import meet
 from kumi.launch.standing import Standing
 
@@ -54,3 +55,40 @@ def test_a_second_meeting_has_words_of_its_own(address, monkeypatch):
             answers.put(meeting.hear() if rank else meeting.say("second"))
 
     assert set(in_ranks(program)) == {"second", None}
+
+
+def test_rank_0_stays_until_a_late_rank_has_heard(address):
+    def program(rank, answers, said):
+        if rank:
+            said.wait()
+            time.sleep(0.5)
+        with meet(Standing(rank, 2, rank)) as meeting:
+            if rank == 0:
+                meeting.say("finished")
+                said.set()
+            answers.put(meeting.hear() if rank else None)
+
+    assert set(in_ranks(program)) == {"finished", None}
+
+
+def test_a_late_rank_hears_why_rank_0_failed(address):
+    def program(rank, answers, failed):
+        if rank:
+            failed.wait()
+            time.sleep(0.5)
+        try:
+            with meet(Standing(rank, 2, rank)) as meeting:
+                if rank == 0:
+                    failed.set()
+                    raise ConfigError("a typo")
+                meeting.hear()
+        except (ConfigError, CommunicationError) as error:
+            answers.put(str(error))
+
+    assert set(in_ranks(program)) == {"a typo", "rank 1 ends because rank 0 failed: ConfigError: a typo"}
+
+
+def test_rank_0_leaves_without_a_rank_that_never_comes(address, monkeypatch):
+    monkeypatch.setattr("kumi.launch.meeting._HEARING_SECONDS", 0.1)
+    with meet(Standing(0, 2, 0)) as meeting:
+        meeting.say("finished")

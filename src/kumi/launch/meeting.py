@@ -8,6 +8,7 @@ They meet in the store at MASTER_ADDR:MASTER_PORT, which torchrun serves, or els
     failed    the first rank that fails for a reason of its own leaves it in the store, where the others find it
 
 Each rank beats until all are ready, so that one that died is missed within a minute, and one that is slow is not.
+Where rank 0 serves the store, it stays until the others have heard how it ended, or for a while where they do not come.
 """
 
 from __future__ import annotations
@@ -37,15 +38,19 @@ _POLL_SECONDS = 0.05
 # A rank that lost the others waits this long for the reason of the one that failed first.
 _SETTLE_SECONDS = 3.0
 _CONSEQUENCE_SECONDS = 1.2  # between a failure and the end of the ranks that it ends
+# How long rank 0, where it serves the store, stays for ranks that have not heard its word, or why it failed.
+_HEARING_SECONDS = 60.0
+_FAILURE_HEARING_SECONDS = 5.0
 
 _meetings = itertools.count()  # of this process; all ranks meet equally often
 
 
 class Meeting:
-    """The ranks of `place`, of which this is one, in `store`: a prefixed client of the launcher's TCPStore."""
+    """The ranks of `place`, of which this is one, in `store`: a prefixed client of the TCPStore, which it may serve."""
 
-    def __init__(self, place: Standing, store: Any) -> None:
-        self.rank, self._size, self._store = place.rank, place.world_size, store
+    def __init__(self, place: Standing, store: Any, *, serves: bool) -> None:
+        self.rank, self._size, self._store, self._serves = place.rank, place.world_size, store, serves
+        self._heard = False
         self._beats: dict[int, tuple[bytes, float]] = {}  # of other ranks: the last one, and when it came
         self._began = time.monotonic()
         self._all_ready = threading.Event()
@@ -60,7 +65,9 @@ class Meeting:
         while not self._store.check(["word"]):
             self._look_after([0])
             time.sleep(_POLL_SECONDS)
-        return str(self._store.get("word").decode())
+        word = str(self._store.get("word").decode())
+        self._count_as_heard()
+        return word
 
     def await_all(self) -> None:
         """Return once all ranks have come here. Raises CommunicationError when one failed, died or never came."""
@@ -72,9 +79,23 @@ class Meeting:
             time.sleep(_POLL_SECONDS)
         self._all_ready.set()
 
+    def stay(self, seconds: float) -> None:
+        """Where this rank serves the store, return once all others have heard its word or ended, or after `seconds`."""
+        until = time.monotonic() + seconds
+        while self._serves and time.monotonic() < until and self._store.add("heard", 0) < self._size - 1:
+            time.sleep(_POLL_SECONDS)
+
     def end(self) -> None:
         """Stop beating."""
         self._all_ready.set()
+        with suppress(RuntimeError):  # whoever served the store has gone
+            self._count_as_heard()
+
+    def _count_as_heard(self) -> None:
+        """Let rank 0 know, once, that this other rank does not need it to learn how to go on."""
+        if self.rank and not self._heard:
+            self._heard = True
+            self._store.add("heard", 1)
 
     def explained(self, error: BaseException) -> BaseException:
         """Leave the reason why this rank fails in the store; or, where `error` is the echo of another's, find that."""
@@ -158,6 +179,7 @@ def meet(place: Standing) -> Iterator[Meeting]:
     meeting = _open(place)
     try:
         yield meeting
+        meeting.stay(_HEARING_SECONDS)
     except Exception as error:
         _end(meeting, error)
     finally:
@@ -178,7 +200,7 @@ def _open(place: Standing) -> Meeting:
         ) from error
     # torchrun serves one store to all its attempts, and any store serves all meetings of an attempt.
     prefix = f"kumi/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
-    return Meeting(place, PrefixStore(prefix, store))
+    return Meeting(place, PrefixStore(prefix, store), serves=serves)
 
 
 @cache
@@ -198,6 +220,8 @@ def _end(meeting: Meeting, error: Exception) -> NoReturn:
 
     cause = meeting.explained(error)
     _write_error_file(cause, error)
+    with suppress(RuntimeError):
+        meeting.stay(_FAILURE_HEARING_SECONDS)
     if dist.is_initialized():
         atexit.register(_leave, cause.exit_code if isinstance(cause, KumiError) else 1)
     if cause is error:
