@@ -19,6 +19,8 @@ def test_a_line_has_measured_beside_estimated():
     assert step_line({**ENTRY, **FIGURES}, 3, "4s") == (
         "step 1/3  loss 2.5000  lr 1.0e-01  norm 1.00  397k tok/s  1.25/1.21 s  61.2/60.9 GiB  eta 4s"
     )
+    busy = "machine busy: load 1234.5/1024"
+    assert busy in step_line({**ENTRY, **FIGURES, "step": 99_999, "train/skipped_updates": 99_999}, 99_999, "4s", busy)
     assert "  1.25 s  " in step_line({**ENTRY, **FIGURES, "perf/estimated_step_s": None}, 3, "4s")
     small = {**ENTRY, **FIGURES, "perf/step_s": 0.258, "perf/estimated_step_s": 0.0599, "mem/estimated_bytes": 2**20}
     assert "  258/59.9 ms  61.2/0.000977 GiB  " in step_line(small, 3, "4s")
@@ -49,7 +51,10 @@ def test_a_line_is_never_longer(
     assert re.search(r"  \S+ m?s(  |$)", line)
     if estimate is not None:
         assert re.search(r"  \S+/\S+ m?s(  |$)", line)
-    assert said in line
+    # Beyond these sizes there may be no room for what else the machine does.
+    seconds = (time,) if estimate is None else (time, estimate)
+    if max(steps, step, skipped or 0) < 10**5 and loss <= 100 and all(1e-3 <= value <= 999 for value in seconds):
+        assert said in line
     assert ("skipped " in line) == bool(skipped)
 
 
