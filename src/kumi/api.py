@@ -12,38 +12,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kumi.config import RunConfig
     from kumi.config.load import Overrides, RunFile
     from kumi.data import Tokenizer
     from kumi.report.report import Report
     from kumi.train.callbacks import TrainerCallback
-
-
-@dataclass(frozen=True)
-class TrainOutput:
-    """How a training run ended.
-
-    `global_step` of `max_steps` updates are done and saved. `training_loss`: the mean loss of the steps in the run
-    folder's metrics.jsonl, in nats a token; None where it has none. `metrics`: the last value of each of its keys.
-    `output_dir`: the run folder. `model_dir`: the Hugging Face folder, or the adapters; None where nothing is exported.
-    """
-
-    global_step: int
-    max_steps: int
-    training_loss: float | None
-    metrics: dict[str, Any]
-    output_dir: Path
-    model_dir: Path | None
-
-    @property
-    def stopped(self) -> bool:
-        """True where the run ended before its last step: the same call goes on from there."""
-        return self.global_step < self.max_steps
+    from kumi.train.summary import TrainOutput
 
 
 def plan_run(
@@ -101,6 +78,7 @@ def train_run(
     from kumi.config import load, resolve
     from kumi.launch.local import is_rank
     from kumi.train.callbacks import Callbacks
+    from kumi.train.summary import train_output
 
     config = load(run, overrides)
     listener = Callbacks(config, callbacks)
@@ -113,29 +91,6 @@ def train_run(
 
         train_in_child(config, listener, allow_change, print if verbose else lambda line: None)
     return train_output(config)
-
-
-def train_output(config: RunConfig) -> TrainOutput:
-    """Return how the run of `config` ended, from its folder."""
-    from kumi.storage.folders import latest, step_of
-    from kumi.train.metrics import read_metrics
-
-    out = Path(os.path.expanduser(config.train.out))
-    entries = read_metrics(out / "metrics.jsonl")
-    losses = [entry["train/loss"] for entry in entries if "train/loss" in entry]
-    saved = latest(out / "checkpoints")
-    step = 0 if saved is None else step_of(saved)
-    metrics = {key: value for entry in entries for key, value in entry.items()}
-    models = [out / name for name in ("hf", "adapter") if (out / name).is_dir()]
-    finished = step >= config.train.steps
-    return TrainOutput(
-        global_step=step,
-        max_steps=config.train.steps,
-        training_loss=sum(losses) / len(losses) if losses else None,
-        metrics=metrics,
-        output_dir=out,
-        model_dir=models[0] if models and finished else None,
-    )
 
 
 def tokenizer(source: str | Path) -> Tokenizer:

@@ -123,7 +123,7 @@ def test_a_quantised_folder_is_loaded(saved):
 
 
 @pytest.mark.parametrize(("method", "words"), [
-    ({"quant_method": "awq", "bits": 4}, "quantised by 'awq', which kumi does not read; it reads fp8 in blocks"),
+    ({"quant_method": "awq", "bits": 4}, "quantised by 'awq', which kumi does not read; it reads fp8 and mxfp4"),
     ({}, "quantised by None"),
     ({"quant_method": "fp8"}, "weight_block_size None; kumi reads those with a scale for"),
     ({"quant_method": "fp8", "weight_block_size": [0, 16]}, r"weight_block_size \[0, 16\]"),

@@ -61,7 +61,7 @@ def test_a_run_that_learns_nothing_is_diverged_and_a_resume_keeps_the_count(over
     assert train(40, "--allow-change", "train.steps") == 6
     printed = capfd.readouterr()
     assert f"step {HOPELESS}: the float16 gradients overflowed in the last {HOPELESS} steps" in printed.err
-    assert "down to a loss scale of 1 " in printed.err
+    assert "down to a loss scale of 1, " in printed.err
     assert "  skipped 5  " in printed.out
     counts = [(entry["train/skipped_updates"], entry["train/loss_scale"]) for entry in metrics(run)]
     assert counts[:5] == [(step, 2.0 ** (16 - step)) for step in range(1, 6)]

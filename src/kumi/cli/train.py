@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from kumi.cli.arguments import add_run_file, add_verb
@@ -43,16 +44,15 @@ def run(arguments: Namespace) -> int:
 
 
 def _train(arguments: Namespace) -> int:
-    from kumi.api import train_output
     from kumi.config import load, resolve
     from kumi.train.start import start
+    from kumi.train.summary import train_output
 
     config = load(arguments.run, arguments.overrides)
     code = start(resolve(config), allow_change=tuple(arguments.allow_change))
     if arguments.json and os.environ.get("RANK", "0") == "0":
-        output = asdict(train_output(config))
-        folders = {name: output[name] and str(output[name]) for name in ("output_dir", "model_dir")}
-        arguments.write_json(output | folders)
+        output = asdict(train_output(config, code))
+        arguments.write_json({key: str(value) if isinstance(value, Path) else value for key, value in output.items()})
     return code
 
 

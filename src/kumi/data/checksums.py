@@ -47,7 +47,7 @@ def from_plain(data: Any, file: Path) -> Checksums:
         if type(block) is int and block >= 1 and len(bytes.fromhex(crc32 if isinstance(crc32, str) else "?")) % 4 == 0:
             return Checksums(block, str(crc32))
     except ValueError:
-        pass
+        pass  # no hexadecimal digits: refused below, as are too few of them
     raise RefusedError(f"{file}: meta.json has no checksums of it that can be read; {remedy(file)}")
 
 

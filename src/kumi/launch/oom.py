@@ -8,14 +8,14 @@ _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def memory_kills(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int | None:
-    """Processes of this control group killed so far; None where the system does not count them.
+    """Return how many processes of this control group were killed so far, None where the system does not count them.
 
     Reads `oom_kill` of memory.events (version 2 of control groups) or memory.oom_control (version 1).
     """
     for file in _files(groups, mount):
         try:
             lines = [line.split() for line in file.read_text().splitlines()]
-        except OSError:
+        except OSError:  # the system has the other version, or no such group
             continue
         for name, *values in lines:
             if name == "oom_kill" and len(values) == 1 and values[0].isdecimal():
@@ -24,17 +24,17 @@ def memory_kills(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int | None:
 
 
 def _files(groups: Path, mount: Path) -> list[Path]:
-    """Where the counter may be. In a container the group's own path may be that of the host, and the mount its root."""
+    """Return where the counter may be. In a container, the group's path may be the host's, and the mount its root."""
     try:
         lines = groups.read_text().splitlines()
-    except OSError:
+    except OSError:  # no Linux
         return []
-    found = []
+    files = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         inner = path.lstrip("/")
         if "memory" in controllers.split(","):
-            found += [mount / "memory" / inner / "memory.oom_control", mount / "memory" / "memory.oom_control"]
+            files += [mount / "memory" / inner / "memory.oom_control", mount / "memory" / "memory.oom_control"]
         elif controllers == "":
-            found += [mount / inner / "memory.events", mount / "memory.events"]
-    return found
+            files += [mount / inner / "memory.events", mount / "memory.events"]
+    return files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from kumi.errors import DivergedError
 from kumi.parallel.grads import LossScale
@@ -101,12 +101,10 @@ class Reporter:
             self._check_scale(result, result.scale)
         # A float16 gradient that overflowed was left out; any other has gone into the weights, which are lost.
         if not math.isfinite(loss) or not (math.isfinite(norm) or run.precision.loss_scaling):
-            if self._metrics is not None:
-                self._metrics.close()
-            raise DivergedError(
-                f"step {result.step}: the loss is {loss} (gradient norm {norm:.3g}, lr {result.lr:.2e}); go on from "
-                f"the last checkpoint with a lower rate: kumi train RUN.toml optim.lr={run.optim.lr / 2:.2g} "
-                f"--allow-change optim.lr"
+            self._diverged(
+                result,
+                f"the loss is {loss}",
+                f"with a lower rate: kumi train RUN.toml optim.lr={run.optim.lr / 2:.2g} --allow-change optim.lr",
             )
 
     def _check_scale(self, result: StepResult, scale: LossScale) -> None:
@@ -114,14 +112,21 @@ class Reporter:
         run = self._parts.run
         if not scale.hopeless and not (result.step == run.config.train.steps == scale.skipped):
             return
+        kind = "bf16" if "bfloat16" in run.cluster.device.dtypes else "fp32"
+        self._diverged(
+            result,
+            f"the float16 gradients overflowed in the last {scale.in_a_row} steps, down to a loss scale of "
+            f"{scale.scale:g}, so these updates were skipped",
+            f"in a format of wider range: kumi train RUN.toml precision.kind={kind} --allow-change precision.kind",
+        )
+
+    def _diverged(self, result: StepResult, what: str, remedy: str) -> NoReturn:
+        """Close the metrics and raise DivergedError."""
         if self._metrics is not None:
             self._metrics.close()
         raise DivergedError(
-            f"step {result.step}: the float16 gradients overflowed in the last {scale.in_a_row} steps, down to a loss "
-            f"scale of {scale.scale:g} (gradient norm {float(result.grad_norm):.3g}, lr {result.lr:.2e}), so these "
-            f"updates were skipped; go on from the last checkpoint in a format of wider range: kumi train RUN.toml "
-            f"precision.kind={'bf16' if 'bfloat16' in run.cluster.device.dtypes else 'fp32'} --allow-change "
-            f"precision.kind"
+            f"step {result.step}: {what} (gradient norm {float(result.grad_norm):.3g}, lr {result.lr:.2e}); go on from "
+            f"the last checkpoint {remedy}"
         )
 
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from kumi.storage.folders import free_space_check, latest, list_complete, step_o
 from kumi.train.callbacks import Listener
 from kumi.train.folder import checkpoint_root, claim
 from kumi.train.prepare import check_data, open_data, prepare_data
-from kumi.train.summary import lines as summary_lines
-from kumi.train.summary import summary
+from kumi.train.summary import summary_lines
 from kumi.units import format_count
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None, listen
 
             with memory_errors(run):
                 finish(run, store, anew=not trained)
-        for line in summary_lines(summary(run, code, anew=not trained)):
+        for line in summary_lines(run, code, already_finished=trained):
             print(line, flush=True)
         return code
 

@@ -1,4 +1,4 @@
-"""How a run ended, in figures and in words, with commands that can follow."""
+"""How a run ended: as a TrainOutput for programs, and as lines for people, with commands that can follow."""
 
 from __future__ import annotations
 
@@ -6,61 +6,116 @@ import json
 import os
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from kumi.config import Run
+from kumi.config import Run, RunConfig
 from kumi.errors import OK
 from kumi.storage.folders import latest, step_of
 from kumi.train.metrics import read_metrics
 from kumi.units import format_count, format_seconds
 
 
-def summary(run: Run, code: int = OK, *, anew: bool = True) -> dict[str, Any]:
-    """Return how `run` stands after it ended with the exit `code`, as plain data for people and for JSON.
+@dataclass(frozen=True)
+class TrainOutput:
+    """How a training run ended.
 
-    `anew` is False where this start had nothing left to train. `seconds` is the time of all steps, over all starts of
-    the run. Losses are nats a token, [first, last] of the run, None where none was measured. `model` is the folder of
-    the exported model or adapters, None where there is none.
+    `global_step` of `max_steps` updates are done and saved. `num_input_tokens_seen`: of all steps so far.
+    `train_runtime`: seconds of all steps, over all starts of the run. `training_loss`: the mean loss of the steps in
+    the run folder's metrics.jsonl, in nats a token; None where it has none. `train_losses`, `eval_losses`: the first
+    and the last one there. `metrics`: the last value of each of its keys. `output_dir`: the run folder. `checkpoint`:
+    its last complete checkpoint. `model_dir`: the Hugging Face folder, or the adapters; None where nothing is exported.
     """
-    entries = read_metrics(run.out / "metrics.jsonl")
+
+    global_step: int
+    max_steps: int
+    num_input_tokens_seen: int
+    train_runtime: float
+    training_loss: float | None
+    train_losses: tuple[float, float] | None
+    eval_losses: tuple[float, float] | None
+    metrics: dict[str, Any]
+    output_dir: Path
+    checkpoint: Path | None
+    model_dir: Path | None
+
+    @property
+    def stopped(self) -> bool:
+        """True where the run ended before its last step: the same call goes on from there."""
+        return self.global_step < self.max_steps
+
+
+def train_output(config: RunConfig, code: int = OK) -> TrainOutput:
+    """Return how the run of `config`, which ended with the exit `code`, stands, from the files in its folder."""
+    out = Path(os.path.expanduser(config.train.out))
+    entries = read_metrics(out / "metrics.jsonl")
     steps = [entry for entry in entries if "train/loss" in entry]
-    saved = latest(run.out / "checkpoints")
-    model = run.out / ("adapter" if run.model.lora is not None else "hf")
-    exported = model if code == OK and run.config.export.enabled and model.is_dir() else None
-    return {
-        "name": run.config.name,
-        "status": "interrupted" if code != OK else "finished" if anew else "already finished",
-        "steps": 0 if saved is None else step_of(saved),
-        "of_steps": run.config.train.steps,
-        "tokens": steps[-1]["tokens"] if steps else 0,
-        "seconds": sum(entry.get("perf/step_s") or 0.0 for entry in steps),
-        "train_loss": _ends(entries, "train/loss"),
-        "validation_loss": _ends(entries, "eval/loss"),
-        "checkpoint": None if saved is None else str(saved),
-        "model": None if exported is None else str(exported),
-        "next": list(_next(run, code, saved, exported)),
-    }
+    losses = _values(steps, "train/loss")
+    checkpoint = latest(out / "checkpoints")
+    step = 0 if checkpoint is None else step_of(checkpoint)
+    model = out / ("hf" if config.lora is None else "adapter")
+    exported = code == OK and config.export.enabled and step >= config.train.steps and model.is_dir()
+    return TrainOutput(
+        global_step=step,
+        max_steps=config.train.steps,
+        num_input_tokens_seen=steps[-1]["tokens"] if steps else 0,
+        train_runtime=sum(_values(steps, "perf/step_s")),
+        training_loss=sum(losses) / len(losses) if losses else None,
+        train_losses=_ends(losses),
+        eval_losses=_ends(_values(entries, "eval/loss")),
+        metrics={key: value for entry in entries for key, value in entry.items()},
+        output_dir=out,
+        checkpoint=checkpoint,
+        model_dir=model if exported else None,
+    )
 
 
-def _ends(entries: list[dict[str, Any]], key: str) -> list[float] | None:
-    """The first and the last value of `key` in a run's metrics."""
-    values = [entry[key] for entry in entries if entry.get(key) is not None]
-    return [values[0], values[-1]] if values else None
+def _values(entries: list[dict[str, Any]], key: str) -> list[float]:
+    return [entry[key] for entry in entries if entry.get(key) is not None]
 
 
-def _next(run: Run, code: int, saved: Path | None, exported: Path | None) -> Iterator[str]:
-    """Commands that work after `run`, from the folder that it was started in, on one machine."""
+def _ends(values: list[float]) -> tuple[float, float] | None:
+    return (values[0], values[-1]) if values else None
+
+
+def summary_lines(run: Run, code: int = OK, *, already_finished: bool = False) -> list[str]:
+    """Return what the terminal shows after `run` ended with the exit `code`.
+
+    `already_finished`: an earlier start had done all steps.
+    """
+    output = train_output(run.config, code)
+    status = "interrupted" if code != OK else "already finished" if already_finished else "finished"
+    steps = f"{output.global_step} of {output.max_steps}" if code != OK else f"{output.global_step}"
+    tokens, seconds = format_count(output.num_input_tokens_seen), format_seconds(output.train_runtime)
+    parts = [f"{status}: {steps} steps, {tokens} tokens, {seconds} of training"]
+    losses = [
+        f"{word} loss {ends[0]:.4f} -> {ends[1]:.4f}"
+        for word, ends in (("train", output.train_losses), ("validation", output.eval_losses))
+        if ends is not None
+    ]
+    parts += [", ".join(losses)] if losses else []
+    folders = {"model": output.model_dir, "checkpoint": output.checkpoint}
+    parts += [f"{word} in {folder}" for word, folder in folders.items() if folder is not None]
+    return [*_labelled("summary", parts), *_labelled("next", list(next_commands(run, output, code)))]
+
+
+def _labelled(label: str, parts: list[str]) -> list[str]:
+    return [f"{label if index == 0 else '':<11}{part}" for index, part in enumerate(parts)]
+
+
+def next_commands(run: Run, output: TrainOutput, code: int = OK) -> Iterator[str]:
+    """Yield three commands that work after `run`, on one machine, from the folder that it was started in."""
     file = shlex.quote(str(run.out / "config.toml"))
     alone = run.cluster.nodes == 1  # else a launcher has to start the ranks, in a way that only the user knows
-    if code != OK or saved is None:
+    if code != OK or output.checkpoint is None:
         if alone:
             yield f"kumi train {file}"
         yield f"kumi describe {file}"
         yield f"kumi data inspect {file}"
         return
-    source = saved if run.model.lora is None else run.out / "adapter"
+    source = output.checkpoint if run.model.lora is None else run.out / "adapter"
     if source.is_dir():
         target = _free(run.out / ("bfloat16" if run.model.lora is None else "merged"))
         half = " --dtype bfloat16" if run.model.lora is None else ""
@@ -69,8 +124,8 @@ def _next(run: Run, code: int, saved: Path | None, exported: Path | None) -> Ite
         yield f"kumi train {file} train.steps={2 * run.config.train.steps} --allow-change train.steps"
     else:
         yield f"kumi data inspect {file}"
-    if exported is not None and run.model.lora is None:
-        yield f"python -c {shlex.quote(_load(exported))}"
+    if output.model_dir is not None and run.model.lora is None:
+        yield f"python -c {shlex.quote(_load(output.model_dir))}"
     else:
         yield f"kumi describe {file}"
 
@@ -84,19 +139,3 @@ def _free(folder: Path) -> Path:
 def _load(model: Path) -> str:
     """Python that loads and prints `model`, without single quotes where its name allows that."""
     return f"import kumi; print(kumi.load_decoder({json.dumps(str(model))}))"
-
-
-def lines(found: dict[str, Any]) -> list[str]:
-    """Return the `summary` of a run as lines for the terminal."""
-    count = f"{found['steps']} of {found['of_steps']}" if found["status"] == "interrupted" else f"{found['steps']}"
-    tokens, seconds = format_count(found["tokens"]), format_seconds(found["seconds"])
-    parts = [f"{found['status']}: {count} steps, {tokens} tokens, {seconds} of training"]
-    losses = [f"{word} loss {first:.4f} -> {last:.4f}" for word in ("train", "validation")
-              if found[f"{word}_loss"] for first, last in [found[f"{word}_loss"]]]  # fmt: skip
-    parts += [", ".join(losses)] if losses else []
-    parts += [f"{word} in {found[word]}" for word in ("model", "checkpoint") if found[word]]
-    return [*_labelled("summary", parts), *_labelled("next", found["next"])]
-
-
-def _labelled(label: str, parts: list[str]) -> list[str]:
-    return [f"{label if index == 0 else '':<11}{part}" for index, part in enumerate(parts)]
