@@ -5,6 +5,7 @@ import ctypes
 import errno
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -401,6 +402,21 @@ def test_a_dead_rank_stops_the_others(tmp_path, capfd, monkeypatch, how, sentenc
     assert capfd.readouterr() == ("", "")
     if how is segfault:
         assert "in segfault" in (tmp_path / "rank_00001.log").read_text()
+
+
+def test_ranks_start_beside_a_thousand_open_files(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"this system allows {hard} open files only")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with pytest.raises(KumiError, match="rank 1 was killed by"):
+            local.run(die, (kill_self,), nproc=2, log_dir=tmp_path)
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_words_of_an_aborted_rank_are_shown(tmp_path):

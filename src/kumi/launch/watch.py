@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,13 +95,13 @@ class Watch:
     def _pause(self, seconds: float) -> None:
         """Sleeps for a moment, or until a rank ends: the times of death tell cause from consequence."""
         if self._handles:
-            select.select(list(self._handles.values()), [], [], seconds)
+            _readable(self._handles.values(), seconds)
         else:
             time.sleep(seconds)
 
     def _note_deaths(self) -> None:
         handles = {handle: rank for rank, handle in self._handles.items()}
-        for handle in select.select(list(handles), [], [], 0)[0]:
+        for handle in _readable(handles, 0):
             code = _exit_code(handle)
             os.close(self._handles.pop(handles[handle]))
             self._bury(handles[handle], code)
@@ -144,6 +145,14 @@ class Watch:
                 os.kill(self._pids[rank], signum)
         except ProcessLookupError:  # it ended by itself a moment ago; the next round notes it
             return
+
+
+def _readable(handles: Iterable[int], seconds: float) -> list[int]:
+    """Return the `handles` whose process has ended, after `seconds` at most. select would take none beyond 1,023."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    return [handle for handle, _ in poll.poll(seconds * 1000)]
 
 
 def _exit_code(handle: int) -> int | None:
