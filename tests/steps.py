@@ -183,11 +183,14 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "document_ids": documents.contiguous()}
 
 
+OPTIM = Optim(lr=1e-2)
+
+
 def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", steps: int = 3) -> Trace:
     """Trains SPECS[family] for `steps` steps of the same global batches, whatever the layout."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=7)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), Optim(lr=1e-2))
+    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), OPTIM)
     scale = LossScale(2.0**10 if PRECISIONS[kind].loss_scaling else 1.0)
     dtype = getattr(torch, PRECISIONS[kind].param)
     losses, norms, grads = [], [], []

@@ -1,10 +1,12 @@
 """Every layout trains as one process does: loss, gradient norm, gradients, and parameters after three AdamW steps.
 
-In float64, because Adam turns float32's rounding of a gradient near zero into a difference of the size of the step.
+In float64, because Adam turns float32's rounding of a gradient near zero into a difference of the size of the step; of
+float64's rounding it makes something, too, which `updates_apart` bounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import cycle, product
 
@@ -14,9 +16,11 @@ import pytest
 from grids import pairwise
 from kumi.spec.layout import RECOMPUTE, Layout
 from ranks import run_ranks
-from steps import Part, Trace, train
+from steps import OPTIM, Part, Trace, train
 
 TOLERANCE = 1e-10
+# How far rounding in float64 brings two computations of a gradient apart, of its largest element: a thousand units.
+ROUNDING = 1000 * 2.0**-53
 
 ON_2 = [Layout(dp_replicate=2), *(Layout(dp_shard=2, zero=zero) for zero in (1, 2, 3))]
 ON_4 = [
@@ -47,21 +51,38 @@ def alone(family: str, kind: str = "fp64") -> Trace:
     return run_ranks(1, train, Layout(), family, 1, kind)[0]
 
 
-def close(part: Part, whole: Part) -> bool:
-    """Whether a rank's part equals that of the single process's tensor, to TOLERANCE of its largest element."""
+def close(part: Part, whole: Part, more: float | np.ndarray = 0.0) -> bool:
+    """Whether a rank's part equals that of the single process's tensor, to TOLERANCE of its largest element and `more`,
+    a number or an array of the tensor's shape."""
     sizes = zip(part.start, part.values.shape, strict=True)
-    wanted = whole.values[tuple(slice(first, first + size) for first, size in sizes)]
-    scale = np.abs(whole.values).max()
-    return part.values.shape == wanted.shape and bool(np.all(np.abs(part.values - wanted) <= TOLERANCE * scale))
+    here = tuple(slice(first, first + size) for first, size in sizes)
+    wanted, scale = whole.values[here], np.abs(whole.values).max()
+    allowed = TOLERANCE * scale + (more[here] if isinstance(more, np.ndarray) else more)
+    return part.values.shape == wanted.shape and bool(np.all(np.abs(part.values - wanted) <= allowed))
+
+
+def updates_apart(grads: Sequence[Sequence[Part]]) -> Mapping[str, np.ndarray]:
+    """Return for each parameter how far its AdamW updates may be apart, given its gradients `grads` in all steps.
+
+    An update is about lr * g / (|g| + eps): where |g| is far below the largest element, whose rounding it shares, the
+    rounding is a larger part of it.
+    """
+    apart: dict[str, np.ndarray] = {}
+    for part in (part for step in grads for part in step):
+        size = np.abs(part.values)
+        apart[part.name] = apart.get(part.name, 0.0) + OPTIM.lr * ROUNDING * size.max() / (size + OPTIM.eps)
+    return apart
 
 
 def equal(trace: Trace, wanted: Trace) -> None:
     """Asserts that a rank saw what one process saw, to TOLERANCE, in all of its steps."""
     assert trace.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
     assert trace.norms == pytest.approx(wanted.norms, rel=TOLERANCE)
-    for mine, whole in zip([*trace.grads, trace.params], [*wanted.grads, wanted.params]):
+    for mine, whole in zip(trace.grads, wanted.grads):
         known = {part.name: part for part in whole}
         assert [part.name for part in mine if not close(part, known[part.name])] == []
+    known, apart = {part.name: part for part in wanted.params}, updates_apart(wanted.grads)
+    assert [part.name for part in trace.params if not close(part, known[part.name], apart.get(part.name, 0.0))] == []
     assert trace.counters == {3.0}
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 import torch
+from test_layouts import TOLERANCE, close
 
 from kumi.nn import init
 from kumi.parallel import bare, build, clip_gradients, init_adamw, model_pieces
@@ -24,7 +24,6 @@ from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, Part, forward_backward, mesh_of
 
-TOLERANCE = 1e-10
 SOME = Lora(r=3, alpha=5.0, targets=("q_proj", "v_proj", "down_proj"))
 LORAS = {
     "lora": SOME,
@@ -79,12 +78,6 @@ def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str =
 @cache
 def alone(run, family: str, lora: str) -> Trace:
     return run(1, train, Layout(), family, lora, 1)[0]
-
-
-def close(part: Part, whole: Part) -> bool:
-    sizes = zip(part.start, part.values.shape, strict=True)
-    wanted = whole.values[tuple(slice(first, first + size) for first, size in sizes)]
-    return bool(np.all(np.abs(part.values - wanted) <= TOLERANCE * np.abs(whole.values).max()))
 
 
 def equal(trace: Trace, wanted: Trace) -> None:
