@@ -2,6 +2,8 @@
 
 import contextlib
 import shutil
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,8 +48,7 @@ def overflowing(small, tmp_path, monkeypatch):
         with contextlib.chdir(folder):
             file = run_file(folder, precision={"kind": "fp16"}, train={"steps": steps, "out": "run"},
                             optim={"lr": 1e-3, "schedule": "constant", "warmup_steps": 2})  # fmt: skip
-            # Saved at once: what a save in the background has not completed when the run diverges is gone with it.
-            return main(["train", str(file), "export.enabled=false", "checkpoint.asynchronous=false", *words])
+            return main(["train", str(file), "export.enabled=false", *words])
 
     return folder / "run", train
 
@@ -69,9 +70,24 @@ def test_a_run_that_learns_nothing_is_diverged_and_a_resume_keeps_the_count(over
     assert checkpoint.open(checkpoint.latest(run / "checkpoints")).meta["skipped_in_a_row"] == 18
 
 
+def test_a_save_in_the_background_is_completed_where_the_run_diverges(overflowing, capfd, monkeypatch):
+    run, train = overflowing
+    rename = Path.rename
+
+    def slowly(path, target):
+        time.sleep(1.0)
+        return rename(path, target)
+
+    assert train(5, "checkpoint.every=4") == 6
+    shutil.rmtree(run / "checkpoints" / "step_000004")
+    monkeypatch.setattr(Path, "rename", slowly)
+    assert train(5, "checkpoint.every=4") == 6
+    assert checkpoint.latest(run / "checkpoints").name == "step_000004"
+
+
 def test_a_few_skipped_updates_are_only_shown(overflowing, capfd):
     run, train = overflowing
-    assert train(3, "checkpoint.every=1") == 6
+    assert train(3, "checkpoint.every=1", "checkpoint.asynchronous=false") == 6
     shutil.rmtree(run / "checkpoints" / "step_000002")
     assert train(3, overflows=False) == 0
     assert "  skipped 1  " in capfd.readouterr().out

@@ -18,7 +18,7 @@ from kumi.config import Run
 from kumi.convert import weights_reader
 from kumi.convert.adapter_read import adapters_reader
 from kumi.data import Store
-from kumi.errors import OK, SaveError
+from kumi.errors import OK, DivergedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.matmul import enable_fast_float32
 from kumi.parallel.build import build
@@ -84,6 +84,9 @@ def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag, listener: Listene
             write_probe(parts, run.out)
         listener.end()
         return code
+    except DivergedError:  # on all ranks at the same step: the last save can be completed, and the run goes on from it
+        saver.wait()
+        raise
     except (ConnectionError, TimeoutError):  # of the ranks, not of the disk
         raise
     except OSError as error:
