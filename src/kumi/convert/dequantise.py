@@ -37,10 +37,13 @@ def entries(folder: Path, spans: Mapping[str, Span]) -> dict[str, Entry]:
     if found is None:
         return {name: entry_of(span) for name, span in spans.items()}
     kind = found.get("quant_method")
-    if kind not in quantised.READABLE:
-        raise ModelError(f"{folder}: the weights are quantised by {kind!r}, which kumi does not read; it reads "
-                         f"{' and '.join(quantised.READABLE)}: name the model before that, or decode it")  # fmt: skip
-    return _fp8(folder, spans, found) if kind == "fp8" else _mxfp4(spans)
+    if kind == "fp8":
+        return _fp8(folder, spans, found)
+    if kind == "mxfp4":
+        return _mxfp4(spans)
+    readable = " and ".join(quantised.READABLE)
+    raise ModelError(f"{folder}: the weights are quantised by {kind!r}, which kumi does not read; it reads {readable}: "
+                     f"name the model before that, or dequantise it first")  # fmt: skip
 
 
 def _fp8(folder: Path, spans: Mapping[str, Span], how: Mapping[str, Any]) -> dict[str, Entry]:

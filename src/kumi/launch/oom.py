@@ -27,7 +27,7 @@ def _files(groups: Path, mount: Path) -> list[Path]:
     """Return where the counter may be. In a container, the group's path may be the host's, and the mount its root."""
     try:
         lines = groups.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # no Linux, or one that hides /proc
         return []
     files = []
     for line in lines:

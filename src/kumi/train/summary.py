@@ -106,7 +106,7 @@ def _labelled(label: str, parts: list[str]) -> list[str]:
 
 
 def next_commands(run: Run, output: TrainOutput, code: int = OK) -> Iterator[str]:
-    """Yield three commands that work after `run`, on one machine, from the folder that it was started in."""
+    """Yield commands that work after `run`, from the folder that it was started in: three on one machine."""
     file = shlex.quote(str(run.out / "config.toml"))
     alone = run.cluster.nodes == 1  # else a launcher has to start the ranks, in a way that only the user knows
     if code != OK or output.checkpoint is None:
