@@ -64,7 +64,9 @@ def give_back(code):
 
 
 def fail(error):
+    """Fail in rank 1 once all have connected: gloo itself prints a line where a peer goes before that."""
     dist.init_process_group("gloo")
+    dist.barrier()
     if dist.get_rank() == 1:
         raise error
     dist.barrier()
@@ -73,6 +75,7 @@ def fail(error):
 def fail_late(error):
     """The peer hears of the failure before it is reported."""
     dist.init_process_group("gloo")
+    dist.barrier()
     if dist.get_rank() == 1:
         try:
             raise error
