@@ -12,7 +12,7 @@ ORDER = ["errors", "paths", "units", "output", "files", "hub", "spec", "plan", "
          "describe", "compat", "storage", "data", "nn", "objectives", "parallel", "dryrun", "convert", "launch",
          "train", "bench", "api", "cli", "__main__"]  # fmt: skip
 TORCH_FREE = ["errors", "paths", "units", "output", "files", "hub", "spec", "plan", "report", "config", "describe",
-              "data", "api", "cli", "__main__", "objectives"]  # fmt: skip
+              "data", "api", "cli", "__main__", "objectives", "storage"]  # fmt: skip
 
 
 def _imports(file: Path) -> list[tuple[str, bool]]:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny_models import CASES
 
 from kumi.cli import main
-from kumi.convert import convert, entry, hf, native, stream
+from kumi.convert import convert, entry, hf, native, runs, stream
 from kumi.convert.source import open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.layout import Layout
@@ -107,22 +107,38 @@ def test_a_layout_is_for_checkpoints_only(saved, tmp_path):
         convert(saved(), tmp_path / "new", to="hf", layout="tp=2")
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("to", ["hf", "kumi"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_what_fails_half_way_leaves_nothing(to, error, saved, tmp_path, monkeypatch):
+def test_what_fails_half_way_leaves_nothing(dtype, to, error, saved, tmp_path, monkeypatch):
     source, count = saved(max_shard_size="20KB"), iter(range(100))
 
-    def failing(handle, data, offset):
+    def failing(target, nbytes):
         if next(count) == 7:
             raise error
+        return advance(target, nbytes)
+
+    advance = runs.Target.advance
+    monkeypatch.setattr(runs.Target, "advance", failing)
+    with pytest.raises(type(error)):
+        convert(source, tmp_path / "new", to=to, dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama-source"]
+
+
+def test_what_fails_while_rows_are_written_leaves_nothing(saved, tmp_path, monkeypatch):
+    """GPT-2's files have matrices transposed, so that they are no copies of bytes."""
+    source, count = saved("gpt2"), iter(range(100))
+
+    def failing(handle, data, offset):
+        if next(count) == 3:
+            raise OSError(28, "No space left on device")
         return write_at(handle, data, offset)
 
     write_at = stream.write_at
-    monkeypatch.setattr("kumi.convert.hf_stream.write_at", failing)
     monkeypatch.setattr(native, "write_at", failing)
-    with pytest.raises(type(error)):
-        convert(source, tmp_path / "new", to=to)
-    assert [path.name for path in tmp_path.iterdir()] == ["llama-source"]
+    with pytest.raises(OSError, match="No space left"):
+        convert(source, tmp_path / "new", to="kumi")
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt2-source"]
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(saved, tmp_path):

@@ -1,6 +1,21 @@
 """Weights in and out, a tensor at a time: Hugging Face folders and kumi's checkpoints."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from kumi.convert.convert import convert
-from kumi.convert.load import load_decoder, weights_reader
+
+if TYPE_CHECKING:
+    from kumi.convert.load import load_decoder, weights_reader
 
 __all__ = ["convert", "load_decoder", "weights_reader"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what makes tensors when it is first used, since it needs torch, and copying files does not."""
+    if name not in __all__:
+        raise AttributeError(f"module 'kumi.convert' has no attribute {name!r}")
+    from kumi.convert import load
+
+    return getattr(load, name)

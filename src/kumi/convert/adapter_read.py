@@ -51,11 +51,6 @@ class Adapter:
     magnitude: Tensor | None
 
 
-def is_adapter_folder(folder: Path) -> bool:
-    """Whether `folder` looks like one of adapters."""
-    return (folder / CONFIG).exists()
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of the adapters in `folder`, once it is sure that all it says is understood."""
     path = folder / CONFIG
@@ -194,7 +189,7 @@ def _apart(one: Adapter, place: int, count: int, r: int) -> Adapter:
 def adapters_reader(folder: Path, spec: ModelSpec) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
     """A function that reads one part of an adapter's parameter, `read("model/<parameter>", start, shape)`: those of
     `spec`, to go on from the adapters in `folder`."""
-    if not is_adapter_folder(folder):
+    if not (folder / CONFIG).exists():
         raise ModelError(
             f"lora.source: {looked_for(folder)} has no {CONFIG}; name a folder of adapters as PEFT writes them"
         )

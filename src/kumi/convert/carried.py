@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kumi.convert.entry import BLOCK_BYTES, read_bytes
+from kumi.convert.runs import BUFFER_BYTES, Stored, Target, plain_run
 from kumi.convert.safetensors_read import Span, read_header, tensors_of
 from kumi.errors import ModelError
 from kumi.files.output import copy_into
@@ -67,7 +68,7 @@ def grouped(spans: Mapping[str, Span], limit: int) -> list[dict[str, Span]]:
 
 
 def write_spans(path: Path, spans: Mapping[str, Span]) -> None:
-    """Write the safetensors file `path` with copies of `spans`, a block at a time."""
+    """Write the safetensors file `path` with copies of `spans`."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, span in spans.items():
@@ -77,10 +78,10 @@ def write_spans(path: Path, spans: Mapping[str, Span]) -> None:
     # Padding keeps the data aligned for readers that map the file into memory.
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        target, buffer = Target(file.fileno(), 0), memoryview(bytearray(BUFFER_BYTES))
+        target.write(memoryview(len(text).to_bytes(8, "little") + text))
         for span in spans.values():
-            for block in _blocks(span):
-                file.write(block)
+            Stored([plain_run(span.file, span.offset, span.nbytes)]).copy(0, span.nbytes, target, buffer)
 
 
 def check_equal(written: Mapping[str, Span], spans: Mapping[str, Span], folder: Path) -> None:

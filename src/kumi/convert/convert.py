@@ -6,14 +6,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kumi.convert import hf, hf_write, megatron_write, merge, native
+from kumi.convert import hf, hf_write, native
 from kumi.convert.card import mark_verified, model_card
 from kumi.convert.entry import DTYPES
 from kumi.convert.origin import origin_of
 from kumi.convert.publish import located
-from kumi.convert.source import Source, open_source
-from kumi.convert.verify import verify as verify_written
+from kumi.convert.source import Source, is_apart, open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.checks import misfits
 from kumi.spec.layout import Layout
@@ -22,12 +22,15 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.folders import free_space_check
 
+if TYPE_CHECKING:  # imported where they are used, since torch, which they need, takes seconds to import
+    from kumi.convert.megatron_write import Options
+
 FORMATS = ("hf", "kumi", "megatron")
 
 
 def convert(
     src: str | Path, dst: str | Path, *, to: str, verify: bool = True, dtype: str | None = None,
-    layout: str | None = None, config: str | Path | None = None, megatron: megatron_write.Options | None = None,
+    layout: str | None = None, config: str | Path | None = None, megatron: Options | None = None,
     base: str | None = None,
 ) -> str:  # fmt: skip
     """What was done, in a sentence: the model in `src` (any format) is in the new folder `dst`, in one of `FORMATS`.
@@ -47,10 +50,10 @@ def convert(
     if megatron is not None and to != "megatron":
         raise ConfigError("convert: --megatron-local and --megatron-vocab are for --to megatron; leave them out")
     folder, target = located(src, "convert"), Path(dst)
-    apart = merge.is_apart(folder)
+    apart = is_apart(folder)
     if base is not None and not apart:
         raise ConfigError(f"--base {base}: is for adapters, and {folder} holds none; leave it out")
-    source = merge.open_merged(folder, base) if apart else open_source(folder, config)
+    source = _open_merged(folder, base) if apart else open_source(folder, config)
     dtypes, notes = _dtypes(source, dtype), [f"note: {note}" for note in source.spec.notes]
     if to == "hf":
         _write_hf(source, target, dtypes)
@@ -66,6 +69,8 @@ def convert(
         done += f"; merged, with logits within {difference:.1e} of those with the adapters beside their matrices"
     if not verify:
         return "\n".join([done, *notes])
+    from kumi.convert.verify import verify as verify_written
+
     kept = replace(source, carried={}) if to == "megatron" else source
     verdict = verify_written(kept, open_source(target))
     if to == "hf":
@@ -74,8 +79,16 @@ def convert(
     return "\n".join([done, *notes])
 
 
+def _open_merged(folder: Path, base: str | None) -> Source:
+    from kumi.convert import merge
+
+    return merge.open_merged(folder, base)
+
+
 def _check_merged(folder: Path, base: str | None, target: Path) -> float:
     """How far the logits of `target` are from those with the adapters beside; it is removed if that is too far."""
+    from kumi.convert import merge
+
     try:
         return merge.check_merged(folder, base, open_source(target))
     except ModelError:
@@ -110,10 +123,10 @@ def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layou
                              "origin": origin_of(source.folder).plain()})  # fmt: skip
 
 
-def _write_megatron(
-    source: Source, target: Path, dtypes: Mapping[str, str], options: megatron_write.Options | None
-) -> list[str]:
+def _write_megatron(source: Source, target: Path, dtypes: Mapping[str, str], options: Options | None) -> list[str]:
     """Writes it, and says what Megatron will not have or not compute of the model."""
+    from kumi.convert import megatron_write
+
     notes = megatron_write.write(target, source.spec, source.reader, dtypes=dtypes, config=source.config,
                                  tokenizer=source.tokenizer, options=options)  # fmt: skip
     left = [f"left out, for Megatron has no place for them: {len(source.carried)} tensors that are carried along, such "

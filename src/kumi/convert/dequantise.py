@@ -19,7 +19,7 @@ from torch import Tensor
 from kumi.convert.entry import Entry, entry_of, read_bytes
 from kumi.convert.safetensors_read import Span
 from kumi.errors import ModelError
-from kumi.spec.families import quantised, read_config
+from kumi.spec.families import quantised
 from kumi.storage.write import as_bytes
 
 # What the sixteen numbers of four bits stand for: a sign, two bits of exponent, one of fraction.
@@ -28,14 +28,12 @@ _GROUP = 32
 _SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
 
 
-def entries(folder: Path, spans: Mapping[str, Span]) -> dict[str, Entry]:
-    """The tensors that `spans` are, by name, those that are quantised as what they stand for.
+def entries(folder: Path, spans: Mapping[str, Span], found: Mapping[str, Any]) -> dict[str, Entry]:
+    """The tensors that `spans` are, by name, those that are quantised, as `found` in config.json says, as what they
+    stand for.
 
     ModelError for a way to quantise that is none of the above.
     """
-    found = quantised.method(read_config(folder)) if (folder / "config.json").exists() else None
-    if found is None:
-        return {name: entry_of(span) for name, span in spans.items()}
     kind = found.get("quant_method")
     if kind == "fp8":
         return _fp8(folder, spans, found)

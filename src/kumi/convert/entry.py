@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from kumi.convert.rectangles import Dims, is_run, place, seen, strides
+from kumi.convert.rectangles import Dims, in_runs, is_run, place, seen, strides
+from kumi.convert.runs import Run, opened, plain_run, read_all
 from kumi.convert.safetensors_read import Span
 from kumi.errors import ModelError
-from kumi.files.untrusted import open_regular
+from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part
 from kumi.storage.write import as_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # safetensors' names of the dtypes that weights may have, and torch's.
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -52,6 +53,8 @@ def entry_of(span: Span) -> Entry:
 
 def read_entry(entry: Entry) -> Tensor:
     """All of a stored tensor."""
+    import torch
+
     out = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     read_run(entry, 0, out)
     return out
@@ -70,22 +73,23 @@ def read_run(entry: Entry, first: int, out: Tensor) -> None:
 
 def read_bytes(file: Path, view: memoryview, offset: int) -> None:
     """Fill `view` with the bytes of `file` from `offset` on; ModelError where the file ends before."""
-    try:
-        handle = open_regular(file)
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({error.strerror or error}); fetch the file again") from None
-    try:
-        while view:
-            count = os.preadv(handle, [view], offset)
-            if count == 0:
-                raise ModelError(f"{file}: ends at byte {offset}, earlier than when it was opened; fetch it again")
-            view, offset = view[count:], offset + count
-    finally:
-        os.close(handle)
+    with opened(file) as handle:
+        read_all(handle, view, offset, file)
+
+
+def run_of(entry: Entry, part: Part) -> Run | None:
+    """Return the bytes of the elements of `part`; None where they do not lie in the file one after the other, in the
+    order that the native tensor has, or are made of others."""
+    if entry.decode is not None or not in_runs(part):
+        return None
+    itemsize = ITEMSIZE[entry.dtype]
+    return plain_run(entry.file, entry.offset + place(part.view, part.at) * itemsize, prod(part.size) * itemsize)
 
 
 def read_part(entry: Entry, part: Part, offsets: Dims, out: Tensor) -> None:
     """Fill `out` (any strides) with the elements of `part`, from `offsets` (counted from its start) on."""
+    import torch
+
     found = seen(part, offsets, tuple(out.shape))
     if found.shape != tuple(out.shape):
         wide = torch.empty(found.shape, dtype=out.dtype)
@@ -102,6 +106,8 @@ def in_view(part: Part, size: Dims, native: Tensor) -> Tensor:
 
 
 def _read_rectangle(entry: Entry, part: Part, at: Dims, size: Dims, out: Tensor) -> None:
+    import torch
+
     target = in_view(part, size, out)
     if target.numel() == 0:
         return

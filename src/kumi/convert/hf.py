@@ -6,25 +6,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from kumi.convert import dequantise
 from kumi.convert.card import model_card
 from kumi.convert.carried import is_carried
-from kumi.convert.entry import BLOCK_BYTES, Entry, read_entry, read_part
+from kumi.convert.entry import BLOCK_BYTES, Entry, entry_of, read_entry, read_part, run_of
 from kumi.convert.hf_write import write
-from kumi.convert.rectangles import Dims, by_rows, overlap
+from kumi.convert.rectangles import Dims, by_rows, is_run, overlap, place
+from kumi.convert.runs import Run, plain_run
 from kumi.convert.safetensors_read import tensors_of as spans_of
-from kumi.convert.stream import Reader
+from kumi.convert.stream import Reader, Runs
 from kumi.errors import ModelError
+from kumi.spec.families import quantised, read_config
 from kumi.spec.ledger import EMBEDDING, HEAD
 from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part, parts, stored_name
+
+if TYPE_CHECKING:  # bytes are copied without torch, which takes seconds to import
+    from torch import Tensor
 
 __all__ = ["Entry", "Stored", "check", "entries", "model_card", "read", "read_into", "read_tensors", "write"]
 
@@ -46,11 +48,18 @@ def entries(folder: str | Path, spec: ModelSpec | None = None) -> dict[str, Entr
     folder = Path(folder)
     spans = spans_of(folder)
     kept = {name: span for name, span in spans.items() if spec is None or not is_carried(spec, name)}
-    return dequantise.entries(folder, kept)
+    found = quantised.method(read_config(folder)) if (folder / "config.json").exists() else None
+    if found is None:
+        return {name: entry_of(span) for name, span in kept.items()}
+    from kumi.convert import dequantise
+
+    return dequantise.entries(folder, kept, found)
 
 
 def read(stored: Stored, start: Dims | None = None, shape: Dims | None = None) -> Tensor:
     """The tensor `stored`, or its part of `shape` from the indices `start` on; nothing else is read."""
+    import torch
+
     out = torch.empty(stored.shape if shape is None else shape, dtype=getattr(torch, stored.dtype))
     read_into(stored, (0,) * len(stored.shape) if start is None else start, out)
     return out
@@ -62,8 +71,8 @@ def read_into(stored: Stored, start: Dims, out: Tensor) -> None:
         found = overlap(part.start, part.extent, start, tuple(out.shape))
         if found:
             first, shape = found
-            place = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, start, shape))
-            read_part(entry, part, tuple(a - b for a, b in zip(first, part.start)), out[place])
+            inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, start, shape))
+            read_part(entry, part, tuple(a - b for a, b in zip(first, part.start)), out[inside])
 
 
 def next_cut(stored: Stored, row: int) -> int:
@@ -76,12 +85,35 @@ def next_cut(stored: Stored, row: int) -> int:
     return min(rows, row + max(1, BLOCK_BYTES // row_bytes))
 
 
+def runs(stored: Stored) -> Runs | None:
+    """The runs of bytes that are all of `stored`, in the order of its elements; None where it is made otherwise."""
+    found: list[Run] = []
+    end = 0
+    for part, entry in sorted(stored.parts, key=lambda one: place(stored.shape, one[0].start)):
+        run = run_of(entry, part)
+        if run is None or not is_run(stored.shape, part.extent) or place(stored.shape, part.start) != end:
+            return None
+        found.append(run)
+        end += prod(part.extent)
+    return found.copy if end == prod(stored.shape) else None
+
+
 def reader(stored: Mapping[str, Stored]) -> Reader:
     """The same, for all tensors of a model, by name."""
+    files = {part.name: entry for one in stored.values() for part, entry in one.parts}
+
+    def file_run(name: str, shape: Dims, dtype: str) -> Run | None:
+        entry = files.get(name)
+        if entry is None or entry.decode is not None or (entry.shape, entry.dtype) != (shape, dtype):
+            return None
+        return plain_run(entry.file, entry.offset, prod(shape) * ITEMSIZE[dtype])
+
     return Reader(
         {name: one.dtype for name, one in stored.items()},
         lambda name, start, out: read_into(stored[name], start, out),
         lambda name, row: next_cut(stored[name], row),
+        lambda name: runs(stored[name]),
+        file_run,
     )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from kumi.convert.rectangles import Dims, is_run, overlap, place, seen, unit_rows
+from kumi.convert.rectangles import Dims, in_runs, is_run, overlap, place, seen, unit_rows
+from kumi.convert.runs import Wrote
 from kumi.convert.safetensors_file import Layout
-from kumi.convert.stream import Bench, Job, Reader, Wrote, write_at
+from kumi.convert.stream import Bench, Job, Move, Reader, copy_job, write_at
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
@@ -19,19 +20,14 @@ from kumi.spec.weights import Part, Piece, files, parts
 def jobs(folder: Path, shards: Mapping[str, Layout], spec: ModelSpec, reader: Reader) -> list[Job]:
     """One job for every native tensor that lies in runs of its files' tensors, and one for every other file tensor."""
     where = {name: (folder / file, layout) for file, layout in shards.items() for name in layout.shapes}
-    scattered = {name for name, pieces in files(spec).items() if not all(_in_runs(piece.part) for piece in pieces)}
+    scattered = {name for name, pieces in files(spec).items() if not all(in_runs(piece.part) for piece in pieces)}
     found = []
     for param in tensors(spec):
         own = [part for part in parts(spec, param) if part.name not in scattered]
-        found += [_runs_job(param, same, reader, file, layout) for same, file, layout in _by_file(own, where)]
+        found += [_job(param, same, reader, file, layout) for same, file, layout in _by_file(own, where)]
     for name in scattered:
         found.append(_scattered_job(name, files(spec)[name], reader, *where[name]))
     return found
-
-
-def _in_runs(part: Part) -> bool:
-    """Whether any rows of the native tensor are a run of the file's tensor, once rows are complete."""
-    return part.in_order and is_run(part.view, part.size)
 
 
 def _by_file(
@@ -44,7 +40,19 @@ def _by_file(
         yield same, file, where[same[0].name][1]
 
 
-def _runs_job(param: Param, own: list[Part], reader: Reader, file: Path, layout: Layout) -> Job:
+def _job(param: Param, own: list[Part], reader: Reader, file: Path, layout: Layout) -> Job:
+    """Return the job that writes the parts of `param` that are in `file`."""
+    dtype, runs = layout.dtypes[own[0].name], reader.runs(param.name)
+    if runs is None or not all(is_run(param.shape, part.extent) for part in own):
+        return _rows_job(param, own, reader, file, layout)
+    moves = []
+    for part in own:
+        offset = layout.offsets[part.name] + place(part.view, part.at) * ITEMSIZE[dtype]
+        moves.append(Move(place(param.shape, part.start), prod(part.extent), offset))
+    return copy_job(file, runs, moves, reader.dtypes[param.name], dtype)
+
+
+def _rows_job(param: Param, own: list[Part], reader: Reader, file: Path, layout: Layout) -> Job:
     """Rows of `param` go from the buffer to the run of each part that has some of them."""
     dtype, rest = layout.dtypes[own[0].name], param.shape[1:]
     low, high = min(part.start[0] for part in own), max(part.start[0] + part.extent[0] for part in own)
@@ -74,8 +82,12 @@ def _offset(part: Part, offsets: Dims, size: Dims) -> int:
 
 
 def _scattered_job(name: str, pieces: tuple[Piece, ...], reader: Reader, file: Path, layout: Layout) -> Job:
-    """The whole tensor is put together in memory, from a few rows of every native one at a time."""
+    """The whole tensor is copied where the source's files have it, too; else it is put together in memory, from a few
+    rows of every native one at a time."""
     shape, dtype = layout.shapes[name], layout.dtypes[name]
+    run = reader.file_run(name, shape, dtype)
+    if run is not None:
+        return copy_job(file, lambda: [run], [Move(0, prod(shape), layout.offsets[name])], dtype, dtype)
 
     def work(handle: int, bench: Bench, wrote: Wrote) -> None:
         whole = bench.take("whole", shape, dtype)

@@ -7,9 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from kumi.convert import hf_stream, stream
 from kumi.convert.carried import PROCESSOR_FILES, grouped, write_spans
@@ -26,6 +24,9 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part, parts
 from kumi.storage.folders import free_space_check
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Files that go with a tokenizer, copied as they are.
 TOKENIZER_FILES = (

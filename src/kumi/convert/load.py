@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kumi.convert import hf, merge, native
 from kumi.convert.publish import located
-from kumi.convert.source import open_source
+from kumi.convert.source import is_apart, open_source
 from kumi.errors import ConfigError
 from kumi.nn.decoder import Decoder
 from kumi.spec.model import ModelSpec
@@ -28,7 +28,7 @@ def load_decoder(source: str | Path, *, dtype: torch.dtype = torch.float32, base
     damaged, ConfigError where there is no such source, or `base` is given for a whole model.
     """
     folder = model_folder(source)
-    if merge.is_apart(folder):
+    if is_apart(folder):
         decoder = merge.decoder_of(merge.open_beside(folder, None if base is None else str(base)))
         return decoder.to(dtype)
     if base is not None:
@@ -56,7 +56,7 @@ def tokenizer_folder(source: str | Path) -> Path:
     Raise ConfigError where the checkpoint in `source` does not name one.
     """
     folder = model_folder(source)
-    if merge.is_apart(folder):
+    if is_apart(folder):
         return merge.open_beside(folder).base.folder
     if not native.is_checkpoint(folder):
         return folder

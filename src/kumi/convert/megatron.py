@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kumi.convert import dcp, megatron_args, pickles
 from kumi.convert.entry import BLOCK_BYTES
+from kumi.convert.megatron_folder import LATEST, newest
 from kumi.convert.rectangles import Dims, overlap, seen, unit_rows
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError, RefusedError
@@ -33,7 +34,7 @@ from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part
 
-LATEST, METADATA, COMMON, COMMON_ENTRY = "latest_checkpointed_iteration.txt", ".metadata", "common.pt", "common_state/"
+COMMON, COMMON_ENTRY = "common.pt", "common_state/"
 RUN_CONFIG = "run_config.yaml"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYER_KEY = re.compile(r"decoder\.layers\.\d+\.")
@@ -114,11 +115,6 @@ def inside(part: Part, at: Dims, size: Dims, data: Tensor) -> Tensor:
     return whole[(*(slice(None) for _ in range(lead)), *within)]
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether `folder` looks like Megatron's: a distributed checkpoint, or a folder that names its newest one."""
-    return (folder / METADATA).is_file() or (folder / LATEST).is_file()
-
-
 def open_model(folder: Path, config: str | Path | None = None) -> Saved:
     """The model in a Megatron folder, of the config.json `config` where it is given.
 
@@ -133,23 +129,6 @@ def open_model(folder: Path, config: str | Path | None = None) -> Saved:
     params = {param.name: param for param in tensors(spec)}
     dtypes = {name: _dtype(inner, spec, param, keys, saved) for name, param in params.items()}
     return Saved(inner, spec, found, dtypes, tokenizer, keys, saved, params)
-
-
-def newest(folder: Path) -> Path:
-    """The checkpoint in `folder`: itself, or the one that it names as its newest."""
-    if (folder / METADATA).is_file():
-        return folder
-    text = read_bytes(folder, LATEST, RefusedError).decode(errors="replace").strip()
-    if text != "release" and not re.fullmatch(r"[0-9]{1,12}", text):
-        raise RefusedError(f"{folder / LATEST}: says {text!r:.40}, not a number or 'release'; name the folder iter_...")
-    inner = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
-    if (inner / METADATA).is_file():
-        return inner
-    if any(inner.glob("mp_rank_*")):
-        raise ModelError(f"{inner}: a checkpoint in Megatron's old format (mp_rank_..., pickled for one layout); load "
-                         f"it in Megatron-LM and save it with --ckpt-format torch_dist")  # fmt: skip
-    raise ModelError(f"{inner}: has no {METADATA}; kumi reads Megatron's torch_dist checkpoints (--ckpt-format "
-                     f"torch_dist)")  # fmt: skip
 
 
 def _config(

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kumi.convert import dcp_write, hf_write
-from kumi.convert.megatron import COMMON, COMMON_ENTRY, LATEST, box, inside, tensor_bytes
+from kumi.convert.megatron import COMMON, COMMON_ENTRY, box, inside, tensor_bytes
 from kumi.convert.megatron_args import to_args, to_give
+from kumi.convert.megatron_folder import LATEST
 from kumi.convert.progress import showing
 from kumi.convert.rectangles import Dims
 from kumi.convert.safetensors_file import sync

@@ -21,8 +21,8 @@ from kumi.convert.adapter_read import Adapter
 from kumi.convert.base import digest
 from kumi.convert.publish import located
 from kumi.convert.rectangles import Dims
-from kumi.convert.source import Source, open_source
-from kumi.convert.stream import Reader
+from kumi.convert.source import Source, adapters_of_run, open_source
+from kumi.convert.stream import Reader, Runs
 from kumi.convert.verify import sample_prompts
 from kumi.errors import ConfigError, ModelError
 from kumi.nn.decoder import Decoder
@@ -49,16 +49,6 @@ class Beside:
     adapters: Mapping[str, Adapter]
 
 
-def is_apart(folder: Path) -> bool:
-    """Whether `folder` holds adapters of a model that is elsewhere: PEFT's, or those of a run's checkpoint."""
-    return adapter_read.is_adapter_folder(folder) or _of_run(folder) is not None
-
-
-def _of_run(folder: Path) -> native.SavedModel | None:
-    saved = native.open_model(folder) if native.is_checkpoint(folder) else None
-    return saved if saved is not None and "lora" in saved.checkpoint.meta else None
-
-
 def _named(config: Mapping[str, Any]) -> str | None:
     """The base model of PEFT's configuration: a folder, or a hub id with its revision."""
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
@@ -67,7 +57,7 @@ def _named(config: Mapping[str, Any]) -> str | None:
 
 def open_beside(folder: Path, base: str | None = None) -> Beside:
     """The adapters in `folder` and their model: `base`, by default the one that they name."""
-    saved = _of_run(folder)
+    saved = adapters_of_run(folder)
     if saved is None:
         named = _named(adapter_read.read_config(folder)) if base is None else base
     else:
@@ -119,7 +109,10 @@ def _reader(source: Source, adapters: Mapping[str, Adapter]) -> Reader:
         source.reader.read_into(name, (start[0], 0), rows)
         out.copy_(merged(rows, one, start[0])[:, start[1] : start[1] + out.shape[1]])
 
-    return replace(source.reader, read_into=read_into)
+    def runs(name: str) -> Runs | None:
+        return None if name.removesuffix(".weight") in adapters else source.reader.runs(name)
+
+    return Reader(source.reader.dtypes, read_into, source.reader.cut, runs)
 
 
 def merged(rows: Tensor, one: Adapter, first: int = 0) -> Tensor:

@@ -6,31 +6,32 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from kumi.convert import carried, hf_write, stream
-from kumi.convert.rectangles import Dims
+from kumi.convert.rectangles import Dims, is_run, place
+from kumi.convert.runs import Run, Sums, Wrote
 from kumi.convert.safetensors_file import sync
 from kumi.convert.safetensors_read import Span
-from kumi.convert.stream import Bench, Job, Reader, Wrote, write_at
+from kumi.convert.stream import Bench, Job, Move, Reader, Runs, copy_job, write_at
 from kumi.errors import ModelError, RefusedError
 from kumi.files.output import remove_tree
 from kumi.spec.families import quantised
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers, tensors
 from kumi.spec.model import ModelSpec
-from kumi.spec.precision import ITEMSIZE
 from kumi.spec.regions import regions
 from kumi.spec.saved import MODEL as PREFIX
 from kumi.spec.saved import model_shapes
 from kumi.spec.sharding import held_params
 from kumi.storage import checkpoint
-from kumi.storage.write import Blank, as_bytes, block_rows, blocks, lay_out, write_index
+from kumi.storage.write import ITEMSIZE, Blank, as_bytes, block_rows, blocks, lay_out, write_index
+
+if TYPE_CHECKING:  # bytes are copied without torch, which takes seconds to import
+    from torch import Tensor
 
 SHARD_BYTES = 10**9
 
@@ -58,7 +59,7 @@ class SavedModel:
         return found
 
     def dtype(self, name: str) -> str:
-        return str(self.checkpoint.tensors[PREFIX + name].dtype).removeprefix("torch.")
+        return self.checkpoint.tensors[PREFIX + name].dtype_name
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -80,9 +81,10 @@ def check(saved: SavedModel, spec: ModelSpec) -> None:
     wanted = model_shapes(spec)
     if difference := saved.checkpoint.difference(wanted, PREFIX):
         raise RefusedError(f"{saved.checkpoint.folder}: {difference} of its hf_config; restore the checkpoint")
-    other = [name for name in wanted if not saved.checkpoint.tensors[name].dtype.is_floating_point]
+    dtypes = {name: saved.checkpoint.tensors[name].dtype_name for name in wanted}
+    other = [name for name, dtype in dtypes.items() if "float" not in dtype]
     if other:
-        raise ModelError(f"{saved.checkpoint.folder}: {other[0]!r} is {saved.checkpoint.tensors[other[0]].dtype}; "
+        raise ModelError(f"{saved.checkpoint.folder}: {other[0]!r} is torch.{dtypes[other[0]]}; "
                          f"weights are floating-point numbers")  # fmt: skip
 
 
@@ -94,7 +96,22 @@ def reader(saved: SavedModel, spec: ModelSpec) -> Reader:
         found.read_into(out, PREFIX + name, start)
 
     dtypes = {param.name: saved.dtype(param.name) for param in tensors(spec)}
-    return Reader(dtypes, read_into, lambda name, row: found.cut(PREFIX + name, row))
+    return Reader(dtypes, read_into, lambda name, row: found.cut(PREFIX + name, row), partial(_runs, found))
+
+
+def _runs(found: checkpoint.Checkpoint, name: str) -> Runs | None:
+    """What lists the blocks of a tensor, in the order of its elements; None where a piece has only parts of rows."""
+    stored = found.tensors[PREFIX + name]
+    whole = all(is_run(stored.shape, piece.extent) for piece in stored.pieces)
+    return partial(_blocks, found, name) if whole else None
+
+
+def _blocks(found: checkpoint.Checkpoint, name: str) -> Iterator[Run]:
+    stored = found.tensors[PREFIX + name]
+    for piece in sorted(stored.pieces, key=lambda piece: place(stored.shape, piece.start)):
+        for offset, nbytes, crc32 in found.blocks(PREFIX + name, piece):
+            check = partial(found.compare, piece.file, repr(PREFIX + name), written=crc32)
+            yield Run(found.folder / piece.file, offset, nbytes, partial(found.opened, piece.file), check)
 
 
 def write_model(
@@ -123,7 +140,7 @@ def write_model(
         jobs: list[Job] = []
         for rank, (entries, header) in enumerate(laid):
             file = _file(temporary, rank)
-            size = sum(prod(blank.extent) * blank.dtype.itemsize for blank in shards[rank])
+            size = sum(blank.nbytes for blank in shards[rank])
             with file.open("wb") as opened:
                 opened.write(header)
                 opened.truncate(len(header) + size)
@@ -151,13 +168,12 @@ def _pieces(spec: ModelSpec, layout: Layout, dtypes: Mapping[str, str]) -> list[
     whole = {param.name for param in buffers(spec)}
     for param in buffers(spec):
         zeros = (0,) * len(param.shape)
-        blank = Blank(PREFIX + param.name, param.shape, zeros, param.shape, getattr(torch, dtypes[param.name]))
+        blank = Blank(PREFIX + param.name, param.shape, zeros, param.shape, dtypes[param.name])
         found[blank] = list(range(layout.world_size))
     for rank in range(layout.world_size):
         for param in held_params(spec, layout, rank):
             for region in () if param.name in whole else regions(param, layout, rank):
-                dtype = getattr(torch, dtypes[param.name])
-                blank = Blank(PREFIX + param.name, param.shape, region.start, region.shape, dtype)
+                blank = Blank(PREFIX + param.name, param.shape, region.start, region.shape, dtypes[param.name])
                 found.setdefault(blank, []).append(rank)
     return list(found.items())
 
@@ -170,7 +186,7 @@ def _shards(pieces: Sequence[tuple[Blank, list[int]]], layout: Layout) -> list[l
     shards: list[list[Blank]] = [[] for _ in load]
     for blank, ranks in sorted(pieces, key=lambda piece: -prod(piece[0].extent)):
         rank = min(ranks, key=lambda rank: load[rank])
-        load[rank] += prod(blank.extent) * blank.dtype.itemsize
+        load[rank] += blank.nbytes
         shards[rank].append(blank)
     return shards
 
@@ -178,17 +194,16 @@ def _shards(pieces: Sequence[tuple[Blank, list[int]]], layout: Layout) -> list[l
 def _in_order(blanks: Sequence[Blank]) -> Iterator[list[Blank]]:
     """The pieces in lists of no more than `SHARD_BYTES` where a piece is no larger than that, and at least as many
     lists as there are threads to fill them."""
-    total = sum(prod(blank.extent) * blank.dtype.itemsize for blank in blanks)
+    total = sum(blank.nbytes for blank in blanks)
     limit = min(SHARD_BYTES, max(2**20, -(-total // stream.threads())))
     kept: list[Blank] = []
     size = 0
     for blank in blanks:
-        nbytes = prod(blank.extent) * blank.dtype.itemsize
-        if kept and size + nbytes > limit:
+        if kept and size + blank.nbytes > limit:
             yield kept
             kept, size = [], 0
         kept.append(blank)
-        size += nbytes
+        size += blank.nbytes
     yield kept
 
 
@@ -197,11 +212,24 @@ def _by_entry(entries: Sequence[dict[str, Any]], shard: Sequence[Blank]) -> Iter
     return ((entry, known[entry["name"], tuple(entry["start"])]) for entry in entries)
 
 
-def _job(file: Path, entry: dict[str, Any], dtype: torch.dtype, source: Reader) -> Job:
+def _job(file: Path, entry: dict[str, Any], dtype: str, source: Reader) -> Job:
     """Writes a piece, and notes the checksums of its blocks in `entry`."""
+    name = entry["name"].removeprefix(PREFIX)
+    shape, start, extent = (tuple(entry[key]) for key in ("shape", "start", "extent"))
+    runs = source.runs(name)
+    if runs is None or not is_run(shape, extent) or not prod(extent):
+        return _rows_job(file, entry, dtype, source)
+    row_bytes = prod(extent[1:]) * ITEMSIZE[dtype]
+    sums = Sums(block_rows(row_bytes) * row_bytes)
+    entry["crc32"] = sums.sums
+    move = Move(place(shape, start), prod(extent), entry["offset"], sums)
+    return copy_job(file, runs, [move], source.dtypes[name], dtype)
+
+
+def _rows_job(file: Path, entry: dict[str, Any], dtype: str, source: Reader) -> Job:
+    """The same, a few rows at a time as a tensor."""
     name, start, extent = entry["name"].removeprefix(PREFIX), tuple(entry["start"]), tuple(entry["extent"])
-    kind = str(dtype).removeprefix("torch.")
-    row_bytes = prod(extent[1:]) * ITEMSIZE[kind]
+    row_bytes = prod(extent[1:]) * ITEMSIZE[dtype]
     step, rows = block_rows(row_bytes), extent[0]
     entry["crc32"] = []
 
@@ -210,7 +238,7 @@ def _job(file: Path, entry: dict[str, Any], dtype: torch.dtype, source: Reader) 
         while row < rows:
             cut = source.cut(name, start[0] + row) - start[0]
             end = min(rows, row + -(-max(1, cut - row) // step) * step)
-            data = bench.rows(source, name, (start[0] + row, *start[1:]), (end - row, *extent[1:]), kind)
+            data = bench.rows(source, name, (start[0] + row, *start[1:]), (end - row, *extent[1:]), dtype)
             entry["crc32"] += [zlib.crc32(as_bytes(data[low:high])) for low, high in blocks(end - row, row_bytes)]
             write_at(handle, data, entry["offset"] + row * row_bytes)
             wrote(data.nbytes)

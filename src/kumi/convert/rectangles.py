@@ -79,6 +79,11 @@ def is_run(view: Dims, size: Dims) -> bool:
     return not wide or size[wide[0] + 1 :] == view[wide[0] + 1 :]
 
 
+def in_runs(part: Part) -> bool:
+    """Whether any rows of the native tensor are a run of the file's tensor, once rows are complete."""
+    return part.in_order and is_run(part.view, part.size)
+
+
 def place(view: Dims, at: Dims) -> int:
     """The number of the element `at` of a row-major tensor of the shape `view`."""
     return sum(low * step for low, step in zip(at, strides(view)))

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -60,6 +60,9 @@ def create(path: Path, layout: Layout) -> None:
 
 def put(path: Path, layout: Layout, part: Part, tensor: Tensor) -> None:
     """Write `tensor`, the native elements of `part`, cast to its dtype in `layout`, to its place."""
+    import numpy as np
+    import torch
+
     assert tuple(tensor.shape) == part.extent, f"{part.name}: {tuple(tensor.shape)} != {part.extent}"
     assert part.shape == layout.shapes[part.name], f"{part.name}: {part.shape} != {layout.shapes[part.name]}"
     data = tensor.detach().to("cpu", getattr(torch, layout.dtypes[part.name])).contiguous()

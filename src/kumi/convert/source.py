@@ -6,23 +6,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from kumi.convert import hf, megatron, native
+from kumi.convert import hf, megatron_folder, native
 from kumi.convert.carried import carried, of_checkpoint
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError
-from kumi.nn.decoder import Decoder
 from kumi.paths import looked_for
 from kumi.spec import families
 from kumi.spec.families import quantised
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.storage.folders import list_complete
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kumi.nn.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,16 @@ class Source:
         for param in tensors(self.spec):
             yield param.name, self.read(param.name)
 
-    @torch.no_grad()
-    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
-        """Return the model as a module, its weights in `dtype`."""
-        decoder = Decoder(self.spec, dtype=dtype)
-        for name, tensor in decoder.state_dict().items():
-            tensor.copy_(self.read(name))
+    def decoder(self, dtype: torch.dtype | None = None) -> Decoder:
+        """Return the model as a module, its weights in `dtype`, by default float32."""
+        import torch
+
+        from kumi.nn.decoder import Decoder
+
+        decoder = Decoder(self.spec, dtype=dtype or torch.float32)
+        with torch.no_grad():
+            for name, tensor in decoder.state_dict().items():
+                tensor.copy_(self.read(name))
         return decoder
 
 
@@ -71,7 +77,7 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
     """The model in `folder`, a Hugging Face folder, a checkpoint of kumi, or one of Megatron-Core, which may need to be
     told the model's `config` (a config.json)."""
     folder = Path(folder)
-    if megatron.is_checkpoint(folder):
+    if megatron_folder.is_checkpoint(folder):
         return _open_megatron(folder, config)
     if config is not None:
         raise ModelError(f"--config {config}: only Megatron checkpoints need one, and {folder} is none; leave it out")
@@ -87,6 +93,17 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
     raise ModelError(
         f"{looked_for(folder)}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or Megatron"
     )
+
+
+def is_apart(folder: Path) -> bool:
+    """Whether `folder` holds adapters of a model that is elsewhere: PEFT's, or those of a run's checkpoint."""
+    return (folder / "adapter_config.json").exists() or adapters_of_run(folder) is not None
+
+
+def adapters_of_run(folder: Path) -> native.SavedModel | None:
+    """Return the checkpoint in `folder` where a run saved adapters in it; None for any other folder."""
+    saved = native.open_model(folder) if native.is_checkpoint(folder) else None
+    return saved if saved is not None and "lora" in saved.checkpoint.meta else None
 
 
 def models_in_run(folder: Path) -> str:
@@ -113,6 +130,8 @@ def _open_native(folder: Path) -> Source:
 
 
 def _open_megatron(folder: Path, config: str | Path | None) -> Source:
+    from kumi.convert import megatron
+
     saved = megatron.open_model(folder, config)
     families.check_trained(saved.spec)
     return Source(saved.folder, saved.spec, saved.config, saved.reader(), saved.tokenizer, {})

@@ -1,28 +1,33 @@
 """Filling files from a model on disk: many small jobs over the files, several at once, in memory of fixed size.
 
 A job reads a few rows of a tensor into a buffer that is used again and again, changes their dtype where that is asked
-for, and writes them to their place. Places are known before, so that jobs need no order.
+for, and writes them to their place. Places are known before, so that jobs need no order. Where the elements keep their
+order and lie one after the other, the job needs no rows: it copies or casts bytes (`kumi.convert.runs`).
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from kumi.convert.progress import Update, showing
 from kumi.convert.rectangles import Dims
+from kumi.convert.runs import BUFFER_BYTES, Run, Stored, Sums, Target, Wrote, write_all
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.write import as_bytes
+
+if TYPE_CHECKING:  # imported where they are used: bytes are copied without torch, which takes seconds to import
+    from torch import Tensor
+
+    from kumi.convert.casts import Cast
 
 # More threads than this only wait for each other on the disks of one machine.
 MAX_THREADS = 8
@@ -31,20 +36,31 @@ MAX_THREADS = 8
 _SMALL_BYTES = 16 * 2**20
 
 
+# Lists the runs of a tensor anew, since a large checkpoint has too many to keep those of all tensors.
+Runs = Callable[[], Iterable[Run]]
+
+
 @dataclass(frozen=True)
 class Reader:
     """A model's tensors: the dtype of each, by name, and how to read a part of one.
 
     `read_into(name, start, out)` fills `out`, of the tensor's dtype, with what begins at the indices `start`. Rows are
     best read from any `row` up to `cut(name, row)`.
+
+    `runs(name)` are the bytes of all of the tensor, in the order of its elements, and `file_run(name, shape, dtype)`
+    those of a tensor that Hugging Face's files have under `name`; None where they are not in files like that.
     """
 
     dtypes: Mapping[str, str]
     read_into: Callable[[str, Dims, Tensor], None]
     cut: Callable[[str, int], int]
+    runs: Callable[[str], Runs | None] = lambda name: None
+    file_run: Callable[[str, Dims, str], Run | None] = lambda name, shape, dtype: None
 
     def read(self, name: str, start: Dims, shape: Dims) -> Tensor:
         """The part of `shape` of a tensor, from the indices `start` on."""
+        import torch
+
         out = torch.empty(shape, dtype=getattr(torch, self.dtypes[name]))
         self.read_into(name, start, out)
         return out
@@ -54,16 +70,28 @@ class Bench:
     """The buffers of a thread, used again for one tensor after another."""
 
     def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(BUFFER_BYTES))
         self._kept: dict[str, Tensor] = {}
+        self._casts: dict[tuple[str, str], Cast] = {}
 
     def take(self, use: str, shape: Dims, dtype: str) -> Tensor:
         """An uninitialised tensor, valid until the next call for the same `use`."""
+        import torch
+
         size = prod(shape) * ITEMSIZE[dtype]
         kept = self._kept.get(use)
         if kept is None or kept.numel() < size:
             self._kept.pop(use, None)
             kept = self._kept[use] = torch.empty(size, dtype=torch.uint8)
         return kept[:size].view(getattr(torch, dtype)).view(shape)
+
+    def cast(self, before: str, after: str) -> Cast:
+        """Return what casts as much as `buffer` has from one dtype to another."""
+        if (before, after) not in self._casts:
+            from kumi.convert.casts import make_cast
+
+            self._casts[before, after] = make_cast(before, after, len(self.buffer) // ITEMSIZE[before])
+        return self._casts[before, after]
 
     def drop_large(self) -> None:
         """Give back what the next jobs will hardly need."""
@@ -78,9 +106,6 @@ class Bench:
         return self.take("cast", shape, dtype).copy_(read)
 
 
-Wrote = Callable[[int], None]
-
-
 @dataclass(frozen=True)
 class Job:
     """Something to write into `file`: `nbytes` bytes of it. `work(handle, bench, wrote)` calls `wrote` as it goes, with
@@ -90,6 +115,28 @@ class Job:
     nbytes: int
     work: Callable[[int, Bench, Wrote], None]
     whole: bool = False
+
+
+class Move(NamedTuple):
+    """`numel` elements of a tensor, from number `first` on, that go to `offset` of a file; `sums` gets their bytes."""
+
+    first: int
+    numel: int
+    offset: int
+    sums: Sums | None = None
+
+
+def copy_job(file: Path, runs: Runs, moves: Sequence[Move], before: str, after: str) -> Job:
+    """Return the job that writes parts of the tensor that is stored as `runs`, cast from its dtype `before`."""
+    size = ITEMSIZE[before]
+
+    def work(handle: int, bench: Bench, wrote: Wrote) -> None:
+        stored, cast = Stored(runs()), None if before == after else bench.cast(before, after)
+        for move in moves:
+            target = Target(handle, move.offset, wrote, cast, move.sums)
+            stored.copy(move.first * size, (move.first + move.numel) * size, target, bench.buffer)
+
+    return Job(file, sum(move.numel for move in moves) * ITEMSIZE[after], work)
 
 
 def threads() -> int:
@@ -160,7 +207,4 @@ def _opened(file: Path) -> Iterator[int]:
 
 def write_at(handle: int, data: Tensor, offset: int) -> None:
     """Write the bytes of a contiguous tensor."""
-    view = as_bytes(data)
-    while view:
-        count = os.pwrite(handle, view, offset)
-        view, offset = view[count:], offset + count
+    write_all(handle, as_bytes(data), offset)

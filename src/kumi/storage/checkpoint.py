@@ -11,9 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from kumi.errors import KumiError, SaveError
 from kumi.storage.folders import (
@@ -29,6 +27,9 @@ from kumi.storage.folders import (
 from kumi.storage.index import StoredTensor
 from kumi.storage.read import Checkpoint, open
 from kumi.storage.write import Piece, commit, write_pieces, write_sealed
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "AsyncSaver", "Checkpoint", "Piece", "StoredTensor", "clean", "commit", "free_space_check", "latest",
@@ -110,6 +111,8 @@ class AsyncSaver:
         return self._thread is not None and self._thread.is_alive()
 
     def _snapshot(self, pieces: Sequence[Piece]) -> list[Piece]:
+        import torch
+
         copies, device = [], None
         buffers = {}
         for piece in pieces:

@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from kumi.errors import RefusedError
 from kumi.files.untrusted import inside
-from kumi.storage.write import DTYPES, blocks, tiling_problem
+from kumi.storage.write import DTYPES, ITEMSIZE, blocks, tiling_problem
 
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+if TYPE_CHECKING:
+    import torch
+
+_NAMES = {stored: name for name, stored in DTYPES.items()}
 _MAX_SIZE = 2**60
 
 
@@ -34,15 +35,26 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor's dtype, shape and pieces."""
+    """A global tensor's dtype by torch's name of it, shape and pieces."""
 
-    dtype: torch.dtype
+    dtype_name: str
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
 
     @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype_name)
+        return found
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype_name]
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ def checked_tensors(index: Mapping[str, Any], files: Mapping[str, StoredFile]) -
     used: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for tensor in tensors.values():
         for piece in tensor.pieces:
-            used[piece.file].append((piece.offset, math.prod(piece.extent) * tensor.dtype.itemsize))
+            used[piece.file].append((piece.offset, math.prod(piece.extent) * tensor.itemsize))
     for file, spans in used.items():
         spans.sort()
         if any(low + size > following for (low, size), (following, _) in pairwise(spans)):
@@ -99,13 +111,13 @@ def checked_tensors(index: Mapping[str, Any], files: Mapping[str, StoredFile]) -
 
 
 def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or entry["dtype"] not in _TORCH:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or entry["dtype"] not in _NAMES:
         raise IndexFault(f"{name!r} has a dtype that checkpoints do not have")
     if not _sizes(entry.get("shape")) or math.prod(max(1, size) for size in entry["shape"]) > _MAX_SIZE:
         raise IndexFault(f"{name!r} has the shape {entry.get('shape')!r}")
-    shape, dtype = tuple(entry["shape"]), _TORCH[entry["dtype"]]
+    shape, dtype = tuple(entry["shape"]), _NAMES[entry["dtype"]]
     wanted = {"file", "start", "extent", "offset", "crc32"}
-    pieces = tuple(_piece(name, one, shape, dtype, files) for one in _objects(entry.get("pieces"), wanted))
+    pieces = tuple(_piece(name, one, shape, ITEMSIZE[dtype], files) for one in _objects(entry.get("pieces"), wanted))
     problem = tiling_problem([(piece.start, piece.extent) for piece in pieces], shape)
     if problem:
         raise IndexFault(f"the pieces of {name!r} do not tile it: {problem}")
@@ -113,7 +125,7 @@ def _tensor(name: str, entry: Any, files: Mapping[str, StoredFile]) -> StoredTen
 
 
 def _piece(
-    name: str, entry: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, files: Mapping[str, StoredFile]
+    name: str, entry: Mapping[str, Any], shape: tuple[int, ...], itemsize: int, files: Mapping[str, StoredFile]
 ) -> StoredPiece:
     start, extent, sums = entry["start"], entry["extent"], entry["crc32"]
     if not all(map(_sizes, (start, extent, sums))) or not len(start) == len(extent) == len(shape):
@@ -121,7 +133,7 @@ def _piece(
     if any(low + count > whole for low, count, whole in zip(start, extent, shape)):
         raise IndexFault(f"{name!r} {shape} has a piece at {start} of {extent}, beyond its end")
     file = files.get(entry["file"]) if isinstance(entry["file"], str) else None
-    size = math.prod(extent) * dtype.itemsize
+    size = math.prod(extent) * itemsize
     if file is None or not _sizes([entry["offset"]]) or not file.header <= entry["offset"] <= file.size - size:
         raise IndexFault(f"{name!r} has {size} bytes at {entry['offset']!r} of {entry['file']!r}, beyond its end")
     rows = extent[0] if extent else 1

@@ -14,9 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from kumi.errors import RefusedError
 from kumi.files.untrusted import inside, open_regular
@@ -24,6 +22,9 @@ from kumi.paths import looked_for
 from kumi.storage.folders import list_complete
 from kumi.storage.index import IndexFault, StoredFile, StoredPiece, StoredTensor, checked_files, checked_tensors
 from kumi.storage.write import FORMAT, as_bytes, block_rows, blocks, read_sealed
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Checkpoint:
 
     def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
         """The slice of `name` of `shape` from the indices `start` on, on the CPU; all of it by default."""
+        import torch
+
         tensor = self._entry(name)
         start = tuple(start) if start is not None else (0,) * len(tensor.shape)
         shape = tuple(shape) if shape is not None else tuple(whole - low for low, whole in zip(start, tensor.shape))
@@ -78,37 +81,44 @@ class Checkpoint:
         if not tensor.shape:
             out, start = out.view(1), (0,)
         for piece in tensor.pieces:
-            self._copy(name, tensor.dtype, piece, out, start)
+            self._copy(name, tensor, piece, out, start)
 
     def cut(self, name: str, row: int) -> int:
         """The row before which to stop when `row` is the next one read of `name`: the end of a block of a piece, as
         blocks are verified as wholes."""
         for piece in self._entry(name).pieces:
             if piece.start and piece.start[0] <= row < piece.start[0] + piece.extent[0]:
-                step = block_rows(math.prod(piece.extent[1:]) * self._entry(name).dtype.itemsize)
+                step = block_rows(math.prod(piece.extent[1:]) * self._entry(name).itemsize)
                 end = ((row - piece.start[0]) // step + 1) * step
                 return piece.start[0] + min(piece.extent[0], end)
         return row + 1
 
     def verify(self) -> None:
         """Nothing, when every byte of every shard matches its checksum; RefusedError naming what does not."""
+        import torch
+
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
                 row_shape = piece.extent[1:]
-                step = max((high - low for low, high in self._blocks(piece, tensor.dtype)), default=0)
+                step = max((high - low for low, high in _blocks(piece, tensor)), default=0)
                 buffer = torch.empty((step, *row_shape), dtype=tensor.dtype)
-                with self._opened(piece.file) as handle:
-                    for index, (low, high) in enumerate(self._blocks(piece, tensor.dtype)):
+                with self.opened(piece.file) as handle:
+                    for index, (low, high) in enumerate(_blocks(piece, tensor)):
                         self._load_block(handle, name, piece, index, low, buffer[: high - low])
 
-    def _blocks(self, piece: StoredPiece, dtype: torch.dtype) -> list[tuple[int, int]]:
-        rows = piece.extent[0] if piece.extent else 1
-        return list(blocks(rows, math.prod(piece.extent[1:]) * dtype.itemsize))
+    def blocks(self, name: str, piece: StoredPiece) -> Iterator[tuple[int, int, int]]:
+        """Yield of each block of `piece` of `name` where it lies in its file, its bytes and its CRC-32."""
+        row_bytes = math.prod(piece.extent[1:]) * self._entry(name).itemsize
+        for (low, high), crc32 in zip(_blocks(piece, self._entry(name)), piece.sums, strict=True):
+            yield piece.offset + low * row_bytes, (high - low) * row_bytes, crc32
 
     def _copy(
-        self, name: str, dtype: torch.dtype, piece: StoredPiece, out: torch.Tensor, start: tuple[int, ...]
+        self, name: str, tensor: StoredTensor, piece: StoredPiece, out: torch.Tensor, start: tuple[int, ...]
     ) -> None:
         """Copies what `piece` and `out` (whose first element is global index `start`) have in common."""
+        import torch
+
+        dtype = tensor.dtype
         origin, extent = piece.start or (0,), piece.extent or (1,)
         low = [max(a, b) for a, b in zip(origin, start)]
         high = [min(a + n, b + m) for a, n, b, m in zip(origin, extent, start, out.shape)]
@@ -119,8 +129,8 @@ class Checkpoint:
         whole_rows = all(b - a == n == m for a, b, n, m in zip(low[1:], high[1:], extent[1:], out.shape[1:]))
         direct = whole_rows and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu"
         buffer = torch.empty(0, dtype=dtype)
-        with self._opened(piece.file) as handle:
-            for index, (row, end) in enumerate(self._blocks(piece, dtype)):
+        with self.opened(piece.file) as handle:
+            for index, (row, end) in enumerate(_blocks(piece, tensor)):
                 first, last = max(row + origin[0], low[0]), min(end + origin[0], high[0])
                 if first >= last:
                     continue
@@ -142,10 +152,10 @@ class Checkpoint:
         view = as_bytes(target)
         row_bytes = len(view) // target.shape[0] if target.shape[0] else 0
         _read_all(handle, view, piece.offset + row * row_bytes)
-        self._compare(piece.file, repr(name), zlib.crc32(view), piece.sums[index])
+        self.compare(piece.file, repr(name), zlib.crc32(view), piece.sums[index])
 
     @contextmanager
-    def _opened(self, file: str) -> Iterator[int]:
+    def opened(self, file: str) -> Iterator[int]:
         """A handle on the shard `file`, its header verified."""
         try:
             handle = open_regular(inside(self.folder, file, RefusedError))
@@ -162,12 +172,18 @@ class Checkpoint:
             return
         header = memoryview(bytearray(self.files[file].header))
         _read_all(handle, header, 0)
-        self._compare(file, "its header", zlib.crc32(header), self.files[file].crc32)
+        self.compare(file, "its header", zlib.crc32(header), self.files[file].crc32)
         self._verified_headers.add(file)
 
-    def _compare(self, file: str, what: str, found: int, written: int) -> None:
+    def compare(self, file: str, what: str, found: int, written: int) -> None:
+        """Raise RefusedError unless `found`, the CRC-32 of `what` in the shard `file`, is the one that was written."""
         if found != written:
             raise damaged(self.folder, file, f"the checksum of {what} is {found:08x}, {written:08x} was written")
+
+
+def _blocks(piece: StoredPiece, tensor: StoredTensor) -> list[tuple[int, int]]:
+    rows = piece.extent[0] if piece.extent else 1
+    return list(blocks(rows, math.prod(piece.extent[1:]) * tensor.itemsize))
 
 
 def open(folder: Path | str) -> Checkpoint:

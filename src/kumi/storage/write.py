@@ -18,14 +18,15 @@ import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from kumi.errors import SaveError
 from kumi.files.output import make_folder, open_new, refuse_link
 from kumi.files.untrusted import Bounds, read_regular, strict_json
 from kumi.storage.folders import sync_folder
+
+if TYPE_CHECKING:  # bytes are copied without torch, which takes seconds to import
+    import torch
 
 FORMAT = 1
 BLOCK_BYTES = 4 * 2**20
@@ -33,10 +34,15 @@ BLOCK_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 2 * 10**9
 _SEAL = ',\n"crc32": "%08x"}\n'
 
+# By torch's names of dtypes: safetensors' names, and the bytes of an element.
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
 
@@ -128,7 +134,14 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype and shape."""
+    import torch
+
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype` without the module that it is in."""
+    return str(dtype).removeprefix("torch.")
 
 
 def block_rows(row_bytes: int) -> int:
@@ -143,25 +156,29 @@ def blocks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 class Blank(NamedTuple):
-    """A rectangle of the global tensor `name` of `shape` whose data are still to come; `dtype` is torch's."""
+    """A rectangle of the global tensor `name` of `shape` whose data are still to come; `dtype` is torch's name."""
 
     name: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
     extent: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.extent) * ITEMSIZE[self.dtype]
 
 
 def lay_out(blanks: Sequence[Blank]) -> tuple[list[dict[str, Any]], bytes]:
     """The index entries, still without checksums, in the order of their bytes, and the header of a safetensors file
     with these pieces."""
     # Wide dtypes first: every tensor then starts at a multiple of its item size, which other readers rely on.
-    ordered = sorted(blanks, key=lambda blank: (-blank.dtype.itemsize, blank.name, blank.start))
+    ordered = sorted(blanks, key=lambda blank: (-ITEMSIZE[blank.dtype], blank.name, blank.start))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "kumi": str(FORMAT)}}
     entries: list[dict[str, Any]] = []
     offset = 0
     for blank in ordered:
-        key, dtype, size = _key(blank), DTYPES[blank.dtype], math.prod(blank.extent) * blank.dtype.itemsize
+        key, dtype, size = _key(blank), DTYPES[blank.dtype], blank.nbytes
         assert key not in header, f"{key} is given twice by one rank"
         header[key] = {"dtype": dtype, "shape": list(blank.extent), "data_offsets": [offset, offset + size]}
         entries.append({"name": blank.name, "dtype": dtype, "shape": list(blank.shape), "start": list(blank.start),
@@ -186,7 +203,7 @@ def _write_shard(file: BinaryIO, pieces: Sequence[Piece]) -> tuple[list[dict[str
     """The index entries and the header of a safetensors file with `pieces`, once they are in `file`."""
     data = {(piece.name, tuple(piece.start)): piece.data for piece in pieces}
     entries, header = lay_out([
-        Blank(piece.name, piece.shape, tuple(piece.start), tuple(piece.data.shape), piece.data.dtype)
+        Blank(piece.name, piece.shape, tuple(piece.start), tuple(piece.data.shape), dtype_name(piece.data.dtype))
         for piece in pieces
     ])  # fmt: skip
     _write_all(file, memoryview(header))
@@ -227,7 +244,7 @@ def _assert_inside(piece: Piece) -> None:
         f"{piece.name}: start, data and shape differ in dims"
     )
     assert all(low >= 0 and low + count <= whole for low, count, whole in box), f"{piece.name}: {box} leaves the tensor"
-    assert piece.data.dtype in DTYPES, f"{piece.name}: {piece.data.dtype} has no safetensors name"
+    assert dtype_name(piece.data.dtype) in DTYPES, f"{piece.name}: {piece.data.dtype} has no safetensors name"
 
 
 def _collect(temporary: Path, ranks: int, attempt: str, timeout: float) -> list[dict[str, Any]]:
