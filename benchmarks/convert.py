@@ -3,14 +3,16 @@
     python benchmarks/convert.py [--gigabytes 2] [--rounds 3] [--folder /scratch] [--json FILE] [--bridge PYTHON]
 
 Every case runs in a process of its own, one round of all cases after the other, the page cache warm and nothing
-waiting to be written. Times begin when everything is imported. `copy` is `cp` of the files, `copy, on the disk` waits
-until the disk has them, as kumi does. Memory is the most that was resident, mapped pages included, over what was before
-the work began. `--bridge` is a Python that has megatron-bridge; see `convert_bridge.py` for what it runs.
+waiting to be written. Times begin when everything is imported; the CPU time of that is shown apart. `copy` is `cp` of
+the files, `copy, on the disk` waits until the disk has them, as kumi does. Memory is the most that was resident, mapped
+pages included, over what was before the work began. `--bridge` is a Python that has megatron-bridge; see
+`convert_bridge.py` for what it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -27,21 +29,22 @@ HERE = Path(__file__).parent
 
 CUT = {"to": "kumi", "layout": "tp=2,pp=2,dp_shard=2,zero=3"}
 
-# The name of each case, what it reads and writes below the scratch folder, and its options for kumi.
+# The name of each case, what it reads and writes below the scratch folder, its options for kumi, and what it imports.
 CASES = {
-    "copy": ("copy", "hf", "copy", {}),
-    "copy, on the disk": ("copied", "hf", "copy", {}),
-    "kumi: Hugging Face to kumi": ("kumi", "hf", "kumi", {"to": "kumi"}),
-    "kumi: kumi to Hugging Face": ("kumi", "kumi", "back", {"to": "hf"}),
-    "kumi: to 8 ranks, tp=2,pp=2,dp_shard=2": ("kumi", "hf", "cut", CUT),
-    "kumi: 8 ranks to Hugging Face": ("kumi", "cut", "back", {"to": "hf"}),
-    "kumi: Hugging Face to Hugging Face": ("kumi", "hf", "back", {"to": "hf"}),
-    "kumi: to float32": ("kumi", "hf", "back", {"to": "hf", "dtype": "float32"}),
-    "kumi: Hugging Face to Megatron": ("kumi", "hf", "megatron", {"to": "megatron"}),
-    "transformers: from_pretrained, save_pretrained": ("transformers", "hf", "back", {}),
+    "copy": ("copy", "hf", "copy", {}, ""),
+    "copy, on the disk": ("copied", "hf", "copy", {}, ""),
+    "kumi: Hugging Face to kumi": ("kumi", "hf", "kumi", {"to": "kumi"}, "kumi.convert"),
+    "kumi: kumi to Hugging Face": ("kumi", "kumi", "back", {"to": "hf"}, "kumi.convert"),
+    "kumi: to 8 ranks, tp=2,pp=2,dp_shard=2": ("kumi", "hf", "cut", CUT, "torch"),
+    "kumi: 8 ranks to Hugging Face": ("kumi", "cut", "back", {"to": "hf"}, "torch"),
+    "kumi: Hugging Face to Hugging Face": ("kumi", "hf", "back", {"to": "hf"}, "kumi.convert"),
+    "kumi: to float32": ("kumi", "hf", "float32", {"to": "hf", "dtype": "float32"}, "kumi.convert.casts"),
+    "kumi: float32 to bfloat16": ("kumi", "float32", "back", {"to": "hf", "dtype": "bfloat16"}, "kumi.convert.casts"),
+    "kumi: Hugging Face to Megatron": ("kumi", "hf", "megatron", {"to": "megatron"}, "kumi.convert.megatron_write"),
+    "transformers: from_pretrained, save_pretrained": ("transformers", "hf", "back", {}, "transformers"),
 }  # fmt: skip
 BRIDGE = {
-    "Megatron-Bridge: import and export": ("bridge", "hf", "back", {}),
+    "Megatron-Bridge: import and export": ("bridge", "hf", "back", {}, ""),
 }
 
 
@@ -53,7 +56,7 @@ def main():
     parser.add_argument("--json")
     parser.add_argument("--bridge")
     parser.add_argument("--only", help="cases that contain this, besides the copies")
-    parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
         print(json.dumps(run_case(*arguments.case)))
@@ -84,7 +87,7 @@ def measure(folder, arguments):
 
 def one(folder, name, case, bridge):
     """Seconds, CPU seconds and bytes of memory of one case, in a new process."""
-    what, source, target, options = case
+    what, source, target, options, imports = case
     shutil.rmtree(folder / target, ignore_errors=True)
     warm(folder / source)
     subprocess.run(["sync", "-f", str(folder)], check=True)
@@ -92,7 +95,7 @@ def one(folder, name, case, bridge):
     if name in BRIDGE:
         command = [bridge, str(HERE / "convert_bridge.py"), *paths]
     else:
-        command = [sys.executable, __file__, "--case", what, *paths, json.dumps(options)]
+        command = [sys.executable, __file__, "--case", what, *paths, json.dumps(options), imports]
     load = os.getloadavg()[0]
     found = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(found.stdout.splitlines()[-1]) | {"load": load}
@@ -135,12 +138,12 @@ def make_llama(folder, size):
     return 2 * num_params(spec), 2 * max(param.numel for param in params(spec))
 
 
-def run_case(what, source, target, options):
+def run_case(what, source, target, options, imports):
     if what in ("copy", "copied"):
         return copy(Path(source), Path(target), wait=what == "copied")
-    import torch
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    importlib.import_module(imports)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(len(os.sched_getaffinity(0)))
     if what == "kumi":
         from kumi.convert import convert
 
@@ -156,13 +159,13 @@ def run_case(what, source, target, options):
 
 
 def timed(work):
-    """Seconds, CPU seconds, and most bytes resident over those before, of `work()`."""
+    """Seconds, CPU seconds, and most bytes resident over those before, of `work()`; and CPU seconds until now."""
     Path("/proc/self/clear_refs").write_text("5")  # from here on, the kernel counts the peak anew
     before, cpu, begun = resident("VmRSS"), time.process_time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - begun
     return {"seconds": seconds, "cpu": time.process_time() - cpu, "memory": resident("VmHWM") - before,
-            "interpreter": before}  # fmt: skip
+            "interpreter": before, "imports": cpu}  # fmt: skip
 
 
 def resident(key):
@@ -179,7 +182,7 @@ def copy(source, target, wait):
         subprocess.run(["sync", *(str(path) for path in target.iterdir())], check=True)
     after = os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"seconds": time.perf_counter() - begun, "cpu": cpu, "memory": 0, "interpreter": 0}
+    return {"seconds": time.perf_counter() - begun, "cpu": cpu, "memory": 0, "interpreter": 0, "imports": 0}
 
 
 def show(result):
@@ -189,10 +192,11 @@ def show(result):
           f"{result['rounds']} rounds: medians (best)")  # fmt: skip
     for name, rows in result["rows"].items():
         middle, best = median(rows, "seconds"), min(row["seconds"] for row in rows)
-        cpu, memory = median(rows, "cpu"), max(row["memory"] for row in rows)
+        cpu, imports, memory = median(rows, "cpu"), median(rows, "imports"), max(row["memory"] for row in rows)
         print(
             f"{name:48s} {middle:6.2f} s ({best:5.2f}) {size / middle / 1e9:5.2f} GB/s, of the copy's speed "
-            f"{copies[0] / middle:4.2f}, of that on the disk {copies[1] / middle:4.2f}; CPU {cpu:4.1f} s; "
+            f"{copies[0] / middle:4.2f}, of that on the disk {copies[1] / middle:4.2f}; CPU {cpu:4.1f} s, "
+            f"and {imports:3.1f} s of imports; "
             f"memory +{memory / 1e6:.0f} MB, {memory / largest:.2f} of the largest tensor"
         )
     for name, why in result["missing"].items():
