@@ -53,7 +53,7 @@ def test_what_the_forward_keeps(recompute, layers, kind):
     copies = rank_memory(job, Layout(microbatch=ROWS)).weights * (LAYERS - count) / LAYERS
     head_gradient = 4 * MODEL.vocab_size * MODEL.hidden_size
     said = said_kept(recompute, kind, count) * tokens + copies + head_gradient
-    # Above by the log-sum-exp of attention, which GPU kernels keep and the CPU's does not.
+    # Above by the log-sum-exp of attention where it is computed in blocks, which keep none.
     assert said * 0.97 <= held_after_forward(layout, kind) <= said
 
 

@@ -148,8 +148,9 @@ class _Rank:
         return found
 
     def result(self, op: Op) -> Floats:
-        """Bytes a token of what `op` returns."""
-        return self.compute * self._rows(op, op.target)
+        """Bytes a token of what `op` returns; attention returns the log-sum-exp of its scores, too."""
+        beside = [one for one in op.saved if op.kind == "attention" and one.dtype == "float32"]
+        return self.compute * self._rows(op, op.target) + self._bytes(beside, at_home=not op.experts)
 
     def gradient(self, op: Op) -> Floats:
         """Bytes a token of the gradients of what `op` takes and returns, and of the residual stream."""
