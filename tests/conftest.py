@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,13 @@ from hypothesis.internal.conjecture import providers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kumi.config.numerics import given
+from kumi.spec.numerics import REFERENCE
 from ranks import Ranks, run_ranks
 from workers import Workers
+
+# Runs compute as they did before anything was measured, whatever the machine, unless what tests force says otherwise.
+os.environ.setdefault("KUMI_NUMERICS", "reference")
 
 # A background shell starts its jobs with Ctrl-C ignored, and nohup with SIGHUP, which the tests of signals must not
 # inherit.
@@ -38,6 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the profile before the first test file is read."""
     settings.load_profile("search" if config.getoption("--all") else "fixed")
+    if (numerics := given() or REFERENCE) != REFERENCE:
+        from kumi.nn.numerics import use
+
+        use(numerics)
     if not config.getoption("--all"):
         # Hypothesis also draws constants of the modules that are imported, which depends on the files that ran before.
         providers._get_local_constants = lambda: providers._local_constants

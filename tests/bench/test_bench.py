@@ -16,6 +16,7 @@ from kumi.config.cluster import cluster_spec
 from kumi.config.schema import ClusterSection
 from kumi.launch.signals import StopFlag
 from kumi.parallel.mesh import Place
+from kumi.spec.numerics import REFERENCE
 from steps import mesh_of
 
 TINY = replace(
@@ -88,7 +89,7 @@ def _measured(quick):
     shrink(lambda thing, name, value: thing.__setitem__(name, value) if isinstance(thing, dict) else setattr(
         thing, name, value))  # fmt: skip
     mesh = mesh_of(Layout(dp_replicate=torch.distributed.get_world_size()))
-    found = rank._measure(rank.Wanted("cpu", ("float32", "float16"), "float16", quick), mesh, StopFlag())
+    found = rank._measure(rank.Wanted("cpu", ("float32", "float16"), "float16", quick, REFERENCE), mesh, StopFlag())
     torch.set_float32_matmul_precision("highest")  # the rank lives on, for other tests
     return found
 
@@ -112,7 +113,7 @@ def _stopped():
     mesh, flag = mesh_of(Layout(dp_replicate=2)), StopFlag()
     flag.requested = 15 if mesh.rank == 1 else None
     try:
-        rank._measure(rank.Wanted("cpu", ("float32",), "float32", True), mesh, flag)
+        rank._measure(rank.Wanted("cpu", ("float32",), "float32", True, REFERENCE), mesh, flag)
     except rank.Stopped as stopped:
         return stopped.signum
     return None

@@ -29,7 +29,7 @@ REASONS: dict[str, list[str]] = {
         "launch/meeting.py _failure",
         "data/bpe.py main", "data/pool.py _read", "data/worker.py main", "data/preparation.py _raise",
         "bench/start.py _measure", "bench/rank.py measure_rank", "train/child.py main _follow",
-        "launch/rank.py _redirect_output",
+        "launch/rank.py _redirect_output", "train/numerics.py _started",
     ],
     "the launcher's own temporary folder, which nobody else may write to": [
         "launch/control.py control_folder _remove_stale announce read_pids let_all_go report_failure read_failures "

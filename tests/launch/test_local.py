@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kumi.config.machine import threads_per_rank
 from kumi.errors import (
     CommunicationError,
     ConfigError,
@@ -264,7 +265,7 @@ def test_ranks_meet_and_log(tmp_path, monkeypatch, capfd):
     before = dict(os.environ)
     handlers = [signal.getsignal(signum) for signum in signal.valid_signals()]
     assert local.run(meet_and_tell, (tmp_path,), nproc=3, log_dir=tmp_path / "logs") == 0
-    threads = local.threads_per_rank(3, {})
+    threads = threads_per_rank(3, {})
     for rank in range(3):
         assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 3 {threads} lo {threads}"
         said = f"said by {rank}\nand by a child\n"
@@ -275,9 +276,9 @@ def test_ranks_meet_and_log(tmp_path, monkeypatch, capfd):
 
 
 def test_the_users_threads_count(monkeypatch):
-    assert local.threads_per_rank(8, {"OMP_NUM_THREADS": "5"}) == 5
-    assert local.threads_per_rank(10**6, {"OMP_NUM_THREADS": "0"}) == 1
-    assert local.threads_per_rank(10**6, {}) == 1
+    assert threads_per_rank(8, {"OMP_NUM_THREADS": "5"}) == 5
+    assert threads_per_rank(10**6, {"OMP_NUM_THREADS": "0"}) == 1
+    assert threads_per_rank(10**6, {}) == 1
     assert local.environment(
         2, {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "GLOO_SOCKET_IFNAME": "eth0"}
     ) == {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -1,14 +1,17 @@
-"""Block-wise packed attention against masked SDPA."""
+"""Attention over packed documents on the CPU, in blocks and by PyTorch's kernel, against masked SDPA."""
+
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from kumi.nn import cpu_attention
+from kumi.nn import cpu_attention, cpu_flash, numerics
 from kumi.nn.attention import attend, visible
 from kumi.nn.cpu_attention import packed_attention
 from kumi.nn.where import Segments, segments
+from kumi.spec.numerics import FLASH
 
 ROWS, LENGTH, SIZE = 2, 11, 4
 
@@ -32,14 +35,21 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2], [5, 5, 5, 5, 5, 5, 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 50])
 @pytest.mark.parametrize("document_ids", [None, DOCUMENTS], ids=["rows", "documents"])
-def test_equals_masked_sdpa(heads, window, document_ids):
+def test_equals_masked_sdpa(monkeypatch, heads, window, document_ids):
     qkv, grad = inputs(*heads)
     where = segments(torch.zeros(ROWS, LENGTH), document_ids)
-    found = attend(where, *qkv, window)
-    # The way taken on other devices: it must agree, too.
+    # The way taken on devices other than CPU and CUDA.
     expected = attend(Segments(document_ids, None), *qkv, window)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found, qkv, grad), torch.autograd.grad(expected, qkv, grad))
+    gradients = torch.autograd.grad(expected, qkv, grad)
+    ways = [packed_attention(*qkv, where.bounds, window)]
+    for flash in (frozenset(), frozenset(FLASH)):
+        monkeypatch.setattr(numerics, "_flash", flash)
+        ways.append(attend(where, *qkv, window))
+    if window in (None, 50):
+        ways.append(cpu_flash.flash_attention(*qkv, where.bounds))
+    for out in ways:
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(torch.autograd.grad(out, qkv, grad), gradients)
 
 
 @pytest.mark.parametrize("value_size", [2, 6])
@@ -98,14 +108,53 @@ def test_bfloat16_is_as_close_as_the_kernel_of_pytorch():
     wide = [x.detach().double() for x in qkv]
     bounds = list(range(0, ROWS * LENGTH + 1, LENGTH))
     exact = packed_attention(*wide, bounds, None)
-    ours = (packed_attention(*qkv, bounds, None).double() - exact).abs().max()
+    ways = packed_attention(*qkv, bounds, None), cpu_flash.flash_attention(*qkv, bounds)
     q, k, v = (x.transpose(1, 2) for x in qkv)
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    assert ours <= 1.5 * (theirs.double() - exact).abs().max()
+    for ours in ways:
+        assert (ours.double() - exact).abs().max() <= 1.5 * (theirs.double() - exact).abs().max()
 
 
-def test_the_operator_is_well_formed():
+def test_the_kernel_is_chosen_where_it_computes_the_same(monkeypatch):
+    (q, _, v), _ = inputs(4, 2, torch.float32)
+    bounds = [0, 4, 5, 11, 22]
+    for chosen in (frozenset(), frozenset({"fp32-short"})):
+        monkeypatch.setattr(numerics, "_flash", chosen)
+        assert [cpu_flash.suits(q, v, bounds, window) for window in (None, 11)] == [bool(chosen)] * 2
+        assert not cpu_flash.suits(q, v, bounds, 10)
+        assert not cpu_flash.suits(q, v[..., :-1], bounds, None)
+    monkeypatch.setattr("kumi.spec.numerics.LONG", 22 / 4)
+    assert not cpu_flash.suits(q, v, bounds, None), "the mean length of the documents counts"
+
+
+def test_heads_whose_elements_do_not_lie_side_by_side():
+    qkv, grad = inputs(4, 2)
+    bounds, across = [0, 4, 22], [x.detach().mT.contiguous().mT.requires_grad_() for x in qkv]
+    assert across[0].stride(-1) != 1
+    outs = [cpu_flash.flash_attention(*x, bounds) for x in (qkv, across)]
+    torch.testing.assert_close(*outs)
+    ours = torch.autograd.grad(outs[1], across, grad.mT.contiguous().mT)
+    torch.testing.assert_close(ours, torch.autograd.grad(outs[0], qkv, grad))
+
+
+def test_the_kernel_gives_the_same_bits_each_time_in_several_threads():
+    generator, bounds = torch.Generator().manual_seed(0), [0, 70, 140, 333]
+    q, k, v = (torch.randn(1, 333, heads, 64, generator=generator, requires_grad=True) for heads in (8, 2, 2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first, *others = (cpu_flash.flash_attention(q, k, v, bounds) for _ in range(4))
+        gradients = torch.autograd.grad(first.sum(), (q, k, v))
+        for out in others:
+            assert torch.equal(out, first)
+            assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, v)), gradients))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_operators_are_well_formed():
     qkv, _ = inputs(4, 2, torch.float32)
+    torch.library.opcheck(cpu_flash.OPERATOR, (*qkv, [0, 4, 11, 22], None))
     torch.library.opcheck(cpu_attention.OPERATOR, (*qkv, [0, 4, 11, 22], 0))
     torch.library.opcheck(cpu_attention.OPERATOR, (*qkv, [0, 4, 11, 22], 0, torch.randn(4, requires_grad=True)))
 
@@ -113,12 +162,13 @@ def test_the_operator_is_well_formed():
 def test_flops_are_counted_as_those_of_sdpa():
     qkv, grad = inputs(4, 2, torch.float32)
     shape = (ROWS, 4, LENGTH, SIZE)
-    with FlopCounterMode(display=False) as forward:
-        out = packed_attention(*qkv, [0, 11, 22], None)
-    assert forward.get_total_flops() == sdpa_flop_count(shape, shape, shape)
-    with FlopCounterMode(display=False) as backward:
-        torch.autograd.grad(out, qkv, grad)
-    assert backward.get_total_flops() == sdpa_backward_flop_count(shape, shape, shape, shape)
+    for attention in (partial(packed_attention, window=None), cpu_flash.flash_attention):
+        with FlopCounterMode(display=False) as forward:
+            out = attention(*qkv, [0, 11, 22])
+        assert forward.get_total_flops() == sdpa_flop_count(shape, shape, shape)
+        with FlopCounterMode(display=False) as backward:
+            torch.autograd.grad(out, qkv, grad)
+        assert backward.get_total_flops() == sdpa_backward_flop_count(shape, shape, shape, shape)
 
 
 def test_segments():

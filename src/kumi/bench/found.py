@@ -36,7 +36,7 @@ class Transfer:
 @dataclass(frozen=True)
 class Found:
     """All measurements; bytes that a rank holds before any tensor; the device's processors (0 on a CPU), the threads
-    a rank computes with, and torch's version."""
+    a rank computes with, torch's version, and how a CPU computed (see `kumi.spec.numerics`)."""
 
     kernels: tuple[Timing, ...]
     transfers: tuple[Transfer, ...]
@@ -44,6 +44,7 @@ class Found:
     processors: int
     threads: int
     torch: str
+    numerics: str = ""
 
     def of(self, kind: str, dtype: str | None = None) -> list[Timing]:
         """The kernels of `kind`, in `dtype` or in all."""

@@ -18,9 +18,10 @@ from kumi.bench.found import Found, Timing, Transfer
 from kumi.bench.kernels import kernels
 from kumi.errors import OK
 from kumi.launch.signals import StopFlag, exit_code, install
-from kumi.nn.matmul import enable_fast_float32
+from kumi.nn.numerics import use
 from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, greatest, init_distributed, total
 from kumi.spec.layout import Layout
+from kumi.spec.numerics import Numerics
 from kumi.train.memory import memory_now
 
 # Seconds given to each measurement; what comes on top (memory, first calls, long samples) is about as much.
@@ -29,12 +30,16 @@ BUDGET, QUICK_BUDGET = 0.3, 0.1
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to measure: on "cpu" or "cuda", in `dtypes`, of which training takes `main`, all shapes and sizes or few."""
+    """What to measure: on "cpu" or "cuda", in `dtypes`, of which training takes `main`, all shapes and sizes or few.
+
+    `numerics` says how a CPU computes.
+    """
 
     device_type: str
     dtypes: tuple[str, ...]
     main: str
     quick: bool
+    numerics: Numerics
 
 
 class Stopped(Exception):
@@ -65,7 +70,7 @@ def _measure(wanted: Wanted, mesh: Mesh, flag: StopFlag) -> Found:
     torch.manual_seed(mesh.rank)
     interpreter = memory_now(mesh.device)
     if wanted.device_type == "cpu":
-        enable_fast_float32()
+        use(wanted.numerics)
     work = list(kernels(mesh.device, wanted.dtypes, wanted.main, quick=wanted.quick))
     sent = list(messages(mesh.place.world_size, wanted.device_type, quick=wanted.quick))
     budget, mine = QUICK_BUDGET if wanted.quick else BUDGET, groups(mesh.place.world_size, mesh.rank)
@@ -89,6 +94,7 @@ def _measure(wanted: Wanted, mesh: Mesh, flag: StopFlag) -> Found:
         processors=_processors(mesh.device),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
+        numerics=str(wanted.numerics) if wanted.device_type == "cpu" else "",
     )
 
 

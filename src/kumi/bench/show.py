@@ -45,6 +45,8 @@ def _summary(found: Found, node: NodeFile) -> Table:
     peak = ", ".join(f"{dtype} {flops / 1e12:.4g} TFLOP/s" for dtype, flops in device.peak_flops.items())
     threads = plural(found.threads, "thread")
     table.add_row("machine", f"{node.devices_per_node} x {device.name}, {threads} a rank, torch {found.torch}")
+    if found.numerics:
+        table.add_row("numerics", found.numerics)
     table.add_row("peak", peak)
     table.add_row("products", ", ".join(f"{dtype} {share:.1%}" for dtype, share in (device.matmul or {}).items()))
     if device.attention:

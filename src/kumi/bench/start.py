@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ from kumi.bench.found import Found, read_found
 from kumi.bench.machine import main_dtype, node_of, remarks
 from kumi.config.cluster import cluster_spec
 from kumi.config.cluster_file import NodeFile
+from kumi.config.numerics import cached, given, this_processor
 from kumi.config.schema import ClusterSection
 from kumi.errors import OK, ConfigError
 from kumi.launch.local import environment, is_rank
 from kumi.spec.cluster import ClusterSpec
+from kumi.spec.numerics import REFERENCE, Numerics
+from kumi.train.numerics import measure_here
 
 # Ranks on a machine without GPUs unless told: the fewest that communicate.
 CPU_RANKS = 2
@@ -44,7 +47,10 @@ def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Calla
             f"other work is too slow",
             file=sys.stderr,
         )
-    code, found = _measure(machine, quick=quick)
+    # OpenMP reads these once, when torch is imported.
+    os.environ.update(environment(machine.devices_per_node, os.environ))
+    numerics, machine = _chosen(machine)
+    code, found = _measure(machine, numerics, quick=quick)
     if found is None:
         return code
     node = node_of(found, machine.device, machine.devices_per_node)
@@ -75,16 +81,29 @@ def this_machine(ranks: int | None) -> ClusterSpec:
     return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks)) if ranks else found
 
 
-def _measure(machine: ClusterSpec, *, quick: bool) -> tuple[int, Found | None]:
+def _chosen(machine: ClusterSpec) -> tuple[Numerics, ClusterSpec]:
+    """How a CPU is to compute, measured where it has not been; and the machine, where bfloat16 counts as a fast format
+    only if it is the faster one."""
+    device = machine.device
+    if device.kind != "cpu":
+        return REFERENCE, machine
+    processor, ranks = this_processor(machine.devices_per_node), machine.devices_per_node
+    measured = cached(processor)
+    numerics = given() or (measured or measure_here(ranks)).numerics
+    if not numerics.kind:
+        return numerics, machine
+    fast = ("float32", "bfloat16") if numerics.kind == "bf16" else ("float32",)
+    return numerics, replace(machine, device=replace(device, dtypes=fast))
+
+
+def _measure(machine: ClusterSpec, numerics: Numerics, *, quick: bool) -> tuple[int, Found | None]:
     """The ranks' exit code, and what they found unless they were stopped."""
-    # OpenMP reads these once, when torch is imported.
-    os.environ.update(environment(machine.devices_per_node, os.environ))
     from kumi.bench.rank import Wanted, measure_rank
     from kumi.launch import local
 
     device = machine.device
     dtypes = tuple(dtype for dtype in device.dtypes if dtype in MEASURED)
-    wanted = Wanted(device.kind, dtypes, main_dtype(device), quick)
+    wanted = Wanted(device.kind, dtypes, main_dtype(device), quick, numerics)
     with tempfile.TemporaryDirectory(prefix="kumi-bench-") as folder:
         result = Path(folder) / "found.json"
         arguments = (wanted, result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,13 +73,12 @@ def cpu_node(ranks: int) -> NodeFile:
 
 def cpu_device(ranks: int) -> dict[str, Any]:
     """What one of `ranks` processes on this machine's cores is, as a [device] table."""
-    flags, dtypes = _cpu_flags(), _cpu_dtypes()
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = available / ranks
+    flags, dtypes = cpu_flags(), cpu_dtypes()
+    cores = _available_cores() / ranks
     single = cores * CYCLES * (WIDE if {"avx2", "avx512f", "asimd"} & flags else NARROW)
     gain = max([BFLOAT16_GAIN[flag] for flag in flags & set(BFLOAT16_GAIN)], default=1)
     return {
-        "name": _cpu_name(),
+        "name": cpu_name(),
         "kind": "cpu",
         "memory": write_bytes(_memory() // ranks),
         "dtypes": dtypes,
@@ -90,6 +90,19 @@ def cpu_device(ranks: int) -> dict[str, Any]:
             "stream, matmul, attention, launch": f"{ASSUMED}: `kumi bench` measures them",
         },
     }
+
+
+def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
+    """Return the threads each of `nproc` ranks computes with: the user's OMP_NUM_THREADS, else an equal share of the
+    cores."""
+    wanted = environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted)
+    return max(1, _available_cores() // nproc)
+
+
+def _available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> list[DeviceFile]:
@@ -138,19 +151,21 @@ def _gpu(gpu: dict[str, str]) -> DeviceFile:
     return DeviceFile.model_validate({"name": name, "kind": "cuda", "dtypes": dtypes, **memory})
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name that this machine's CPU has for itself."""
     for line in _cpuinfo():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 
 
-def _cpu_dtypes() -> tuple[str, ...]:
+def cpu_dtypes() -> tuple[str, ...]:
     """bfloat16 counts as fast where the CPU multiplies it natively; float16 never does here."""
-    return ("float32", "bfloat16") if set(BFLOAT16_GAIN) & _cpu_flags() else ("float32",)
+    return ("float32", "bfloat16") if set(BFLOAT16_GAIN) & cpu_flags() else ("float32",)
 
 
-def _cpu_flags() -> set[str]:
+def cpu_flags() -> set[str]:
+    """Return what this machine's CPU can do, in the words of /proc/cpuinfo."""
     line = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
     return set(line.split())
 

@@ -12,6 +12,7 @@ from kumi import hub
 from kumi.config.balance import Balance, choose_balance
 from kumi.config.cluster import cluster_spec, of_nodes
 from kumi.config.model import local_folder, read_hf_config, snapshot
+from kumi.config.numerics import chosen, spelled_out
 from kumi.config.optim import choose_optim
 from kumi.config.schema import LoraSection, PlanConfig, RunConfig
 from kumi.config.stored import in_force
@@ -26,6 +27,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
+from kumi.spec.numerics import Numerics
 from kumi.spec.optim import Optim
 from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS, Precision
@@ -33,7 +35,8 @@ from kumi.spec.precision import PRECISIONS, Precision
 
 @dataclass(frozen=True)
 class Run:
-    """All that the trainer reads. A pure function of the run file and the machines, so that every rank agrees.
+    """All that the trainer reads: a pure function of the run file and the machines, and on a CPU of what was measured
+    there, in which the ranks follow rank 0. So every rank agrees.
 
     `hf_config` is the model's config.json as given; `source` the folder it came from, None for an inline config.
     `snapshots` are the copies of repositories on the hub, by the run-file key that named them; `source` is the folder
@@ -71,6 +74,11 @@ class Run:
     @property
     def optim(self) -> Optim:
         return self.job.optim
+
+    @property
+    def numerics(self) -> Numerics | None:
+        """How a CPU computes; None where that is still to be measured."""
+        return self.job.numerics
 
     @property
     def layout(self) -> Layout:
@@ -118,8 +126,8 @@ def resolve(config: RunConfig) -> Run:
         )
     wanted = job(config, hf_config)
     choose_balance(wanted.model, config.model)
-    pinned = config.layout.model_dump(exclude_none=True)
-    run = Run(config, hf_config, source, wanted, choose_layout(wanted, pinned, of_nodes(config.cluster)), snapshots)
+    estimate = choose_layout(wanted, config.layout.model_dump(exclude_none=True), of_nodes(config.cluster))
+    run = Run(spelled_out(config, wanted), hf_config, source, wanted, estimate, snapshots)
     wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:
         wrong.append("comm.async_tp=true with [lora]: regions with adapters gather before they multiply; set it false")
@@ -152,14 +160,16 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
     """What `config` trains on what, the same for who plans and who trains. `hf_config` is the model's config.json where
     it has been read already. Raises ConfigError or ModelError."""
     cluster = cluster_spec(config.cluster)
+    numerics, kind = chosen(config, cluster), config.precision.kind
     model = families.from_hf(read_hf_config(config.model) if hf_config is None else hf_config)
     return Job(
         model=model if config.lora is None else with_adapters(model, adapters(config.lora)),
         cluster=cluster,
         batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step),
-        precision=sent_in(choose_precision(config.precision.kind, cluster.device), comm(config)),
+        precision=sent_in(choose_precision(kind, cluster.device, numerics), comm(config)),
         optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
         engine=engine_with(comm(config)),
+        numerics=numerics,
     )
 
 
@@ -177,9 +187,11 @@ def comm(config: PlanConfig) -> Comm:
     return Comm(**config.comm.model_dump())
 
 
-def choose_precision(kind: str, device: Device) -> Precision:
-    """The precision named `kind`; "auto" is bf16 where `device` computes it fast, else fp16 where it does that, as GPUs
-    before Ampere do, else fp32."""
-    if kind == "auto":
+def choose_precision(kind: str, device: Device, numerics: Numerics | None = None) -> Precision:
+    """The precision named `kind`; "auto" is that of `numerics`, if it has one, else bf16 where `device` computes it
+    fast, else fp16 where it does that, as GPUs before Ampere do, else fp32."""
+    if kind == "auto" and numerics is not None and numerics.kind:
+        kind = numerics.kind
+    elif kind == "auto":
         kind = "bf16" if "bfloat16" in device.dtypes else "fp16" if "float16" in device.dtypes else "fp32"
     return PRECISIONS[kind]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kumi.spec.comm import COMPRESS
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
 from kumi.spec.lora import INITS as LORA_INITS
 from kumi.spec.lora import QUANTIZED
+from kumi.spec.numerics import parse
 from kumi.spec.optim import KINDS
 from kumi.spec.precision import PRECISIONS
 
@@ -226,10 +227,23 @@ class PrecisionSection(Section):
 
     kind: PrecisionKind = Field(
         "auto",
-        description="'auto' is bf16 where the device computes it fast, else fp16 where it does that, else fp32. Master "
-        "weights are float32, but in 'bf16-pure', which has none and can only be planned; 'fp8' multiplies layers' "
-        "matrices in float8, which needs the package torchao and a CUDA device that has it.",
+        description="'auto' is bf16 where the device computes it fast (a CPU: where `numerics` says so), else fp16 "
+        "where it does that, else fp32. Master weights are float32, but in 'bf16-pure', which has none and can only be "
+        "planned; 'fp8' multiplies layers' matrices in float8, which needs the package torchao and a CUDA device that "
+        "has it.",
     )
+
+    numerics: Text = Field(
+        "auto",
+        description="How a CPU computes what it can compute in several ways: 'auto' measures once on each machine, and "
+        "keeps what a run began with; 'reference' is what versions without this key did; or the words that "
+        "`kumi describe` prints, without those in brackets. Losses are equal up to rounding.",
+    )
+
+    @field_validator("numerics")
+    @classmethod
+    def _known(cls, text: str) -> str:
+        return text if text == "auto" else str(parse(text))
 
 
 class LayoutSection(Section):

@@ -17,12 +17,14 @@ from kumi.errors import ConfigError, RefusedError
 from kumi.files.untrusted import parse_toml, read_bytes
 
 CONFIG = "config.toml"
+NUMERICS = "precision.numerics"
 
 # For each key whose default is not what earlier versions did: the keys, with their values, that were in force in runs
 # which said nothing of them. Add an entry with every such key; tests/train/test_earlier_versions.py resumes a run of a
 # version that knew none of them.
 BEFORE: dict[str, dict[str, Any]] = {
     "optim.warmup_ratio": {"optim.warmup_steps": 0},
+    NUMERICS: {NUMERICS: "reference"},
 }
 
 
@@ -35,11 +37,14 @@ def in_force(config: RunConfig) -> RunConfig:
     if not (out / CONFIG).is_file():
         return config
     stored, written = _flat(read_stored(out)), config.model_dump(mode="json", exclude_unset=True)
-    explicit = _flat(written).keys()
+    explicit = _flat(written).keys() - ({NUMERICS} if config.precision.numerics == "auto" else set())
     for key, values in _lacking(stored):
         unchanged = all(stored.get(name, value) == value for name, value in values.items())
         if unchanged and not explicit & {key, *values}:
             _set_all(written, values)
+    # A CPU goes on computing as it did, unless the run file pins something else.
+    if config.precision.numerics == "auto" and NUMERICS in stored:
+        _set_all(written, {NUMERICS: stored[NUMERICS]})
     return from_dict(written)
 
 

@@ -106,6 +106,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
         "layout": asdict(layout),
         "placement": placement(layout, cluster, experts=bool(cuts(model).experts)),
         "precision": asdict(job.precision),
+        **({"numerics": _numerics(config, job)} if cluster.device.kind == "cpu" else {}),
         "batch": {
             "seq_len": batch.seq_len,
             "tokens_per_step": batch.tokens_per_step,
@@ -114,6 +115,22 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
             "train_flops_per_step": ledger.train_flops(model, batch.tokens_per_step, batch.seq_len),
         },
         "memory": {**asdict(fullest), "total": fullest.total},
+    }
+
+
+def _numerics(config: PlanConfig, job: Job) -> dict[str, Any]:
+    """How the CPU computes, None where that is still to be measured; and by what was chosen, the milliseconds of every
+    way that were measured on this machine."""
+    from kumi.config.numerics import cached, this_processor
+
+    numerics, measured = job.numerics, cached(this_processor(job.cluster.devices_per_node))
+    own = measured is not None and config.cluster.source == "auto" and numerics == measured.numerics
+    seconds = measured.seconds if measured is not None and own else {}
+    return {
+        "chosen": None if numerics is None else str(numerics),
+        "milliseconds": {
+            what: {way: round(1e3 * one, 3) for way, one in ways.items()} for what, ways in seconds.items()
+        },
     }
 
 
@@ -152,11 +169,23 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("layout", f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "
                    f"recompute {layout['recompute']}{offload}"),
         ("precision", f"{precision['compute']} compute, {precision['param']} weights, {precision['reduce']} reduction"),
+        *([("numerics", _shown(found["numerics"]))] if "numerics" in found else []),
         ("step", f"{format_count(batch['tokens_per_step'])} tokens = {dp} data-parallel ranks x "
                  f"{batch['microbatches']} microbatches x {layout['microbatch']} sequences x {batch['seq_len']}"),
         *length,
         ("memory", f"{format_bytes(memory['total'])} a rank estimated: {', '.join(kinds)}"),
     ]  # fmt: skip
+
+
+def _shown(numerics: dict[str, Any]) -> str:
+    """How the CPU computes, and how many times as fast the fastest way was as the slowest."""
+    if numerics["chosen"] is None:
+        return "measured at the first start on this machine, in about a second"
+    measured = []
+    for what, ways in numerics["milliseconds"].items():
+        fast, slow = (of(ways, key=lambda way: ways[way]) for of in (min, max))
+        measured += [f"{what}: {fast} {ways[slow] / ways[fast]:.2g}x {slow}"] if fast != slow else []
+    return f"{numerics['chosen']} (measured: {', '.join(measured)})" if measured else str(numerics["chosen"])
 
 
 def render_data(found: dict[str, Any]) -> RenderableType:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kumi.config.machine import threads_per_rank
 from kumi.errors import CommunicationError, RefusedError
 from kumi.launch import signals
 from kumi.launch.causes import first_error
@@ -94,15 +95,6 @@ def _interface(place: Standing, nproc: int, environ: Mapping[str, str]) -> str |
     return outward_interface() if found == "lo" and place.world_size > nproc else found
 
 
-def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
-    """Threads each of `nproc` ranks computes with: the user's OMP_NUM_THREADS, else an equal share of the cores."""
-    wanted = environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
-        return int(wanted)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // nproc)
-
-
 def _run_ranks(fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float) -> int:
     before, killed_before = dict(os.environ), memory_kills()
     threads = threads_per_rank(nproc, os.environ)
@@ -152,7 +144,7 @@ def _elastic(
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="fork" if _can_fork() else "spawn",
+        start_method="fork" if can_fork() else "spawn",
         logs_specs=_no_agent_logs(),
         signals_to_handle=_AGENT_SIGNAL.name,
     )
@@ -177,7 +169,7 @@ def _elastic(
     return [results[rank] for rank in sorted(results)], {}
 
 
-def _can_fork() -> bool:
+def can_fork() -> bool:
     """Whether a forked rank can use what this process has loaded: not on macOS, and not once CUDA has started here."""
     import torch
 

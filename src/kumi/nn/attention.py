@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kumi.compat import has_varlen, varlen_attention
-from kumi.nn import flash_parts, rope
+from kumi.nn import cpu_flash, flash_parts, rope
 from kumi.nn.blockwise import blockwise
 from kumi.nn.cpu_attention import packed_attention
 from kumi.nn.dtypes import wide
@@ -84,6 +84,8 @@ def attend(
     document's past and, where there are `sinks` (H,), over nothing with that score; `scores` says what becomes of
     products of queries with keys."""
     if isinstance(segments.bounds, list):
+        if sinks is None and scores.fused and cpu_flash.suits(q, v, segments.bounds, window):
+            return cpu_flash.flash_attention(q, k, v, segments.bounds, scores.scale)
         return packed_attention(q, k, v, segments.bounds, window, sinks, scores)
     if sinks is not None or not scores.fused:
         return _without_kernels(segments, q, k, v, window, sinks, scores)

@@ -1,10 +1,10 @@
 """Causal attention over packed documents on the CPU: in blocks of queries, as matrix products at full speed.
 
-PyTorch's own kernel for the CPU knows neither documents nor windows but by a mask over all pairs of positions, and
-reaches about half the speed of oneDNN's matrix products. Here a block of queries meets only the keys that one of them
-may see: those of its documents, up to itself, within the window. Scores and softmax are in float32 or wider. The
-backward pass computes each block's probabilities again, so nothing of size S x S is kept (Dao et al., 2022,
-arXiv:2205.14135).
+PyTorch's own kernel (`kumi.nn.cpu_flash`) knows windows only by a mask over all pairs of positions, and neither sinks
+nor other scores; in bfloat16 it is slower than products that a CPU has instructions for. Here a block of queries meets
+only the keys that one of them may see: those of its documents, up to itself, within the window. Scores and softmax are
+in float32 or wider. The backward pass computes each block's probabilities again, so nothing of size S x S is kept (Dao
+et al., 2022, arXiv:2205.14135).
 
 To PyTorch's dispatcher this is one operator: selective recomputation, FLOP counting and tracing see it whole.
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from kumi.nn.numerics import products_of_experts
 from kumi.nn.operators import define
 
 # Columns of ones: as many as kernels want at least.
@@ -75,6 +76,7 @@ class _Grouped(torch.autograd.Function):
         return grad_rows, grad_weight, None
 
 
+@products_of_experts()
 def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Each group of `rows` (N, a) times its own of `matrices` (X, a, b): (N, b)."""
     if _has_kernel(rows, matrices.shape[2]):
@@ -86,6 +88,7 @@ def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
+@products_of_experts()
 def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """The products grad^T rows (X, b, a) of each group of `grad` (N, b) and `rows` (N, a); 0 where it is empty."""
     if _has_kernel(rows, grad.shape[1]):
@@ -108,7 +111,7 @@ def _has_kernel(rows: Tensor, width: int) -> bool:
 def _compiles(rows: Tensor) -> bool:
     """Whether a product of `rows` goes through oneDNN, which compiles and keeps a kernel for every size that it meets.
 
-    On a CPU these are products in bfloat16 and float16, and in float32 after `kumi.nn.matmul.enable_fast_float32`.
+    On a CPU these are products in bfloat16 and float16, and in float32 where `kumi.nn.numerics` says so.
     """
     if rows.device.type != "cpu" or rows.dtype == torch.float64:
         return False

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from kumi.compat import VARLEN_ATTENTION
 from kumi.nn.blockwise import OPERATOR as BLOCK_ATTENTION
 from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
+from kumi.nn.cpu_flash import OPERATOR as FLASH_ATTENTION
 from kumi.nn.grouped import TIMES as GROUPED_PRODUCTS
 from kumi.nn.scan import SCAN
 from kumi.parallel.collectives import SCATTER, SUM
@@ -40,6 +41,7 @@ KEPT = (
     GROUPED_PRODUCTS,
     SCAN,
     PACKED_ATTENTION,
+    FLASH_ATTENTION,
     BLOCK_ATTENTION,
     RING_ATTENTION,
     DEALT_HEADS,

@@ -8,13 +8,17 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.engine import KUMI, Engine
 from kumi.spec.model import ModelSpec
+from kumi.spec.numerics import Numerics
 from kumi.spec.optim import Optim
 from kumi.spec.precision import ITEMSIZE, Precision
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, the machines, the batch and the arithmetic, carried out by `engine`."""
+    """A model, the machines, the batch and the arithmetic, carried out by `engine`.
+
+    `numerics` is how a CPU computes; None where that is still to be measured.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -22,6 +26,7 @@ class Job:
     precision: Precision
     optim: Optim
     engine: Engine = KUMI
+    numerics: Numerics | None = None
 
     @property
     def itemsize(self) -> int:

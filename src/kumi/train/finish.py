@@ -22,7 +22,9 @@ from kumi.data import Store, load_tokenizer
 from kumi.errors import KumiError, RefusedError
 from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
+from kumi.nn.numerics import use
 from kumi.nn.packed import quantize_linears
+from kumi.spec.numerics import REFERENCE
 from kumi.spec.precision import ITEMSIZE
 from kumi.train.metrics import read_metrics
 from kumi.train.prepare import tokenizer_folder
@@ -43,6 +45,8 @@ def finish(run: Run, store: Store, *, anew: bool) -> None:
     folder = run.out / "hf"
     if not run.config.export.enabled:
         return
+    if run.cluster.device.kind == "cpu":
+        use(run.numerics or REFERENCE)  # as the ranks did, with which the model is compared
     if run.model.lora is not None:
         adapted = _finish_adapters(run, store, anew=anew)
         _push(run, run.out / "adapter")

@@ -35,7 +35,7 @@ OWN = (LOCK, CONFIG, CONFIG_DRAFT, CHECKPOINTS, DATA, "sources.json", "metrics.j
 # What may differ between a run and its continuation: nothing here changes what is learned.
 FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "data.workers", "data.cache",
         "data.on_error", "train.out", "train.compile", "train.trace_step",
-        "train.timeout_s", "train.offload_dir", "comm.bucket_mb", "comm.prefetch")  # fmt: skip
+        "train.timeout_s", "train.offload_dir", "comm.bucket_mb", "comm.prefetch", "precision.numerics")  # fmt: skip
 
 
 def checkpoint_root(out: Path) -> Path:

@@ -20,13 +20,14 @@ from kumi.convert.adapter_read import adapters_reader
 from kumi.data import Store
 from kumi.errors import OK, DivergedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
-from kumi.nn.matmul import enable_fast_float32
+from kumi.nn.numerics import use
 from kumi.parallel.build import build
 from kumi.parallel.data import bare
 from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, init_distributed, total
 from kumi.parallel.offload import init_optimizer
 from kumi.parallel.state import Reader, fill, optimizer_pieces
 from kumi.spec.ledger import decayed
+from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
 from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.drill import fire_drill
@@ -58,7 +59,7 @@ def train_rank(run: Run, store: Store, listener: Listener | None = None) -> int:
 def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag, listener: Listener | None) -> int:
     memory_before = memory_now(mesh.device)
     if mesh.device.type == "cpu":
-        enable_fast_float32()
+        use(run.numerics or REFERENCE)
     parts, state = _restore(run, store, mesh)
     attempt = _attempt(mesh)
     saver = checkpoint.AsyncSaver(

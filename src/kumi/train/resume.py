@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kumi.config import Run
+from kumi.config.stored import load_stored
 from kumi.data import Store
 from kumi.errors import KumiError, RefusedError
 from kumi.parallel.grads import LossScale
@@ -18,7 +19,7 @@ from kumi.spec.saved import model_digest, model_shapes, optimizer_shapes
 from kumi.storage import checkpoint
 from kumi.storage.checkpoint import Checkpoint
 from kumi.train.folder import checkpoint_root
-from kumi.train.state import TrainState, base_of
+from kumi.train.state import TrainState, base_of, computed_by
 
 _ANEW = "or start a new run in another train.out"
 
@@ -61,7 +62,25 @@ def check_resume(run: Run, allow_change: Sequence[str] = ()) -> list[str]:
         )
     last_checkpoint(run)
     lines = [f"goes on with {', '.join(changed)}"] if changed else _not_compared(meta, run)
+    lines += _computed_otherwise(meta, run)
     return [f"resume     {folder}: {line}" for line in lines]
+
+
+def _computed_otherwise(meta: Mapping[str, Any], run: Run) -> list[str]:
+    """Return a line where the steps before `meta` were computed by another CPU than the next ones, or otherwise.
+
+    A checkpoint of an earlier version does not say how; the run's configuration does then.
+    """
+    now = computed_by(run)
+    if not now:
+        return []
+    stored = load_stored(run.out).precision.numerics
+    known = now if stored == "auto" else now | {"numerics": stored}
+    before = {key: meta.get(key, known[key]) for key in now}
+    if before == now:
+        return []
+    was, becomes = (f"{one['cpu']} in {one['compute']} with {one['numerics']!r}" for one in (before, now))
+    return [f"was computed on {was}, and continues on {becomes}; losses are equal up to rounding only"]
 
 
 def _changed_config(meta: Mapping[str, Any], run: Run) -> list[str]:

@@ -17,11 +17,13 @@ from kumi.errors import OK, ConfigError, LayoutError, ModelError
 from kumi.launch.local import environment
 from kumi.launch.standing import Standing, standing
 from kumi.spec.families import check_trained
+from kumi.spec.numerics import parse
 from kumi.spec.schedule import WHOLE
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import free_space_check, latest, list_complete, step_of
 from kumi.train.callbacks import Listener
 from kumi.train.folder import checkpoint_root, claim
+from kumi.train.numerics import with_measured, with_numerics
 from kumi.train.prepare import check_data, open_data, prepare_data
 from kumi.train.summary import summary_lines
 from kumi.units import format_count
@@ -29,7 +31,7 @@ from kumi.units import format_count
 if TYPE_CHECKING:
     from kumi.launch.meeting import Meeting
 
-# What rank 0 tells the ranks of an outside launcher once the data is there.
+# What rank 0 tells the ranks of an outside launcher once the data is there, with how the CPUs of all are to compute.
 _TRAIN, _FINISHED = "train", "finished"
 
 
@@ -43,6 +45,8 @@ def start(run: Run, *, allow_change: Sequence[str] = (), listener: Listener | No
     os.environ.update(environment(run.cluster.devices_per_node, os.environ))
     place = standing(os.environ)
     _check_ranks(run, place)
+    if place is None or place.rank == 0:
+        run = with_measured(run)  # before this process has threads, which it would fork
     if place is None or place.world_size == 1:
         return _lead(run, allow_change, None, listener)
     from kumi.launch.meeting import meet
@@ -67,7 +71,7 @@ def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None, listen
         print(_data_line(store), flush=True)
         trained = _trained(run)
         if meeting is not None:
-            meeting.say(_FINISHED if trained else _TRAIN)
+            meeting.say(f"{_FINISHED if trained else _TRAIN} {run.numerics}")
         code = OK if trained else _launch(run, store, meeting, listener)
         if code == OK:
             from kumi.train.finish import finish
@@ -84,7 +88,11 @@ def _follow(run: Run, meeting: Meeting) -> int:
     """The start of a rank other than 0 that an external launcher started: rank 0 prepares, the others wait for it."""
     _fetch_weights(run)
     check(run)
-    return OK if meeting.hear() == _FINISHED else _launch(run, open_data(run), meeting, None)
+    word, _, numerics = meeting.hear().partition(" ")
+    if word == _FINISHED:
+        return OK
+    run = with_numerics(run, parse(numerics))
+    return _launch(run, open_data(run), meeting, None)
 
 
 def _fetch_weights(run: Run) -> None:

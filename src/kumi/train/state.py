@@ -9,6 +9,7 @@ from torch import nn
 
 from kumi import __version__
 from kumi.config import Run
+from kumi.config.machine import cpu_name
 from kumi.convert.base import digest
 from kumi.convert.origin import UNKNOWN, Origin, origin_of
 from kumi.data import Mixture, Store, Sweep
@@ -17,6 +18,7 @@ from kumi.parallel.mesh import Mesh
 from kumi.parallel.optimizer import Optimizer
 from kumi.parallel.state import model_pieces, optimizer_pieces, owned
 from kumi.spec.adapters import is_adapter
+from kumi.spec.numerics import REFERENCE
 from kumi.spec.saved import model_digest
 from kumi.storage.checkpoint import Piece
 from kumi.train.prepare import tokenizer_folder
@@ -75,12 +77,20 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
         "data": store.content,
         "model": model_digest(run.model),
         "optimizer": run.optim.kind,
+        **computed_by(run),
         "hf_config": run.hf_config,
         "origin": origin(run).plain(),
         "carried_from": carried_from(run),
         "tokenizer": str(tokenizer_folder(run).resolve()),
         **base_of(run),
     }
+
+
+def computed_by(run: Run) -> dict[str, str]:
+    """The CPU, the number format, and how it computes; nothing on other devices."""
+    if run.cluster.device.kind != "cpu":
+        return {}
+    return {"cpu": cpu_name(), "compute": run.precision.compute, "numerics": str(run.numerics or REFERENCE)}
 
 
 def base_of(run: Run) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""Causal attention over packed documents on the CPU by PyTorch's own flash kernel, a run of equal documents at a time.
+
+The kernel knows no documents, but it takes any stretch of tokens without a copy: consecutive documents of one length
+are the rows of a batch. It takes fewer key heads than query heads, and keeps the log-sum-exp for the backward pass
+(Dao et al., 2022, arXiv:2205.14135). What it does not compute is left to `kumi.nn.cpu_attention`: windows, sinks,
+scores other than scaled products, values of another size than keys.
+
+To PyTorch's dispatcher this is one operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kumi.nn.cpu_attention import attention_backward_flops, attention_flops
+from kumi.nn.dtypes import wide
+from kumi.nn.numerics import uses_flash
+from kumi.nn.operators import define
+
+_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class _Run(NamedTuple):
+    """Tokens `start` to `stop` of the batch, consecutive documents of `length` tokens each."""
+
+    start: int
+    stop: int
+    length: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return these tokens of `x` (T, H, E) as the kernel takes them, (documents, H, length, E)."""
+        return x[self.start : self.stop].view(-1, self.length, *x.shape[1:]).transpose(1, 2)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale: float | None = None) -> Tensor:
+    """Return attention (B, S, H, E) of `q` (B, S, H, E) over `k` and `v` (B, S, K, E).
+
+    `bounds` are the tokens, numbered through the batch, at which documents begin, and their count at the end. Scores
+    are multiplied by `scale`, by default 1 / sqrt(E).
+    """
+    out: Tensor = OPERATOR(q, k, v, list(bounds), scale)[0]
+    return out
+
+
+def suits(q: Tensor, v: Tensor, bounds: Sequence[int], window: int | None) -> bool:
+    """Return whether the kernel computes attention of such heads and a `window`, and is chosen to (see
+    docs/decisions/cpu-numerics.md)."""
+    if v.shape[-1] != q.shape[-1] or not uses_flash(q.dtype, (bounds[-1] - bounds[0]) / (len(bounds) - 1)):
+        return False
+    return window is None or window >= max(run.length for run in _runs(bounds))
+
+
+def _runs(bounds: Sequence[int]) -> Iterator[_Run]:
+    first, length = bounds[0], bounds[1] - bounds[0]
+    for start, stop in pairwise(bounds[1:]):
+        if stop - start != length:
+            yield _Run(first, start, length)
+            first, length = start, stop - start
+    yield _Run(first, bounds[-1], length)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """`x` (B, S, H, E) as (T, H, E). The kernel reads heads whose elements do not lie side by side wrongly."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return the result (B, S, H, E), and the log-sum-exp (T * H,) in the order of the kernel's calls."""
+    tokens = list(map(_tokens, (q, k, v)))
+    parts = [_forward_kernel(*map(run.of, tokens), 0.0, True, scale=scale) for run in _runs(bounds)]
+    outs = [out.transpose(1, 2).flatten(0, 1) for out, _ in parts]
+    sums = [lse.flatten() for _, lse in parts]
+    out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, sums))
+    return out.view(q.shape), lse
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, tokens = q.shape[2], list(map(_tokens, (grad, q, k, v, out)))
+    parts = []
+    for run in _runs(bounds):
+        sums = lse[run.start * heads : run.stop * heads].view(-1, heads, run.length)
+        found = _backward_kernel(*map(run.of, tokens), sums, 0.0, True, scale=scale)
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
+    joined = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
+    of_q, of_k, of_v = (x.reshape(like.shape) for x, like in zip(joined, (q, k, v), strict=True))
+    return of_q, of_k, of_v
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3].numel(), dtype=wide(q.dtype))
+
+
+def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.bounds, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return *_BACKWARD(grad, *ctx.saved_tensors, ctx.bounds, ctx.scale), None, None
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+# The operator as PyTorch's dispatcher knows it.
+OPERATOR = define("flash_attention", f"({_INPUTS}, int[] bounds, float? scale) -> (Tensor, Tensor)", _forward, _fake)
+_BACKWARD = define(
+    "flash_attention_backward",
+    f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, int[] bounds, float? scale) -> (Tensor, Tensor, Tensor)",
+    _backward, _fake_backward,
+)  # fmt: skip
+torch.library.register_autograd("kumi::flash_attention", _differentiate, setup_context=_save)
+register_flop_formula(torch.ops.kumi.flash_attention)(attention_flops)
+register_flop_formula(torch.ops.kumi.flash_attention_backward)(attention_backward_flops)

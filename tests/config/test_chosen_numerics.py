@@ -1,0 +1,129 @@
+"""How a CPU is to compute: the run file, the run folder, the variable and the cache, in this order."""
+
+import json
+import os
+
+import pytest
+
+from kumi.config import dump, load, load_plan, resolve
+from kumi.config.cluster import cluster_spec
+from kumi.config.numerics import Measured, Processor, cached, chosen, given, keep, this_processor
+from kumi.config.schema import ClusterSection
+from kumi.errors import ConfigError
+from kumi.spec.numerics import REFERENCE, Numerics
+
+MEASURED = Measured(Numerics("fp32", "default", ("fp32-long",)), {"products": {"default": 1.0, "onednn": 2.0}})
+RUN = {
+    "name": "small",
+    "model": {"init": "random", "config": {
+        "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}},
+    "batch": {"seq_len": 32, "tokens_per_step": 256},
+    "data": {"tokenizer": {"vocab_size": 300}, "sources": [{"path": "documents.jsonl"}]},
+    "train": {"steps": 6, "out": "run"},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("KUMI_NUMERICS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("kumi.config.machine._gpus", list)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_measurement_holds_for_its_cpu_torch_and_threads(tmp_path):
+    processor = Processor("a CPU", "flags", "2.13.0", 2)
+    assert cached(processor) is None
+    keep(processor, MEASURED)
+    assert cached(processor) == MEASURED
+    others = (Processor("another", "flags", "2.13.0", 2), Processor("a CPU", "fewer", "2.13.0", 2),
+              Processor("a CPU", "flags", "2.12.0", 2), Processor("a CPU", "flags", "2.13.0", 1))  # fmt: skip
+    assert [cached(other) for other in others] == [None] * 4
+    assert [file.name for file in (tmp_path / "kumi/numerics").iterdir()] == [processor.file]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"numerics": "reference"}', '{"numerics": "no", "seconds": {}}',
+                                  '{"numerics": "reference", "seconds": {"a": 1}}', "\0" * 99,
+                                  '{"numerics": "reference", "seconds": {}}',
+                                  '{"numerics": "reference", "seconds": {"a": {}}}',
+                                  '{"numerics": "reference", "seconds": {"a": {"b": 0}}}'])  # fmt: skip
+def test_a_damaged_cache_is_none(tmp_path, text):
+    processor = this_processor(1)
+    keep(processor, MEASURED)
+    (tmp_path / "kumi/numerics" / processor.file).write_text(text)
+    assert cached(processor) is None
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "kumi").write_text("a file")
+    keep(this_processor(1), MEASURED)
+    assert cached(this_processor(1)) is None
+
+
+def test_ranks_share_the_threads(monkeypatch):
+    assert [this_processor(ranks).threads for ranks in (1, 10**6)] == [len(os.sched_getaffinity(0)), 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert this_processor(2).threads == 5
+
+
+def test_what_is_said_first_counts(monkeypatch):
+    """The run file before the run folder, the variable and the cache."""
+    assert resolve(load(RUN)).numerics is None
+    keep(this_processor(1), MEASURED)
+    assert resolve(load(RUN)).numerics == MEASURED.numerics
+    monkeypatch.setenv("KUMI_NUMERICS", "products=default flash=none")
+    assert resolve(load(RUN)).numerics == given() == Numerics(products="default")
+    os.mkdir("run")
+    with open("run/config.toml", "w") as file:
+        file.write(dump(load(RUN, {"precision.numerics": "products=onednn flash=fp32-short"})))
+    assert resolve(load(RUN)).numerics == Numerics(flash=("fp32-short",))
+    assert resolve(load(RUN, {"precision.numerics": "reference"})).numerics == REFERENCE
+
+
+def test_it_is_spelled_out_in_the_configuration_that_a_run_stores():
+    assert resolve(load(RUN)).config.precision.numerics == "auto"
+    keep(this_processor(1), MEASURED)
+    assert resolve(load(RUN)).config.precision.numerics == str(MEASURED.numerics)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_the_precision_is_the_faster_one_unless_the_run_file_says(kind):
+    keep(this_processor(1), Measured(Numerics(kind), MEASURED.seconds))
+    assert resolve(load(RUN)).precision.compute == {"fp32": "float32", "bf16": "bfloat16"}[kind]
+    for said in ("fp32", "bf16"):
+        compute = resolve(load(RUN, {"precision.kind": said})).precision.compute
+        assert compute == {"fp32": "float32", "bf16": "bfloat16"}[said]
+
+
+def test_what_was_measured_here_says_nothing_of_the_precision_of_other_machines(tmp_path):
+    file = tmp_path / "cpu.toml"
+    file.write_text('devices_per_node = 1\n[device]\nname = "another"\nkind = "cpu"\nmemory = "8 GiB"\n'
+                    'dtypes = ["float32", "bfloat16"]\n')  # fmt: skip
+    keep(this_processor(1), MEASURED)
+    run = resolve(load(RUN, {"cluster.source": str(file)}))
+    assert (run.precision.compute, run.numerics) == ("bfloat16", Numerics("", "default", ("fp32-long",)))
+
+
+def test_gpus_have_no_numerics():
+    config = load_plan(RUN, {"cluster.source": "h100-sxm"})
+    assert chosen(config, cluster_spec(config.cluster)) == REFERENCE
+
+
+def test_a_variable_that_says_something_else_is_refused(monkeypatch):
+    monkeypatch.setenv("KUMI_NUMERICS", "fast")
+    with pytest.raises(ConfigError, match=r"^KUMI_NUMERICS: 'fast' is none of kind=, products= and flash="):
+        chosen(load(RUN), cluster_spec(ClusterSection(source="auto")))
+    with pytest.raises(ConfigError, match=r"^precision.numerics: 'fast' is none of"):
+        load(RUN, {"precision.numerics": "fast"})
+    for unset in ("auto", ""):
+        monkeypatch.setenv("KUMI_NUMERICS", unset)
+        assert given() is None
+
+
+def test_the_cache_can_be_read_by_people(tmp_path):
+    keep(this_processor(1), MEASURED)
+    written = json.loads((tmp_path / "kumi/numerics" / this_processor(1).file).read_text())
+    assert written["numerics"] == "kind=fp32 products=default flash=fp32-long"
+    assert set(written) == {"cpu", "torch", "threads", "numerics", "seconds"}

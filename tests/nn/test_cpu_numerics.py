@@ -1,0 +1,149 @@
+"""How this process computes, and the measurement that says how it should."""
+
+import pytest
+import torch
+
+from kumi.nn import matmul, measured, numerics
+from kumi.nn.grouped import grouped_linear
+from kumi.spec.numerics import REFERENCE, Numerics
+
+
+@pytest.fixture(autouse=True)
+def _restore(monkeypatch):
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(numerics, "_flash", frozenset())
+    monkeypatch.setattr(numerics, "_mixed", False)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_products_go_where_they_are_said_to(monkeypatch):
+    monkeypatch.setattr(matmul, "_error", lambda: 1e-7)
+    for products, *precisions in (
+        ("onednn", "medium", "medium"), ("default", "highest", "highest"), ("mixed", "medium", "highest"),
+    ):  # fmt: skip
+        numerics.use(Numerics(products=products))
+        usual = torch.get_float32_matmul_precision()
+        with numerics.products_of_experts():
+            assert [usual, torch.get_float32_matmul_precision()] == precisions
+        assert torch.get_float32_matmul_precision() == usual
+    errors = iter((1e-7, 1e-3))
+    monkeypatch.setattr(matmul, "_error", lambda: next(errors))
+    numerics.use(REFERENCE)
+    assert torch.get_float32_matmul_precision() == "highest", "an inexact product is not used, whatever was chosen"
+
+
+def test_products_of_experts_are_the_same_either_way():
+    rows, weight = torch.randn(50, 24, requires_grad=True), torch.randn(3, 16, 24, requires_grad=True)
+    counts = torch.tensor([0, 19, 31])
+    found = []
+    for products in ("default", "onednn", "mixed"):
+        numerics.use(Numerics(products=products))
+        out = grouped_linear(rows, weight, counts)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (rows, weight))))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+    assert all(map(torch.equal, found[0], found[2]))
+
+
+def test_attention_goes_where_it_is_said_to():
+    numerics.use(Numerics(flash=("fp32-long", "bf16-short")))
+    cases = [(torch.float32, 10), (torch.float64, 2000), (torch.bfloat16, 10), (torch.float16, 2000)]
+    assert [numerics.uses_flash(*case) for case in cases] == [False, True, True, False]
+
+
+def chosen(monkeypatch, kind="fp32", **seconds):
+    """What is chosen where products, formats, attention in each case and a layer take `seconds`, 1 where not said."""
+
+    def ways(what, *names):
+        return lambda *_: dict.fromkeys(names, 1.0) | seconds.get(what, {})
+
+    class Clock(measured._Clock):
+        def timed(self, what, ways):
+            return self._found.setdefault(what, {way: [one] * measured.ROUNDS for way, one in ways.items()})
+
+    monkeypatch.setattr(measured, "_Clock", Clock)
+    monkeypatch.setattr(measured, "_products", ways("products", "default", "onednn"))
+    monkeypatch.setattr(measured, "_formats", ways("formats", "fp32", "bf16"))
+    monkeypatch.setattr(measured, "_attention", lambda case: ways(case.replace("-", "_"), "blocks", "flash")())
+    monkeypatch.setattr(measured, "_steps", ways("layer", "fp32", "bf16"))
+    return measured.measure(kind)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, Numerics("fp32", "mixed")),
+        ({"products": {"default": 0.96}}, Numerics("fp32", "mixed")),
+        ({"products": {"default": 0.9}}, Numerics("fp32", "default")),
+        ({"products": {"onednn": 0.9}}, Numerics("fp32", "mixed")),
+        ({"products": {"onednn": 0.8}}, Numerics("fp32", "onednn")),
+        ({"fp32_long": {"flash": 0.9}}, Numerics("fp32", "mixed", ("fp32-long",))),
+        ({"bf16_short": {"flash": 0.96}}, Numerics("fp32", "mixed")),
+        ({"layer": {"bf16": 0.5}}, Numerics("bf16", "mixed")),
+        ({"layer": {"bf16": 0.96}}, Numerics("fp32", "mixed")),
+        # Where products in bfloat16 take twice as long, it is not timed any further.
+        ({"formats": {"bf16": 3.0}}, Numerics("fp32", "mixed", ("bf16-short", "bf16-long"))),
+    ],
+)
+def test_another_way_needs_a_lead_of_five_percent(monkeypatch, changes, expected):
+    assert chosen(monkeypatch, **changes) == expected
+
+
+def test_the_precision_of_the_cpu_stays_unless_the_other_is_ahead(monkeypatch):
+    assert chosen(monkeypatch, "bf16").kind == "bf16"
+    assert chosen(monkeypatch, "bf16", layer={"fp32": 0.9}).kind == "fp32"
+    assert chosen(monkeypatch, "bf16", formats={"bf16": 3.0}).kind == "fp32"
+
+
+def test_a_lead_has_to_be_of_the_fastest_round_too():
+    rounds = {"blocks": [1.0, 5.0, 5.0], "flash": [1.0, 1.0, 1.0]}
+    assert measured._ahead(rounds, "blocks", ("flash",)) == "blocks"
+    assert measured._ahead(rounds | {"flash": [0.9, 0.9, 6.0]}, "blocks", ("flash",)) == "flash"
+    assert measured._library({"default": [1.0]}) == "default", "what is not exact is not timed"
+
+
+def test_the_ways_have_their_turns():
+    turns = []
+    found = measured._Clock().timed("what", {way: lambda way=way: turns.append(way) for way in "ab"})
+    assert turns == ["a", "b"] * (measured.ROUNDS + 1)
+    assert {way: len(each) for way, each in found.items()} == {"a": measured.ROUNDS, "b": measured.ROUNDS}
+
+
+def test_attention_is_timed_with_the_products_that_were_chosen(monkeypatch):
+    seen = []
+    monkeypatch.setattr(matmul, "_error", lambda: 1e-7)
+    attention = measured._attention
+    monkeypatch.setattr(
+        measured, "_attention", lambda case: seen.append(torch.get_float32_matmul_precision()) or attention(case)
+    )
+    for products, precision in (("default", "highest"), ("onednn", "medium"), ("mixed", "medium")):
+        monkeypatch.setattr(measured, "_library", lambda rounds, products=products: products)
+        measured.measure("fp32")
+        assert set(seen) == {precision}
+        seen.clear()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_what_takes_too_long_stays_as_in_the_reference(monkeypatch, kind):
+    monkeypatch.setattr(measured, "SECONDS", 0.0)
+    found, seconds = measured.measure(kind)
+    assert found == Numerics(kind)
+    assert not any(seconds.values())
+    now = iter((0.0, 0.0, 0.1, 0.2, 0.3, 5.0))
+    monkeypatch.setattr(measured, "SECONDS", 1.0)
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: next(now))
+    clock = measured._Clock()
+    assert clock.timed("what", {"a": int, "b": int}) == {}
+    assert clock.medians() == {"what": {}}
+
+
+def test_a_measurement_here(monkeypatch):
+    monkeypatch.setattr(measured, "SECONDS", 600.0)
+    found, seconds = measured.measure("fp32")
+    assert found.kind in ("fp32", "bf16")
+    assert "default" in seconds["products"]
+    for case in ("fp32-short", "fp32-long"):
+        ways = seconds[f"attention {case}"]
+        assert (case in found.flash) <= (ways["flash"] * measured.LEAD <= ways["blocks"])
+    assert all(one > 0 for ways in seconds.values() for one in ways.values())

@@ -1,0 +1,151 @@
+"""A run measures once how its CPU computes, stores it, and goes on with it."""
+
+import os
+import signal
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from tests.train.conftest import back_to, losses, run_file
+
+from kumi.cli import main
+from kumi.config import load, resolve
+from kumi.config.numerics import cached, this_processor
+from kumi.spec.numerics import REFERENCE, Numerics
+from kumi.train import numerics, start
+
+FOUND = Numerics("fp32", "default", ("fp32-short",))
+
+
+@pytest.fixture
+def folder(small, tmp_path, monkeypatch):
+    """A folder with data and a run file that does not say in which precision; nothing is measured yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("KUMI_NUMERICS")
+    small.copy(tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    back_to("run", 0)
+    monkeypatch.setattr(numerics, "_may_fork", lambda: True)  # so that what measures can be replaced
+    run_file(
+        tmp_path / "work",
+        precision={},
+        train__out="new",
+        train__steps=2,
+        optim__warmup_steps=0,
+        export={"enabled": False},
+    )
+    return tmp_path / "work"
+
+
+def measures(monkeypatch, found=FOUND):
+    """Have `kumi.nn.measured` find this without measuring. It runs in another process, so files count the calls."""
+    calls = Path("calls").absolute()
+    calls.touch()
+
+    def measure(kind):
+        with calls.open("a") as file:
+            file.write(f"{kind}\n")
+        return found, {"products": {"default": 1.0, "onednn": 2.0}}
+
+    monkeypatch.setattr("kumi.nn.measured.measure", measure)
+    return lambda: len(calls.read_text().splitlines())
+
+
+def stored(out):
+    with open(f"{out}/config.toml", "rb") as file:
+        return tomllib.load(file)["precision"]["numerics"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_is_measured_once_and_stored(folder, monkeypatch, capfd, ranks):
+    count = measures(monkeypatch)
+    assert main(["describe", "run.toml", f"cluster.devices_per_node={ranks}"]) == 0
+    assert "numerics   measured at the first start on this machine" in capfd.readouterr().out
+    assert count() == 0, "only a run measures"
+    for out in ("new", "another"):
+        assert main(["train", "run.toml", f"cluster.devices_per_node={ranks}", f"train.out={out}"]) == 0
+        assert stored(out) == str(FOUND)
+        assert f"numerics   {FOUND} (measured: products: default 2x onednn)" in capfd.readouterr().out
+    assert count() == 1
+    assert cached(this_processor(ranks)).numerics == FOUND
+
+
+def test_a_resume_goes_on_as_the_run_began_and_says_where_it_does_not(folder, monkeypatch, capsys):
+    measures(monkeypatch)
+    assert main(["train", "run.toml"]) == 0
+    measures(monkeypatch, REFERENCE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "another machine's"))
+    longer = ["train", "run.toml", "--allow-change", "train.steps"]
+    capsys.readouterr()
+    assert main([*longer, "train.steps=3"]) == 0
+    assert stored("new") == str(FOUND)
+    assert "rounding" not in capsys.readouterr().out
+    assert main([*longer, "train.steps=4", "precision.numerics=reference"]) == 0
+    out = capsys.readouterr().out
+    assert f"in float32 with '{FOUND}', and continues on" in out
+    assert "in float32 with 'reference'; losses are equal up to rounding only" in out
+    assert stored("new") == "reference"
+    monkeypatch.setattr("kumi.train.state.cpu_name", lambda: "another CPU")
+    assert main([*longer, "train.steps=5"]) == 0
+    assert "and continues on another CPU in float32 with 'reference'; losses" in capsys.readouterr().out
+    assert len(losses("new")) == 5
+
+
+def die(kind):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(kind):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("how", [die, hang])
+def test_a_measurement_that_dies_or_hangs_leaves_the_reference(folder, monkeypatch, capsys, how):
+    monkeypatch.setattr("kumi.nn.measured.measure", how)
+    monkeypatch.setattr(numerics, "_PATIENCE_SECONDS", 1.0)
+    assert numerics.with_measured(resolve(load("run.toml"))).numerics == REFERENCE
+    assert "could not be measured; it computes as the reference" in capsys.readouterr().out
+    assert cached(this_processor(1)) is None
+
+
+def test_where_torch_is_loaded_a_new_process_measures(folder, monkeypatch, capsys):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(numerics, "_PATIENCE_SECONDS", 600.0)
+    assert not numerics._may_fork()
+    found = numerics.measure_here(1)
+    # On a machine as busy as one that runs tests it may not have come to its end.
+    assert cached(this_processor(1)) == (found if found.complete else None)
+    assert {"products", "formats", "attention fp32-short"} <= found.seconds.keys()
+    monkeypatch.setattr(numerics.sys, "executable", "/bin/false")
+    assert numerics.measure_here(1).numerics == REFERENCE
+    assert "could not be measured" in capsys.readouterr().out
+
+
+def test_what_was_measured_in_part_is_not_kept_for_other_runs(folder, monkeypatch, capsys):
+    monkeypatch.setattr("kumi.nn.measured.measure", lambda kind: (FOUND, {"products": {"default": 1.0}, "formats": {}}))
+    assert numerics.with_measured(resolve(load("run.toml"))).numerics == FOUND
+    assert "the machine is busy, or slow: what was not measured in time is as the reference" in capsys.readouterr().out
+    assert cached(this_processor(1)) is None
+
+
+class Meeting:
+    """Where rank 0 has said `word`."""
+
+    def __init__(self, word):
+        self.hear = lambda: word
+
+
+def test_the_other_ranks_of_a_launcher_compute_as_rank_0_says(folder, monkeypatch):
+    """Whatever the cache on their machine has."""
+    launched = []
+    monkeypatch.setattr(start, "_launch", lambda run, *_: launched.append(run) or 0)
+    monkeypatch.setattr(start, "open_data", lambda run: None)
+    for own in (None, FOUND):
+        run = numerics.with_numerics(resolve(load("run.toml")), own) if own else resolve(load("run.toml"))
+        said = Numerics("bf16", "onednn", ("bf16-long",))
+        assert start._follow(run, Meeting(f"train {said}")) == 0
+        assert (launched[-1].numerics, launched[-1].precision.compute) == (said, "bfloat16")
+    assert start._follow(run, Meeting(f"finished {said}")) == 0
+    assert len(launched) == 2
