@@ -15,8 +15,8 @@ import shapes
 from measure import Mark, Measured
 
 GIB = 2**30
-# Which measured matmul peak a row is compared with.
-PEAK_OF = {"fp32": "fp32 medium", "bf16": "bf16", "amp": "bf16"}
+# With the best of which measured matmul peaks a row is compared.
+PEAK_OF = {"fp32": ("fp32", "fp32 medium"), "bf16": ("bf16",), "amp": ("bf16",)}
 
 
 def report(result: dict) -> str:
@@ -72,7 +72,7 @@ def _setup(result: dict, setup: dict) -> str:
     runs, drop = runs_of(result, setup), result["drop"]
     if not runs:
         return ""
-    flops = train_flops(setup["tokens"])
+    flops = train_flops(result.get("shape", shapes.W1), setup["tokens"])
     head = (
         f"{setup['name']}: {setup['tokens']} tokens a step, {flops / 1e9:.0f} GFLOP; median (and range) of "
         f"{max(map(len, runs.values()))} runs, first {drop} of {setup['steps']} steps dropped"
@@ -89,19 +89,21 @@ def _setup(result: dict, setup: dict) -> str:
     ]
     table = [["", *(name for name, _ in columns)]]
     table += [[row, *(cell(row, found) for _, cell in columns)] for row, found in runs.items()]
-    return "\n".join([head, aligned(table), "", *_ratios(runs, drop), *_least(runs), *_losses(runs)])
+    ratios = [*_default(runs, drop, setup), *_ratios(runs, drop), *_least(runs), *_losses(runs)]
+    return "\n".join([head, aligned(table), "", *ratios])
 
 
-def train_flops(tokens: int) -> int:
-    """Model FLOPs of a step of W1, from kumi's ledger."""
+def train_flops(shape: dict, tokens: int) -> int:
+    """Model FLOPs of a step of a model of `shape`, from kumi's ledger."""
     from kumi.spec import families, ledger
 
-    return ledger.train_flops(families.from_hf(shapes.W1), tokens, shapes.W1["max_position_embeddings"])
+    return ledger.train_flops(families.from_hf(shape), tokens, shapes.W1["max_position_embeddings"])
 
 
 def _share(result: dict, row: str, found: list[Measured], flops: int) -> str:
     """Model FLOPs per CPU second, of what a large product in the same format reaches per CPU second."""
-    kind = PEAK_OF[next(word for word in row.split() if word in PEAK_OF)]
+    kinds = PEAK_OF[next(word for word in row.split() if word in PEAK_OF)]
+    kind = max(kinds, key=lambda kind: peak(result, kind, "peak_per_cpu_second"))
     best = peak(result, kind, "peak_per_cpu_second") * 1e9
     return spread([100 * flops / run.steady(result["drop"]).cpu / best for run in found], ".0f") + f" % {kind}"
 
@@ -120,10 +122,38 @@ PAIRS = (
     ("kumi fp32", "bare fp32"),
     ("kumi bf16", "bare fp32"),
     ("kumi bf16", "bare amp"),
+    ("kumi fp32 packed", "bare fp32 packed"),
+    ("kumi bf16 packed", "bare amp packed"),
     ("kumi fp32", "trainer fp32"),
     ("kumi bf16", "trainer fp32"),
     ("bare amp", "bare fp32"),
 )
+
+
+def _default(runs: dict[str, list[Measured]], drop: int, setup: dict) -> list[str]:
+    """How kumi chose to compute, and its default format beside the faster of the two bare loops."""
+    if "chosen" not in setup:
+        return []
+    how, lines = setup["chosen"], []
+    lines.append(f"kumi chose {how['numerics']}, in {how['seconds']:.2f} s, once on a machine")
+    for end in ("", " packed"):
+        kumi, bare = f"kumi {how['kind']}{end}", [f"bare {kind}{end}" for kind in ("fp32", "amp")]
+        if kumi in runs and all(row in runs for row in bare):
+            figures = []
+            for figure in (lambda run: run.steady(drop).cpu, lambda run: run.steady(drop).wall):
+                least = min(bare, key=lambda row: median(map(figure, runs[row])))
+                figures.append(f"{spread(speedups(runs[kumi], runs[least], figure), '.2f')} ({least})")
+            lines.append(
+                f"{kumi}, the default / the faster bare loop: {figures[0]} by CPU seconds, {figures[1]} by wall clock"
+            )
+    if {f"kumi {how['kind']}", f"kumi {how['kind']} packed"} <= runs.keys():
+        whole, packed = runs[f"kumi {how['kind']}"], runs[f"kumi {how['kind']} packed"]
+        cpu = speedups(whole, packed, lambda run: run.steady(drop).cpu)
+        wall = speedups(whole, packed, lambda run: run.steady(drop).wall)
+        lines.append(
+            f"packed documents / whole rows: {spread(cpu, '.2f')} of the CPU seconds, {spread(wall, '.2f')} of the time"
+        )
+    return lines
 
 
 def _ratios(runs: dict[str, list[Measured]], drop: int) -> list[str]:

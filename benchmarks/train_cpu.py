@@ -54,6 +54,9 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "trainer fp32": ("hf_trainer.py", ("--dtype", "fp32")),
     "trainer amp": ("hf_trainer.py", ("--dtype", "amp")),
     "bare compile amp": ("bare_loop.py", ("--dtype", "amp", "--compile")),
+    "bare fp32 packed": ("bare_loop.py", ("--dtype", "fp32", "--packed")),
+    "kumi fp32 packed": ("kumi", ("fp32", "packed")),
+    "bare amp packed": ("bare_loop.py", ("--dtype", "amp", "--packed")),
     "kumi bf16 packed": ("kumi", ("bf16", "packed")),
 }
 DEFAULT_ROWS = tuple(ROWS)[:5]
@@ -68,6 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(DEFAULT_ROWS), metavar="ROW",
                         help=f"rows to measure: {', '.join(ROWS)}")  # fmt: skip
     parser.add_argument("--setups", nargs="+", type=int, choices=(1, 2), default=[1, 2], metavar="PROCESSES")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and little text, to try the script")
     parser.add_argument("--steps", type=int, help=f"steps of every run; the first {DROP} are not counted")
     parser.add_argument("--budget", type=float, default=680.0, help="seconds; runs that would end later are left out")
     parser.add_argument("--json", type=Path)
@@ -89,30 +93,31 @@ def missing(row: str) -> str | None:
     return f"the package {absent[0]} is not installed: pip install {absent[0]}" if absent else None
 
 
-def command(row: str, setup: Setup, work: Path, out: Path) -> tuple[list[str], Path]:
+def command(row: str, setup: Setup, work: Path, out: Path, size: str) -> tuple[list[str], Path]:
     """The command of `row`, and the file in which it writes its steps."""
     script, options = ROWS[row]
     if script == "kumi":
         file = out / "run.toml"
         text = workload.run_file(work, ranks=setup.processes, steps=setup.steps, precision=options[0],
-                                 out=out / "run", cross_document="packed" not in options)  # fmt: skip
+                                 out=out / "run", cross_document="packed" not in options, size=size)  # fmt: skip
         file.write_text(text)
         return [sys.executable, "-m", "kumi", "train", str(file)], out / "run" / "metrics.jsonl"
     start = [sys.executable]
     if setup.processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(setup.processes)]
     metrics = out / "metrics.jsonl"
-    given = ["--model", work / "model", "--batches", work / "batches.npz", "--metrics", metrics, "--steps", setup.steps,
+    batches = work / ("packed.npz" if "--packed" in options else "batches.npz")
+    given = ["--model", work / "model", "--batches", batches, "--metrics", metrics, "--steps", setup.steps,
              "--microbatch", workload.MICROBATCH]  # fmt: skip
     return [*start, str(HERE / script), *options, *map(str, given)], metrics
 
 
-def run_row(row: str, setup: Setup, work: Path, repeat: int) -> measure.Measured:
+def run_row(row: str, setup: Setup, work: Path, repeat: int, size: str) -> measure.Measured:
     """One run of `row` from an empty folder. Raises SystemExit with the end of its output when it fails."""
     out = work / "runs" / f"{row.replace(' ', '_')}_{setup.processes}_{repeat}"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    line, metrics = command(row, setup, work, out)
+    line, metrics = command(row, setup, work, out, size)
     found = measure.run(line, metrics=metrics, env=environment(setup.threads), log=out / "log.txt")
     if found.returncode != 0 or len(found.marks) != setup.steps:
         raise SystemExit(f"{row}, {setup.name}: exit code {found.returncode} after {len(found.marks)} of {setup.steps} "
@@ -130,6 +135,19 @@ def matmul_peak(threads: int) -> dict:
     found = json.loads(file.read_text())
     file.unlink()
     return found
+
+
+def chosen(setup: Setup) -> dict:
+    """How kumi chooses to compute with the threads of `setup`, measured now, and the seconds that this took."""
+    program = (
+        "import json, time; from kumi.train.numerics import measure_here; began = time.perf_counter()\n"
+        f"found = measure_here({setup.processes})\n"
+        "print(json.dumps({'numerics': str(found.numerics), 'kind': found.numerics.kind, "
+        "'seconds': time.perf_counter() - began}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment(setup.threads), check=True,
+                          stdout=subprocess.PIPE, text=True)  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def order(rows: list[str], setups: list[Setup], repeats: int) -> list[tuple[str, Setup, int]]:
@@ -150,7 +168,7 @@ def measure_all(args: argparse.Namespace, setups: list[Setup], rows: list[str], 
         if time.monotonic() - began + expected > args.budget:
             left_out.append(f"{row}, {setup.name}, repeat {repeat + 1}")
             continue
-        before.append(run_row(row, setup, args.work, repeat))
+        before.append(run_row(row, setup, args.work, repeat, args.size))
         mark = before[-1].steady(DROP)
         said = f"  {row}, {setup.name}: {setup.tokens / mark.wall:.0f} tokens/s, {mark.cpu:.2f} CPU s a step"
         print(said, file=sys.stderr, flush=True)
@@ -165,7 +183,10 @@ def main() -> None:
         setups = [Setup(setup.name, setup.processes, setup.threads, args.steps) for setup in setups]
     skipped = {row: reason for row in args.only if (reason := missing(row))}
     rows = [row for row in ROWS if row in args.only and row not in skipped]
-    workload.prepare(args.work, max(setup.processes * setup.steps * workload.MICROBATCH for setup in setups))
+    args.size = "tiny" if args.tiny else "w1"
+    sequences = max(setup.processes * setup.steps * workload.MICROBATCH for setup in setups)
+    workload.prepare(args.work, sequences, args.size)
+    choices = {setup.name: chosen(setup) for setup in setups}
     began = time.monotonic()
     peaks = [matmul_peak(2)]
     found, left_out = measure_all(args, setups, rows, began)
@@ -173,7 +194,8 @@ def main() -> None:
     result = {
         "machine": machine.describe(),
         "peaks": peaks,
-        "setups": [asdict(setup) | {"tokens": setup.tokens} for setup in setups],
+        "shape": workload.SIZES[args.size].shape,
+        "setups": [asdict(setup) | {"tokens": setup.tokens, "chosen": choices[setup.name]} for setup in setups],
         "runs": [{"row": row, "setup": setup, **asdict(run)} for (row, setup), runs in found.items() for run in runs],
         "skipped": skipped,
         "left_out": left_out,

@@ -2,7 +2,8 @@
 
 WORK/kumi/data/      tokenizer and tokens of the standard library's sources, made by `kumi data prepare`
 WORK/model/          config.json and one set of random weights, from which everyone starts
-WORK/batches.npz     the sequences, in kumi's order, for the others to read
+WORK/batches.npz     the sequences, in kumi's order, for the others to read; documents may see one another
+WORK/packed.npz      the same of rows that keep documents apart
 
 python benchmarks/workload.py --work build/benchmark [--sequences 512]
 """
@@ -13,7 +14,9 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import shapes
@@ -21,7 +24,24 @@ import shapes
 SEQ_LEN, MICROBATCH, SEED = 512, 8, 0
 
 
-def run_file(work: Path, *, ranks: int, steps: int, precision: str, out: Path, cross_document: bool = True) -> str:
+@dataclass(frozen=True)
+class Size:
+    """A model, and the files of the standard library that it is trained on."""
+
+    shape: dict[str, Any]
+    text: str
+
+
+SIZES = {
+    "w1": Size(shapes.W1, "{stdlib}/**/*.py"),
+    # To try the scripts.
+    "tiny": Size(shapes.TINY | {"vocab_size": 512}, "{stdlib}/email/*.py"),
+}
+
+
+def run_file(
+    work: Path, *, ranks: int, steps: int, precision: str, out: Path, cross_document: bool = True, size: str = "w1"
+) -> str:
     """A kumi run file for the workload: everything that is not stated is kumi's default."""
     tokens = SEQ_LEN * MICROBATCH * ranks
     return f"""\
@@ -38,8 +58,8 @@ seq_len = {SEQ_LEN}
 tokens_per_step = {tokens}
 
 [data]
-sources = [{{ path = "{{stdlib}}/**/*.py", exclude = ["**/site-packages/**"] }}]
-tokenizer = {{ vocab_size = {shapes.W1["vocab_size"]} }}
+sources = [{{ path = {json.dumps(SIZES[size].text)}, exclude = ["**/site-packages/**"] }}]
+tokenizer = {{ vocab_size = {SIZES[size].shape["vocab_size"]} }}
 cache = {json.dumps(str(work / "data"))}
 cross_document = {json.dumps(cross_document)}
 
@@ -72,12 +92,12 @@ enabled = false
 """
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, size: str) -> None:
     """Random weights from one seed, as transformers initialises and saves them."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shapes.write_config(shapes.W1, folder)
+    shapes.write_config(SIZES[size].shape, folder)
     torch.manual_seed(SEED)
     LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)
 
@@ -86,19 +106,20 @@ def write_batches(work: Path, sequences: int) -> None:
     """The first `sequences` sequences of the run, in the order in which kumi trains on them."""
     from kumi.data import open_store
 
-    mixture = open_store(work / "data" / "tokens").mixture(SEQ_LEN, SEED, cross_document=True)
-    batch = mixture.batch(0, sequences)
-    arrays = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids}
-    np.savez(work / "batches.npz", **{name: array.astype(np.int32) for name, array in arrays.items()})
+    for name, cross_document in (("batches", True), ("packed", False)):
+        mixture = open_store(work / "data" / "tokens").mixture(SEQ_LEN, SEED, cross_document=cross_document)
+        batch = mixture.batch(0, sequences)
+        arrays = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids}
+        np.savez(work / f"{name}.npz", **{key: array.astype(np.int32) for key, array in arrays.items()})
 
 
-def prepare(work: Path, sequences: int) -> None:
+def prepare(work: Path, sequences: int, size: str = "w1") -> None:
     """Makes whatever of the workload is not there yet."""
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "model" / "model.safetensors").exists():
-        write_model(work / "model")
+        write_model(work / "model", size)
     file = work / "prepare.toml"
-    file.write_text(run_file(work, ranks=1, steps=1, precision="fp32", out=work / "unused"))
+    file.write_text(run_file(work, ranks=1, steps=1, precision="fp32", out=work / "unused", size=size))
     done = subprocess.run([sys.executable, "-m", "kumi", "data", "prepare", str(file)], capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"kumi data prepare {file} ended with code {done.returncode}: {done.stderr[-2000:]}")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -93,10 +97,38 @@ def test_a_row_whose_package_is_missing_is_skipped_with_the_reason(monkeypatch):
 ])  # fmt: skip
 def test_every_row_is_a_command(tmp_path, row, processes, words):
     setup = next(setup for setup in train_cpu.SETUPS if setup.processes == processes)
-    line, metrics = train_cpu.command(row, setup, tmp_path, tmp_path)
+    line, metrics = train_cpu.command(row, setup, tmp_path, tmp_path, "w1")
     joined = " ".join(line)
     assert all(word in joined for word in words)
     assert metrics.name == "metrics.jsonl"
+
+
+@pytest.mark.exhaustive
+def test_the_benchmarks_run(tmp_path):
+    """With a tiny model, of which no figure means anything."""
+    script = str(Path(train_cpu.__file__))
+    rows = ["bare fp32", "kumi fp32", "bare amp", "kumi bf16", "bare fp32 packed", "kumi fp32 packed"]
+    line = [sys.executable, script, "--tiny", "--steps", "4", "--repeats", "1", "--budget", "3600", "--work",
+            str(tmp_path / "work"), "--json", str(tmp_path / "cpu.json"), "--only", *rows]  # fmt: skip
+    environ = {key: value for key, value in os.environ.items() if key != "KUMI_NUMERICS"}
+    environ["XDG_CACHE_HOME"] = str(tmp_path)
+    said = subprocess.run(line, capture_output=True, text=True, env=environ)
+    assert said.returncode == 0, said.stderr
+    found = json.loads((tmp_path / "cpu.json").read_text())
+    assert {(run["row"], run["setup"]) for run in found["runs"]} == set(
+        itertools.product(rows, (setup.name for setup in train_cpu.SETUPS))
+    )
+    assert found["left_out"] == []
+    for setup in train_cpu.SETUPS:
+        curves = {run["row"]: [mark["loss"] for mark in run["marks"]] for run in found["runs"]
+                  if run["setup"] == setup.name}  # fmt: skip
+        for row in ("fp32", "fp32 packed"):
+            assert curves[f"kumi {row}"] == pytest.approx(curves[f"bare {row}"], rel=1e-4)
+    assert "packed documents / whole rows" in said.stdout or "kumi bf16, the default" in said.stdout
+    line = [sys.executable, str(Path(script).with_name("numerics_cpu.py")), "--only", "tiny", "--repeats", "1"]
+    said = subprocess.run(line, capture_output=True, text=True, env=environ)
+    assert said.returncode == 0, said.stderr
+    assert "tiny: seconds of a step" in said.stdout
 
 
 def test_rows_follow_one_another_in_turn():
@@ -114,9 +146,16 @@ def measured(step_s: float, losses: list[float]) -> dict:
 
 
 def test_the_report_shows_ratios_shares_and_loss_differences():
-    setup = {"name": "one", "processes": 1, "threads": 2, "steps": 5, "tokens": 4096}
+    chosen = {"numerics": "kind=bf16 products=default flash=none", "kind": "bf16", "seconds": 0.5}
+    setup = {"name": "one", "processes": 1, "threads": 2, "steps": 5, "tokens": 4096, "chosen": chosen}
     losses = [9.0, 8.0, 7.0, 6.0, 5.0]
-    rows = {"bare fp32": (4.0, losses), "kumi fp32": (2.0, losses), "kumi bf16": (1.0, [*losses[:4], 5.05])}
+    rows = {
+        "bare fp32": (4.0, losses),
+        "kumi fp32": (2.0, losses),
+        "kumi bf16": (1.0, [*losses[:4], 5.05]),
+        "bare amp": (3.0, losses),
+        "kumi bf16 packed": (1.25, losses),
+    }
     runs = [{"row": row, "setup": "one", **measured(*values)} for row, values in rows.items()]
     kinds = {kind: {"peak": 400.0, "peak_per_cpu_second": 250.0, "error": 1e-7} for kind in matmul_peak.KINDS}
     result = {"machine": {"cpu": "c", "cores": 2, "cpu_flags": [], "memory_bytes": 2**34, "python": "3", "packages": {},
@@ -127,10 +166,13 @@ def test_the_report_shows_ratios_shares_and_loss_differences():
     assert "kumi bf16 / bare fp32: 4.00 by CPU seconds" in text
     assert "loss of kumi bf16 against kumi fp32 over 5 steps: at most 1.000 % apart" in text
     # 464 GFLOP in 2 CPU seconds, of 250 GFLOP a CPU second.
-    share = 100 * report_cpu.train_flops(4096) / 2.0 / 250e9
+    share = 100 * report_cpu.train_flops(shapes.W1, 4096) / 2.0 / 250e9
     assert f"{share:.0f} % bf16" in text
     assert "skipped trainer fp32: no accelerate" in text
-    assert "kumi bf16: 2.00 CPU seconds to the first step; the least of the others is 8.00 (bare fp32)" in text
+    assert "kumi bf16: 2.00 CPU seconds to the first step; the least of the others is 6.00 (bare amp)" in text
+    assert "kumi chose kind=bf16 products=default flash=none, in 0.50 s" in text
+    assert "kumi bf16, the default / the faster bare loop: 3.00 (bare amp) by CPU seconds, 3.00 (bare amp)" in text
+    assert "packed documents / whole rows: 1.25 of the CPU seconds, 1.25 of the time" in text
 
 
 def test_a_spread_is_the_median_and_the_range():

@@ -1,0 +1,165 @@
+"""Every way in which this CPU can compute, forced in turn, beside the way that kumi chooses by its measurement.
+
+    python benchmarks/numerics_cpu.py [--threads 2] [--only W1 experts ...] [--repeats 3] [--steps 2] [--json FILE]
+
+A row is a whole training step of one process: forward, backward, clipping, AdamW. The ways follow one another within a
+repeat, so that what else happens on the machine meets all of them. A way whose first step takes three times as long as
+the best one's is not timed any further, and bfloat16 not at all where a single product takes that much longer than in
+float32. Prints, for every shape, the seconds of wall clock and of CPU of each way, and those over the chosen one's:
+below 1 is faster than what was chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import machine
+import shapes
+import torch
+
+from kumi.config.numerics import Measured
+from kumi.nn.numerics import use
+from kumi.parallel import bare, build, build_mesh, clip_gradients, init_adamw, init_distributed, pipeline
+from kumi.spec import families
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import decayed
+from kumi.spec.numerics import FLASH, PRODUCTS, Numerics
+from kumi.spec.optim import Optim
+from kumi.spec.precision import PRECISIONS
+from kumi.train.numerics import measure_here
+
+HALF = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
+# Shape -> its config.json, rows of a step, tokens a row.
+SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "W1": (shapes.W1, 8, 512),
+    "half the width": (shapes.W1 | HALF, 8, 512),
+    "experts": (shapes.W1_EXPERTS, 8, 512),
+    "rows of 4096": (shapes.W1, 1, 4096),
+    "rows of 16384": (shapes.with_layers(shapes.W1, 2), 1, 16384),
+    "tiny": (shapes.TINY, 2, 64),
+}
+HOPELESS = 3.0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=list(SHAPES), default=list(SHAPES)[:-1], metavar="SHAPE",
+                        help=f"shapes to measure: {', '.join(SHAPES)}")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a repeat that are timed")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+class Trained:
+    """A model in one number format, with all that a step needs."""
+
+    def __init__(self, kind: str, config: dict[str, Any], rows: int, length: int) -> None:
+        self.mesh = build_mesh(Layout(microbatch=rows), init_distributed())
+        spec = families.from_hf(config | {"max_position_embeddings": length})
+        self.model = build(spec, self.mesh, PRECISIONS[kind], weights=0)
+        self.optimizer = init_adamw(bare(self.model).named_parameters(), decayed(spec), Optim())
+        ids, labels = torch.randint(0, spec.vocab_size, (2, rows, length))
+        self.batch = {"input_ids": ids, "labels": labels, "token_weights": torch.full(ids.shape, -1.0 / ids.numel())}
+
+    def step(self) -> tuple[float, float]:
+        """The seconds of wall clock and of CPU of a step."""
+        wall, cpu = time.perf_counter(), _cpu()
+        pipeline.train(self.model, self.mesh, [self.batch])
+        clip_gradients(self.model, 1.0, self.mesh)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - wall, _cpu() - cpu
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def ways(measured: Measured, name: str) -> list[Numerics]:
+    """What is chosen, and all that can be forced on the shape `name`. Only float32 has products of several kinds, and
+    only with experts do those of experts differ."""
+    chosen, formats = measured.numerics, measured.seconds["formats"]
+    every = [Numerics("fp32", products, flash) for products, flash in product(PRODUCTS, ((), FLASH))]
+    if formats["bf16"] < HOPELESS * formats["fp32"]:
+        every += [Numerics("bf16", chosen.products, flash) for flash in ((), FLASH)]
+    forced = {_same(way, name): way for way in every}
+    return list((forced | {_same(chosen, name): chosen}).values())
+
+
+def _same(way: Numerics, name: str) -> tuple[str, ...]:
+    """What of `way` matters to the shape `name` in its number format."""
+    flash = [case for case in way.flash if case.startswith(way.kind)]
+    products = way.products if name == "experts" else way.products.replace("mixed", "onednn")
+    return way.kind, products if way.kind == "fp32" else "", *flash
+
+
+def measure(name: str, forced: list[Numerics], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """The timed steps of each way, by its words; of one that is hopeless, its first."""
+    models = {kind: Trained(kind, *SHAPES[name]) for kind in dict.fromkeys(way.kind for way in forced)}
+    found: dict[str, list[tuple[float, float]]] = {str(way): [] for way in forced}
+    best, hopeless = math.inf, set[str]()
+    for repeat in range(args.repeats):
+        for way in forced:
+            if str(way) in hopeless:
+                continue
+            use(way)
+            first = models[way.kind].step()
+            if first[0] > HOPELESS * best:
+                found[str(way)].append(first)
+                hopeless.add(str(way))
+                continue
+            best = min(best, first[0])
+            found[str(way)] += [models[way.kind].step() for _ in range(args.steps)]
+        print(f"  {name}, repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
+    return found
+
+
+def table(name: str, found: dict[str, list[tuple[float, float]]], chosen: str) -> str:
+    """The medians of each way, and their ratios to the chosen way's."""
+    medians = {way: [median(each) for each in zip(*steps, strict=True)] for way, steps in found.items()}
+    lines = [f"{name}: seconds of a step, wall clock / CPU, and over those of the chosen way"]
+    for way, (wall, cpu) in medians.items():
+        ratios = f"{wall / medians[chosen][0]:.2f} / {cpu / medians[chosen][1]:.2f}"
+        note = "  chosen" if way == chosen else ""
+        lines.append(f"  {way:78} {wall:8.3f} / {cpu:7.3f}   {ratios}{note}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = arguments()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    began = time.perf_counter()
+    # In a process of its own, as at the first start of a run.
+    measured = measure_here(1)
+    seconds = time.perf_counter() - began
+    torch.set_num_threads(args.threads)
+    if not measured.complete:
+        raise SystemExit("the machine is busy: the ways to compute could not be measured in time")
+    times = measured.seconds["formats"]["bf16"] / measured.seconds["formats"]["fp32"]
+    print(f"chosen: {measured.numerics}, measured in {seconds:.2f} s", flush=True)
+    print(f"products in bf16 take {times:.1f} times as long as in fp32", flush=True)
+    result: dict[str, Any] = {"machine": machine.describe(), "threads": args.threads, "seconds": seconds,
+                              "chosen": str(measured.numerics), "shapes": {}}  # fmt: skip
+    for name in args.only:
+        found = measure(name, ways(measured, name), args)
+        print(table(name, found, str(measured.numerics)), flush=True)
+        result["shapes"][name] = found
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
