@@ -75,7 +75,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"steps of every run; the first {DROP} are not counted")
     parser.add_argument("--budget", type=float, default=680.0, help="seconds; runs that would end later are left out")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steps is not None and args.steps < DROP + 2:
+        parser.error(
+            f"--steps {args.steps}: the first {DROP} are not counted, and two are needed; use {DROP + 2} or more"
+        )
+    return args
 
 
 def environment(threads: int) -> dict[str, str]:

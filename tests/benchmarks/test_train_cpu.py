@@ -108,7 +108,7 @@ def test_the_benchmarks_run(tmp_path):
     """With a tiny model, of which no figure means anything."""
     script = str(Path(train_cpu.__file__))
     rows = ["bare fp32", "kumi fp32", "bare amp", "kumi bf16", "bare fp32 packed", "kumi fp32 packed"]
-    line = [sys.executable, script, "--tiny", "--steps", "4", "--repeats", "1", "--budget", "3600", "--work",
+    line = [sys.executable, script, "--tiny", "--steps", "5", "--repeats", "1", "--budget", "3600", "--work",
             str(tmp_path / "work"), "--json", str(tmp_path / "cpu.json"), "--only", *rows]  # fmt: skip
     environ = {key: value for key, value in os.environ.items() if key != "KUMI_NUMERICS"}
     environ["XDG_CACHE_HOME"] = str(tmp_path)
