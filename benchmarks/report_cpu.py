@@ -15,7 +15,7 @@ import shapes
 from measure import Mark, Measured
 
 GIB = 2**30
-# With the best of which measured matmul peaks a row is compared.
+# The kinds of measured matmul peak for each number format; a row is compared with the best of them.
 PEAK_OF = {"fp32": ("fp32", "fp32 medium"), "bf16": ("bf16",), "amp": ("bf16",)}
 
 

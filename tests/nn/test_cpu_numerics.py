@@ -60,7 +60,7 @@ def chosen(monkeypatch, kind="fp32", **seconds):
 
     class Clock(measured._Clock):
         def timed(self, what, ways):
-            return self._found.setdefault(what, {way: [one] * measured.ROUNDS for way, one in ways.items()})
+            return self._rounds.setdefault(what, {way: [one] * measured.ROUNDS for way, one in ways.items()})
 
     monkeypatch.setattr(measured, "_Clock", Clock)
     monkeypatch.setattr(measured, "_products", ways("products", "default", "onednn"))

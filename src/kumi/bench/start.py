@@ -16,7 +16,7 @@ from kumi.bench.found import Found, read_found
 from kumi.bench.machine import main_dtype, node_of, remarks
 from kumi.config.cluster import cluster_spec
 from kumi.config.cluster_file import NodeFile
-from kumi.config.numerics import cached, given, this_processor
+from kumi.config.numerics import known_here
 from kumi.config.schema import ClusterSection
 from kumi.errors import OK, ConfigError
 from kumi.launch.local import environment, is_rank
@@ -84,12 +84,10 @@ def this_machine(ranks: int | None) -> ClusterSpec:
 def _chosen(machine: ClusterSpec) -> tuple[Numerics, ClusterSpec]:
     """How a CPU is to compute, measured where it has not been; and the machine, where bfloat16 counts as a fast format
     only if it is the faster one."""
-    device = machine.device
+    device, ranks = machine.device, machine.devices_per_node
     if device.kind != "cpu":
         return REFERENCE, machine
-    processor, ranks = this_processor(machine.devices_per_node), machine.devices_per_node
-    measured = cached(processor)
-    numerics = given() or (measured or measure_here(ranks)).numerics
+    numerics = known_here(ranks) or measure_here(ranks).numerics
     if not numerics.kind:
         return numerics, machine
     fast = ("float32", "bfloat16") if numerics.kind == "bf16" else ("float32",)

@@ -95,9 +95,9 @@ def cpu_device(ranks: int) -> dict[str, Any]:
 def threads_per_rank(nproc: int, environ: Mapping[str, str]) -> int:
     """Return the threads each of `nproc` ranks computes with: the user's OMP_NUM_THREADS, else an equal share of the
     cores."""
-    wanted = environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
-        return int(wanted)
+    threads = environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > 0:
+        return int(threads)
     return max(1, _available_cores() // nproc)
 
 

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kumi.config.machine import cpu_flags, cpu_name, threads_per_rank
-from kumi.config.schema import PlanConfig, RunConfig
+from kumi.config.schema import ClusterSection, PlanConfig, RunConfig
 from kumi.errors import ConfigError, ModelError
 from kumi.files.output import open_new
 from kumi.files.untrusted import read_object
@@ -79,11 +79,20 @@ def chosen(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None:
         return REFERENCE
     if config.precision.numerics != "auto":
         return parse(config.precision.numerics)
-    found = given()
-    if found is None and (measured := cached(this_processor(cluster.devices_per_node))) is not None:
-        found = measured.numerics
-    here = config.cluster.source == "auto"
-    return found if found is None or here else replace(found, kind="")
+    numerics = known_here(cluster.devices_per_node)
+    return None if numerics is None else of_cluster(numerics, config.cluster)
+
+
+def known_here(ranks: int) -> Numerics | None:
+    """Return how each of `ranks` processes is to compute here, where a run does not say: what KUMI_NUMERICS says, else
+    what was measured; None where nothing was."""
+    numerics, measured = given(), cached(this_processor(ranks))
+    return numerics if numerics is not None or measured is None else measured.numerics
+
+
+def of_cluster(numerics: Numerics, section: ClusterSection) -> Numerics:
+    """Return `numerics` without their precision where a file describes the cluster, and so says which one is fast."""
+    return numerics if section.source == "auto" else replace(numerics, kind="")
 
 
 def given() -> Numerics | None:
@@ -109,8 +118,8 @@ def cached(processor: Processor) -> Measured | None:
         written = read_object(_folder(), processor.file)
         seconds = {str(what): {str(way): float(one) for way, one in ways.items()}
                    for what, ways in written["seconds"].items()}  # fmt: skip
-        found = Measured(parse(written["numerics"]), seconds)
-        return found if found.complete else None
+        measured = Measured(parse(written["numerics"]), seconds)
+        return measured if measured.complete else None
     except (ModelError, KeyError, TypeError, ValueError, AttributeError):
         return None  # it is measured again
 

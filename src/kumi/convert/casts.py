@@ -14,7 +14,7 @@ from kumi.storage.write import as_bytes
 # Returns elements in their new dtype; they are valid until the next call.
 Cast = Callable[[memoryview], memoryview]
 
-# PyTorch casts so many elements in the thread that asks, more in several threads, of which there are enough here.
+# PyTorch casts up to this many elements in the calling thread, and more in several; conversion has threads of its own.
 _SERIAL = 2**15
 
 

@@ -211,8 +211,8 @@ def _copy_seen(source: int, cut: _Cut, target: Target, buffer: memoryview) -> No
             raise
         if run.check is not None:
             crc32 = zlib.crc32(block, crc32)
-        wanted = block[max(0, cut.first - begin) : max(0, cut.last - begin)]
-        if wanted:
-            target.write(wanted)
+        part = block[max(0, cut.first - begin) : max(0, cut.last - begin)]
+        if part:
+            target.write(part)
     if run.check is not None:
         run.check(crc32)

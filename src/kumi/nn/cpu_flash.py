@@ -88,8 +88,8 @@ def _backward(
     parts = []
     for run in _runs(bounds):
         sums = lse[run.start * heads : run.stop * heads].view(-1, heads, run.length)
-        found = _backward_kernel(*map(run.of, tokens), sums, 0.0, True, scale=scale)
-        parts.append([x.transpose(1, 2).flatten(0, 1) for x in found])
+        gradients = _backward_kernel(*map(run.of, tokens), sums, 0.0, True, scale=scale)
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in gradients])
     joined = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
     of_q, of_k, of_v = (x.reshape(like.shape) for x, like in zip(joined, (q, k, v), strict=True))
     return of_q, of_k, of_v

@@ -27,7 +27,7 @@ from kumi.spec.numerics import FLASH, KINDS, LONG, Numerics
 
 ROUNDS = 3
 LEAD = 1.05
-# By so much oneDNN has to be ahead where experts' rows are to be padded for it (see `kumi.nn.grouped`).
+# oneDNN multiplies experts' rows, too, only with this lead: they have to be padded for it (see `kumi.nn.grouped`).
 PADDING = 1.15
 SECONDS = 4.0
 
@@ -43,26 +43,26 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def measure(kind: str) -> tuple[Numerics, dict[str, Seconds]]:
-    """Return the choices, and the seconds of every way by what was chosen; "products", "formats", "attention fp32-long"
-    and so on. What is missing was not timed. `kind`: the precision without measuring."""
+    """Return the choices, and the median seconds of every way, by what was chosen: "products", "formats", "attention
+    fp32-long" and so on; empty where there was no time. `kind` is the precision that the CPU's flags suggest."""
     torch.manual_seed(0)
     clock = _Clock()
     products = _library(clock.timed("products", _products()))
     use(Numerics(products=products))  # as what follows will be computed
     formats = clock.timed("formats", _formats())
-    narrow = bool(formats) and median(formats["bf16"]) < 2 * median(formats["fp32"])
+    bf16_is_near = bool(formats) and median(formats["bf16"]) < 2 * median(formats["fp32"])
     # Without instructions for it a product in bfloat16 takes ten times as long, and in blocks runs in one thread.
-    flash = [case for case in FLASH if case.startswith("bf16") and formats and not narrow]
+    flash = [case for case in FLASH if case.startswith("bf16") and formats and not bf16_is_near]
     for case in (case for case in FLASH if case not in flash):
         ways = clock.timed(f"attention {case}", _attention(case))
         flash += [case] if _ahead(ways, "blocks", ("flash",)) == "flash" else []
-    found = Numerics(kind, products, tuple(case for case in FLASH if case in flash))
-    if narrow:
-        use(found)
-        found = replace(found, kind=_ahead(clock.timed("layer", _steps()), kind, KINDS))
+    numerics = Numerics(kind, products, tuple(case for case in FLASH if case in flash))
+    if bf16_is_near:
+        use(numerics)
+        numerics = replace(numerics, kind=_ahead(clock.timed("layer", _steps()), kind, KINDS))
     elif formats:
-        found = replace(found, kind="fp32")
-    return found, clock.medians()
+        numerics = replace(numerics, kind="fp32")
+    return numerics, clock.medians()
 
 
 class _Clock:
@@ -70,25 +70,25 @@ class _Clock:
 
     def __init__(self) -> None:
         self._until = time.perf_counter() + SECONDS
-        self._found: dict[str, _Rounds] = {}
+        self._rounds: dict[str, _Rounds] = {}
 
     def timed(self, what: str, ways: Mapping[str, Callable[[], object]]) -> _Rounds:
         """Return the seconds of each of `ways` in every round, after a first one that is not counted; nothing where
         that takes too long."""
-        found: _Rounds = {name: [] for name in ways}
+        seconds: _Rounds = {name: [] for name in ways}
         for number in range(ROUNDS + 1):
             for name, way in ways.items():
                 began = time.perf_counter()
                 if began > self._until:
-                    return self._found.setdefault(what, {})
+                    return self._rounds.setdefault(what, {})
                 way()
                 if number:
-                    found[name].append(time.perf_counter() - began)
-        return self._found.setdefault(what, found)
+                    seconds[name].append(time.perf_counter() - began)
+        return self._rounds.setdefault(what, seconds)
 
     def medians(self) -> dict[str, Seconds]:
         """Return the median seconds of all ways."""
-        return {what: {way: median(each) for way, each in ways.items()} for what, ways in self._found.items()}
+        return {what: {way: median(each) for way, each in ways.items()} for what, ways in self._rounds.items()}
 
 
 def _library(rounds: _Rounds) -> str:

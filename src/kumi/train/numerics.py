@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 from kumi.config import Run, resolve
 from kumi.config.machine import cpu_dtypes
-from kumi.config.numerics import Measured, keep, this_processor
+from kumi.config.numerics import Measured, keep, of_cluster, this_processor
 from kumi.spec.numerics import REFERENCE, Numerics, parse
 
 # A measurement takes a second. One that hangs is given up.
@@ -34,9 +33,8 @@ def with_numerics(run: Run, numerics: Numerics) -> Run:
     """Return `run` on CPUs that compute as `numerics` says."""
     if run.numerics == numerics:
         return run
-    if run.config.cluster.source != "auto":
-        numerics = replace(numerics, kind="")  # the file says what the CPU is good at
-    precision = run.config.precision.model_copy(update={"numerics": str(numerics)})
+    words = str(of_cluster(numerics, run.config.cluster))
+    precision = run.config.precision.model_copy(update={"numerics": words})
     return resolve(run.config.model_copy(update={"precision": precision}))
 
 
@@ -46,13 +44,13 @@ def measure_here(ranks: int) -> Measured:
     Return the reference where the measuring process dies or hangs.
     """
     processor, kind = this_processor(ranks), "bf16" if "bfloat16" in cpu_dtypes() else "fp32"
-    found = _forked(processor.threads, kind) if _may_fork() else _started(processor.threads, kind)
-    if found is None:
+    record = _forked(processor.threads, kind) if _may_fork() else _started(processor.threads, kind)
+    if record is None:
         print(
             "numerics   how this CPU computes fastest could not be measured; it computes as the reference", flush=True
         )
         return Measured(REFERENCE, {})
-    measured = Measured(parse(found["numerics"]), found["seconds"])
+    measured = Measured(parse(record["numerics"]), record["seconds"])
     if measured.complete:
         keep(processor, measured)
     else:
@@ -95,10 +93,9 @@ def _started(threads: int, kind: str) -> dict[str, Any] | None:
     command = [sys.executable, "-m", "kumi.train.numerics", str(threads), kind]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=_PATIENCE_SECONDS, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
+        return cast(dict[str, Any], json.loads(done.stdout))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return found
 
 
 def _measured(threads: int, kind: str) -> dict[str, Any]:
