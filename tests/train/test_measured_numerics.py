@@ -72,6 +72,7 @@ def test_it_is_measured_once_and_stored(folder, monkeypatch, capfd, ranks):
 
 
 def test_a_resume_goes_on_as_the_run_began_and_says_where_it_does_not(folder, monkeypatch, capsys):
+    monkeypatch.setattr("kumi.config.machine.cpu_dtypes", lambda: ("float32",))  # the reference's, whatever the CPU
     measures(monkeypatch)
     assert main(["train", "run.toml"]) == 0
     measures(monkeypatch, REFERENCE)
