@@ -62,7 +62,7 @@ def parse(text: str) -> Numerics:
     return Numerics(given.get("kind", ""), given["products"], tuple(one for one in FLASH if one in flash))
 
 
-_EXAMPLE = f"as in {str(Numerics('fp32', 'default', FLASH[:2]))!r}"
+_EXAMPLE = f"write 'reference', or as in {str(Numerics('fp32', 'default', FLASH[:2]))!r}"
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
