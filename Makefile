@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo plan test test-all mutants lint clean
+.PHONY: demo plan test test-all mutants golden lint clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kumi train examples/quickstart.toml
@@ -21,6 +21,11 @@ test-all:
 # Whether the tests notice mistakes that are made in a copy of the source.
 mutants: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 $(BIN)/python tests/mutants/apply_mutants.py
+
+# Whether plans, runs, conversions and --json are as at another commit: make golden AGAINST=HEAD~1.
+AGAINST ?= HEAD
+golden: $(VENV)/test.stamp
+	$(BIN)/python tests/golden/golden.py against $(AGAINST)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
