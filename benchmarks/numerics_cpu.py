@@ -141,17 +141,14 @@ def table(name: str, found: dict[str, list[tuple[float, float]]], chosen: str) -
 def main() -> None:
     args = arguments()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    began = time.perf_counter()
-    # In a process of its own, as at the first start of a run.
-    measured = measure_here(1)
-    seconds = time.perf_counter() - began
+    measured = measure_here(1)  # in a process of its own, as at the first start of a run
     torch.set_num_threads(args.threads)
     if not measured.complete:
         raise SystemExit("the machine is busy: the ways to compute could not be measured in time")
     times = measured.seconds["formats"]["bf16"] / measured.seconds["formats"]["fp32"]
-    print(f"chosen: {measured.numerics}, measured in {seconds:.2f} s", flush=True)
+    print(f"chosen: {measured.numerics}, measured in {measured.took:.2f} s", flush=True)
     print(f"products in bf16 take {times:.1f} times as long as in fp32", flush=True)
-    result: dict[str, Any] = {"machine": machine.describe(), "threads": args.threads, "seconds": seconds,
+    result: dict[str, Any] = {"machine": machine.describe(), "threads": args.threads, "seconds": measured.took,
                               "chosen": str(measured.numerics), "shapes": {}}  # fmt: skip
     for name in args.only:
         found = measure(name, ways(measured, name), args)

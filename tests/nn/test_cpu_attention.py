@@ -1,5 +1,6 @@
 """Attention over packed documents on the CPU, in blocks and by PyTorch's kernel, against masked SDPA."""
 
+import os
 from functools import partial
 
 import pytest
@@ -10,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from kumi.nn import cpu_attention, cpu_flash, numerics
 from kumi.nn.attention import attend, visible
 from kumi.nn.cpu_attention import packed_attention
+from kumi.nn.scores import PLAIN, Scores
+from kumi.nn.threads import side_by_side
 from kumi.nn.where import Segments, segments
 from kumi.spec.numerics import FLASH
 
@@ -137,19 +140,64 @@ def test_heads_whose_elements_do_not_lie_side_by_side():
     torch.testing.assert_close(ours, torch.autograd.grad(outs[0], qkv, grad))
 
 
-def test_the_kernel_gives_the_same_bits_each_time_in_several_threads():
+@pytest.fixture
+def threads():
+    """Sets the number of threads that PyTorch computes with, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("way", [partial(packed_attention, window=None), cpu_flash.flash_attention])
+def test_several_threads_give_the_same_bits_each_time(threads, way):
     generator, bounds = torch.Generator().manual_seed(0), [0, 70, 140, 333]
     q, k, v = (torch.randn(1, 333, heads, 64, generator=generator, requires_grad=True) for heads in (8, 2, 2))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        first, *others = (cpu_flash.flash_attention(q, k, v, bounds) for _ in range(4))
-        gradients = torch.autograd.grad(first.sum(), (q, k, v))
-        for out in others:
-            assert torch.equal(out, first)
-            assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, v)), gradients))
-    finally:
-        torch.set_num_threads(threads)
+    threads(4)
+    first, *others = (way(q, k, v, bounds=bounds) for _ in range(4))
+    gradients = torch.autograd.grad(first.sum(), (q, k, v))
+    for out in others:
+        assert torch.equal(out, first)
+        assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, v)), gradients))
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("scores", [PLAIN, Scores(softcap=2.0, slopes=(0.1, 0.2, 0.3, 0.4)), Scores(stepped=True)])
+def test_documents_divided_among_threads_give_the_same_result(threads, window, scores):
+    qkv, grad = inputs(4, 2, value_size=6)
+    sinks = None if scores.slopes else torch.linspace(-2, 3, 4, dtype=torch.float64).requires_grad_()
+    wanted = [*qkv] if sinks is None else [*qkv, sinks]
+    bounds, results = [0, 4, 5, 11, 16, 22], []
+    for count in (1, 2, 3):
+        threads(count)
+        assert (len(cpu_attention._shares(bounds, window or 0)) > 1) == (count > 1)
+        out = packed_attention(*qkv, bounds, window, sinks, scores)
+        results.append([out, *torch.autograd.grad(out, wanted, grad)])
+        assert torch.get_num_threads() == count
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
+
+
+def test_documents_are_divided_where_all_threads_get_enough(threads):
+    threads(2)
+    assert cpu_attention._shares([0, 5, 10, 15, 20], 0) == [[0, 5], [5, 10], [10, 15], [15, 20]]
+    assert cpu_attention._shares(list(range(0, 45, 5)), 0) == [[5 * n, 5 * n + 5, 5 * n + 10] for n in (0, 2, 4, 6)]
+    assert cpu_attention._shares([0, 1, 2, 20], 0) == [[0, 1, 2, 20]], "one document is most of it"
+    assert cpu_attention._shares([0, 40, 50, 60, 70, 80], 10) == [[0, 40], [40, 50, 60], [60, 70, 80]]
+    threads(1)
+    assert cpu_attention._shares([0, 5, 10], 0) == [[0, 5, 10]]
+
+
+def test_parts_run_in_threads_of_their_own_also_after_a_fork(threads):
+    threads(2)
+    assert side_by_side([torch.get_num_threads] * 2) == [1, 1]
+    wide = torch.ones(1, requires_grad=True)
+    assert not any(out.requires_grad for out in side_by_side([lambda: wide * 2] * 2))
+    with pytest.raises(ZeroDivisionError):
+        side_by_side([lambda: 1, lambda: 1 // 0])
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if side_by_side([lambda: 3] * 2) == [3, 3] else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_operators_are_well_formed():

@@ -6,6 +6,9 @@ only the keys that one of them may see: those of its documents, up to itself, wi
 in float32 or wider. The backward pass computes each block's probabilities again, so nothing of size S x S is kept (Dao
 et al., 2022, arXiv:2205.14135).
 
+Where the documents of a batch can be divided evenly among PyTorch's threads, each thread computes whole documents:
+the products of a block are too small to be divided themselves.
+
 To PyTorch's dispatcher this is one operator: selective recomputation, FLOP counting and tracing see it whole.
 
 Inside, tokens are numbered through the batch, T = B * S, and the G = H / K query heads of a key head are rows beside
@@ -14,7 +17,10 @@ each other: a block of n queries is a (K, G * n, E) matrix.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +29,16 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.dtypes import wide
 from kumi.nn.scores import PLAIN, SCHEMA, Scores, uncapped
+from kumi.nn.threads import side_by_side
 
 # Queries of a block: fewer waste less on masked pairs, more make larger matrix products.
 BLOCK = 128
 # Keys before a block are taken in this many at a time, so that products come in few shapes: oneDNN compiles a kernel
 # for each shape it meets and keeps it, and documents have every length.
 UNIT = 64
+# Documents are divided into this many parts a thread, so that one that is done early takes another; and not at all
+# where the longest document would keep a thread this many times as long as an equal share.
+PARTS, UNEVEN = 2, 1.5
 
 
 class _Block(NamedTuple):
@@ -66,6 +76,51 @@ def packed_attention(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *how: Any
 ) -> Tensor:
+    shares = _shares(bounds, window)
+    parts = [partial(_forward, *x, share, window, sinks, *how) for *x, share in _divided((q, k, v), shares)]
+    return _joined(side_by_side(parts), (*q.shape[:-1], v.shape[-1]))
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None,
+    *how: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    shares = _shares(bounds, window)
+    parts = [partial(_gradients, *x, share, window, sinks, *how) for *x, share in _divided((grad, q, k, v), shares)]
+    *of_inputs, of_sinks = zip(*side_by_side(parts), strict=True)
+    of_q, of_k, of_v = (_joined(each, x.shape) for each, x in zip(of_inputs, (q, k, v), strict=True))
+    return of_q, of_k, of_v, sum(of_sinks[1:], of_sinks[0])
+
+
+def _shares(bounds: list[int], window: int) -> list[list[int]]:
+    """Return the bounds of the documents of each part for a thread; all of them once where threads would idle."""
+    threads = torch.get_num_threads()
+    costs = [n * (BLOCK + min(n, window or n)) for n in (stop - start for start, stop in pairwise(bounds))]
+    if threads == 1 or max(costs, default=0) * threads > UNEVEN * sum(costs):
+        return [bounds]
+    done, parts = [0, *accumulate(costs)], PARTS * threads
+    ends = [bisect_left(done, done[-1] * part / parts) for part in range(1, parts)]
+    cuts = sorted({0, *ends, len(costs)})
+    return [bounds[start : stop + 1] for start, stop in pairwise(cuts)]
+
+
+def _divided(inputs: Sequence[Tensor], shares: list[list[int]]) -> Iterator[tuple[Any, ...]]:
+    """Yield, for each of `shares`, its tokens of the `inputs` (B, S, H, E) as (1, t, H, E), and its bounds from 0 on."""
+    if len(shares) == 1:
+        yield *inputs, shares[0]
+        return
+    tokens = [x.flatten(0, 1)[None] for x in inputs]
+    for first, *others in shares:
+        yield *(x[:, first : others[-1]] for x in tokens), [0, *(bound - first for bound in others)]
+
+
+def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)).view(shape)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *how: Any
+) -> Tensor:
     scores = Scores(*how)
     queries, keys = _split(q, k.shape[2]), _scaled_keys(k, scores)
     values = v.flatten(0, 1).transpose(0, 1).contiguous()
@@ -77,7 +132,7 @@ def _attention(
     return out.view(*q.shape[:-1], -1)
 
 
-def _backward(
+def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None,
     *how: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

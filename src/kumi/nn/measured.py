@@ -29,12 +29,10 @@ ROUNDS = 3
 LEAD = 1.05
 # oneDNN multiplies experts' rows, too, only with this lead: they have to be padded for it (see `kumi.nn.grouped`).
 PADDING = 1.15
-SECONDS = 4.0
+SECONDS = 2.0
 
 # Tokens, and the sizes of the model whose matrices, attention and layer are timed.
-TOKENS, HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 256, 512, 1408, 8, 4, 64
-# Documents of attention's cases: a packed row of short ones, and a long one.
-SHORT, LONGER = (TOKENS,) * 2, (LONG,)
+TOKENS, HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 256, 384, 1024, 6, 2, 64
 
 Seconds = dict[str, float]
 # The seconds of each way, by round.
@@ -135,8 +133,9 @@ def _formats() -> dict[str, Callable[[], object]]:
 def _attention(case: str) -> dict[str, Callable[[], object]]:
     """Attention of one of the cases of `FLASH`, forward and backward, in blocks and by PyTorch's kernel."""
     kind, length = case.split("-")
-    documents, heads = (SHORT, HEADS) if length == "short" else (LONGER, 2)
-    sizes = [(1, sum(documents), count, HEAD) for count in (heads, heads // 2, heads // 2)]
+    # Two short documents, which two threads divide, or a long one.
+    documents, heads = ((LONG // 2,) * 2, 3) if length == "short" else ((LONG,), 2)
+    sizes = [(1, sum(documents), count, HEAD) for count in (heads, 1, 1)]
     inputs = [torch.randn(size).to(_DTYPES[kind]).requires_grad_() for size in sizes]
     bounds = torch.tensor((0, *documents)).cumsum(0).tolist()
 

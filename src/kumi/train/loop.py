@@ -33,7 +33,7 @@ from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
 from kumi.train.folder import checkpoint_root
-from kumi.train.memory import TRIM_EVERY, memory_errors, memory_now, out_of_memory, trim
+from kumi.train.memory import TRIM_EVERY, keep_freed_memory, memory_errors, memory_now, out_of_memory, trim
 from kumi.train.metrics import Metrics, truncate_metrics
 from kumi.train.probe import write_probe
 from kumi.train.report import Reporter
@@ -60,6 +60,7 @@ def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag, listener: Listene
     memory_before = memory_now(mesh.device)
     if mesh.device.type == "cpu":
         use(run.numerics or REFERENCE)
+        keep_freed_memory()
     parts, state = _restore(run, store, mesh)
     attempt = _attempt(mesh)
     saver = checkpoint.AsyncSaver(

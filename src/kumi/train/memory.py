@@ -17,6 +17,9 @@ from kumi.errors import DeviceMemoryError
 # Steps between trims: one costs about a tenth of a second of page faults, and what piles up in between is small.
 TRIM_EVERY = 25
 
+# Of glibc's malloc.h. A larger threshold is refused; by default it grows up to this one.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -1, -3, 32 << 20
+
 
 def peak_memory(device: torch.device) -> int:
     """Most bytes that this process has held: allocated on a GPU, resident on a CPU."""
@@ -42,6 +45,18 @@ def trim(device: torch.device) -> None:
     libc = ctypes.CDLL(None)
     if device.type == "cpu" and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what tensors free until the next `trim`, where it is glibc.
+
+    By itself it gives the end of its heap back to the system as soon as that is free, several times a step: 60,000 page
+    faults a step of a model of 23 million parameters, a twentieth to a tenth of its time.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import multiprocessing
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from typing import Any, cast
 
@@ -50,8 +51,9 @@ def measure_here(ranks: int) -> Measured:
             "numerics   how this CPU computes fastest could not be measured; it computes as the reference", flush=True
         )
         return Measured(REFERENCE, {})
-    measured = Measured(parse(record["numerics"]), record["seconds"])
+    measured = Measured(parse(record["numerics"]), record["seconds"], record["took"])
     if measured.complete:
+        print(f"numerics   measured in {measured.took:.1f} s, once on this machine", flush=True)
         keep(processor, measured)
     else:
         print("numerics   the machine is busy, or slow: what was not measured in time is as the reference", flush=True)
@@ -99,14 +101,17 @@ def _started(threads: int, kind: str) -> dict[str, Any] | None:
 
 
 def _measured(threads: int, kind: str) -> dict[str, Any]:
-    """What `kumi.nn.measured` finds with so many threads."""
+    """Return what `kumi.nn.measured` measures with so many threads, and the seconds that it took, imports apart."""
     import torch
 
     from kumi.nn.measured import measure
+    from kumi.train.memory import keep_freed_memory
 
     torch.set_num_threads(threads)
+    keep_freed_memory()  # as in a run
+    began = time.perf_counter()
     numerics, seconds = measure(kind)
-    return {"numerics": str(numerics), "seconds": seconds}
+    return {"numerics": str(numerics), "seconds": seconds, "took": time.perf_counter() - began}
 
 
 if __name__ == "__main__":

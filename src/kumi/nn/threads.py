@@ -1,0 +1,47 @@
+"""Run independent parts of one operator side by side, each in a thread of its own.
+
+PyTorch divides each operator among its threads. An operator made of hundreds of small products then waits for its
+threads hundreds of times. Where its parts are independent of each other, each thread computes a whole part instead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def side_by_side(parts: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of `parts`, in order. No gradients are recorded. Raise what the first of them raises."""
+    if len(parts) == 1 or torch.get_num_threads() == 1:
+        return [part() for part in parts]
+    # A process that was forked has no thread of its parent's pool.
+    return list(_pool(torch.get_num_threads(), os.getpid()).map(_without_gradients, parts))
+
+
+def _without_gradients(part: Callable[[], T]) -> T:
+    with torch.no_grad():  # whether gradients are recorded is a setting of each thread
+        return part()
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Return a pool of `threads` threads, each of which computes its operators alone."""
+    started = threading.Barrier(threads)
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # a thread's first operator would reset it to the number of the process
+        started.wait()
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="kumi-parts", initializer=start)
+    list(pool.map(lambda _: None, range(threads)))
+    torch.set_num_threads(threads)  # what PyTorch gives to threads that start later
+    return pool
