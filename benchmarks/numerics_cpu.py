@@ -2,11 +2,12 @@
 
     python benchmarks/numerics_cpu.py [--threads 2] [--only W1 experts ...] [--repeats 3] [--steps 2] [--json FILE]
 
-A row is a whole training step of one process: forward, backward, clipping, AdamW. The ways follow one another within a
-repeat, so that what else happens on the machine meets all of them. A way whose first step takes three times as long as
-the best one's is not timed any further, and bfloat16 not at all where a single product takes that much longer than in
-float32. Prints, for every shape, the seconds of wall clock and of CPU of each way, and those over the chosen one's:
-below 1 is faster than what was chosen.
+A row is a whole training step of one process: forward, backward, clipping, AdamW. The last two rows are those of
+benchmarks/bare_loop.py, a plain loop on transformers' model, in a process of its own. The rows follow one another
+within a repeat, so that what else happens on the machine meets all of them. A way whose first step takes three times as
+long as the best one's is not timed any further, and bfloat16 not at all where a single product takes that much longer
+than in float32. Prints, for every shape, the seconds of wall clock and of CPU of each row, and those over the chosen
+way's: below 1 is faster than what was chosen.
 """
 
 from __future__ import annotations
@@ -17,25 +18,32 @@ import math
 import os
 import resource
 import sys
+import tempfile
 import time
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+# As in a run: read once, when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import machine
+import measure
 import shapes
 import torch
 
 from kumi.config.numerics import Measured
 from kumi.nn.numerics import use
-from kumi.parallel import bare, build, build_mesh, clip_gradients, init_adamw, init_distributed, pipeline
+from kumi.parallel import bare as unwrapped
+from kumi.parallel import build, build_mesh, clip_gradients, init_adamw, init_distributed, pipeline
 from kumi.spec import families
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
 from kumi.spec.numerics import FLASH, PRODUCTS, Numerics
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
+from kumi.train.memory import keep_freed_memory
 from kumi.train.numerics import measure_here
 
 HALF = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -44,11 +52,14 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
     "W1": (shapes.W1, 8, 512),
     "half the width": (shapes.W1 | HALF, 8, 512),
     "experts": (shapes.W1_EXPERTS, 8, 512),
+    "Mamba": (shapes.W1_MAMBA, 8, 512),
     "rows of 4096": (shapes.W1, 1, 4096),
     "rows of 16384": (shapes.with_layers(shapes.W1, 2), 1, 16384),
     "tiny": (shapes.TINY, 2, 64),
 }
 HOPELESS = 3.0
+# Row -> number format of benchmarks/bare_loop.py.
+BARE = {"bare fp32": "fp32", "bare amp": "amp"}
 
 
 def arguments() -> argparse.Namespace:
@@ -69,7 +80,7 @@ class Trained:
         self.mesh = build_mesh(Layout(microbatch=rows), init_distributed())
         spec = families.from_hf(config | {"max_position_embeddings": length})
         self.model = build(spec, self.mesh, PRECISIONS[kind], weights=0)
-        self.optimizer = init_adamw(bare(self.model).named_parameters(), decayed(spec), Optim())
+        self.optimizer = init_adamw(unwrapped(self.model).named_parameters(), decayed(spec), Optim())
         ids, labels = torch.randint(0, spec.vocab_size, (2, rows, length))
         self.batch = {"input_ids": ids, "labels": labels, "token_weights": torch.full(ids.shape, -1.0 / ids.numel())}
 
@@ -106,10 +117,27 @@ def _same(way: Numerics, name: str) -> tuple[str, ...]:
     return way.kind, products if way.kind == "fp32" else "", *flash
 
 
-def measure(name: str, forced: list[Numerics], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """The timed steps of each way, by its words; of one that is hopeless, its first."""
+def bare(row: str, name: str, args: argparse.Namespace) -> list[tuple[float, float]]:
+    """The seconds of wall clock and of CPU of the steps of a plain loop in a new process, but of its first two."""
+    config, rows, length = SHAPES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        model, metrics, log = (Path(folder) / file for file in ("model", "metrics.jsonl", "log.txt"))
+        shapes.write_config(config | {"max_position_embeddings": length}, model)
+        options = {"--model": model, "--metrics": metrics, "--dtype": BARE[row], "--steps": args.steps + 2,
+                   "--microbatch": rows, "--seq-len": length}  # fmt: skip
+        words = [str(word) for pair in options.items() for word in pair]
+        done = measure.run([sys.executable, str(Path(__file__).with_name("bare_loop.py")), "--random", *words],
+                           metrics=metrics, env=os.environ, log=log)  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"{row}, {name}: exit code {done.returncode}; the end of its output:\n{done.output}")
+    return [(after.wall - before.wall, after.cpu - before.cpu) for before, after in pairwise(done.marks[1:])]
+
+
+def measured_steps(name: str, forced: list[Numerics], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """The timed steps of each row, by its words; of a way that is hopeless, its first."""
     models = {kind: Trained(kind, *SHAPES[name]) for kind in dict.fromkeys(way.kind for way in forced)}
-    found: dict[str, list[tuple[float, float]]] = {str(way): [] for way in forced}
+    plain = [row for row in BARE if row == "bare fp32" or "bf16" in models]
+    found: dict[str, list[tuple[float, float]]] = {str(way): [] for way in [*forced, *plain]}
     best, hopeless = math.inf, set[str]()
     for repeat in range(args.repeats):
         for way in forced:
@@ -123,6 +151,8 @@ def measure(name: str, forced: list[Numerics], args: argparse.Namespace) -> dict
                 continue
             best = min(best, first[0])
             found[str(way)] += [models[way.kind].step() for _ in range(args.steps)]
+        for row in plain:
+            found[row] += bare(row, name, args)
         print(f"  {name}, repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
     return found
 
@@ -143,6 +173,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     measured = measure_here(1)  # in a process of its own, as at the first start of a run
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     if not measured.complete:
         raise SystemExit("the machine is busy: the ways to compute could not be measured in time")
     times = measured.seconds["formats"]["bf16"] / measured.seconds["formats"]["fp32"]
@@ -151,7 +182,7 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine.describe(), "threads": args.threads, "seconds": measured.took,
                               "chosen": str(measured.numerics), "shapes": {}}  # fmt: skip
     for name in args.only:
-        found = measure(name, ways(measured, name), args)
+        found = measured_steps(name, ways(measured, name), args)
         print(table(name, found, str(measured.numerics)), flush=True)
         result["shapes"][name] = found
     if args.json:

@@ -57,6 +57,15 @@ W1_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 
+# W1 with Mamba-2 in place of attention in three of four layers.
+W1_MAMBA: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hybrid_override_pattern": "M-M-M-*-",
+    "vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "mamba_num_heads": 12,
+    "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 128, "chunk_size": 128, "conv_kernel": 4,
+    "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False, "use_cache": False,
+}  # fmt: skip
+
 TINY = _LLAMA | {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,

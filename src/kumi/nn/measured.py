@@ -134,8 +134,8 @@ def _attention(case: str) -> dict[str, Callable[[], object]]:
     """Attention of one of the cases of `FLASH`, forward and backward, in blocks and by PyTorch's kernel."""
     kind, length = case.split("-")
     # Two short documents, which two threads divide, or a long one.
-    documents, heads = ((LONG // 2,) * 2, 3) if length == "short" else ((LONG,), 2)
-    sizes = [(1, sum(documents), count, HEAD) for count in (heads, 1, 1)]
+    documents, heads, kv_heads = ((LONG // 2,) * 2, HEADS, KV_HEADS) if length == "short" else ((LONG,), 2, 1)
+    sizes = [(1, sum(documents), count, HEAD) for count in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(size).to(_DTYPES[kind]).requires_grad_() for size in sizes]
     bounds = torch.tensor((0, *documents)).cumsum(0).tolist()
 
