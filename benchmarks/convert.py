@@ -55,7 +55,7 @@ def main():
     parser.add_argument("--folder")
     parser.add_argument("--json")
     parser.add_argument("--bridge")
-    parser.add_argument("--only", help="cases that contain this, besides the copies")
+    parser.add_argument("--only", help="cases that contain this, the copies, and what they need")
     parser.add_argument("--case", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -68,12 +68,20 @@ def main():
         Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
+def chosen(only):
+    """The cases that contain `only`, the copies, and those that write what these read."""
+    names = [name for name in CASES if not only or only in name or "copy" in name]
+    read = {CASES[name][1] for name in names}
+    writers = {target: name for name, (_, _, target, _, _) in CASES.items() if target in read}
+    return {name: case for name, case in CASES.items() if name in names or name in writers.values()}
+
+
 def measure(folder, arguments):
     size, largest = make_llama(folder / "hf", arguments.gigabytes * 1e9)
     rows, missing = {}, {}
     for _ in range(arguments.rounds):
-        for name, case in (CASES | (BRIDGE if arguments.bridge else {})).items():
-            if name in missing or (arguments.only and "copy" not in name and arguments.only not in name):
+        for name, case in (chosen(arguments.only) | (BRIDGE if arguments.bridge else {})).items():
+            if name in missing:
                 continue
             try:
                 rows.setdefault(name, []).append(one(folder, name, case, arguments.bridge))

@@ -2,8 +2,9 @@
 
     python benchmarks/numerics_cpu.py [--threads 2] [--only W1 experts ...] [--repeats 3] [--steps 2] [--json FILE]
 
-A row is a whole training step of one process: forward, backward, clipping, AdamW. The last two rows are those of
-benchmarks/bare_loop.py, a plain loop on transformers' model, in a process of its own. The rows follow one another
+A row is a whole training step of one process: forward, backward, clipping, AdamW. With experts, Mamba or long rows the
+last two rows are those of benchmarks/bare_loop.py, a plain loop on transformers' model, in a process of its own; for
+the other shapes benchmarks/train_cpu.py has them. The rows follow one another
 within a repeat, so that what else happens on the machine meets all of them. A way whose first step takes three times as
 long as the best one's is not timed any further, and bfloat16 not at all where a single product takes that much longer
 than in float32. Prints, for every shape, the seconds of wall clock and of CPU of each row, and those over the chosen
@@ -40,7 +41,7 @@ from kumi.parallel import build, build_mesh, clip_gradients, init_adamw, init_di
 from kumi.spec import families
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
-from kumi.spec.numerics import FLASH, PRODUCTS, Numerics
+from kumi.spec.numerics import FLASH, PRODUCTS, Numerics, attention_case
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.train.memory import keep_freed_memory
@@ -58,8 +59,9 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
     "tiny": (shapes.TINY, 2, 64),
 }
 HOPELESS = 3.0
-# Row -> number format of benchmarks/bare_loop.py.
+# Row -> number format of benchmarks/bare_loop.py, and the shapes that have these rows.
 BARE = {"bare fp32": "fp32", "bare amp": "amp"}
+COMPARED = ("experts", "Mamba", "rows of 16384")
 
 
 def arguments() -> argparse.Namespace:
@@ -111,32 +113,33 @@ def ways(measured: Measured, name: str) -> list[Numerics]:
 
 
 def _same(way: Numerics, name: str) -> tuple[str, ...]:
-    """What of `way` matters to the shape `name` in its number format."""
-    flash = [case for case in way.flash if case.startswith(way.kind)]
+    """What of `way` matters to the shape `name`, whose rows hold one document each, in its number format."""
+    case = attention_case(4 if way.kind == "fp32" else 2, SHAPES[name][2])
+    flash = [case] if case in way.flash else []
     products = way.products if name == "experts" else way.products.replace("mixed", "onednn")
     return way.kind, products if way.kind == "fp32" else "", *flash
 
 
 def bare(row: str, name: str, args: argparse.Namespace) -> list[tuple[float, float]]:
-    """The seconds of wall clock and of CPU of the steps of a plain loop in a new process, but of its first two."""
+    """The seconds of wall clock and of CPU of the steps of a plain loop in a new process, but of its first."""
     config, rows, length = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         model, metrics, log = (Path(folder) / file for file in ("model", "metrics.jsonl", "log.txt"))
         shapes.write_config(config | {"max_position_embeddings": length}, model)
-        options = {"--model": model, "--metrics": metrics, "--dtype": BARE[row], "--steps": args.steps + 2,
+        options = {"--model": model, "--metrics": metrics, "--dtype": BARE[row], "--steps": args.steps + 1,
                    "--microbatch": rows, "--seq-len": length}  # fmt: skip
         words = [str(word) for pair in options.items() for word in pair]
         done = measure.run([sys.executable, str(Path(__file__).with_name("bare_loop.py")), "--random", *words],
                            metrics=metrics, env=os.environ, log=log)  # fmt: skip
     if done.returncode != 0:
         raise SystemExit(f"{row}, {name}: exit code {done.returncode}; the end of its output:\n{done.output}")
-    return [(after.wall - before.wall, after.cpu - before.cpu) for before, after in pairwise(done.marks[1:])]
+    return [(after.wall - before.wall, after.cpu - before.cpu) for before, after in pairwise(done.marks)]
 
 
 def measured_steps(name: str, forced: list[Numerics], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     """The timed steps of each row, by its words; of a way that is hopeless, its first."""
     models = {kind: Trained(kind, *SHAPES[name]) for kind in dict.fromkeys(way.kind for way in forced)}
-    plain = [row for row in BARE if row == "bare fp32" or "bf16" in models]
+    plain = [row for row in BARE if name in COMPARED and (row == "bare fp32" or "bf16" in models)]
     found: dict[str, list[tuple[float, float]]] = {str(way): [] for way in [*forced, *plain]}
     best, hopeless = math.inf, set[str]()
     for repeat in range(args.repeats):
@@ -144,12 +147,13 @@ def measured_steps(name: str, forced: list[Numerics], args: argparse.Namespace) 
             if str(way) in hopeless:
                 continue
             use(way)
-            first = models[way.kind].step()
-            if first[0] > HOPELESS * best:
-                found[str(way)].append(first)
-                hopeless.add(str(way))
-                continue
-            best = min(best, first[0])
+            if repeat == 0:
+                first = models[way.kind].step()
+                if first[0] > HOPELESS * best:
+                    found[str(way)].append(first)
+                    hopeless.add(str(way))
+                    continue
+                best = min(best, first[0])
             found[str(way)] += [models[way.kind].step() for _ in range(args.steps)]
         for row in plain:
             found[row] += bare(row, name, args)

@@ -143,7 +143,7 @@ def matmul_peak(threads: int) -> dict:
 
 
 def chosen(setup: Setup) -> dict:
-    """How kumi chooses to compute with the threads of `setup`, measured now, and the seconds it took without imports."""
+    """How kumi chooses to compute with the threads of `setup`, and the seconds that measuring took, imports apart."""
     program = (
         f"import json; from kumi.train.numerics import measure_here; found = measure_here({setup.processes})\n"
         "print(json.dumps({'numerics': str(found.numerics), 'kind': found.numerics.kind, 'seconds': found.took}))"

@@ -105,7 +105,7 @@ def _shares(bounds: list[int], window: int) -> list[list[int]]:
 
 
 def _divided(inputs: Sequence[Tensor], shares: list[list[int]]) -> Iterator[tuple[Any, ...]]:
-    """Yield, for each of `shares`, its tokens of the `inputs` (B, S, H, E) as (1, t, H, E), and its bounds from 0 on."""
+    """Yield, for each of `shares`, its tokens of the `inputs` (B, S, H, E) as (1, t, H, E), and its bounds from 0."""
     if len(shares) == 1:
         yield *inputs, shares[0]
         return
