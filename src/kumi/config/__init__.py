@@ -4,17 +4,17 @@ load(path, overrides)      -> RunConfig   what was written, checked key by key
 load_plan(path, overrides) -> PlanConfig  the same, where data and steps may be left out
 job(config)                -> Job         what is trained on what, for an estimate
 pinned_to(config, layout)  -> the same config with the layout decided
-resolve(config)            -> Run         what will run: the same job, with the layout chosen and everything derived
+resolve(config)            -> ResolvedRun what will run: the same job, with the layout chosen and everything derived
 """
 
 from kumi.config.load import dump, from_dict, json_schema, load, load_plan, plan_from_dict
 from kumi.config.pinned import pinned_to
-from kumi.config.resolve import Run, job, resolve
+from kumi.config.resolve import ResolvedRun, job, resolve
 from kumi.config.schema import PlanConfig, RunConfig
 
 __all__ = [
     "PlanConfig",
-    "Run",
+    "ResolvedRun",
     "RunConfig",
     "dump",
     "from_dict",

@@ -34,7 +34,7 @@ from kumi.spec.precision import PRECISIONS, Precision
 
 
 @dataclass(frozen=True)
-class Run:
+class ResolvedRun:
     """All that the trainer reads: a pure function of the run file and the machines, and on a CPU of what was measured
     there, in which the ranks follow rank 0. So every rank agrees.
 
@@ -110,7 +110,7 @@ class Run:
         return Path(os.path.expanduser(self.config.train.out))
 
 
-def resolve(config: RunConfig) -> Run:
+def resolve(config: RunConfig) -> ResolvedRun:
     """What `config` will run, with what is in force in its run folder where a run has begun there.
 
     Raises ConfigError, ModelError, LayoutError or FitError, each with its reason.
@@ -127,7 +127,7 @@ def resolve(config: RunConfig) -> Run:
     wanted = job(config, hf_config)
     choose_balance(wanted.model, config.model)
     estimate = choose_layout(wanted, config.layout.model_dump(exclude_none=True), of_nodes(config.cluster))
-    run = Run(spelled_out(config, wanted), hf_config, source, wanted, estimate, snapshots)
+    run = ResolvedRun(spelled_out(config, wanted), hf_config, source, wanted, estimate, snapshots)
     wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:
         wrong.append("comm.async_tp=true with [lora]: regions with adapters gather before they multiply; set it false")

@@ -16,7 +16,7 @@ from kumi.units import format_bytes, format_count
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from kumi.config import PlanConfig, Run
+    from kumi.config import PlanConfig, ResolvedRun
     from kumi.config.load import Overrides, RunFile
     from kumi.plan.types import Estimate
     from kumi.spec.job import Job
@@ -62,7 +62,7 @@ def estimated(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
     return wanted, choose_layout(wanted, pinned, of_nodes(config.cluster))
 
 
-def describe(run: Run) -> dict[str, Any]:
+def describe(run: ResolvedRun) -> dict[str, Any]:
     """The model, layout, placement, batch and memory of `run`, as plain data."""
     steps, found = run.config.train.steps, _described(run.config, run.job, run.estimate)
     found["batch"] |= {"steps": steps, "tokens": steps * run.batch.tokens_per_step}

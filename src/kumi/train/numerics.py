@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from typing import Any, cast
 
-from kumi.config import Run, resolve
+from kumi.config import ResolvedRun, resolve
 from kumi.config.machine import cpu_dtypes
 from kumi.config.numerics import Measured, keep, of_cluster, this_processor
 from kumi.spec.numerics import REFERENCE, Numerics, parse
@@ -22,14 +22,14 @@ from kumi.spec.numerics import REFERENCE, Numerics, parse
 _PATIENCE_SECONDS = 30.0
 
 
-def with_measured(run: Run) -> Run:
+def with_measured(run: ResolvedRun) -> ResolvedRun:
     """Return `run` with the way its CPU computes decided: measured where that has not been done on this machine."""
     if run.numerics is not None:
         return run
     return with_numerics(run, measure_here(run.cluster.devices_per_node).numerics)
 
 
-def with_numerics(run: Run, numerics: Numerics) -> Run:
+def with_numerics(run: ResolvedRun, numerics: Numerics) -> ResolvedRun:
     """Return `run` on CPUs that compute as `numerics` says."""
     if run.numerics == numerics:
         return run

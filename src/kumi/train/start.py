@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kumi import hub
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.config.resolve import named
 from kumi.data import Store
 from kumi.describe import console, describe, render
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _TRAIN, _FINISHED = "train", "finished"
 
 
-def start(run: Run, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
+def start(run: ResolvedRun, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
     """Train `run`, or go on with it, and write the Hugging Face folder; the exit code (see kumi.errors).
 
     Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this. `listener`
@@ -55,7 +55,7 @@ def start(run: Run, *, allow_change: Sequence[str] = (), listener: Listener | No
         return _follow(run, meeting) if place.rank else _lead(run, allow_change, meeting, listener)
 
 
-def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None, listener: Listener | None) -> int:
+def _lead(run: ResolvedRun, allow_change: Sequence[str], meeting: Meeting | None, listener: Listener | None) -> int:
     """The start of rank 0, or of the process that starts the ranks. `meeting`: of ranks that a launcher has started."""
     if run.config.export.push is not None:
         hub.check_push(run.config.export.push, "export.push")
@@ -84,7 +84,7 @@ def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None, listen
         return code
 
 
-def _follow(run: Run, meeting: Meeting) -> int:
+def _follow(run: ResolvedRun, meeting: Meeting) -> int:
     """The start of a rank other than 0 that an external launcher started: rank 0 prepares, the others wait for it."""
     _fetch_weights(run)
     check(run)
@@ -95,12 +95,12 @@ def _follow(run: Run, meeting: Meeting) -> int:
     return _launch(run, open_data(run), meeting, None)
 
 
-def _fetch_weights(run: Run) -> None:
+def _fetch_weights(run: ResolvedRun) -> None:
     if "model.source" in run.snapshots and run.config.model.init == "pretrained":
         hub.fetch_weights(run.snapshots["model.source"])
 
 
-def check(run: Run) -> None:
+def check(run: ResolvedRun) -> None:
     """Nothing, when the run can start; the reason as a ConfigError otherwise. Writes nothing."""
     check_trained(run.model)
     _check_compiled(run)
@@ -114,7 +114,7 @@ def check(run: Run) -> None:
     free_space_check(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
 
 
-def _resumable(run: Run, allow_change: Sequence[str]) -> list[str]:
+def _resumable(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:
     """Return what a resume changes or cannot compare. Raise RefusedError where the last checkpoint is not the run's."""
     if not list_complete(checkpoint_root(run.out)):
         return []  # without having imported torch
@@ -123,7 +123,7 @@ def _resumable(run: Run, allow_change: Sequence[str]) -> list[str]:
     return check_resume(run, allow_change)
 
 
-def _check_ranks(run: Run, place: Standing | None) -> None:
+def _check_ranks(run: ResolvedRun, place: Standing | None) -> None:
     """Nothing, when the ranks that a launcher started, or that this process will start, are those of the layout."""
     needed, nodes = run.layout.world_size, run.cluster.nodes
     if place is None and nodes > 1:
@@ -138,7 +138,7 @@ def _check_ranks(run: Run, place: Standing | None) -> None:
         )
 
 
-def _check_compiled(run: Run) -> None:
+def _check_compiled(run: ResolvedRun) -> None:
     """Nothing, unless compiled layers are to put off the gradients of their weights."""
     schedule = run.layout.schedule
     if run.config.train.compile and schedule not in WHOLE:
@@ -154,7 +154,7 @@ def _check_compiled(run: Run) -> None:
         )
 
 
-def _check_adapters(run: Run) -> None:
+def _check_adapters(run: ResolvedRun) -> None:
     """Nothing, when what the adapters of `run` need is there."""
     section = run.config.lora
     if section is None:
@@ -170,7 +170,7 @@ def _check_adapters(run: Run) -> None:
         adapters_reader(Path(os.path.expanduser(section.source)), run.model)
 
 
-def _check_weights(run: Run) -> None:
+def _check_weights(run: ResolvedRun) -> None:
     """The headers of the weight files alone: what they hold is read when the ranks fill the model."""
     assert run.source is not None, "the configuration allows pretrained weights only with a source"
     from kumi.convert import hf
@@ -182,13 +182,13 @@ def _check_weights(run: Run) -> None:
     hf.check_headers(run.source, run.base)
 
 
-def _trained(run: Run) -> bool:
+def _trained(run: ResolvedRun) -> bool:
     """Whether the last checkpoint is the run's last step, and its probe is there: only the export is left."""
     found = latest(checkpoint_root(run.out))
     return found is not None and step_of(found) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
 
 
-def _launch(run: Run, store: Store, meeting: Meeting | None, listener: Listener | None) -> int:
+def _launch(run: ResolvedRun, store: Store, meeting: Meeting | None, listener: Listener | None) -> int:
     # torch comes in here, once: ranks are forked from this process and find it imported.
     from kumi.launch import local
     from kumi.train.loop import train_rank
