@@ -10,7 +10,7 @@ import torch
 
 from kumi.config import ResolvedRun, from_dict
 from kumi.config.cluster import cluster_spec
-from kumi.config.resolve import choose_optim
+from kumi.config.optim import choose_optim
 from kumi.data import Batch
 from kumi.parallel.build import build
 from kumi.parallel.data import bare

@@ -10,27 +10,23 @@ from typing import Any
 
 from kumi import hub
 from kumi.config.balance import Balance, choose_balance
-from kumi.config.cluster import cluster_spec, of_nodes
+from kumi.config.jobs import comm, plan_input
 from kumi.config.model import local_folder, read_hf_config, snapshot
-from kumi.config.numerics import chosen, spelled_out
-from kumi.config.optim import choose_optim
-from kumi.config.schema import LoraSection, PlanConfig, RunConfig
+from kumi.config.numerics import spelled_out
+from kumi.config.schema import RunConfig
 from kumi.config.stored import in_force
 from kumi.errors import ConfigError, LayoutError
 from kumi.plan.choose import choose_layout
 from kumi.plan.types import Estimate, MemoryEstimate
-from kumi.spec import families
 from kumi.spec.batch import BatchSpec
-from kumi.spec.cluster import ClusterSpec, Device
-from kumi.spec.comm import Comm, engine_with, refusals, sent_in
+from kumi.spec.cluster import ClusterSpec
+from kumi.spec.comm import Comm, refusals
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
 from kumi.spec.numerics import Numerics
 from kumi.spec.optim import Optim
-from kumi.spec.peft import with_adapters
-from kumi.spec.precision import PRECISIONS, Precision
+from kumi.spec.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -124,10 +120,10 @@ def resolve(config: RunConfig) -> ResolvedRun:
             f"train.trace_step={config.train.trace_step} comes after the last of train.steps={config.train.steps}; "
             f"use 1 to {config.train.steps}, or 0 to record none"
         )
-    wanted = job(config, hf_config)
-    choose_balance(wanted.model, config.model)
-    estimate = choose_layout(wanted, config.layout.model_dump(exclude_none=True), of_nodes(config.cluster))
-    run = ResolvedRun(spelled_out(config, wanted), hf_config, source, wanted, estimate, snapshots)
+    asked = plan_input(config, hf_config)
+    choose_balance(asked.job.model, config.model)
+    estimate = choose_layout(asked.job, asked.pinned, asked.grow)
+    run = ResolvedRun(spelled_out(config, asked.job), hf_config, source, asked.job, estimate, snapshots)
     wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:
         wrong.append("comm.async_tp=true with [lora]: regions with adapters gather before they multiply; set it false")
@@ -154,44 +150,3 @@ def _source(source: str | None, snapshots: Mapping[str, hub.Snapshot]) -> Path |
     if "model.source" in snapshots:
         return snapshots["model.source"].folder
     return None if source is None else local_folder(source)
-
-
-def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
-    """What `config` trains on what, the same for who plans and who trains. `hf_config` is the model's config.json where
-    it has been read already. Raises ConfigError or ModelError."""
-    cluster = cluster_spec(config.cluster)
-    numerics, kind = chosen(config, cluster), config.precision.kind
-    model = families.from_hf(read_hf_config(config.model) if hf_config is None else hf_config)
-    return Job(
-        model=model if config.lora is None else with_adapters(model, adapters(config.lora)),
-        cluster=cluster,
-        batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step),
-        precision=sent_in(choose_precision(kind, cluster.device, numerics), comm(config)),
-        optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
-        engine=engine_with(comm(config)),
-        numerics=numerics,
-    )
-
-
-def adapters(section: LoraSection) -> Lora:
-    """The adapters that `section` describes."""
-    wanted = section.target_modules
-    return Lora(
-        section.r, section.alpha, (wanted,) if isinstance(wanted, str) else wanted, section.dropout,
-        section.use_rslora, section.use_dora, section.init, section.quantize.removeprefix("none"),
-    )  # fmt: skip
-
-
-def comm(config: PlanConfig) -> Comm:
-    """How gradients and parameters travel."""
-    return Comm(**config.comm.model_dump())
-
-
-def choose_precision(kind: str, device: Device, numerics: Numerics | None = None) -> Precision:
-    """The precision named `kind`; "auto" is that of `numerics`, if it has one, else bf16 where `device` computes it
-    fast, else fp16 where it does that, as GPUs before Ampere do, else fp32."""
-    if kind == "auto" and numerics is not None and numerics.kind:
-        kind = numerics.kind
-    elif kind == "auto":
-        kind = "bf16" if "bfloat16" in device.dtypes else "fp16" if "float16" in device.dtypes else "fp32"
-    return PRECISIONS[kind]

@@ -53,13 +53,11 @@ def described(path: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
 
 def estimated(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
     """What the run file at `path` trains, and with what layout; without data and steps, too."""
-    from kumi.config import job, load_plan
-    from kumi.config.cluster import of_nodes
+    from kumi.config import load_plan, plan_input
     from kumi.plan.choose import choose_layout
 
-    config = load_plan(path, overrides)
-    wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
-    return wanted, choose_layout(wanted, pinned, of_nodes(config.cluster))
+    asked = plan_input(load_plan(path, overrides))
+    return asked.job, choose_layout(asked.job, asked.pinned, asked.grow)
 
 
 def describe(run: ResolvedRun) -> dict[str, Any]:
@@ -74,12 +72,12 @@ def describe_plan(config: PlanConfig) -> dict[str, Any]:
 
     Raises LayoutError and FitError as `kumi.report.planning.plan` does.
     """
-    from kumi.config import job
-    from kumi.config.cluster import of_nodes
+    from kumi.config import plan_input
     from kumi.report.planning import plan
 
-    wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
-    return _described(config, wanted, plan(wanted, pinned, top=1, front=False, grow=of_nodes(config.cluster)).best)
+    asked = plan_input(config)
+    best = plan(asked.job, asked.pinned, top=1, front=False, grow=asked.grow).best
+    return _described(config, asked.job, best)
 
 
 def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, Any]:
