@@ -74,7 +74,7 @@ def train_run(
     `allow_change` names keys that may differ from those of the run's earlier start. `verbose`: print what the run
     prints. Raise the KumiError that `kumi train` would end with.
     """
-    from kumi.config import load, resolve
+    from kumi.config import load
     from kumi.launch.local import is_rank
     from kumi.train.callbacks import Callbacks
     from kumi.train.summary import train_output
@@ -84,7 +84,7 @@ def train_run(
     if is_rank(os.environ):
         from kumi.train.start import start
 
-        start(resolve(config), allow_change=allow_change, listener=listener)
+        start(config, allow_change=allow_change, listener=listener)
     else:
         from kumi.train.child import train_in_child
 

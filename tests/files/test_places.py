@@ -28,7 +28,7 @@ REASONS: dict[str, list[str]] = {
     "a message from a process that kumi started, by its pipe or the store of the launch": [
         "launch/meeting.py _failure",
         "data/bpe.py main", "data/pool.py _read", "data/worker.py main", "data/preparation.py _raise",
-        "bench/start.py _measure", "bench/rank.py measure_rank", "train/child.py main _follow",
+        "train/start.py _follow", "bench/start.py _measure", "bench/rank.py measure_rank", "train/child.py main _follow",
         "launch/rank.py _redirect_output", "train/numerics.py _started",
     ],
     "the launcher's own temporary folder, which nobody else may write to": [

@@ -43,21 +43,23 @@ def show(content: RenderableType) -> None:
 def described(path: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
     """`describe` of the run file at `path`; of one without data and steps, which is enough for `kumi plan` only, what
     the planner would choose."""
-    from kumi.config import load, load_plan, resolve
+    from kumi.config import load, load_plan, open_run
 
     config = load_plan(path, overrides)
     if config.data is None and config.train is None:
         return describe_plan(config)
-    return describe(resolve(load(path, overrides)))
+    return describe(open_run(load(path, overrides)))
 
 
 def estimated(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
-    """What the run file at `path` trains, and with what layout; without data and steps, too."""
+    """Return what the run file at `path` trains, and the estimate of its layout; without data and steps, too."""
     from kumi.config import load_plan, plan_input
-    from kumi.plan.choose import choose_layout
+    from kumi.config.decide import decide
+    from kumi.config.stored import read_begun
 
-    asked = plan_input(load_plan(path, overrides))
-    return asked.job, choose_layout(asked.job, asked.pinned, asked.grow)
+    config = load_plan(path, overrides)
+    asked, begun = plan_input(config), read_begun(config)
+    return asked.job, decide(asked, None if begun is None else begun.plan).estimate
 
 
 def describe(run: ResolvedRun) -> dict[str, Any]:

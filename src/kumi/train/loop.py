@@ -29,6 +29,7 @@ from kumi.parallel.state import Reader, fill, optimizer_pieces
 from kumi.spec.ledger import decayed
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
+from kumi.train.agree import check_agreement
 from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
@@ -51,6 +52,7 @@ def train_rank(run: ResolvedRun, store: Store, listener: Listener | None = None)
     stop = install()
     with memory_errors(run):
         place = init_distributed(run.cluster.device.kind, timeout_s=run.config.train.timeout_s)
+        check_agreement(run, place)
         code = _train(run, store, build_mesh(run.layout, place), stop, listener)
     close_distributed()  # only after success: a rank that fails must not wait there for others
     return code

@@ -13,9 +13,10 @@ import sys
 from contextlib import suppress
 from typing import Any, cast
 
-from kumi.config import ResolvedRun, resolve
+from kumi.config import ResolvedRun
 from kumi.config.machine import cpu_dtypes
 from kumi.config.numerics import Measured, keep, of_cluster, this_processor
+from kumi.config.resolve import with_numerics_key
 from kumi.spec.numerics import REFERENCE, Numerics, parse
 
 # A measurement takes a second. One that hangs is given up.
@@ -33,9 +34,7 @@ def with_numerics(run: ResolvedRun, numerics: Numerics) -> ResolvedRun:
     """Return `run` on CPUs that compute as `numerics` says."""
     if run.numerics == numerics:
         return run
-    words = str(of_cluster(numerics, run.config.cluster))
-    precision = run.config.precision.model_copy(update={"numerics": words})
-    return resolve(run.config.model_copy(update={"precision": precision}))
+    return with_numerics_key(run, str(of_cluster(numerics, run.config.cluster)))
 
 
 def measure_here(ranks: int) -> Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kumi import hub
-from kumi.config import ResolvedRun
-from kumi.config.resolve import named
+from kumi.config import ResolvedRun, RunConfig, open_run, pinned_to
+from kumi.config.model import hub_sources
+from kumi.config.resolve import with_plan
+from kumi.config.run_plan import RunPlan, parse_plan
+from kumi.config.schema import LayoutSection
 from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, ConfigError, LayoutError, ModelError
@@ -31,16 +35,14 @@ from kumi.units import format_count
 if TYPE_CHECKING:
     from kumi.launch.meeting import Meeting
 
-# What rank 0 tells the ranks of an outside launcher once the data is there, with how the CPUs of all are to compute.
-_TRAIN, _FINISHED = "train", "finished"
 
-
-def start(run: ResolvedRun, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
-    """Train `run`, or go on with it, and write the Hugging Face folder; the exit code (see kumi.errors).
+def start(config: RunConfig, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
+    """Train the run of `config`, or go on with it, and write the Hugging Face folder; the exit code (see kumi.errors).
 
     Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this. `listener`
     is told on rank 0 how the training goes.
     """
+    run = open_run(config)
     # OpenMP reads these once, when torch is imported, which everything below may do.
     os.environ.update(environment(run.cluster.devices_per_node, os.environ))
     place = standing(os.environ)
@@ -61,9 +63,10 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], meeting: Meeting | None
         hub.check_push(run.config.export.push, "export.push")
     _fetch_weights(run)
     check(run)
-    lines: list[str] = []
-    with claim(run.out, run.config, allow_change, lambda: lines.extend(_resumable(run, allow_change))):
-        hub.write_record(run.out, named(run.config), run.snapshots)
+    lines = [f"layout     {run.change}"] if run.change else []
+    written, plan = _to_keep(run)
+    with claim(run.out, written, allow_change, lambda: lines.extend(_resumable(run, allow_change)), plan):
+        hub.write_record(run.out, hub_sources(run.config), run.snapshots)
         console().print(render(describe(run)))
         for line in lines:
             print(line, flush=True)
@@ -71,7 +74,7 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], meeting: Meeting | None
         print(_data_line(store), flush=True)
         trained = _trained(run)
         if meeting is not None:
-            meeting.say(f"{_FINISHED if trained else _TRAIN} {run.numerics}")
+            meeting.say(json.dumps({"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}))
         code = OK if trained else _launch(run, store, meeting, listener)
         if code == OK:
             from kumi.train.finish import finish
@@ -88,11 +91,23 @@ def _follow(run: ResolvedRun, meeting: Meeting) -> int:
     """The start of a rank other than 0 that an external launcher started: rank 0 prepares, the others wait for it."""
     _fetch_weights(run)
     check(run)
-    word, _, numerics = meeting.hear().partition(" ")
-    if word == _FINISHED:
+    word = json.loads(meeting.hear())
+    if word["finished"]:
         return OK
-    run = with_numerics(run, parse(numerics))
+    # Where this rank's run file pins another layout, it keeps that, and the ranks refuse to train (kumi.train.agree).
+    run = with_plan(with_numerics(run, parse(word["numerics"])), parse_plan(word["plan"], "rank 0's plan"))
     return _launch(run, open_data(run), meeting, None)
+
+
+def _to_keep(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
+    """Return the configuration and the plan that the run folder gets: of a run that has done all its steps, the layout
+    with which it did them, even where it is left alone on other machines now."""
+    if not _trained(run):
+        return run.config, run.plan
+    plan = None if run.begun is None else run.begun.plan
+    if plan is not None:
+        return pinned_to(run.config, plan.layout), plan
+    return run.config.model_copy(update={"layout": LayoutSection.model_validate(dict(run.pinned))}), None
 
 
 def _fetch_weights(run: ResolvedRun) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from kumi import __version__
 from kumi.config import ResolvedRun
 from kumi.config.machine import cpu_name
+from kumi.config.pinned import spelled
 from kumi.convert.base import digest
 from kumi.convert.origin import UNKNOWN, Origin, origin_of
 from kumi.data import Mixture, Store, Sweep
@@ -77,6 +78,8 @@ def meta(state: TrainState, run: ResolvedRun, store: Store) -> dict[str, Any]:
         "data": store.content,
         "model": model_digest(run.model),
         "optimizer": run.optim.kind,
+        "layout": spelled(run.layout),
+        "run_digest": run.digest,
         **computed_by(run),
         "hf_config": run.hf_config,
         "origin": origin(run).plain(),
