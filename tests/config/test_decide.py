@@ -81,7 +81,7 @@ def test_a_pin_changes_it_and_the_change_is_said():
     run = resolve(config(layout__microbatch=4), begun=begun)
     assert run.layout == replace(begun.plan.layout, microbatch=4)
     assert run.change == (
-        "microbatch: 8 -> 4, because the run file now pins layout.microbatch=4; losses are equal up to rounding only"
+        "microbatch: 8 -> 4, because layout.microbatch=4 is pinned now; losses are equal up to rounding only"
     )
     assert run.pinned == {"microbatch": 4}
     # What is pinned to what it is changes nothing, nor does a pin that is taken away.
@@ -119,7 +119,7 @@ def test_the_run_folder_s_own_configuration_pins_only_what_the_run_file_did():
         resolve(own)  # as another run's file all of it counts
     machines()
     run = resolve(load(begun.config, {"layout.recompute": "none"}), begun=begun)
-    assert run.change.startswith("recompute: 'full' -> 'none', because the run file now pins layout.recompute=none;")
+    assert run.change.startswith("recompute: 'full' -> 'none', because layout.recompute=none is pinned now;")
 
 
 def test_plan_json_holds_the_plan(tmp_path):

@@ -79,7 +79,7 @@ def test_a_resume_keeps_the_layout_though_the_search_would_choose_another(folder
 def test_an_edit_of_the_run_file_changes_it_and_later_starts_keep_that(folder, capsys):
     back_to("run", 2)
     assert train(str(run_file(folder, layout={"microbatch": 2}, train__steps=4)), "--allow-change", "train.steps") == 0
-    line = "layout     microbatch: 8 -> 2, because the run file now pins layout.microbatch=2; losses are equal up to"
+    line = "layout     microbatch: 8 -> 2, because layout.microbatch=2 is pinned now; losses are equal up to rounding"
     assert line in capsys.readouterr().out
     assert stored()[0]["pinned"] == {"microbatch": 2}
     for file in (str(run_file(folder)), "run/config.toml"):
@@ -103,10 +103,10 @@ def test_on_other_machines_a_layout_is_chosen_anew_and_a_finished_run_keeps_its_
 def test_a_damaged_plan_is_refused(folder, capsys):
     Path("run/plan.json").write_text("{}")
     assert train("run.toml") == 2
-    assert (
-        "run/plan.json: damaged (KeyError('layout')), so that the layout of the run is not known; restore it, or"
-        in (capsys.readouterr().err)
+    sentence = (
+        "run/plan.json: damaged ('layout' is missing), so that the layout of the run is not known; restore it, or"
     )
+    assert sentence in capsys.readouterr().err
 
 
 class Meeting:
@@ -144,5 +144,5 @@ def test_ranks_that_disagree_refuse_to_start_in_one_sentence(folder):
     assert run_ranks(2, disagree, folder, pair, pair) == [None, None]
     said = f"rank 1 would train with the layout tp=2 microbatch=8, and rank 0 with {dp}{remedy}"
     assert run_ranks(2, disagree, folder, pair, pair | {"layout.tp": 2, "layout.pp": 1}) == [said] * 2
-    said = f"rank 1 would train another run than rank 0 (optim, train.seed){remedy}"
+    said = f"rank 1 would train another run than rank 0 (optim, train){remedy}"
     assert run_ranks(2, disagree, folder, pair, pair | {"optim.lr": 1.0, "train.seed": 7}) == [said] * 2

@@ -53,7 +53,7 @@ def _why_anew(job: Job, pinned: Pins, before: RunPlan) -> str:
     """
     others = [f"layout.{name}={value}" for name, value in pinned.items() if getattr(before.layout, name) != value]
     if others:
-        return f"the run file now pins {', '.join(others)}"
+        return f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} pinned now"
     same = made_for(job) == before.made_for
     reasons = unable(job, before.layout, memory=not same)
     return reasons[0].partition("; ")[0] if reasons else ""

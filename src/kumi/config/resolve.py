@@ -123,17 +123,21 @@ class ResolvedRun:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What must be the same on all ranks, by a word for each part."""
-        parts = {"batch": self.batch, "precision": self.precision, "optim": self.optim, "comm": self.comm}
-        return {
-            "layout": self.layout.words,
-            "model": model_digest(self.model),
-            **{name: repr(part) for name, part in parts.items()},
-            "lora": repr(self.model.lora),
-            "model.balance": repr(self.balance),
-            "train.steps": str(self.config.train.steps),
-            "train.seed": str(self.config.train.seed),
+        """What must be the same on all ranks, by the section of the run file that decides it. Paths may differ."""
+        config, train = self.config, self.config.train
+        parts: dict[str, Any] = {
+            "model": (model_digest(self.model), config.model.init, self.balance),
+            "lora": self.model.lora,
+            "batch": self.batch,
+            "precision": self.precision,
+            "optim": self.optim,
+            "comm": self.comm,
+            "train": (train.steps, train.seed, train.compile, train.trace_step),
+            "data": config.data.cross_document,
+            "eval": config.eval,
+            "checkpoint": config.checkpoint,
         }
+        return {"layout": self.layout.words, **{name: repr(part) for name, part in parts.items()}}
 
     @property
     def digest(self) -> str:

@@ -108,9 +108,14 @@ def parse_plan(written: Mapping[str, Any], where: str) -> RunPlan:
         purpose, estimate = MadeFor.model_validate(written["made_for"]), dict(written["estimate"])
         plan = RunPlan(Layout(**fields), pinned.model_dump(exclude_none=True), purpose, estimate)
     except (KeyError, TypeError, ValueError) as error:
-        reason = f"{error.error_count()} wrong values" if isinstance(error, ValidationError) else repr(error)
         raise RefusedError(
-            f"{where}: damaged ({reason}), so that the layout of the run is not known; restore it, or delete it to "
-            f"have the layout chosen anew"
+            f"{where}: damaged ({_reason(error)}), so that the layout of the run is not known; restore it, or delete "
+            f"it to have the layout chosen anew"
         ) from None
     return plan
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
