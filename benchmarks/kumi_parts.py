@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kumi.config import Run, from_dict
+from kumi.config import ResolvedRun, from_dict
 from kumi.config.cluster import cluster_spec
-from kumi.config.resolve import choose_optim
+from kumi.config.optim import choose_optim
 from kumi.data import Batch
 from kumi.parallel.build import build
 from kumi.parallel.data import bare
@@ -32,7 +32,7 @@ ALONE = Layout()
 def make_run(
     config: dict[str, Any], *, seq_len: int, microbatch: int, recompute: str, compile: bool, precision: str,
     layout: Layout = ALONE, microbatches: int = 1, async_tp: bool = False,
-) -> Run:  # fmt: skip
+) -> ResolvedRun:  # fmt: skip
     """A run of `layout` with so many microbatches a step, whether or not the planner would say that it fits."""
     tokens = seq_len * microbatch * microbatches * layout.dp
     written = from_dict({
@@ -50,7 +50,7 @@ def make_run(
     device = timed(cluster.device, job.precision.matmul_dtype)
     layout = replace(layout, microbatch=microbatch, recompute=recompute)
     found = estimate(replace(job, cluster=replace(cluster, device=device)), layout)
-    return Run(written, config, None, job, found)
+    return ResolvedRun(written, config, None, job, found)
 
 
 def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> Parts:

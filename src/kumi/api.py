@@ -40,14 +40,13 @@ def plan_run(
     No torch is imported. Raise ConfigError, ModelError, LayoutError (what is pinned is illegal) or FitError (nothing
     fits; the error names the smallest change that would help).
     """
-    from kumi.config import job
-    from kumi.config.cluster import of_nodes
+    from kumi.config import plan_input
     from kumi.config.model_plan import load_plan_or_model
     from kumi.report.planning import plan
 
     config, _ = load_plan_or_model(run, gpus, overrides)
-    pinned, grow = config.layout.model_dump(exclude_none=True), of_nodes(config.cluster)
-    return plan(job(config), pinned, top=top, trainable=trainable, tokens=tokens, grow=grow)
+    asked = plan_input(config)
+    return plan(asked.job, asked.pinned, top=top, trainable=trainable, tokens=tokens, grow=asked.grow)
 
 
 def describe_run(run: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def train_run(
     `allow_change` names keys that may differ from those of the run's earlier start. `verbose`: print what the run
     prints. Raise the KumiError that `kumi train` would end with.
     """
-    from kumi.config import load, resolve
+    from kumi.config import load
     from kumi.launch.local import is_rank
     from kumi.train.callbacks import Callbacks
     from kumi.train.summary import train_output
@@ -85,7 +84,7 @@ def train_run(
     if is_rank(os.environ):
         from kumi.train.start import start
 
-        start(resolve(config), allow_change=allow_change, listener=listener)
+        start(config, allow_change=allow_change, listener=listener)
     else:
         from kumi.train.child import train_in_child
 

@@ -1,6 +1,7 @@
 """A finished run's folder and a cluster file become a cluster file that explains the run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from kumi.bench.file import node_toml
 from kumi.bench.machine import node_of
 from kumi.bench.refit import LEAST_STEPS, WARM_UP, read_run, recalibrate, render
 from kumi.cli import main
-from kumi.config import dump, load, resolve
+from kumi.config import dump, load, open_run, resolve
 from kumi.config.cluster import cluster_spec
 from kumi.config.presets import read_node
 from kumi.config.schema import ClusterSection
@@ -84,6 +85,28 @@ def test_from_the_command_line(tmp_path, capsys):
     assert main([*words, "--out", str(tmp_path / "new.toml")]) == 2
     assert main(words) == 2
     assert "name it with --out FILE.toml" in capsys.readouterr().err
+
+
+def test_a_run_is_refitted_with_its_own_layout(tmp_path):
+    """The search would choose dp_replicate=2, and the CPU of the run is not the one that refits."""
+    folder = run_folder(tmp_path / "run", seconds=0.8)
+    chosen = open_run(load(folder / "config.toml"))
+    assert chosen.layout.words.startswith("dp_replicate=2 microbatch=")
+    own = open_run(load(folder / "config.toml", ["layout.zero=3", "layout.recompute=full"]))
+    assert own.layout.dp_shard == 2
+    made_for = own.plan.made_for.model_copy(update={"device": "another CPU"})
+    (folder / "plan.json").write_text(replace(own.plan, pinned={}, made_for=made_for).text())
+    with open(folder / "metrics.jsonl", "a") as file:
+        for layout, seconds in ((chosen.layout, 1e-3), (own.layout, 0.8)):
+            line = {"step": 99, "layout": layout.words, "perf/step_s": seconds, "mem/peak_bytes": 1}
+            file.write(json.dumps(line) + "\n")
+    run = read_run(folder, cluster_file(tmp_path))
+    assert (run.layout, run.seconds, run.steps) == (own.layout, 0.8, LEAST_STEPS + 1)
+    assert run.job.precision == own.precision
+    found = recalibrate([folder], cluster_file(tmp_path), tmp_path / "calibrated.toml")
+    cluster = cluster_spec(ClusterSection(source=str(tmp_path / "calibrated.toml"), devices_per_node=2))
+    assert estimate(replace(run.job, cluster=cluster), own.layout).step_seconds == pytest.approx(0.8, rel=0.01)
+    assert found.runs[0].steps == LEAST_STEPS + 1
 
 
 def test_a_run_is_its_median_step_after_the_warm_up(tmp_path):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kumi.config import dump, load, load_plan, resolve
+from kumi.config import dump, load, load_plan, open_run, resolve
 from kumi.config.cluster import cluster_spec
 from kumi.config.numerics import Measured, Processor, cached, chosen, given, keep, this_processor
 from kumi.config.schema import ClusterSection
@@ -70,16 +70,16 @@ def test_ranks_share_the_threads(monkeypatch):
 
 def test_what_is_said_first_counts(monkeypatch):
     """The run file before the run folder, the variable and the cache."""
-    assert resolve(load(RUN)).numerics is None
+    assert open_run(load(RUN)).numerics is None
     keep(this_processor(1), MEASURED)
-    assert resolve(load(RUN)).numerics == MEASURED.numerics
+    assert open_run(load(RUN)).numerics == MEASURED.numerics
     monkeypatch.setenv("KUMI_NUMERICS", "products=default flash=none")
-    assert resolve(load(RUN)).numerics == given() == Numerics(products="default")
+    assert open_run(load(RUN)).numerics == given() == Numerics(products="default")
     os.mkdir("run")
     with open("run/config.toml", "w") as file:
         file.write(dump(load(RUN, {"precision.numerics": "products=onednn flash=fp32-short"})))
-    assert resolve(load(RUN)).numerics == Numerics(flash=("fp32-short",))
-    assert resolve(load(RUN, {"precision.numerics": "reference"})).numerics == REFERENCE
+    assert open_run(load(RUN)).numerics == Numerics(flash=("fp32-short",))
+    assert open_run(load(RUN, {"precision.numerics": "reference"})).numerics == REFERENCE
 
 
 def test_it_is_spelled_out_in_the_configuration_that_a_run_stores():

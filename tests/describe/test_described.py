@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,15 @@ def test_what_is_illegal_is_refused_with_its_reason():
 def test_half_a_run_file_is_no_plan():
     with pytest.raises(ConfigError, match="data: required"):
         described(LLAMA, ["train.steps=3", "train.out=runs/x"])
+
+
+def test_the_resolved_run_file_has_the_layout(capsys):
+    assert main(["describe", QUICKSTART, "--resolved", "layout.zero=3", "--json"]) == 0
+    layout = json.loads(capsys.readouterr().out)["layout"]
+    assert Layout(**layout) == Layout(**{**described(QUICKSTART, ["layout.zero=3"])["layout"], "stage_layers": ()})
+    assert (layout["zero"], layout["dp_shard"]) == (3, 2)
+    assert main(["describe", QUICKSTART, "--resolved", "layout.zero=3"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["layout"] == layout
 
 
 def test_both_kinds_are_printed(capsys):

@@ -56,7 +56,7 @@ def test_a_link_in_the_place_of_a_shard_is_replaced(tmp_path, victim):
 
 
 @pytest.mark.parametrize(
-    "name", [".lock", "config.toml", "checkpoints", "metrics.jsonl", "logs", "hf", "probe.safetensors"]
+    "name", [".lock", "config.toml", "plan.json", "checkpoints", "metrics.jsonl", "logs", "hf", "probe.safetensors"]
 )
 def test_a_run_folder_with_links_is_refused(name, tmp_path, victim):
     out = tmp_path / "run"

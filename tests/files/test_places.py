@@ -26,7 +26,7 @@ REASONS: dict[str, list[str]] = {
     ],
     "files that come with the package": ["config/presets.py toml_table", "cli/init.py recipe_files recipes"],
     "a message from a process that kumi started, by its pipe or the store of the launch": [
-        "launch/meeting.py _failure",
+        "launch/meeting.py _failure", "train/start.py _follow",
         "data/bpe.py main", "data/pool.py _read", "data/worker.py main", "data/preparation.py _raise",
         "bench/start.py _measure", "bench/rank.py measure_rank", "train/child.py main _follow",
         "launch/rank.py _redirect_output", "train/numerics.py _started",

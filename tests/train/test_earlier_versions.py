@@ -8,11 +8,12 @@ import pytest
 from tests.train.conftest import losses
 
 from kumi.cli import main
-from kumi.config import load, resolve
-from kumi.config.stored import CONFIG, changes, in_force, load_stored
+from kumi.config import load, open_run
+from kumi.config.stored import CONFIG, changes, in_force, load_stored, read_begun
 from kumi.data import Source, load_tokenizer
 from kumi.data.work import plan
 from kumi.errors import RefusedError
+from kumi.storage import checkpoint
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures/mid_run/mid_run.tar.gz"
 
@@ -43,6 +44,10 @@ def test_it_resumes_with_the_losses_of_the_run_that_was_not_killed(mid_run, caps
     assert "run/data/tokens: verified by its digests; meta.json has checksums of its blocks now" in printed.err
     expected = {int(step): loss for step, loss in json.loads((mid_run / "losses.json").read_text()).items()}
     assert losses(mid_run / "run") == pytest.approx(expected, rel=1e-9)
+    # What the version did not write down is completed: the layout, in the folder and in the next checkpoint.
+    plan = json.loads((mid_run / "run/plan.json").read_text())
+    assert plan["layout"] == checkpoint.open(checkpoint.latest(mid_run / "run/checkpoints")).meta["layout"]
+    assert plan["pinned"] == {"zero": 1}
     assert main(["train", "run.toml", "cluster.devices_per_node=1"]) == 0
     printed = capsys.readouterr()
     assert "resume " not in printed.out  # the last checkpoint has a digest
@@ -55,7 +60,13 @@ def test_keys_that_the_stored_configuration_lacks_are_no_change(mid_run):
         assert line in stored
         stored = stored.replace(line, "")
     (mid_run / "run" / CONFIG).write_text(stored)
-    assert changes(load_stored(mid_run / "run"), resolve(load("run.toml")).config) == []
+    changed = changes(load_stored(mid_run / "run"), open_run(load("run.toml")).config)
+    assert [key for key, _ in changed if not key.startswith("layout.")] == []  # which is written down only since
+
+
+def now_in_force(*overrides):
+    config = load("run.toml", overrides)
+    return in_force(config, read_begun(config))
 
 
 def test_a_later_default_is_not_in_force_unless_the_run_file_asks_for_it(mid_run, monkeypatch):
@@ -63,14 +74,14 @@ def test_a_later_default_is_not_in_force_unless_the_run_file_asks_for_it(mid_run
     monkeypatch.setattr("kumi.config.stored.BEFORE", {"optim.eps": {"optim.grad_clip": 0.0}})
     stored = (mid_run / "run" / CONFIG).read_text()
     (mid_run / "run" / CONFIG).write_text(stored.replace("eps = 1e-08\n", "").replace("grad_clip = 1.0\n", ""))
-    assert in_force(load("run.toml")).optim.grad_clip == 0
+    assert now_in_force().optim.grad_clip == 0
     assert load_stored(mid_run / "run").optim.grad_clip == 0
     for asked in ("optim.grad_clip=1.0", "optim.eps=1e-8"):
-        assert in_force(load("run.toml", [asked])).optim.grad_clip == 1
+        assert now_in_force(asked).optim.grad_clip == 1
     (mid_run / "run" / CONFIG).write_text(stored.replace("eps = 1e-08\n", ""))  # which had asked for 1
-    assert in_force(load("run.toml")).optim.grad_clip == 1
+    assert now_in_force().optim.grad_clip == 1
     (mid_run / "run" / CONFIG).unlink()
-    assert in_force(load("run.toml")).optim.grad_clip == 1
+    assert now_in_force().optim.grad_clip == 1
 
 
 def test_a_configuration_of_a_later_version_is_refused(mid_run):

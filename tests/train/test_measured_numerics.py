@@ -1,5 +1,6 @@
 """A run measures once how its CPU computes, stores it, and goes on with it."""
 
+import json
 import os
 import signal
 import time
@@ -146,7 +147,9 @@ def test_the_other_ranks_of_a_launcher_compute_as_rank_0_says(folder, monkeypatc
     for own in (None, FOUND):
         run = numerics.with_numerics(resolve(load("run.toml")), own) if own else resolve(load("run.toml"))
         said = Numerics("bf16", "onednn", ("bf16-long",))
-        assert start._follow(run, Meeting(f"train {said}")) == 0
+        rank_0 = numerics.with_numerics(run, said)
+        word = {"finished": False, "numerics": str(said), "plan": rank_0.plan.plain()}
+        assert start._follow(run, Meeting(json.dumps(word))) == 0
         assert (launched[-1].numerics, launched[-1].precision.compute) == (said, "bfloat16")
-    assert start._follow(run, Meeting(f"finished {said}")) == 0
+    assert start._follow(run, Meeting(json.dumps(word | {"finished": True}))) == 0
     assert len(launched) == 2

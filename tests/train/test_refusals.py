@@ -182,7 +182,7 @@ def test_a_damaged_checkpoint(refused, harm, ranks):
         shard.write_bytes(raw)
 
     # The number of ranks may change, and is noted, before the checkpoint is read.
-    error = refused(damage, besides=["config.toml"], cluster__devices_per_node=ranks)
+    error = refused(damage, besides=["config.toml", "plan.json"], cluster__devices_per_node=ranks)
     assert error.startswith("RefusedError: run/checkpoints/step_000004")
     assert ".safetensors" in error
     assert "step_000002" in error

@@ -8,7 +8,7 @@ import torch
 from tests.train.conftest import back_to
 
 from kumi.cli import main
-from kumi.config import load, resolve
+from kumi.config import load, open_run
 from kumi.convert import native
 from kumi.convert.merge import _trained
 from kumi.errors import RefusedError
@@ -30,7 +30,7 @@ def stopped(small, tmp_path, monkeypatch):
 
 
 def run_with(*overrides):
-    return resolve(load("run.toml", overrides))
+    return open_run(load("run.toml", overrides))
 
 
 def rewritten(change, drop=()):

@@ -10,7 +10,7 @@ from kumi.bench.file import digits
 from kumi.bench.fit import fit_link
 from kumi.bench.found import Found, Timing, rate
 from kumi.config.cluster_file import NodeFile
-from kumi.config.resolve import choose_precision
+from kumi.config.jobs import choose_precision
 from kumi.report.words import plural
 from kumi.spec.cluster import Device
 from kumi.units import write_bandwidth, write_bytes, write_duration, write_flops

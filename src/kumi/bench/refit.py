@@ -9,17 +9,18 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kumi.bench.file import digits, node_toml, refuse_existing, write_new
-from kumi.config import load_plan, resolve
-from kumi.config.cluster import cluster_spec
+from kumi.config import job, load_plan, resolve
 from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
+from kumi.config.model import fetch_snapshots, model_source, read_hf_config
 from kumi.config.presets import read_node
+from kumi.config.run_plan import read_plan
 from kumi.config.schema import ClusterSection
-from kumi.config.stored import CONFIG, load_stored
+from kumi.config.stored import CONFIG, load_stored, read_begun
 from kumi.describe import console
 from kumi.errors import OK, ConfigError
 from kumi.paths import looked_for
 from kumi.plan.calibrate import Calibration, MeasuredRun, calibrate
-from kumi.spec.job import Job
+from kumi.spec.layout import Layout
 from kumi.train.metrics import read_metrics
 from kumi.units import format_bytes
 
@@ -70,24 +71,35 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
     """The finished run in `folder`, as if on `cluster`. Raises ConfigError when it is none or has too few steps."""
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"calibrate: {looked_for(folder)} has no {CONFIG}, so it is no run folder; name a train.out")
-    run = resolve(load_stored(folder))
-    steps = [entry for entry in read_metrics(folder / "metrics.jsonl") if "perf/step_s" in entry][WARM_UP:]
+    config = load_stored(folder)
+    snapshots = fetch_snapshots(config)
+    # Without a plan, as in a folder of an earlier version, what would be chosen today is all that is known.
+    plan = read_plan(folder) or resolve(config, snapshots, read_begun(config)).plan
+    steps = _steps(folder, plan.layout)[WARM_UP:]
     if len(steps) < LEAST_STEPS:
         raise ConfigError(
             f"calibrate: {folder} has {len(steps)} measured steps after the first {WARM_UP}, too few for a median; "
             f"train for at least {WARM_UP + LEAST_STEPS} steps"
         )
-    section = run.config.cluster.model_copy(update={"source": cluster})
-    _check_same_machine(folder, run.cluster.device.kind, section, cluster)
-    job = Job(run.model, cluster_spec(section), run.batch, run.precision, run.optim)
+    section = config.cluster.model_copy(update={"source": cluster, "devices_per_node": plan.made_for.devices_per_node})
+    _check_same_machine(folder, plan.made_for.device_kind, section, cluster)
+    precision = config.precision.model_copy(update={"kind": plan.made_for.precision})
+    config = config.model_copy(update={"cluster": section, "precision": precision})
+    hf_config = read_hf_config(config.model, model_source(config.model.source, snapshots))
     return MeasuredRun(
-        run.config.name,
-        job,
-        run.layout,
+        config.name,
+        job(config, hf_config),
+        plan.layout,
         median(entry["perf/step_s"] for entry in steps),
         len(steps),
         max(int(entry["mem/peak_bytes"]) for entry in steps),
     )
+
+
+def _steps(folder: Path, layout: Layout) -> list[dict[str, Any]]:
+    """Return the metrics of the steps that the run in `folder` made with `layout`; of steps without one, any."""
+    entries = read_metrics(folder / "metrics.jsonl")
+    return [one for one in entries if "perf/step_s" in one and one.get("layout", layout.words) == layout.words]
 
 
 def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluster: str) -> None:

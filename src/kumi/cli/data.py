@@ -21,11 +21,11 @@ def add(verbs: Any) -> None:
 
 def run(arguments: Namespace) -> int:
     """Tokenise or inspect. Returns the exit code."""
-    from kumi.config import load, resolve
+    from kumi.config import load, open_run
     from kumi.data import inspect, load_tokenizer
     from kumi.train.prepare import check_data, open_data, prepare_data, tokenizer_folder
 
-    resolved = resolve(load(arguments.run, arguments.overrides))
+    resolved = open_run(load(arguments.run, arguments.overrides))
     check_data(resolved)
     store = prepare_data(resolved) if arguments.action == "prepare" else open_data(resolved)
     data = inspect(store.folder, load_tokenizer(tokenizer_folder(resolved)))

@@ -33,7 +33,7 @@ def run(arguments: Namespace) -> int:
     if arguments.run is None:
         raise ConfigError("describe: name a run file, such as examples/quickstart.toml, or give --schema")
     if arguments.resolved:
-        resolved = config.resolve(config.load(arguments.run, arguments.overrides)).config
+        resolved = config.open_run(config.load(arguments.run, arguments.overrides)).config
         if arguments.json:
             arguments.write_json(resolved.model_dump(mode="json", exclude_none=True))
         else:

@@ -74,23 +74,23 @@ def _plan(arguments: Namespace) -> int:
     from kumi.cli.plan_files import write_files
     from kumi.cli.plan_sizes import print_sizes
     from kumi.cli.progress import progress
-    from kumi.config import job
-    from kumi.config.cluster import of_nodes
+    from kumi.config import plan_input
     from kumi.config.model_plan import load_plan_or_model
     from kumi.report.planning import plan
 
     config, defaults = load_plan_or_model(arguments.run, arguments.gpus, arguments.overrides)
     _check_adapters(config, arguments)
-    wanted, pinned = replace(job(config), engine=_engine(arguments)), config.layout.model_dump(exclude_none=True)
-    grow, unsupported = of_nodes(config.cluster), _unsupported(arguments)
+    asked, unsupported = plan_input(config), _unsupported(arguments)
+    wanted = replace(asked.job, engine=_engine(arguments))
     for key, value in defaults.items():
         print(f"{key}={value:_} by default; set it with {key}=VALUE")
     if arguments.days is not None:
-        return print_sizes(arguments, wanted, pinned, grow, unsupported)
+        return print_sizes(arguments, wanted, asked.pinned, asked.grow, unsupported)
     with progress("searching layouts") as told:
         report = plan(
-            wanted, pinned, top=arguments.top, front=bool(arguments.html or arguments.svg or arguments.json),
-            trainable=arguments.trainable, unsupported=unsupported, grow=grow, tokens=arguments.tokens, progress=told,
+            wanted, asked.pinned, top=arguments.top, front=bool(arguments.html or arguments.svg or arguments.json),
+            trainable=arguments.trainable, unsupported=unsupported, grow=asked.grow, tokens=arguments.tokens,
+            progress=told,
         )  # fmt: skip
     _show(arguments, report, defaults)
     for file in write_files(arguments, config, report):

@@ -44,12 +44,12 @@ def run(arguments: Namespace) -> int:
 
 
 def _train(arguments: Namespace) -> int:
-    from kumi.config import load, resolve
+    from kumi.config import load
     from kumi.train.start import start
     from kumi.train.summary import train_output
 
     config = load(arguments.run, arguments.overrides)
-    code = start(resolve(config), allow_change=tuple(arguments.allow_change))
+    code = start(config, allow_change=tuple(arguments.allow_change))
     if arguments.json and os.environ.get("RANK", "0") == "0":
         output = asdict(train_output(config, code))
         arguments.write_json({key: str(value) if isinstance(value, Path) else value for key, value in output.items()})

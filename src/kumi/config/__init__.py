@@ -2,19 +2,23 @@
 
 load(path, overrides)      -> RunConfig   what was written, checked key by key
 load_plan(path, overrides) -> PlanConfig  the same, where data and steps may be left out
-job(config)                -> Job         what is trained on what, for an estimate
+plan_input(config)         -> PlanInput   what the planner is asked: a Job, and the layout fields that are pinned
+job(config)                -> Job         what is trained on what, alone
 pinned_to(config, layout)  -> the same config with the layout decided
-resolve(config)            -> Run         what will run: the same job, with the layout chosen and everything derived
+open_run(config)           -> ResolvedRun what will run: the same job, with the layout decided and everything derived
+resolve(config, snapshots, begun)         the same, of what the hub and the run folder were found to hold
 """
 
+from kumi.config.jobs import PlanInput, job, plan_input
 from kumi.config.load import dump, from_dict, json_schema, load, load_plan, plan_from_dict
 from kumi.config.pinned import pinned_to
-from kumi.config.resolve import Run, job, resolve
+from kumi.config.resolve import ResolvedRun, open_run, resolve
 from kumi.config.schema import PlanConfig, RunConfig
 
 __all__ = [
     "PlanConfig",
-    "Run",
+    "PlanInput",
+    "ResolvedRun",
     "RunConfig",
     "dump",
     "from_dict",
@@ -22,7 +26,9 @@ __all__ = [
     "json_schema",
     "load",
     "load_plan",
+    "open_run",
     "pinned_to",
     "plan_from_dict",
+    "plan_input",
     "resolve",
 ]

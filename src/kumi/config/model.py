@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kumi import hub
-from kumi.config.schema import ModelSection
+from kumi.config.schema import ModelSection, PlanConfig
+from kumi.config.stored import run_folder
 from kumi.errors import ModelError
 from kumi.paths import looked_for
 from kumi.spec.families import read_config
@@ -34,6 +36,27 @@ def snapshot(source: str, key: str, out: Path | None = None) -> hub.Snapshot | N
     if Path(os.path.expanduser(source)).exists():
         return None
     return hub.fetch(source, key, commit=None if out is None else hub.recorded(out, key, source))
+
+
+def hub_sources(config: PlanConfig) -> dict[str, str]:
+    """Return the keys of `config` that may name a repository on the hub, with what they name."""
+    sources = {"model.source": config.model.source, "data.tokenizer": config.data and config.data.tokenizer}
+    return {key: source for key, source in sources.items() if isinstance(source, str)}
+
+
+def fetch_snapshots(config: PlanConfig) -> dict[str, hub.Snapshot]:
+    """Return the hub's copies, without weights, of the sources of `config` that are no local folder, by key."""
+    out = run_folder(config)
+    found = {key: snapshot(source, key, out) for key, source in hub_sources(config).items()}
+    return {key: one for key, one in found.items() if one is not None}
+
+
+def model_source(source: str | None, snapshots: Mapping[str, hub.Snapshot]) -> Path | None:
+    """Return the folder of the model that `source`, the value of model.source, names; None where its config is
+    inline."""
+    if "model.source" in snapshots:
+        return snapshots["model.source"].folder
+    return None if source is None else local_folder(source)
 
 
 def read_hf_config(section: ModelSection, folder: Path | None = None) -> dict[str, Any]:

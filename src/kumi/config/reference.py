@@ -10,7 +10,7 @@ HEAD = """# Run files
 
 A run file is TOML. Every key that is not listed here is refused, with a suggestion. On the command line
 `section.key=value` sets a key: `kumi train run.toml optim.lr=2e-5 data.sources.0.weight=3`. `kumi describe run.toml
---resolved` prints a run file with every default spelled out, and `kumi describe --schema` prints the JSON schema, with
+--resolved` prints a run file with defaults and layout spelled out, and `kumi describe --schema` the JSON schema, with
 which an editor completes and checks run files.
 
 A file for planning alone needs [model] and [batch], and says in [cluster] what machines to plan for; `name`, [data] and

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,37 +12,38 @@ from typing import Any
 
 from kumi import hub
 from kumi.config.balance import Balance, choose_balance
-from kumi.config.cluster import cluster_spec, of_nodes
-from kumi.config.model import local_folder, read_hf_config, snapshot
-from kumi.config.numerics import chosen, spelled_out
-from kumi.config.optim import choose_optim
-from kumi.config.schema import LoraSection, PlanConfig, RunConfig
-from kumi.config.stored import in_force
+from kumi.config.decide import decide
+from kumi.config.jobs import comm, plan_input
+from kumi.config.model import fetch_snapshots, model_source, read_hf_config
+from kumi.config.numerics import spelled_out
+from kumi.config.pinned import pinned_to
+from kumi.config.run_plan import RunPlan, estimate_figures, made_for
+from kumi.config.schema import LayoutSection, RunConfig
+from kumi.config.stored import Begun, in_force, read_begun
 from kumi.errors import ConfigError, LayoutError
-from kumi.plan.choose import choose_layout
+from kumi.plan.space import Pins
 from kumi.plan.types import Estimate, MemoryEstimate
-from kumi.spec import families
 from kumi.spec.batch import BatchSpec
-from kumi.spec.cluster import ClusterSpec, Device
-from kumi.spec.comm import Comm, engine_with, refusals, sent_in
+from kumi.spec.cluster import ClusterSpec
+from kumi.spec.comm import Comm, refusals
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
 from kumi.spec.numerics import Numerics
 from kumi.spec.optim import Optim
-from kumi.spec.peft import with_adapters
-from kumi.spec.precision import PRECISIONS, Precision
+from kumi.spec.precision import Precision
+from kumi.spec.saved import model_digest
 
 
 @dataclass(frozen=True)
-class Run:
-    """All that the trainer reads: a pure function of the run file and the machines, and on a CPU of what was measured
-    there, in which the ranks follow rank 0. So every rank agrees.
+class ResolvedRun:
+    """All that the trainer reads.
 
-    `hf_config` is the model's config.json as given; `source` the folder it came from, None for an inline config.
-    `snapshots` are the copies of repositories on the hub, by the run-file key that named them; `source` is the folder
-    of such a copy then, in which weights are only once they have been fetched.
+    `config`: the run file with every choice spelled out, as the run folder keeps it. `hf_config`: the model's
+    config.json as given. `source`: the folder it came from, None for an inline config. `snapshots`: copies of
+    repositories on the hub, by the run-file key that named them; `source` is the folder of such a copy then, in which
+    weights are only once they have been fetched. `pinned`: the layout fields that the run file pins. `change`: how the
+    layout differs from the one before and why, or "". `begun`: what the run folder said; None for a new run.
     """
 
     config: RunConfig
@@ -49,6 +52,9 @@ class Run:
     job: Job
     estimate: Estimate
     snapshots: Mapping[str, hub.Snapshot] = field(default_factory=dict)
+    pinned: Pins = field(default_factory=dict)
+    change: str = ""
+    begun: Begun | None = None
 
     @property
     def model(self) -> ModelSpec:
@@ -109,25 +115,58 @@ class Run:
     def out(self) -> Path:
         return Path(os.path.expanduser(self.config.train.out))
 
+    @property
+    def plan(self) -> RunPlan:
+        """What the run folder keeps as plan.json."""
+        figures = estimate_figures(self.estimate, speed_known=self.step_seconds is not None)
+        return RunPlan(self.layout, self.pinned, made_for(self.job), figures)
 
-def resolve(config: RunConfig) -> Run:
-    """What `config` will run, with what is in force in its run folder where a run has begun there.
+    @property
+    def identity(self) -> dict[str, str]:
+        """What must be the same on all ranks, by the section of the run file that decides it. Paths may differ."""
+        config, train = self.config, self.config.train
+        parts: dict[str, Any] = {
+            "model": (model_digest(self.model), config.model.init, self.balance),
+            "lora": self.model.lora,
+            "batch": self.batch,
+            "precision": self.precision,
+            "optim": self.optim,
+            "comm": self.comm,
+            "train": (train.steps, train.seed, train.compile, train.trace_step),
+            "data": config.data.cross_document,
+            "eval": config.eval,
+            "checkpoint": config.checkpoint,
+        }
+        return {"layout": self.layout.words, **{name: repr(part) for name, part in parts.items()}}
 
-    Raises ConfigError, ModelError, LayoutError or FitError, each with its reason.
+    @property
+    def digest(self) -> str:
+        """Return the BLAKE2b digest (32 hexadecimal digits) of `identity`."""
+        return hashlib.blake2b(json.dumps(self.identity).encode(), digest_size=16).hexdigest()
+
+
+def resolve(
+    config: RunConfig, snapshots: Mapping[str, hub.Snapshot] | None = None, begun: Begun | None = None
+) -> ResolvedRun:
+    """Return what `config` will run. `snapshots`: the hub's copies of what it names; `begun`: what its run folder says.
+
+    Neither the hub nor the run folder is looked at here (see open_run). Raise ConfigError, ModelError, LayoutError or
+    FitError, each with its reason.
     """
-    config = in_force(config)
-    snapshots = _snapshots(config)
-    source = _source(config.model.source, snapshots)
+    config, snapshots = in_force(config, begun), snapshots or {}
+    source = model_source(config.model.source, snapshots)
     hf_config = read_hf_config(config.model, source)
     if config.train.trace_step > config.train.steps:
         raise ConfigError(
             f"train.trace_step={config.train.trace_step} comes after the last of train.steps={config.train.steps}; "
             f"use 1 to {config.train.steps}, or 0 to record none"
         )
-    wanted = job(config, hf_config)
-    choose_balance(wanted.model, config.model)
-    estimate = choose_layout(wanted, config.layout.model_dump(exclude_none=True), of_nodes(config.cluster))
-    run = Run(spelled_out(config, wanted), hf_config, source, wanted, estimate, snapshots)
+    asked = plan_input(config, hf_config)
+    choose_balance(asked.job.model, config.model)
+    decision = decide(asked, None if begun is None else begun.plan)
+    written = pinned_to(spelled_out(config, asked.job), decision.estimate.layout)
+    run = ResolvedRun(written, hf_config, source, asked.job, decision.estimate, snapshots, decision.pinned,
+                      decision.change, begun)  # fmt: skip
     wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:
         wrong.append("comm.async_tp=true with [lora]: regions with adapters gather before they multiply; set it false")
@@ -136,62 +175,24 @@ def resolve(config: RunConfig) -> Run:
     return run
 
 
-def named(config: RunConfig) -> dict[str, str]:
-    """The keys of a run file that may name a repository on the hub, and what they name."""
-    sources = {"model.source": config.model.source, "data.tokenizer": config.data.tokenizer}
-    return {key: source for key, source in sources.items() if isinstance(source, str)}
+def open_run(config: RunConfig) -> ResolvedRun:
+    """Return what `config` will run, with what the hub has of its sources and its run folder says."""
+    return resolve(config, fetch_snapshots(config), read_begun(config))
 
 
-def _snapshots(config: RunConfig) -> dict[str, hub.Snapshot]:
-    """The hub's copies of what is no folder here."""
-    out = Path(os.path.expanduser(config.train.out))
-    found = {key: snapshot(source, key, out) for key, source in named(config).items()}
-    return {key: one for key, one in found.items() if one is not None}
+def with_numerics_key(run: ResolvedRun, numerics: str) -> ResolvedRun:
+    """Return `run` resolved anew with this precision.numerics: precision and layout may be others then."""
+    precision = run.config.precision.model_copy(update={"numerics": numerics})
+    config = run.config.model_copy(update={"precision": precision, "layout": _pinned_section(run)})
+    return resolve(config, run.snapshots, run.begun)
 
 
-def _source(source: str | None, snapshots: Mapping[str, hub.Snapshot]) -> Path | None:
-    """The model's folder; None where its config is inline."""
-    if "model.source" in snapshots:
-        return snapshots["model.source"].folder
-    return None if source is None else local_folder(source)
+def with_plan(run: ResolvedRun, plan: RunPlan) -> ResolvedRun:
+    """Return `run` resolved anew as if its folder had this `plan`."""
+    begun = Begun(None if run.begun is None else run.begun.config, plan)
+    return resolve(run.config.model_copy(update={"layout": _pinned_section(run)}), run.snapshots, begun)
 
 
-def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
-    """What `config` trains on what, the same for who plans and who trains. `hf_config` is the model's config.json where
-    it has been read already. Raises ConfigError or ModelError."""
-    cluster = cluster_spec(config.cluster)
-    numerics, kind = chosen(config, cluster), config.precision.kind
-    model = families.from_hf(read_hf_config(config.model) if hf_config is None else hf_config)
-    return Job(
-        model=model if config.lora is None else with_adapters(model, adapters(config.lora)),
-        cluster=cluster,
-        batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step),
-        precision=sent_in(choose_precision(kind, cluster.device, numerics), comm(config)),
-        optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
-        engine=engine_with(comm(config)),
-        numerics=numerics,
-    )
-
-
-def adapters(section: LoraSection) -> Lora:
-    """The adapters that `section` describes."""
-    wanted = section.target_modules
-    return Lora(
-        section.r, section.alpha, (wanted,) if isinstance(wanted, str) else wanted, section.dropout,
-        section.use_rslora, section.use_dora, section.init, section.quantize.removeprefix("none"),
-    )  # fmt: skip
-
-
-def comm(config: PlanConfig) -> Comm:
-    """How gradients and parameters travel."""
-    return Comm(**config.comm.model_dump())
-
-
-def choose_precision(kind: str, device: Device, numerics: Numerics | None = None) -> Precision:
-    """The precision named `kind`; "auto" is that of `numerics`, if it has one, else bf16 where `device` computes it
-    fast, else fp16 where it does that, as GPUs before Ampere do, else fp32."""
-    if kind == "auto" and numerics is not None and numerics.kind:
-        kind = numerics.kind
-    elif kind == "auto":
-        kind = "bf16" if "bfloat16" in device.dtypes else "fp16" if "float16" in device.dtypes else "fp32"
-    return PRECISIONS[kind]
+def _pinned_section(run: ResolvedRun) -> LayoutSection:
+    """Return the [layout] section of the run file of `run`."""
+    return LayoutSection.model_validate(dict(run.pinned))

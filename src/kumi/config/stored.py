@@ -1,18 +1,21 @@
-"""The configuration in a run folder, which an earlier version may have written.
+"""What a run folder says of a run that has begun; an earlier version may have written it.
 
 `config.toml` spells out every key that the version knew which wrote it. A key that it lacks counts as what was in force
-then: the key's default, which is to leave a run as it was without the key, or else what `BEFORE` says.
+then: the key's default, which is to leave a run as it was without the key, or else what `BEFORE` says. `plan.json` says
+which layout the run has, and why (see run_plan); folders of earlier versions have none.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kumi.config.load import from_dict
-from kumi.config.schema import RunConfig
+from kumi.config.run_plan import RunPlan, read_plan
+from kumi.config.schema import PlanConfig, RunConfig
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.untrusted import parse_toml, read_bytes
 
@@ -28,15 +31,36 @@ BEFORE: dict[str, dict[str, Any]] = {
 }
 
 
-def in_force(config: RunConfig) -> RunConfig:
-    """Return `config` with what was in force when its run began, where its run file does not say otherwise.
+@dataclass(frozen=True)
+class Begun:
+    """A run that has begun: the configuration that is written in its folder, None in a new one, and its plan, None in a
+    folder of a version without plans."""
 
-    Without a run in `config.train.out`, return `config`. Raise RefusedError where that run's configuration is damaged.
+    config: Mapping[str, Any] | None
+    plan: RunPlan | None
+
+
+def run_folder(config: PlanConfig) -> Path | None:
+    """Return the folder of the run that `config` describes; None where it describes a plan only."""
+    return None if config.train is None else Path(os.path.expanduser(config.train.out))
+
+
+def read_begun(config: PlanConfig) -> Begun | None:
+    """Return what the folder of `config` says of its run; None where none has begun there.
+
+    Raise RefusedError where a file in it is damaged.
     """
-    out = Path(os.path.expanduser(config.train.out))
-    if not (out / CONFIG).is_file():
+    out = run_folder(config)
+    if out is None or not (out / CONFIG).is_file():
+        return None
+    return Begun(read_stored(out), read_plan(out))
+
+
+def in_force(config: RunConfig, begun: Begun | None) -> RunConfig:
+    """Return `config` with what was in force when its run had `begun`, where its run file does not say otherwise."""
+    if begun is None or begun.config is None:
         return config
-    stored, written = _flat(read_stored(out)), config.model_dump(mode="json", exclude_unset=True)
+    stored, written = _flat(begun.config), config.model_dump(mode="json", exclude_unset=True)
     explicit = _flat(written).keys() - ({NUMERICS} if config.precision.numerics == "auto" else set())
     for key, values in _lacking(stored):
         unchanged = all(stored.get(name, value) == value for name, value in values.items())

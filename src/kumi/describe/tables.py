@@ -16,7 +16,7 @@ from kumi.units import format_bytes, format_count
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from kumi.config import PlanConfig, Run
+    from kumi.config import PlanConfig, ResolvedRun
     from kumi.config.load import Overrides, RunFile
     from kumi.plan.types import Estimate
     from kumi.spec.job import Job
@@ -43,26 +43,26 @@ def show(content: RenderableType) -> None:
 def described(path: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
     """`describe` of the run file at `path`; of one without data and steps, which is enough for `kumi plan` only, what
     the planner would choose."""
-    from kumi.config import load, load_plan, resolve
+    from kumi.config import load, load_plan, open_run
 
     config = load_plan(path, overrides)
     if config.data is None and config.train is None:
         return describe_plan(config)
-    return describe(resolve(load(path, overrides)))
+    return describe(open_run(load(path, overrides)))
 
 
 def estimated(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
-    """What the run file at `path` trains, and with what layout; without data and steps, too."""
-    from kumi.config import job, load_plan
-    from kumi.config.cluster import of_nodes
-    from kumi.plan.choose import choose_layout
+    """Return what the run file at `path` trains, and the estimate of its layout; without data and steps, too."""
+    from kumi.config import load_plan, plan_input
+    from kumi.config.decide import decide
+    from kumi.config.stored import read_begun
 
     config = load_plan(path, overrides)
-    wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
-    return wanted, choose_layout(wanted, pinned, of_nodes(config.cluster))
+    asked, begun = plan_input(config), read_begun(config)
+    return asked.job, decide(asked, None if begun is None else begun.plan).estimate
 
 
-def describe(run: Run) -> dict[str, Any]:
+def describe(run: ResolvedRun) -> dict[str, Any]:
     """The model, layout, placement, batch and memory of `run`, as plain data."""
     steps, found = run.config.train.steps, _described(run.config, run.job, run.estimate)
     found["batch"] |= {"steps": steps, "tokens": steps * run.batch.tokens_per_step}
@@ -74,12 +74,12 @@ def describe_plan(config: PlanConfig) -> dict[str, Any]:
 
     Raises LayoutError and FitError as `kumi.report.planning.plan` does.
     """
-    from kumi.config import job
-    from kumi.config.cluster import of_nodes
+    from kumi.config import plan_input
     from kumi.report.planning import plan
 
-    wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
-    return _described(config, wanted, plan(wanted, pinned, top=1, front=False, grow=of_nodes(config.cluster)).best)
+    asked = plan_input(config)
+    best = plan(asked.job, asked.pinned, top=1, front=False, grow=asked.grow).best
+    return _described(config, asked.job, best)
 
 
 def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from kumi.errors import FitError, LayoutError
 from kumi.plan.columns import WORDS, columns
 from kumi.plan.estimate import estimate
 from kumi.plan.fitting import bases_of
+from kumi.plan.memory import usable
 from kumi.plan.refusal import does_not_fit, from_pins, leading, why_illegal
 from kumi.plan.remedies import Grow
 from kumi.plan.search import Found, search
@@ -20,6 +21,7 @@ from kumi.spec.checks import problems, untrainable, untrained
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.units import format_bytes
 
 # Taken where it is not pinned: tensor parallelism without its sequence part needs more memory for as many bytes sent.
 TRAINED: Pins = {"sequence_parallel": True}
@@ -50,7 +52,7 @@ def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
     reasons = _settled(untrained(job, Layout(**pinned)), pinned)
     if reasons:
         raise LayoutError(leading(reasons, pinned))
-    job = replace(job, cluster=replace(job.cluster, device=timed(job.cluster.device, job.precision.matmul_dtype)))
+    job = _timed_job(job)
     only = pinned_layout(job, pinned)
     if only is not None and (reasons := untrained(job, only)):
         raise LayoutError(leading(reasons, pinned))
@@ -90,6 +92,24 @@ def alone(job: Job, layout: Layout) -> Found:
     held = bases_of(job, columns([layout])).held(WORDS["offload"].index(layout.offload))[0]
     fits = one.fits and bool(held)
     return Found((one,) if fits else (), (), 1, int(fits), 1, layout if held else None)
+
+
+def estimate_of(job: Job, layout: Layout) -> Estimate:
+    """Return the estimate of `layout`, as `choose_layout` does of the one that it chooses."""
+    return estimate(_timed_job(job), layout)
+
+
+def unable(job: Job, layout: Layout, *, memory: bool) -> list[str]:
+    """Return why this version cannot train `job` with `layout`; `memory`: nor where it does not fit."""
+    wrong = problems(job.model, layout, job.cluster, job.batch) or untrained(job, layout)
+    if wrong or not memory or alone(job := _timed_job(job), layout).plans:
+        return wrong
+    need, device = format_bytes(estimate(job, layout).peak_memory), job.cluster.device
+    return [f"the layout needs {need} a device, and {device.name} has {format_bytes(usable(device))} usable"]
+
+
+def _timed_job(job: Job) -> Job:
+    return replace(job, cluster=replace(job.cluster, device=timed(job.cluster.device, job.precision.matmul_dtype)))
 
 
 def trained(job: Job, pinned: Pins) -> Pins:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from math import prod
 
@@ -60,6 +60,12 @@ class Layout:
     @property
     def world_size(self) -> int:
         return prod(self.degrees)
+
+    @property
+    def words(self) -> str:
+        """The fields that are not at their defaults, as in "dp_shard=2 zero=1 microbatch=4"."""
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return " ".join(f"{name}={value}" for name, value, default in values if value != default) or "one rank"
 
     @property
     def dp(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.nn.router import Router, routers
 from kumi.parallel.mesh import Mesh, total
 from kumi.spec.ledger import LAYERS
@@ -24,7 +24,7 @@ class Balanced:
     busiest: Tensor
 
 
-def begin(model: nn.Module, run: Run, scale: float) -> None:
+def begin(model: nn.Module, run: ResolvedRun, scale: float) -> None:
     """Set every router of `model` for a step whose loss is multiplied by `scale`."""
     balance = run.balance
     layers = len(routed_layers(run.model))
@@ -36,7 +36,7 @@ def begin(model: nn.Module, run: Run, scale: float) -> None:
 
 
 @torch.no_grad()
-def end(model: nn.Module, run: Run, mesh: Mesh, scale: float) -> Balanced | None:
+def end(model: nn.Module, run: ResolvedRun, mesh: Mesh, scale: float) -> Balanced | None:
     """Move the biases after a step, where that is wanted; what is to be reported, None of a model without experts."""
     layers = routed_layers(run.model)
     if not layers:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import kumi.errors
-from kumi.config import RunConfig, from_dict, resolve
+from kumi.config import RunConfig, from_dict
 from kumi.errors import OK, TERMINATED, KumiError
 from kumi.launch import signals
 from kumi.launch.rank import die_with
@@ -124,7 +124,7 @@ def main() -> int:
     try:
         # A signal that comes before or after the training has nothing to save, and ends the process with its code.
         with signals.leaving():
-            code = start(resolve(from_dict(request["config"])), allow_change=request["allow_change"], listener=Relay())
+            code = start(from_dict(request["config"]), allow_change=request["allow_change"], listener=Relay())
     except KumiError as error:
         _send({"kind": type(error).__name__, "message": str(error)})
         return error.exit_code

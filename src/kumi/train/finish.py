@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kumi import hub
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.convert import convert, load_decoder, merge
 from kumi.convert.adapter import adapter_card, write_adapter
 from kumi.convert.card import check_verified, mark_verified, model_card
@@ -37,7 +37,7 @@ from kumi.train.state import carried_from, origin
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
-def finish(run: Run, store: Store, *, anew: bool) -> None:
+def finish(run: ResolvedRun, store: Store, *, anew: bool) -> None:
     """Export where the trained model is not there yet, verify, and print what the model writes.
 
     `anew`: the model was trained on just now, so that a folder from before is another model's, and is put aside.
@@ -65,7 +65,7 @@ def finish(run: Run, store: Store, *, anew: bool) -> None:
     _sample(run, decoder)
 
 
-def _finish_adapters(run: Run, store: Store, *, anew: bool) -> Decoder:
+def _finish_adapters(run: ResolvedRun, store: Store, *, anew: bool) -> Decoder:
     """The same for a run that has trained adapters: `adapter` has them, and `hf`, where asked for, the merged model.
     Returns the model with the adapters beside it."""
     folder, whole, section = run.out / "adapter", run.out / "hf", run.config.lora
@@ -87,7 +87,7 @@ def _finish_adapters(run: Run, store: Store, *, anew: bool) -> Decoder:
     return decoder
 
 
-def _write_adapters(run: Run, store: Store, folder: Path) -> Path:
+def _write_adapters(run: ResolvedRun, store: Store, folder: Path) -> Path:
     """Write the adapters of the last checkpoint to `folder`, in PEFT's format."""
     saved, snapshot = last_checkpoint(run), run.snapshots.get("model.source")
     assert saved is not None, "a finished run has a checkpoint"
@@ -99,7 +99,7 @@ def _write_adapters(run: Run, store: Store, folder: Path) -> Path:
     return folder
 
 
-def _push(run: Run, folder: Path) -> None:
+def _push(run: ResolvedRun, folder: Path) -> None:
     """Send `folder` to the repository that `run` names, unless it is not what was verified."""
     export = run.config.export
     if export.push is not None:
@@ -113,7 +113,7 @@ def _put_aside(folder: Path) -> Path:
     return folder.rename(next(name for name in names if not name.exists()))
 
 
-def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
+def _export(run: ResolvedRun, store: Store, folder: Path) -> tuple[Decoder, float]:
     """Write `folder`, load it back, compare; the loaded decoder and the largest difference of logits."""
     saved = last_checkpoint(run)
     assert saved is not None, "a finished run has a checkpoint"
@@ -138,7 +138,7 @@ def _export(run: Run, store: Store, folder: Path) -> tuple[Decoder, float]:
     return decoder, difference
 
 
-def _export_dtype(run: Run) -> str:
+def _export_dtype(run: ResolvedRun) -> str:
     wanted = run.config.export.dtype
     if wanted != "auto":
         return wanted
@@ -146,7 +146,7 @@ def _export_dtype(run: Run) -> str:
     return given if run.source is not None and given in ITEMSIZE else "float32"
 
 
-def _compare(decoder: Decoder, run: Run, folder: Path) -> float:
+def _compare(decoder: Decoder, run: ResolvedRun, folder: Path) -> float:
     """The largest difference of the logits of `decoder` from the trained model's; KumiError when it is too large."""
     difference, allowed = _difference(decoder, run)
     if not difference <= allowed:
@@ -157,7 +157,7 @@ def _compare(decoder: Decoder, run: Run, folder: Path) -> float:
     return difference
 
 
-def _difference(decoder: Decoder, run: Run) -> tuple[float, float]:
+def _difference(decoder: Decoder, run: ResolvedRun) -> tuple[float, float]:
     """The largest difference between the logits of `decoder` and those that the trained model gave at the end; and
     how large it may be."""
     try:
@@ -175,7 +175,7 @@ def _difference(decoder: Decoder, run: Run) -> tuple[float, float]:
     return difference, tolerance * float(probe["logits"].std())
 
 
-def _card(run: Run, store: Store) -> dict[str, Any]:
+def _card(run: ResolvedRun, store: Store) -> dict[str, Any]:
     """What the model card says of this run."""
     evaluations = [entry for entry in read_metrics(run.out / "metrics.jsonl") if "eval/loss" in entry]
     return {
@@ -198,7 +198,7 @@ def _card(run: Run, store: Store) -> dict[str, Any]:
     }
 
 
-def _sample(run: Run, decoder: Decoder) -> None:
+def _sample(run: ResolvedRun, decoder: Decoder) -> None:
     sample = run.config.sample
     if not sample.prompts:
         return

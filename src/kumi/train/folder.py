@@ -1,7 +1,8 @@
 """The run folder: whose it is, and what may change when the same command runs again.
 
 runs/<name>/
-  config.toml        the resolved configuration
+  config.toml        the resolved configuration, with the layout spelled out
+  plan.json          what the run file pinned of the layout, what it was made for, and its estimate
   sources.json       the commits of what came from a hub
   metrics.jsonl      one JSON object a step, and one an evaluation
   data/              tokenizer and tokenised data
@@ -21,16 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from kumi.config import RunConfig, dump
+from kumi.config.run_plan import PLAN, RunPlan
 from kumi.config.stored import CONFIG, changes, load_stored
 from kumi.data import foreign_files
 from kumi.errors import RefusedError
 from kumi.files.output import open_kept, open_new, refuse_link
 
 CHECKPOINTS, DATA, LOCK = "checkpoints", "data", ".lock"
-CONFIG_DRAFT = "config.part"
+CONFIG_DRAFT, PLAN_DRAFT = "config.part", "plan.part"
 # What a run writes here. Others' files may lie beside it once the run has begun, links among them.
-OWN = (LOCK, CONFIG, CONFIG_DRAFT, CHECKPOINTS, DATA, "sources.json", "metrics.jsonl", "logs", "hf", "hf.unverified",
-       "adapter", "adapter.unverified", "offload", "probe.safetensors", "tensorboard", "wandb")  # fmt: skip
+OWN = (LOCK, CONFIG, CONFIG_DRAFT, PLAN, PLAN_DRAFT, CHECKPOINTS, DATA, "sources.json", "metrics.jsonl", "logs", "hf",
+       "hf.unverified", "adapter", "adapter.unverified", "offload", "probe.safetensors", "tensorboard",
+       "wandb")  # fmt: skip
 
 # What may differ between a run and its continuation: nothing here changes what is learned.
 FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "data.workers", "data.cache",
@@ -45,13 +48,18 @@ def checkpoint_root(out: Path) -> Path:
 
 @contextmanager
 def claim(
-    out: Path, config: RunConfig, allow_change: Sequence[str] = (), check: Callable[[], None] = lambda: None
+    out: Path,
+    config: RunConfig,
+    allow_change: Sequence[str] = (),
+    check: Callable[[], None] = lambda: None,
+    plan: RunPlan | None = None,
 ) -> Iterator[bool]:
     """Hold the folder `out` for this run; yields whether an earlier start of the run left its configuration there.
 
     Raises RefusedError when the folder belongs to another run, when the configuration differs in a key that decides
     what is learned and that `allow_change` does not name, or when another process is training there; and whatever
-    `check` raises, which is called once the folder is held. Nothing is written before all of that is clear.
+    `check` raises, which is called once the folder is held. Nothing is written before all of that is clear; then
+    `config` is, and `plan` unless it is None.
     """
     _check_names(allow_change)
     _refuse_links(out)
@@ -61,6 +69,8 @@ def claim(
         _check(out, config, allow_change)  # another start may have claimed it while this one waited
         check()
         resumed = (out / CONFIG).exists()
+        if plan is not None:  # first, so that a configuration with a layout has a plan beside it
+            _write_atomically(out / PLAN, out / PLAN_DRAFT, plan.text())
         _write_atomically(out / CONFIG, out / CONFIG_DRAFT, dump(config))
         yield resumed
 
@@ -94,7 +104,7 @@ def _refuse_foreign(out: Path) -> None:
     configuration.
     """
     names = {item.name for item in out.iterdir()} if out.exists() else set()
-    names -= {LOCK, CONFIG_DRAFT}
+    names -= {LOCK, CONFIG_DRAFT, PLAN, PLAN_DRAFT}
     if CHECKPOINTS in names:
         raise RefusedError(
             f"train.out: {out} holds checkpoints but no {CONFIG}, so it is not known whose they are; restore the file "

@@ -14,7 +14,7 @@ from signal import SIGTERM, Signals
 
 import torch
 
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.convert import weights_reader
 from kumi.convert.adapter_read import adapters_reader
 from kumi.data import Store
@@ -29,6 +29,7 @@ from kumi.parallel.state import Reader, fill, optimizer_pieces
 from kumi.spec.ledger import decayed
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
+from kumi.train.agree import check_agreement
 from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
@@ -43,7 +44,7 @@ from kumi.train.step import read_step, train_step
 from kumi.train.warmup import with_stored_warmup
 
 
-def train_rank(run: Run, store: Store, listener: Listener | None = None) -> int:
+def train_rank(run: ResolvedRun, store: Store, listener: Listener | None = None) -> int:
     """Train on this rank from where the run folder's last checkpoint left off; the exit code (see kumi.errors).
 
     `listener` is told on rank 0 how the training goes, and may end it.
@@ -51,12 +52,13 @@ def train_rank(run: Run, store: Store, listener: Listener | None = None) -> int:
     stop = install()
     with memory_errors(run):
         place = init_distributed(run.cluster.device.kind, timeout_s=run.config.train.timeout_s)
+        check_agreement(run, place)
         code = _train(run, store, build_mesh(run.layout, place), stop, listener)
     close_distributed()  # only after success: a rank that fails must not wait there for others
     return code
 
 
-def _train(run: Run, store: Store, mesh: Mesh, stop: StopFlag, listener: Listener | None) -> int:
+def _train(run: ResolvedRun, store: Store, mesh: Mesh, stop: StopFlag, listener: Listener | None) -> int:
     memory_before = memory_now(mesh.device)
     if mesh.device.type == "cpu":
         use(run.numerics or REFERENCE)
@@ -157,7 +159,7 @@ def _save(
         saver.wait()
 
 
-def _restore(run: Run, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
+def _restore(run: ResolvedRun, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
     """Model, optimizer and data as the last checkpoint left them, or as the run begins."""
     saved = last_checkpoint(run)
     state = TrainState() if saved is None else restored_state(saved, store, run)
@@ -188,7 +190,7 @@ def _attempt(mesh: Mesh) -> str:
     return f"{int(total(torch.tensor(secrets.randbits(48) if mesh.rank == 0 else 0), mesh)):012x}"
 
 
-def _metrics(run: Run, state: TrainState) -> Metrics:
+def _metrics(run: ResolvedRun, state: TrainState) -> Metrics:
     truncate_metrics(run.out / "metrics.jsonl", state.step)
     log, config = run.config.log, run.config
     return Metrics(

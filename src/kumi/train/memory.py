@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.errors import DeviceMemoryError
 
 # Steps between trims: one costs about a tenth of a second of page faults, and what piles up in between is small.
@@ -60,7 +60,7 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def memory_errors(run: Run) -> Iterator[None]:
+def memory_errors(run: ResolvedRun) -> Iterator[None]:
     """Turn every way in which a GPU or this machine says that it has no memory left into a DeviceMemoryError."""
     try:
         yield
@@ -80,7 +80,7 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in words or "not enough memory" in words)
 
 
-def _remedy(run: Run, error: BaseException) -> str:
+def _remedy(run: ResolvedRun, error: BaseException) -> str:
     layout, words = run.layout, str(error).splitlines() or [type(error).__name__]
     where = "the device" if isinstance(error, torch.OutOfMemoryError) else "this machine"
     remedies = [

@@ -1,9 +1,9 @@
 """What a run reports: lines or a progress bar in the terminal, metrics.jsonl, trackers.
 
-Keys: step, tokens, train/loss, train/grad_norm, train/lr, perf/tokens_per_s, perf/mfu, perf/step_s,
-perf/estimated_step_s, time/data_s, mem/peak_bytes, mem/estimated_bytes; of routed experts train/aux_loss (not in
-train/loss) and train/busiest_expert (its rows, relative to the mean); of float16 runs train/skipped_updates (so far)
-and train/loss_scale; eval/loss, eval/tokens on evaluation lines.
+Keys: step, tokens, layout (as text, the fields that are not at their defaults), train/loss, train/grad_norm, train/lr,
+perf/tokens_per_s, perf/mfu, perf/step_s, perf/estimated_step_s, time/data_s, mem/peak_bytes, mem/estimated_bytes; of
+routed experts train/aux_loss (not in train/loss) and train/busiest_expert (its rows, relative to the mean); of float16
+runs train/skipped_updates (so far) and train/loss_scale; eval/loss, eval/tokens on evaluation lines.
 """
 
 from __future__ import annotations

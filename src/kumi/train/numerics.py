@@ -14,29 +14,28 @@ import time
 from contextlib import suppress
 from typing import Any, cast
 
-from kumi.config import Run, resolve
+from kumi.config import ResolvedRun
 from kumi.config.machine import cpu_dtypes
 from kumi.config.numerics import Measured, keep, of_cluster, this_processor
+from kumi.config.resolve import with_numerics_key
 from kumi.spec.numerics import REFERENCE, Numerics, parse
 
 # A measurement takes a second. One that hangs is given up.
 _PATIENCE_SECONDS = 30.0
 
 
-def with_measured(run: Run) -> Run:
+def with_measured(run: ResolvedRun) -> ResolvedRun:
     """Return `run` with the way its CPU computes decided: measured where that has not been done on this machine."""
     if run.numerics is not None:
         return run
     return with_numerics(run, measure_here(run.cluster.devices_per_node).numerics)
 
 
-def with_numerics(run: Run, numerics: Numerics) -> Run:
+def with_numerics(run: ResolvedRun, numerics: Numerics) -> ResolvedRun:
     """Return `run` on CPUs that compute as `numerics` says."""
     if run.numerics == numerics:
         return run
-    words = str(of_cluster(numerics, run.config.cluster))
-    precision = run.config.precision.model_copy(update={"numerics": words})
-    return resolve(run.config.model_copy(update={"precision": precision}))
+    return with_numerics_key(run, str(of_cluster(numerics, run.config.cluster)))
 
 
 def measure_here(ranks: int) -> Measured:

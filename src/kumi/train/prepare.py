@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.config.model import local_folder
 from kumi.config.schema import SourceSection
 from kumi.data import (
@@ -25,13 +25,13 @@ from kumi.errors import ConfigError
 from kumi.train.folder import DATA
 
 
-def data_folder(run: Run) -> Path:
+def data_folder(run: ResolvedRun) -> Path:
     """Where the tokenizer and the tokenised data of `run` lie."""
     cache = run.config.data.cache
     return run.out / DATA if cache is None else Path(os.path.expanduser(cache))
 
 
-def check_data(run: Run) -> None:
+def check_data(run: ResolvedRun) -> None:
     """Nothing, when the sources exist and a given tokenizer fits the model; ConfigError otherwise. Writes nothing."""
     for source in _sources(run):
         _refuse_own_files(run, source)
@@ -45,7 +45,7 @@ def check_data(run: Run) -> None:
         )
 
 
-def _refuse_own_files(run: Run, source: Source) -> None:
+def _refuse_own_files(run: ResolvedRun, source: Source) -> None:
     """A run must not read what it writes: its data would be others at every start."""
     data = data_folder(run)
     for key, folder, names in (
@@ -60,7 +60,7 @@ def _refuse_own_files(run: Run, source: Source) -> None:
             )
 
 
-def prepare_data(run: Run) -> Store:
+def prepare_data(run: ResolvedRun) -> Store:
     """The tokenised data of `run`, made now where it is not there yet."""
     data = run.config.data
     return prepare(
@@ -75,12 +75,12 @@ def prepare_data(run: Run) -> Store:
     )
 
 
-def open_data(run: Run) -> Store:
+def open_data(run: ResolvedRun) -> Store:
     """The tokenised data of `run` as it lies there. Raises ConfigError when there is none."""
     return open_store(data_folder(run) / TOKENS)
 
 
-def tokenizer_folder(run: Run) -> Path:
+def tokenizer_folder(run: ResolvedRun) -> Path:
     """The folder of the run's tokenizer: the one given, or the one trained for the run."""
     wanted = run.config.data.tokenizer
     if "data.tokenizer" in run.snapshots:
@@ -88,7 +88,7 @@ def tokenizer_folder(run: Run) -> Path:
     return local_folder(wanted) if isinstance(wanted, str) else data_folder(run) / TOKENIZER
 
 
-def _sources(run: Run) -> list[Source]:
+def _sources(run: ResolvedRun) -> list[Source]:
     return [_source(section) for section in run.config.data.sources]
 
 
@@ -96,7 +96,7 @@ def _source(section: SourceSection) -> Source:
     return Source(section.path, section.weight, section.text_key, section.format, section.exclude)
 
 
-def _tokenizer(run: Run) -> Tokenizer:
+def _tokenizer(run: ResolvedRun) -> Tokenizer:
     wanted = run.config.data.tokenizer
     if isinstance(wanted, str):
         tokenizer = load_tokenizer(tokenizer_folder(run))
@@ -108,7 +108,7 @@ def _tokenizer(run: Run) -> Tokenizer:
     return tokenizer
 
 
-def _check_vocabulary(run: Run, tokenizer: Tokenizer) -> None:
+def _check_vocabulary(run: ResolvedRun, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(
             f"data.tokenizer: {tokenizer.folder} has {tokenizer.vocab_size} entries, the model's vocab_size "
@@ -116,5 +116,5 @@ def _check_vocabulary(run: Run, tokenizer: Tokenizer) -> None:
         )
 
 
-def _workers(run: Run) -> int:
+def _workers(run: ResolvedRun) -> int:
     return run.config.data.workers or len(os.sched_getaffinity(0))

@@ -139,6 +139,7 @@ class Reporter:
         return {
             "step": result.step,
             "tokens": self._tokens,
+            "layout": run.layout.words,
             "train/loss": loss,
             "train/grad_norm": float(result.grad_norm),
             "train/lr": result.lr,

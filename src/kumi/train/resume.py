@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.config.stored import load_stored
 from kumi.data import Store
 from kumi.errors import KumiError, RefusedError
@@ -24,7 +24,7 @@ from kumi.train.state import TrainState, base_of, computed_by
 _ANEW = "or start a new run in another train.out"
 
 
-def last_checkpoint(run: Run) -> Checkpoint | None:
+def last_checkpoint(run: ResolvedRun) -> Checkpoint | None:
     """Return the last checkpoint of `run`, its tensors those of the run's model and optimizer; None where none is.
 
     Raise RefusedError where it is damaged, or a name or a global shape differs.
@@ -43,7 +43,7 @@ def last_checkpoint(run: Run) -> Checkpoint | None:
     return saved
 
 
-def check_resume(run: Run, allow_change: Sequence[str] = ()) -> list[str]:
+def check_resume(run: ResolvedRun, allow_change: Sequence[str] = ()) -> list[str]:
     """Return lines on what a resume of `run` changes or cannot compare. Raise RefusedError where it must not go on.
 
     `allow_change` may name "model" or a key in it: the model may then compute otherwise, with tensors of equal shapes.
@@ -66,7 +66,7 @@ def check_resume(run: Run, allow_change: Sequence[str] = ()) -> list[str]:
     return [f"resume     {folder}: {line}" for line in lines]
 
 
-def _computed_otherwise(meta: Mapping[str, Any], run: Run) -> list[str]:
+def _computed_otherwise(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
     """Return a line where the steps before `meta` were computed by another CPU than the next ones, or otherwise.
 
     A checkpoint of an earlier version does not say how; the run's configuration does then.
@@ -83,7 +83,7 @@ def _computed_otherwise(meta: Mapping[str, Any], run: Run) -> list[str]:
     return [f"was computed on {was}, and continues on {becomes}; losses are equal up to rounding only"]
 
 
-def _changed_config(meta: Mapping[str, Any], run: Run) -> list[str]:
+def _changed_config(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
     """Return "key: old -> new" for what differs between the config.json in `meta` and the run's; none for one model."""
     stored = meta.get("hf_config")
     if not isinstance(stored, dict) or meta.get("model") == model_digest(run.model) or _reads_as(stored, run):
@@ -93,7 +93,7 @@ def _changed_config(meta: Mapping[str, Any], run: Run) -> list[str]:
     return [f"{key}: {old!r} -> {new!r}" for key, old, new in values if old != new]
 
 
-def _reads_as(hf_config: dict[str, Any], run: Run) -> bool:
+def _reads_as(hf_config: dict[str, Any], run: ResolvedRun) -> bool:
     """Return True where this version reads `hf_config` as the model of `run`."""
     try:
         return families.from_hf(hf_config) == run.base
@@ -101,7 +101,7 @@ def _reads_as(hf_config: dict[str, Any], run: Run) -> bool:
         return False
 
 
-def _not_compared(meta: Mapping[str, Any], run: Run) -> list[str]:
+def _not_compared(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
     """Return a line where `meta` has no digest of the model, or one that another version of kumi made of it."""
     if "model" not in meta:
         rest = " and config.json" if isinstance(meta.get("hf_config"), dict) else ""
@@ -112,7 +112,7 @@ def _not_compared(meta: Mapping[str, Any], run: Run) -> list[str]:
     return []
 
 
-def restored_state(saved: Checkpoint, store: Store, run: Run) -> TrainState:
+def restored_state(saved: Checkpoint, store: Store, run: ResolvedRun) -> TrainState:
     """Return the state in `saved`. Raise RefusedError where it was trained on other data than `store` holds."""
     meta, folder = saved.meta, saved.folder
     if meta["data"] != store.content:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kumi import hub
-from kumi.config import Run
-from kumi.config.resolve import named
+from kumi.config import ResolvedRun, RunConfig, open_run, pinned_to
+from kumi.config.model import hub_sources
+from kumi.config.resolve import with_plan
+from kumi.config.run_plan import RunPlan, parse_plan
+from kumi.config.schema import LayoutSection
 from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, ConfigError, LayoutError, ModelError
@@ -31,16 +35,14 @@ from kumi.units import format_count
 if TYPE_CHECKING:
     from kumi.launch.meeting import Meeting
 
-# What rank 0 tells the ranks of an outside launcher once the data is there, with how the CPUs of all are to compute.
-_TRAIN, _FINISHED = "train", "finished"
 
-
-def start(run: Run, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
-    """Train `run`, or go on with it, and write the Hugging Face folder; the exit code (see kumi.errors).
+def start(config: RunConfig, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
+    """Train the run of `config`, or go on with it, and write the Hugging Face folder; the exit code (see kumi.errors).
 
     Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this. `listener`
     is told on rank 0 how the training goes.
     """
+    run = open_run(config)
     # OpenMP reads these once, when torch is imported, which everything below may do.
     os.environ.update(environment(run.cluster.devices_per_node, os.environ))
     place = standing(os.environ)
@@ -55,15 +57,16 @@ def start(run: Run, *, allow_change: Sequence[str] = (), listener: Listener | No
         return _follow(run, meeting) if place.rank else _lead(run, allow_change, meeting, listener)
 
 
-def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None, listener: Listener | None) -> int:
+def _lead(run: ResolvedRun, allow_change: Sequence[str], meeting: Meeting | None, listener: Listener | None) -> int:
     """The start of rank 0, or of the process that starts the ranks. `meeting`: of ranks that a launcher has started."""
     if run.config.export.push is not None:
         hub.check_push(run.config.export.push, "export.push")
     _fetch_weights(run)
     check(run)
-    lines: list[str] = []
-    with claim(run.out, run.config, allow_change, lambda: lines.extend(_resumable(run, allow_change))):
-        hub.write_record(run.out, named(run.config), run.snapshots)
+    lines = [f"layout     {run.change}"] if run.change else []
+    written, plan = _to_keep(run)
+    with claim(run.out, written, allow_change, lambda: lines.extend(_resumable(run, allow_change)), plan):
+        hub.write_record(run.out, hub_sources(run.config), run.snapshots)
         console().print(render(describe(run)))
         for line in lines:
             print(line, flush=True)
@@ -71,7 +74,7 @@ def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None, listen
         print(_data_line(store), flush=True)
         trained = _trained(run)
         if meeting is not None:
-            meeting.say(f"{_FINISHED if trained else _TRAIN} {run.numerics}")
+            meeting.say(json.dumps({"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}))
         code = OK if trained else _launch(run, store, meeting, listener)
         if code == OK:
             from kumi.train.finish import finish
@@ -84,23 +87,35 @@ def _lead(run: Run, allow_change: Sequence[str], meeting: Meeting | None, listen
         return code
 
 
-def _follow(run: Run, meeting: Meeting) -> int:
+def _follow(run: ResolvedRun, meeting: Meeting) -> int:
     """The start of a rank other than 0 that an external launcher started: rank 0 prepares, the others wait for it."""
     _fetch_weights(run)
     check(run)
-    word, _, numerics = meeting.hear().partition(" ")
-    if word == _FINISHED:
+    word = json.loads(meeting.hear())
+    if word["finished"]:
         return OK
-    run = with_numerics(run, parse(numerics))
+    # Where this rank's run file pins another layout, it keeps that, and the ranks refuse to train (kumi.train.agree).
+    run = with_plan(with_numerics(run, parse(word["numerics"])), parse_plan(word["plan"], "rank 0's plan"))
     return _launch(run, open_data(run), meeting, None)
 
 
-def _fetch_weights(run: Run) -> None:
+def _to_keep(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
+    """Return the configuration and the plan that the run folder gets: of a run that has done all its steps, the layout
+    with which it did them, even where it is left alone on other machines now."""
+    if not _trained(run):
+        return run.config, run.plan
+    plan = None if run.begun is None else run.begun.plan
+    if plan is not None:
+        return pinned_to(run.config, plan.layout), plan
+    return run.config.model_copy(update={"layout": LayoutSection.model_validate(dict(run.pinned))}), None
+
+
+def _fetch_weights(run: ResolvedRun) -> None:
     if "model.source" in run.snapshots and run.config.model.init == "pretrained":
         hub.fetch_weights(run.snapshots["model.source"])
 
 
-def check(run: Run) -> None:
+def check(run: ResolvedRun) -> None:
     """Nothing, when the run can start; the reason as a ConfigError otherwise. Writes nothing."""
     check_trained(run.model)
     _check_compiled(run)
@@ -114,7 +129,7 @@ def check(run: Run) -> None:
     free_space_check(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
 
 
-def _resumable(run: Run, allow_change: Sequence[str]) -> list[str]:
+def _resumable(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:
     """Return what a resume changes or cannot compare. Raise RefusedError where the last checkpoint is not the run's."""
     if not list_complete(checkpoint_root(run.out)):
         return []  # without having imported torch
@@ -123,7 +138,7 @@ def _resumable(run: Run, allow_change: Sequence[str]) -> list[str]:
     return check_resume(run, allow_change)
 
 
-def _check_ranks(run: Run, place: Standing | None) -> None:
+def _check_ranks(run: ResolvedRun, place: Standing | None) -> None:
     """Nothing, when the ranks that a launcher started, or that this process will start, are those of the layout."""
     needed, nodes = run.layout.world_size, run.cluster.nodes
     if place is None and nodes > 1:
@@ -138,7 +153,7 @@ def _check_ranks(run: Run, place: Standing | None) -> None:
         )
 
 
-def _check_compiled(run: Run) -> None:
+def _check_compiled(run: ResolvedRun) -> None:
     """Nothing, unless compiled layers are to put off the gradients of their weights."""
     schedule = run.layout.schedule
     if run.config.train.compile and schedule not in WHOLE:
@@ -154,7 +169,7 @@ def _check_compiled(run: Run) -> None:
         )
 
 
-def _check_adapters(run: Run) -> None:
+def _check_adapters(run: ResolvedRun) -> None:
     """Nothing, when what the adapters of `run` need is there."""
     section = run.config.lora
     if section is None:
@@ -170,7 +185,7 @@ def _check_adapters(run: Run) -> None:
         adapters_reader(Path(os.path.expanduser(section.source)), run.model)
 
 
-def _check_weights(run: Run) -> None:
+def _check_weights(run: ResolvedRun) -> None:
     """The headers of the weight files alone: what they hold is read when the ranks fill the model."""
     assert run.source is not None, "the configuration allows pretrained weights only with a source"
     from kumi.convert import hf
@@ -182,13 +197,13 @@ def _check_weights(run: Run) -> None:
     hf.check_headers(run.source, run.base)
 
 
-def _trained(run: Run) -> bool:
+def _trained(run: ResolvedRun) -> bool:
     """Whether the last checkpoint is the run's last step, and its probe is there: only the export is left."""
     found = latest(checkpoint_root(run.out))
     return found is not None and step_of(found) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
 
 
-def _launch(run: Run, store: Store, meeting: Meeting | None, listener: Listener | None) -> int:
+def _launch(run: ResolvedRun, store: Store, meeting: Meeting | None, listener: Listener | None) -> int:
     # torch comes in here, once: ranks are forked from this process and find it imported.
     from kumi.launch import local
     from kumi.train.loop import train_rank

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from kumi import __version__
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.config.machine import cpu_name
+from kumi.config.pinned import spelled
 from kumi.convert.base import digest
 from kumi.convert.origin import UNKNOWN, Origin, origin_of
 from kumi.data import Mixture, Store, Sweep
@@ -43,7 +44,7 @@ class TrainState:
 class Parts:
     """What one rank trains with. `validation` is None when nothing is held out."""
 
-    run: Run
+    run: ResolvedRun
     mesh: Mesh
     model: nn.Module
     optimizer: Optimizer
@@ -61,7 +62,7 @@ def pieces(parts: Parts) -> list[Piece]:
     return owned(every, parts.model, parts.mesh)
 
 
-def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
+def meta(state: TrainState, run: ResolvedRun, store: Store) -> dict[str, Any]:
     """What a checkpoint says besides its tensors: all that is needed to go on, and to export the model."""
     return {
         "kumi": __version__,
@@ -77,6 +78,8 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
         "data": store.content,
         "model": model_digest(run.model),
         "optimizer": run.optim.kind,
+        "layout": spelled(run.layout),
+        "run_digest": run.digest,
         **computed_by(run),
         "hf_config": run.hf_config,
         "origin": origin(run).plain(),
@@ -86,28 +89,28 @@ def meta(state: TrainState, run: Run, store: Store) -> dict[str, Any]:
     }
 
 
-def computed_by(run: Run) -> dict[str, str]:
+def computed_by(run: ResolvedRun) -> dict[str, str]:
     """The CPU, the number format, and how it computes; nothing on other devices."""
     if run.cluster.device.kind != "cpu":
         return {}
     return {"cpu": cpu_name(), "compute": run.precision.compute, "numerics": str(run.numerics or REFERENCE)}
 
 
-def base_of(run: Run) -> dict[str, Any]:
+def base_of(run: ResolvedRun) -> dict[str, Any]:
     """Where the frozen model is beside which adapters are trained, its digest, and what they are; else nothing."""
     if run.model.lora is None or run.source is None:
         return {}
     return {"lora": asdict(run.model.lora), "base": str(run.source.resolve()), "base_digest": digest(run.source)}
 
 
-def carried_from(run: Run) -> str | None:
+def carried_from(run: ResolvedRun) -> str | None:
     """The folder of what the model of `run` carries along; None where there is nothing."""
     if run.source is None or run.config.model.init != "pretrained" or not run.model.weights.carried:
         return None
     return str(run.source.resolve())
 
 
-def origin(run: Run) -> Origin:
+def origin(run: ResolvedRun) -> Origin:
     """What the model of `run` was made of; nothing that is known where it began from random weights."""
     if run.source is None or run.config.model.init != "pretrained":
         return UNKNOWN

@@ -11,7 +11,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from kumi.config import Run, RunConfig
+from kumi.config import ResolvedRun, RunConfig
 from kumi.errors import OK
 from kumi.storage.folders import latest, step_of
 from kumi.train.metrics import read_metrics
@@ -80,7 +80,7 @@ def _ends(values: list[float]) -> tuple[float, float] | None:
     return (values[0], values[-1]) if values else None
 
 
-def summary_lines(run: Run, code: int = OK, *, already_finished: bool = False) -> list[str]:
+def summary_lines(run: ResolvedRun, code: int = OK, *, already_finished: bool = False) -> list[str]:
     """Return what the terminal shows after `run` ended with the exit `code`.
 
     `already_finished`: an earlier start had done all steps.
@@ -105,7 +105,7 @@ def _labelled(label: str, parts: list[str]) -> list[str]:
     return [f"{label if index == 0 else '':<11}{part}" for index, part in enumerate(parts)]
 
 
-def next_commands(run: Run, output: TrainOutput, code: int = OK) -> Iterator[str]:
+def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iterator[str]:
     """Yield commands that work after `run`, from the folder that it was started in: three on one machine."""
     file = shlex.quote(str(run.out / "config.toml"))
     alone = run.cluster.nodes == 1  # else a launcher has to start the ranks, in a way that only the user knows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.files.output import write_text
 from kumi.plan.estimate import timeline_of
 from kumi.plan.timeline import Timeline
@@ -12,7 +12,7 @@ from kumi.report.lanes import compared
 from kumi.report.trace import trace
 
 
-def write_timeline(measured: Timeline | None, run: Run, step: int) -> None:
+def write_timeline(measured: Timeline | None, run: ResolvedRun, step: int) -> None:
     """Writes `pipeline-step-<step>.json`, a trace, and `.svg` into the run's folder, on the rank that has `measured`;
     nothing on the others. What was planned is left out where the device's speed is not known."""
     if measured is None:

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kumi.config import Run
+from kumi.config import ResolvedRun
 from kumi.config.optim import choose_optim
 
 
-def warmup_meta(run: Run) -> dict[str, Any]:
+def warmup_meta(run: ResolvedRun) -> dict[str, Any]:
     """Return what a checkpoint says of the warm-up: its length in steps, and the ratio that it was derived from."""
     return {"warmup_steps": run.optim.warmup_steps, "warmup_ratio": run.config.optim.warmup_ratio}
 
 
-def with_stored_warmup(run: Run, meta: Mapping[str, Any]) -> Run:
+def with_stored_warmup(run: ResolvedRun, meta: Mapping[str, Any]) -> ResolvedRun:
     """Return `run` with the warm-up of a checkpoint with `meta` where both were derived from the same ratio.
 
     Raise ConfigError where the run has become too short for it. A checkpoint from before the key says nothing.
