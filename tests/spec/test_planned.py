@@ -11,7 +11,7 @@ from kumi.errors import ModelError
 from kumi.spec import families
 from kumi.spec.families import generic
 from kumi.spec.ledger import active_params, num_params
-from kumi.spec.model import MLP, LatentAttention, MoE, Rope
+from kumi.spec.model import MLP, LatentAttention, MoE
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 DEEPSEEK = families.read_config(MODELS / "deepseek-v3")
@@ -138,14 +138,6 @@ def test_what_can_be_trained_passes_and_is_written_as_it_was_read(name):
 
 
 LLAMA = families.from_hf(PUBLISHED["Llama-3.1-8B"][0])
-
-
-def test_a_part_that_the_trainer_does_not_compute_is_named(monkeypatch):
-    monkeypatch.setitem(families._COMPUTED, Rope, families._COMPUTED[Rope].replace(" interleave", ""))
-    last = replace(LLAMA.layers[-1].attention, rope=Rope(1e4, interleave=True))
-    layers = (*LLAMA.layers[:-1], replace(LLAMA.layers[-1], attention=last))
-    with pytest.raises(ModelError, match=r"its Rope\.interleave=True is not computed"):
-        families.check_trained(replace(LLAMA, layers=layers))
 
 
 def test_sinks_are_trained_but_no_config_of_a_trained_family_has_them():
