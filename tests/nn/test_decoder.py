@@ -5,8 +5,8 @@ import torch
 
 from kumi.errors import ModelError
 from kumi.nn import Decoder
-from kumi.nn.init import init_weights
 from kumi.spec.families import from_hf
+from weights import init_weights
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
