@@ -74,13 +74,6 @@ class Mixture:
             window[mine] = permute(draw[mine] % size, size, keys)
         return part, epoch, window
 
-    def epochs(self, consumed: int) -> list[float]:
-        """How often each part has been gone through after `consumed` sequences."""
-        whole = consumed - consumed % _BLOCK
-        part, _ = self._draws(whole, consumed - whole)
-        drawn = [n + int(np.count_nonzero(part == p)) for p, n in enumerate(self._drawn_before(whole))]
-        return [count / windows(file, self.seq_len) for count, (file, _) in zip(drawn, self.parts, strict=True)]
-
     def _draws(self, start: int, count: int) -> tuple[Array, Array]:
         """For each sequence its part, and how many sequences that part gave before it.
 
