@@ -33,7 +33,7 @@ def same(a, b):
 def test_a_batch_is_its_samples(files, start, count, cross):
     mixture = Mixture([(files[0], 0.2), (files[1], 1.0), (files[2], 3)], 8, 11, cross)
     batch = mixture.batch(start, count)
-    rows = [mixture.sample(start + n) for n in range(count)]
+    rows = [mixture.batch(start + n, 1) for n in range(count)]
     for field in FIELDS:
         assert np.array_equal(getattr(batch, field), np.concatenate([getattr(row, field) for row in rows]))
 

@@ -53,10 +53,6 @@ class Mixture:
         if any(not weight > 0 for _, weight in self.parts):
             raise ConfigError(f"mixture weights {[weight for _, weight in self.parts]} must all be above 0")
 
-    def sample(self, number: int) -> Batch:
-        """Sequence `number`, as a batch of one row."""
-        return self.batch(number, 1)
-
     def batch(self, start: int, count: int) -> Batch:
         """Sequences start ... start + count - 1."""
         part, _, window = self.locate(start, count)
