@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from kumi.cli.progress import progress
 from kumi.describe import show
 from kumi.errors import OK
+from kumi.progress import showing
 from kumi.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def print_sizes(
 
     if arguments.trainable:
         pinned, unsupported = trained(job, pinned), unasked(pinned)
-    with progress("trying numbers of nodes"):
+    with showing("trying numbers of nodes", 1.0):
         tried = sizes(job, pinned, arguments.tokens, arguments.days, grow, unsupported)
     if arguments.json:
         arguments.write_json([_plain(size) for size in tried])
