@@ -41,13 +41,12 @@ def plan_run(
     fits; the error names the smallest change that would help).
     """
     from kumi.config import job
-    from kumi.config.cluster import of_nodes
     from kumi.config.model_plan import load_plan_or_model
     from kumi.report.planning import plan
 
     config, _ = load_plan_or_model(run, gpus, overrides)
-    pinned, grow = config.layout.model_dump(exclude_none=True), of_nodes(config.cluster)
-    return plan(job(config), pinned, top=top, trainable=trainable, tokens=tokens, grow=grow)
+    pinned = config.layout.model_dump(exclude_none=True)
+    return plan(job(config), pinned, top=top, trainable=trainable, tokens=tokens)
 
 
 def describe_run(run: RunFile, overrides: Overrides = ()) -> dict[str, Any]:

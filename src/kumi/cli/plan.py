@@ -74,7 +74,6 @@ def _plan(arguments: Namespace) -> int:
     from kumi.cli.plan_files import write_files
     from kumi.cli.plan_sizes import print_sizes
     from kumi.config import job
-    from kumi.config.cluster import of_nodes
     from kumi.config.model_plan import load_plan_or_model
     from kumi.progress import showing
     from kumi.report.planning import plan
@@ -82,15 +81,15 @@ def _plan(arguments: Namespace) -> int:
     config, defaults = load_plan_or_model(arguments.run, arguments.gpus, arguments.overrides)
     _check_adapters(config, arguments)
     wanted, pinned = replace(job(config), engine=_engine(arguments)), config.layout.model_dump(exclude_none=True)
-    grow, unsupported = of_nodes(config.cluster), _unsupported(arguments)
+    unsupported = _unsupported(arguments)
     for key, value in defaults.items():
         print(f"{key}={value:_} by default; set it with {key}=VALUE")
     if arguments.days is not None:
-        return print_sizes(arguments, wanted, pinned, grow, unsupported)
+        return print_sizes(arguments, wanted, pinned, unsupported)
     with showing("searching layouts", 1.0, "{:.0%}".format) as update:
         report = plan(
             wanted, pinned, top=arguments.top, front=bool(arguments.html or arguments.svg or arguments.json),
-            trainable=arguments.trainable, unsupported=unsupported, grow=grow, tokens=arguments.tokens, progress=update,
+            trainable=arguments.trainable, unsupported=unsupported, tokens=arguments.tokens, progress=update,
         )  # fmt: skip
     _show(arguments, report, defaults)
     for file in write_files(arguments, config, report):

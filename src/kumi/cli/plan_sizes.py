@@ -13,16 +13,13 @@ from kumi.units import format_bytes, format_count
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kumi.plan.remedies import Grow
     from kumi.plan.sizing import Size
     from kumi.plan.space import Pins
     from kumi.plan.supported import Unsupported
     from kumi.spec.job import Job
 
 
-def print_sizes(
-    arguments: Namespace, job: Job, pinned: Pins, grow: Grow, unsupported: Unsupported | None
-) -> int:  # fmt: skip
+def print_sizes(arguments: Namespace, job: Job, pinned: Pins, unsupported: Unsupported | None) -> int:
     """Print how many nodes train `--tokens` tokens in `--days` days. Returns the exit code."""
     from kumi.plan.choose import trained, unasked
     from kumi.plan.sizing import sizes
@@ -30,7 +27,7 @@ def print_sizes(
     if arguments.trainable:
         pinned, unsupported = trained(job, pinned), unasked(pinned)
     with showing("trying numbers of nodes", 1.0):
-        tried = sizes(job, pinned, arguments.tokens, arguments.days, grow, unsupported)
+        tried = sizes(job, pinned, arguments.tokens, arguments.days, unsupported)
     if arguments.json:
         arguments.write_json([_plain(size) for size in tried])
         return OK

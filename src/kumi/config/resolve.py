@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kumi import hub
 from kumi.config.balance import Balance, choose_balance
-from kumi.config.cluster import cluster_spec, of_nodes
+from kumi.config.cluster import cluster_spec, on_nodes
 from kumi.config.model import local_folder, read_hf_config, snapshot
 from kumi.config.numerics import chosen, spelled_out
 from kumi.config.optim import choose_optim
@@ -126,7 +127,7 @@ def resolve(config: RunConfig) -> Run:
         )
     wanted = job(config, hf_config)
     choose_balance(wanted.model, config.model)
-    estimate = choose_layout(wanted, config.layout.model_dump(exclude_none=True), of_nodes(config.cluster))
+    estimate = choose_layout(wanted, config.layout.model_dump(exclude_none=True))
     run = Run(spelled_out(config, wanted), hf_config, source, wanted, estimate, snapshots)
     wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:
@@ -170,6 +171,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
         engine=engine_with(comm(config)),
         numerics=numerics,
+        of_nodes=partial(on_nodes, config.cluster),
     )
 
 

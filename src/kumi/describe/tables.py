@@ -54,12 +54,11 @@ def described(path: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
 def estimated(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
     """What the run file at `path` trains, and with what layout; without data and steps, too."""
     from kumi.config import job, load_plan
-    from kumi.config.cluster import of_nodes
     from kumi.plan.choose import choose_layout
 
     config = load_plan(path, overrides)
     wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
-    return wanted, choose_layout(wanted, pinned, of_nodes(config.cluster))
+    return wanted, choose_layout(wanted, pinned)
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -75,11 +74,10 @@ def describe_plan(config: PlanConfig) -> dict[str, Any]:
     Raises LayoutError and FitError as `kumi.report.planning.plan` does.
     """
     from kumi.config import job
-    from kumi.config.cluster import of_nodes
     from kumi.report.planning import plan
 
     wanted, pinned = job(config), config.layout.model_dump(exclude_none=True)
-    return _described(config, wanted, plan(wanted, pinned, top=1, front=False, grow=of_nodes(config.cluster)).best)
+    return _described(config, wanted, plan(wanted, pinned, top=1, front=False).best)
 
 
 def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, Any]:
