@@ -1,5 +1,7 @@
 """The decoder as a whole: packing, dtypes, building on the meta device. Parity with transformers is in tests/parity."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -95,3 +97,8 @@ def test_built_on_meta_it_has_no_state_but_parameters():
     init_weights(decoder, SPEC, seed=0)
     ids = tokens(7)
     torch.testing.assert_close(decoder(ids), make()(ids), rtol=0, atol=0)
+
+
+def test_what_is_only_planned_for_is_not_built():
+    with pytest.raises(ModelError, match="a gpt model can be planned for but not trained: this version trains"):
+        Decoder(replace(SPEC, family="gpt"), device="meta")
