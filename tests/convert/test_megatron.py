@@ -122,7 +122,7 @@ def test_parts_of_tensors_and_blocks_of_rows(case: str, saved: Saved, tmp_path: 
 def test_arguments_alone_say_what_the_model_is(case: str, saved: Saved, tmp_path: Path) -> None:
     """Both where megatron-core 0.16 looks for them and where 0.19 does."""
     folder = written(saved, tmp_path, case)
-    expected = families.load(folder / "hf")
+    expected = families.from_hf(families.read_config(folder / "hf"))
     shutil.rmtree(folder / "hf")
     for _ in range(2):
         found = open_source(folder).spec
@@ -146,7 +146,7 @@ def _without_loss(layer: Any) -> Any:
 
 def test_a_configuration_of_megatron_bridge(saved: Saved, tmp_path: Path) -> None:
     folder = written(saved, tmp_path, "qwen3")
-    expected = families.load(folder / "hf")
+    expected = families.from_hf(families.read_config(folder / "hf"))
     shutil.rmtree(folder / "hf")
     rewritten(folder / ITERATION, lambda tensors: tensors)
     with pytest.raises(ModelError, match=r"neither Megatron-LM's arguments nor run_config\.yaml, .* with --config"):

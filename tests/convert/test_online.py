@@ -28,7 +28,7 @@ LAYOUTS = [
 
 def _exported(folder: str, layout: Layout, dtype, to: str):
     """The model in `folder`, imported into `layout` and exported again, on this rank."""
-    spec, mesh = families.load(folder), mesh_of(layout)
+    spec, mesh = families.from_hf(families.read_config(folder)), mesh_of(layout)
     model = build(spec, mesh, PRECISIONS["fp32"], weights=weights_reader(folder, spec))
     return [(name, tensor.clone()) for name, tensor in export_tensors(model, mesh, dtype=dtype, to=to)]
 

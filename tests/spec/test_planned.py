@@ -31,7 +31,7 @@ def test_every_example_is_counted():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_have_the_published_parameter_counts(name):
-    spec, (total, active) = families.load(MODELS / name), EXAMPLES[name]
+    spec, (total, active) = families.from_hf(families.read_config(MODELS / name)), EXAMPLES[name]
     assert num_params(spec) == total
     assert active_params(spec) == (active or total)
 

@@ -161,11 +161,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return read_object(path.parent, path.name, infinity=True)
 
 
-def load(folder: str | Path) -> ModelSpec:
-    """The model that the config.json in `folder` (or the file `folder`) describes."""
-    return from_hf(read_config(folder))
-
-
 def _check_names(config: Mapping[str, Any]) -> None:
     """Raise ModelError unless the names that `config` gives the model have the types of names."""
     architectures, model_type = config.get("architectures"), config.get("model_type")
