@@ -1,10 +1,15 @@
-"""Weights for decoders that tests build by themselves."""
+"""Weights for decoders that tests build by themselves, and those in the files of models."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Iterator
+from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
+from kumi.convert.entry import read_entry
+from kumi.convert.hf import entries
 from kumi.nn.init import fill
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
@@ -16,3 +21,8 @@ def init_weights(module: nn.Module, spec: ModelSpec, seed: int) -> None:
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
             fill(tensor, known[name], (0,) * tensor.ndim, std=spec.initializer_range, seed=seed)
+
+
+def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in the files of `folder`, with its name there."""
+    return ((name, read_entry(entry)) for name, entry in entries(folder).items())

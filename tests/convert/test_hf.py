@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from kumi.convert import hf, load_decoder, weights_reader
 from kumi.errors import ModelError, RefusedError
 from kumi.spec import families
+from weights import read_tensors
 
 
 def change(folder: Path, edit) -> None:
@@ -129,7 +130,7 @@ def test_experts_that_do_not_fit_are_named(edit, words, saved):
 
 def write(folder: Path, source: Path, **changes):
     spec = families.from_hf(families.read_config(source))
-    tensors = changes.pop("tensors", hf.read_tensors(source))
+    tensors = changes.pop("tensors", read_tensors(source))
     options = {
         "base_config": families.read_config(source),
         "dtype": "float32",
@@ -142,7 +143,7 @@ def write(folder: Path, source: Path, **changes):
 def test_shards_and_their_index(saved, tmp_path):
     source = saved()
     # In reverse: the order in which tensors come does not matter.
-    backwards = reversed(list(hf.read_tensors(source)))
+    backwards = reversed(list(read_tensors(source)))
     write(tmp_path / "new", source, tensors=backwards, max_shard_bytes=20_000)
     index = json.loads((tmp_path / "new/model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "new").glob("*.safetensors"))
@@ -150,7 +151,7 @@ def test_shards_and_their_index(saved, tmp_path):
     assert len(files) > 3
     assert all((tmp_path / "new" / file).stat().st_size < 22_000 for file in files)
     assert index["metadata"]["total_size"] == 4 * 21_728
-    expected = dict(hf.read_tensors(source))
+    expected = dict(read_tensors(source))
     found = {}
     for file in files:
         part = load_file(tmp_path / "new" / file)
@@ -187,7 +188,7 @@ def test_without_a_base_config_one_is_made(saved, tmp_path):
 
 def test_a_failed_write_leaves_nothing(saved, tmp_path):
     source = saved()
-    tensors = list(hf.read_tensors(source))
+    tensors = list(read_tensors(source))
     for given, words in (
         (tensors[:-1], "never came"),
         ([*tensors, tensors[0]], "came twice"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kumi.convert import hf, weights_reader
+from kumi.convert import weights_reader
 from kumi.convert.online import export_tensors
 from kumi.errors import ModelError
 from kumi.parallel import build
@@ -14,6 +14,7 @@ from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from ranks import run_ranks
 from steps import mesh_of
+from weights import read_tensors
 
 LAYOUTS = [
     ("qwen2-window", Layout(tp=2)),
@@ -34,7 +35,7 @@ def _exported(folder: str, layout: Layout, dtype, to: str):
 
 
 def _equal(found, folder: Path, dtype=None):
-    expected = dict(hf.read_tensors(folder))
+    expected = dict(read_tensors(folder))
     tensors = dict(found)
     assert len(tensors) == len(found)
     assert tensors.keys() == expected.keys()
