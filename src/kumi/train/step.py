@@ -13,8 +13,8 @@ from torch import Tensor
 from kumi.data import Batch
 from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import lm
+from kumi.parallel import context, pipeline
 from kumi.parallel.data import bare
-from kumi.parallel.forward_backward import forward_backward
 from kumi.parallel.grads import LossScale, clip_gradients
 from kumi.parallel.lora import begin_step
 from kumi.parallel.mesh import Mesh, counts_once, total
@@ -62,9 +62,13 @@ def train_step(
     scale = state.scale.scale if run.precision.loss_scaling else 1.0
     balance.begin(parts.model, run, scale)
     begin_step(bare(parts.model), run.config.train.seed, state.step)
-    batches = [to_device(microbatch, mesh.device) for microbatch in _cut(counts.batch, run.layout.microbatch)]
+    # The head forms its gradient in the forward pass, so the loss scale must be in the weights already.
+    whole = [to_device(microbatch, mesh.device) for microbatch in _cut(counts.batch, run.layout.microbatch)]
+    microbatches = [context.cut(microbatch, mesh) for microbatch in whole]
+    for inputs in microbatches:
+        inputs["token_weights"] = lm.token_weights(inputs["labels"], counts.tokens / scale)
     record = start(mesh) if state.step + 1 == run.config.train.trace_step else None
-    loss = forward_backward(parts.model, mesh, batches, counts.tokens / scale, record) / scale
+    loss = pipeline.train(parts.model, mesh, microbatches, record) / scale
     if record is not None:
         write_timeline(gather(record, mesh), run, state.step + 1)
     if before_update is not None:
