@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import subprocess
 import sys
-import threading
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from kumi.cli import _parser, main, progress
+from kumi.cli import _parser, main
 from kumi.config import load
 from kumi.errors import FitError
 from kumi.plan.export import TRAINERS
@@ -285,23 +283,6 @@ def test_a_missing_run_file_is_exit_code_2(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--no-such-flag", "x.toml"])
     assert stopped.value.code == 2
-
-
-@pytest.mark.parametrize("patience", [0.0, 1000.0])
-def test_a_bar_shows_only_where_a_search_takes_its_time(patience, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "PATIENCE", patience)
-    with progress.progress("searching") as told:
-        told(0.5)
-        timer = next((one for one in threading.enumerate() if isinstance(one, threading.Timer)), None)
-        if timer and not patience:
-            timer.join()
-    assert ("searching" in sys.stderr.getvalue()) == (patience == 0)
 
 
 def test_planning_imports_no_torch(run, tmp_path):

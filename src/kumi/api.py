@@ -46,7 +46,7 @@ def plan_run(
 
     config, _ = load_plan_or_model(run, gpus, overrides)
     asked = plan_input(config)
-    return plan(asked.job, asked.pinned, top=top, trainable=trainable, tokens=tokens, grow=asked.grow)
+    return plan(asked.job, asked.pinned, top=top, trainable=trainable, tokens=tokens)
 
 
 def describe_run(run: RunFile, overrides: Overrides = ()) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kumi.dryrun import dry_run
-from kumi.nn import init
 from kumi.nn.decoder import Decoder
 from kumi.nn.lora import adapt
 from kumi.parallel import bare, build, init_adamw
@@ -27,6 +26,7 @@ from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.sharding import state_bytes
 from steps import SPECS, forward_backward, mesh_of
+from weights import init_weights
 
 LORA = Lora(3, 5.0, ("q_proj", "down_proj"), use_dora=True)
 
@@ -56,7 +56,7 @@ def test_states_are_those_of_the_ledger(ranks, layout):
 def test_flops_leave_out_gradients_of_frozen_matrices():
     spec = with_adapters(SPECS["llama"], Lora(3, 5.0))
     decoder = Decoder(spec)
-    init.init_weights(decoder, replace(spec, lora=None), 0)
+    init_weights(decoder, replace(spec, lora=None), 0)
     adapt(decoder, spec, spec.lora, dtype=torch.float32)
     ids = torch.arange(64).view(4, 16)
     weights = torch.full(ids.shape, 1.0)

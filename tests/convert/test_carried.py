@@ -55,7 +55,7 @@ def test_transformers_loads_the_whole_of_a_model_that_sees(case, anew, saved, tm
 @pytest.mark.parametrize("case", ["glm4-moe", "deepseek-v3"])
 def test_layers_that_predict_further_ahead(case, saved, tmp_path):
     source = with_layers_beyond(saved(case), 2)
-    assert sorted(carried(source, families.load(source))) == [
+    assert sorted(carried(source, families.from_hf(families.read_config(source)))) == [
         f"model.layers.{index}.{name}.weight" for index in (2, 3) for name in ("eh_proj", "enorm")
     ]
     said = convert(source, tmp_path / "native", to="kumi")
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_a_run_finds_what_it_left_in_its_source(saved, tmp_path)
 
 
 def test_what_is_carried_is_said(saved):
-    spec = families.load(saved("gemma3-sees"))
+    spec = families.from_hf(families.read_config(saved("gemma3-sees")))
     assert spec.notes == ("vision_tower.*, multi_modal_projector.* are carried along as they are: not computed, not "
                           "trained, not counted",)  # fmt: skip
 

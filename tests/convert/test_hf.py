@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from kumi.convert import hf, load_decoder, weights_reader
 from kumi.errors import ModelError, RefusedError
 from kumi.spec import families
+from weights import read_tensors
 
 
 def change(folder: Path, edit) -> None:
@@ -72,7 +73,7 @@ def test_files_that_are_not_there_or_not_readable(saved, tmp_path):
 
 def test_parts_of_tensors(saved):
     folder = saved(max_shard_size="20KB")
-    spec = families.load(folder)
+    spec = families.from_hf(families.read_config(folder))
     read, whole = weights_reader(folder, spec), load_decoder(folder).state_dict()
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(read(f"model/{name}", (5, 0), (7, 32)), whole[name][5:12])
@@ -83,7 +84,7 @@ def test_parts_of_tensors(saved):
 @pytest.mark.parametrize("case", ["mixtral", "deepseek-v3"])
 def test_parts_of_experts_are_read_from_their_own_tensors_only(case, saved, monkeypatch):
     folder = saved(case, max_shard_size="20KB")
-    spec, whole = families.load(folder), load_decoder(folder).state_dict()
+    spec, whole = families.from_hf(families.read_config(folder)), load_decoder(folder).state_dict()
     read, asked = weights_reader(folder, spec), []
     part = hf.read_part
     monkeypatch.setattr(hf, "read_part", lambda entry, *rest: asked.append(entry.name) or part(entry, *rest))
@@ -128,8 +129,8 @@ def test_experts_that_do_not_fit_are_named(edit, words, saved):
 
 
 def write(folder: Path, source: Path, **changes):
-    spec = families.load(source)
-    tensors = changes.pop("tensors", hf.read_tensors(source))
+    spec = families.from_hf(families.read_config(source))
+    tensors = changes.pop("tensors", read_tensors(source))
     options = {
         "base_config": families.read_config(source),
         "dtype": "float32",
@@ -142,7 +143,7 @@ def write(folder: Path, source: Path, **changes):
 def test_shards_and_their_index(saved, tmp_path):
     source = saved()
     # In reverse: the order in which tensors come does not matter.
-    backwards = reversed(list(hf.read_tensors(source)))
+    backwards = reversed(list(read_tensors(source)))
     write(tmp_path / "new", source, tensors=backwards, max_shard_bytes=20_000)
     index = json.loads((tmp_path / "new/model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "new").glob("*.safetensors"))
@@ -150,7 +151,7 @@ def test_shards_and_their_index(saved, tmp_path):
     assert len(files) > 3
     assert all((tmp_path / "new" / file).stat().st_size < 22_000 for file in files)
     assert index["metadata"]["total_size"] == 4 * 21_728
-    expected = dict(hf.read_tensors(source))
+    expected = dict(read_tensors(source))
     found = {}
     for file in files:
         part = load_file(tmp_path / "new" / file)
@@ -181,13 +182,13 @@ def test_everything_else_in_the_folder(saved, tmp_path):
 def test_without_a_base_config_one_is_made(saved, tmp_path):
     source = saved("qwen2-window")
     write(tmp_path / "new", source, base_config=None)
-    assert families.load(tmp_path / "new") == families.load(source)
+    assert families.from_hf(families.read_config(tmp_path / "new")) == families.from_hf(families.read_config(source))
     assert families.read_config(tmp_path / "new")["torch_dtype"] == "float32"
 
 
 def test_a_failed_write_leaves_nothing(saved, tmp_path):
     source = saved()
-    tensors = list(hf.read_tensors(source))
+    tensors = list(read_tensors(source))
     for given, words in (
         (tensors[:-1], "never came"),
         ([*tensors, tensors[0]], "came twice"),
@@ -219,7 +220,7 @@ def test_too_little_disk_is_found_before_anything_is_written(saved, tmp_path, mo
 
 
 def test_model_card(saved):
-    spec = families.load(saved())
+    spec = families.from_hf(families.read_config(saved()))
     card = hf.model_card(name='a "name"', model=spec, facts={"steps": "3"}, base_model="org/base", datasets=["a: b"],
                          license="apache-2.0", tags=["pretraining"])  # fmt: skip
     header, body = card.removeprefix("---\n").split("\n---\n")

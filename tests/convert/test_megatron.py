@@ -17,12 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from kumi.convert import convert, dcp_write, hf, megatron, megatron_args
+from kumi.convert import convert, dcp_write, megatron, megatron_args
 from kumi.convert.dcp import open_checkpoint
 from kumi.convert.megatron_write import ITERATION, Options
 from kumi.convert.source import open_source
 from kumi.errors import ConfigError, KumiError, ModelError, RefusedError
 from kumi.spec import families
+from weights import read_tensors
 
 Saved = Callable[..., Path]
 
@@ -53,7 +54,7 @@ def test_there_and_back_is_exact(case: str, options: Options, saved: Saved, tmp_
     convert(tmp_path / "megatron", tmp_path / "native", to="kumi", verify=False)
     convert(tmp_path / "native", tmp_path / "again", to="megatron", verify=False)
     convert(tmp_path / "again", tmp_path / "back", to="hf", verify=False)
-    before, after = (dict(hf.read_tensors(folder)) for folder in (source, tmp_path / "back"))
+    before, after = (dict(read_tensors(folder)) for folder in (source, tmp_path / "back"))
     assert before.keys() == after.keys()
     assert all(before[name].dtype == after[name].dtype and before[name].equal(after[name]) for name in before)
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
@@ -63,7 +64,7 @@ def test_the_layout_is_megatrons(saved: Saved, tmp_path: Path) -> None:
     """Every tensor, as PyTorch reads it, next to the model's own, put together by hand."""
     source = saved("qwen3")
     convert(source, tmp_path / "out", to="megatron", verify=False, megatron=Options(multiple=64))
-    theirs, ours = contents(tmp_path / "out" / ITERATION), dict(hf.read_tensors(source))
+    theirs, ours = contents(tmp_path / "out" / ITERATION), dict(read_tensors(source))
 
     def stacked(make: Callable[[int], torch.Tensor]) -> torch.Tensor:
         return torch.stack([make(layer) for layer in range(2)])
@@ -122,7 +123,7 @@ def test_parts_of_tensors_and_blocks_of_rows(case: str, saved: Saved, tmp_path: 
 def test_arguments_alone_say_what_the_model_is(case: str, saved: Saved, tmp_path: Path) -> None:
     """Both where megatron-core 0.16 looks for them and where 0.19 does."""
     folder = written(saved, tmp_path, case)
-    expected = families.load(folder / "hf")
+    expected = families.from_hf(families.read_config(folder / "hf"))
     shutil.rmtree(folder / "hf")
     for _ in range(2):
         found = open_source(folder).spec
@@ -146,7 +147,7 @@ def _without_loss(layer: Any) -> Any:
 
 def test_a_configuration_of_megatron_bridge(saved: Saved, tmp_path: Path) -> None:
     folder = written(saved, tmp_path, "qwen3")
-    expected = families.load(folder / "hf")
+    expected = families.from_hf(families.read_config(folder / "hf"))
     shutil.rmtree(folder / "hf")
     rewritten(folder / ITERATION, lambda tensors: tensors)
     with pytest.raises(ModelError, match=r"neither Megatron-LM's arguments nor run_config\.yaml, .* with --config"):

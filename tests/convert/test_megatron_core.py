@@ -61,7 +61,7 @@ def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path:
     """At TP 1 and 2 the logits are kumi's, and what Megatron-Core saves again, however keyed, is what was given it."""
     jobs, sources = [], {case: saved(case) for case in CASES}
     for case, layout in zip(CASES, LAYOUTS):
-        spec = families.load(sources[case])
+        spec = families.from_hf(families.read_config(sources[case]))
         rope = spec.layers[0].attention.rope
         written = tmp_path / f"{case}-megatron"
         convert(sources[case], written, to="megatron", verify=False, megatron=Options(local=True, multiple=2))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kumi.convert import hf, weights_reader
+from kumi.convert import weights_reader
 from kumi.convert.online import export_tensors
 from kumi.errors import ModelError
 from kumi.parallel import build
@@ -14,6 +14,7 @@ from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from ranks import run_ranks
 from steps import mesh_of
+from weights import read_tensors
 
 LAYOUTS = [
     ("qwen2-window", Layout(tp=2)),
@@ -28,13 +29,13 @@ LAYOUTS = [
 
 def _exported(folder: str, layout: Layout, dtype, to: str):
     """The model in `folder`, imported into `layout` and exported again, on this rank."""
-    spec, mesh = families.load(folder), mesh_of(layout)
+    spec, mesh = families.from_hf(families.read_config(folder)), mesh_of(layout)
     model = build(spec, mesh, PRECISIONS["fp32"], weights=weights_reader(folder, spec))
     return [(name, tensor.clone()) for name, tensor in export_tensors(model, mesh, dtype=dtype, to=to)]
 
 
 def _equal(found, folder: Path, dtype=None):
-    expected = dict(hf.read_tensors(folder))
+    expected = dict(read_tensors(folder))
     tensors = dict(found)
     assert len(tensors) == len(found)
     assert tensors.keys() == expected.keys()

@@ -12,13 +12,14 @@ from vocabularies import END, NEW, OLD, byte_level, sentence_piece, template, un
 
 from kumi import load_decoder
 from kumi.cli import main
-from kumi.convert import convert, hf
+from kumi.convert import convert
 from kumi.convert.card import check_verified
 from kumi.convert.origin import card_header
 from kumi.convert.source import open_source
 from kumi.convert.vocab import Request, extend
 from kumi.data import load_tokenizer
 from kumi.errors import ConfigError, KumiError, ModelError, RefusedError
+from weights import read_tensors
 
 TABLES = {"model.embed_tokens.weight", "lm_head.weight"}
 ROWS = 309  # of the models; the tokenizer has 302
@@ -54,7 +55,7 @@ def files(tmp_path):
 
 
 def tensors(folder):
-    return dict(hf.read_tensors(folder))
+    return dict(read_tensors(folder))
 
 
 def bits(tensor):

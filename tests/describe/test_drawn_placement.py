@@ -11,7 +11,8 @@ from rich.console import Console
 from kumi.describe import placement, render_placement
 from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.placement import EXPERT_AXES, axis, coords
+from kumi.spec.placement import EXPERT_AXES, axis
+from rank_groups import coords
 
 INSIDE, NETWORK = Link("inside", 8, 100e9, 0.0, 0.8), Link("network", 2**15, 10e9, 0.0, 0.5)
 LAYOUTS = [

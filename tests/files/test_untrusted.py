@@ -123,4 +123,4 @@ def test_brief_cuts_what_is_long():
 def test_duplicate_keys_are_refused_by_whoever_reads_a_configuration(tmp_path):
     Path(tmp_path / "config.json").write_text('{"model_type": "llama", "model_type": "qwen2"}')
     with pytest.raises(ModelError, match="the key 'model_type' is there twice"):
-        families.load(tmp_path)
+        families.read_config(tmp_path)

@@ -162,7 +162,7 @@ def _read(name: str) -> Callable[[Path], object]:
 
 
 def _read_model(folder: Path) -> object:
-    families.to_hf(families.load(folder / "model"))
+    families.to_hf(families.from_hf(families.read_config(folder / "model")))
     return _read("model")(folder)
 
 

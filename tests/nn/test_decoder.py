@@ -1,12 +1,14 @@
 """The decoder as a whole: packing, dtypes, building on the meta device. Parity with transformers is in tests/parity."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kumi.errors import ModelError
 from kumi.nn import Decoder
-from kumi.nn.init import init_weights
 from kumi.spec.families import from_hf
+from weights import init_weights
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
@@ -95,3 +97,8 @@ def test_built_on_meta_it_has_no_state_but_parameters():
     init_weights(decoder, SPEC, seed=0)
     ids = tokens(7)
     torch.testing.assert_close(decoder(ids), make()(ids), rtol=0, atol=0)
+
+
+def test_what_is_only_planned_for_is_not_built():
+    with pytest.raises(ModelError, match="a gpt model can be planned for but not trained: this version trains"):
+        Decoder(replace(SPEC, family="gpt"), device="meta")

@@ -11,11 +11,11 @@ from kumi.nn import grouped, moe
 from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
 from kumi.nn.grouped import grouped_linear
-from kumi.nn.init import init_weights
 from kumi.nn.moe import MoE
 from kumi.nn.router import Router, _Route, choose, routers
 from kumi.spec import ledger, model
 from kumi.spec.model import LatentAttention, LayerSpec, ModelSpec, Rope
+from weights import init_weights
 
 SPEC = model.MoE(6, 2, 24, 16)
 V3 = replace(SPEC, num_experts=8, scoring_func="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5,

@@ -7,6 +7,7 @@ import torch
 from kumi.nn import Decoder, init
 from kumi.spec.families import from_hf
 from kumi.spec.op import Dim, Param
+from weights import init_weights
 
 CONFIG = {"model_type": "qwen2", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
@@ -16,7 +17,7 @@ CONFIG = {"model_type": "qwen2", "vocab_size": 1000, "hidden_size": 64, "interme
 def decoder(**changes):
     spec = from_hf(CONFIG | changes)
     made = Decoder(spec)
-    init.init_weights(made, spec, seed=3)
+    init_weights(made, spec, seed=3)
     return made
 
 
@@ -33,7 +34,7 @@ def test_matrices_are_normal_norms_one_biases_zero():
 
 def test_norms_around_one_begin_at_zero():
     spec = replace(from_hf(CONFIG), zero_centered_norm=True, learned_positions=64, norm="layernorm")
-    init.init_weights(found := Decoder(spec), spec, seed=3)
+    init_weights(found := Decoder(spec), spec, seed=3)
     for name, parameter in found.named_parameters():
         assert not parameter.any() if "norm" in name else name.endswith("bias") or parameter.std() > 0.04
     assert abs(found.model.embed_positions.weight.std() - 0.05) < 0.002
@@ -49,7 +50,7 @@ def test_parameters_do_not_depend_on_what_else_there_is():
 def test_seeds_differ():
     spec = from_hf(CONFIG)
     made, other = Decoder(spec), decoder()
-    init.init_weights(made, spec, seed=4)
+    init_weights(made, spec, seed=4)
     assert not torch.equal(made.lm_head.weight, other.lm_head.weight)
 
 

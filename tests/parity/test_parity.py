@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from math import prod
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ def test_ledger_counts_the_activations_that_are_kept(name):
         total, _ = decoder(ids, position_ids=places, labels=ids, token_weights=torch.full(ids.shape, 1.0))
     ops = ledger.ops(decoder.spec)
     sizes = {"compute": 4, "float32": 4, "int64": 8}
-    listed = sum(act.numel_per_token * sizes[act.dtype] for op in ops for act in op.saved) * tokens
+    listed = sum(prod(dim.size for dim in act.dims) * sizes[act.dtype] for op in ops for act in op.saved) * tokens
     listed -= blocks.statistics
     # Whatever the number of tokens: the gradient of the head, formed in the forward pass, its scale, and how many rows
     # every expert has.

@@ -100,7 +100,7 @@ def tight(share, of=BIG, seq_len=4096):
 def test_what_is_advised_where_nothing_fits_makes_something_fit():
     """Every remedy, carried out alone, is enough; half of it is not."""
     wanted = tight(0.6)
-    said = refused_with(wanted, {}, grow=partial(grow, wanted.cluster.device))
+    said = refused_with(replace(wanted, of_nodes=partial(grow, wanted.cluster.device)), {})
     assert "the model does not fit" in said
     nodes = int(re.search(r"set cluster\.nodes=(\d+)", said)[1])
     more = replace(wanted, cluster=grow(wanted.cluster.device, nodes))

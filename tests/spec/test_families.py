@@ -186,12 +186,12 @@ def test_a_model_that_a_family_cannot_say_is_not_written():
 
 def test_files(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json does not exist"):
-        families.load(tmp_path)
+        families.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):
-        families.load(tmp_path)
+        families.read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="holds a list"):
-        families.load(tmp_path)
+        families.read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert families.load(tmp_path) == families.load(tmp_path / "config.json") == families.from_hf(LLAMA)
+    assert families.read_config(tmp_path) == families.read_config(tmp_path / "config.json") == LLAMA

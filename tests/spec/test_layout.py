@@ -1,6 +1,6 @@
 import pytest
 
-from kumi.spec.layout import AXES, Layout
+from kumi.spec.layout import Layout
 from kumi.spec.ledger import Dim, Param
 from kumi.spec.sharding import local_numel, shard_rows
 
@@ -12,22 +12,9 @@ def test_coords_and_rank_are_inverse(layout):
     assert [layout.rank(layout.coords(rank)) for rank in range(layout.world_size)] == list(range(layout.world_size))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("axis", AXES)
-def test_groups_of_an_axis_partition_the_ranks(layout, axis):
-    groups = list(layout.groups(axis))
-    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
-    for group in groups:
-        assert len(group) == getattr(layout, axis)
-        assert group[-1] - group[0] + 1 == layout.span(axis)
-        others = {tuple(value for name, value in layout.coords(rank).items() if name != axis) for rank in group}
-        assert len(others) == 1
-
-
 def test_tensor_parallel_ranks_are_neighbours_and_pipeline_ranks_are_far():
     layout = Layout(pp=2, dp_shard=4, tp=2, zero=3)
-    assert next(iter(layout.groups("tp"))) == (0, 1)
-    assert next(iter(layout.groups("pp"))) == (0, 8)
+    assert (layout.stride("tp"), layout.stride("pp")) == (1, 8)
 
 
 @pytest.mark.parametrize(("size", "degree"), [(8, 4), (10, 4), (3, 4), (250, 4), (1, 8), (7, 1)])

@@ -1,6 +1,7 @@
 """Experts, latent attention and the parts of GPTs in the ledger: dims, passes, FLOPs, what is kept."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
@@ -19,6 +20,10 @@ def spec_of(attention=GROUPED, mlp=EXPERTS, **layer):
 
 def ops_of(spec):
     return {op.name.removeprefix("model.layers.0."): op for op in ledger.layer_ops(spec, 0)}
+
+
+def numel_of(saved):
+    return prod(dim.size for dim in saved.dims)
 
 
 def test_order_of_a_layer_with_experts():
@@ -82,12 +87,12 @@ def test_latent_attention():
     assert attention.source.count == attention.target.count == 4
     assert attention.kv_size == 4 * 16 + 4 * 10
     assert attention.forward_flops(10, 5) == 2 * 10 * 5 * (64 + 40)
-    assert sum(act.numel_per_token for act in attention.saved) == 64 + 64 + 40 + 40 + 4
+    assert sum(map(numel_of, attention.saved)) == 64 + 64 + 40 + 40 + 4
     # Latents are not cut by tensor parallelism, heads are.
     assert ops["self_attn.kv_a_proj_with_mqa"].target.name == "kv_latent"
     assert ops["self_attn.kv_b_proj"].target.count == 4
     rotary = ledger.embedding_ops(spec_of(LATENT))[0].saved[1]
-    assert rotary.numel_per_token == 2 * 4
+    assert numel_of(rotary) == 2 * 4
 
 
 def test_attention_of_fewer_positions_costs_the_same_in_the_convention_but_reaches_less_far():
@@ -101,7 +106,7 @@ def test_attention_of_fewer_positions_costs_the_same_in_the_convention_but_reach
 @pytest.mark.parametrize("act", ["gelu", "relu", "relu2"])
 def test_a_plain_mlp_keeps_what_its_activation_needs(act):
     ops = ops_of(spec_of(mlp=MLP(48, True, act, gated=False)))
-    kept = sum(saved.numel_per_token for saved in ops["mlp.activation"].saved)
+    kept = sum(map(numel_of, ops["mlp.activation"].saved))
     assert kept == (0 if act == "relu" else 48)
     assert [param.shape for param in ops["mlp.up_proj"].params] == [(48, 64), (48,)]
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +16,7 @@ from kumi.errors import OK
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.numerics import use
 from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, greatest, init_distributed, total
+from kumi.progress import showing
 from kumi.spec.layout import Layout
 from kumi.spec.numerics import Numerics
 from kumi.train.memory import memory_now
@@ -75,16 +72,16 @@ def _measure(wanted: Wanted, mesh: Mesh, flag: StopFlag) -> Found:
     sent = list(messages(mesh.place.world_size, wanted.device_type, quick=wanted.quick))
     budget, mine = QUICK_BUDGET if wanted.quick else BUDGET, groups(mesh.place.world_size, mesh.rank)
     timings, transfers = [], []
-    with _progress(len(work) + len(sent), enabled=mesh.rank == 0) as advance:
-        for kernel in work:
-            advance(f"{kernel.kind} {kernel.what} {kernel.dtype}")
+    with showing("measuring", len(work) + len(sent), str, enabled=mesh.rank == 0) as update:
+        for number, kernel in enumerate(work, 1):
+            update(number, f"{kernel.kind} {kernel.what} {kernel.dtype}")
             call = kernel.prepare()
             _agree(mesh, flag)
             seconds = seconds_of(call, mesh.device, budget)
             mean = total(torch.tensor(seconds / mesh.place.world_size, dtype=torch.float64), mesh)
             timings.append(Timing(kernel.kind, kernel.dtype, kernel.what, kernel.amount, float(mean)))
-        for message in sent:
-            advance(f"{message.kind} {message.size} bytes over {message.degree}")
+        for number, message in enumerate(sent, len(work) + 1):
+            update(number, f"{message.kind} {message.size} bytes over {message.degree}")
             _agree(mesh, flag)
             transfers.append(_transfer(message, mine[message.degree], mesh, budget))
     return Found(
@@ -118,38 +115,3 @@ def _context(device: torch.device) -> int:
 
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-
-
-@contextmanager
-def _progress(count: int, *, enabled: bool) -> Iterator[Callable[[str], None]]:
-    """A function that says what is measured now: a bar on a terminal, a line now and then elsewhere."""
-    if not enabled:
-        yield lambda what: None
-    elif sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        columns = (
-            TextColumn("measuring"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=count)
-            yield lambda what: bar.update(task, advance=1, description=what[:40])
-    else:
-        yield _lines(count)
-
-
-def _lines(count: int, every: float = 10.0) -> Callable[[str], None]:
-    begun, done, due = time.monotonic(), 0, every
-
-    def advance(what: str) -> None:
-        nonlocal done, due
-        passed, done = time.monotonic() - begun, done + 1
-        if passed >= due:
-            due = passed + every
-            print(f"measuring | {done} of {count} | {what}", file=sys.stderr, flush=True)
-
-    return advance

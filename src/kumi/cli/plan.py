@@ -73,9 +73,9 @@ def run(arguments: Namespace) -> int:
 def _plan(arguments: Namespace) -> int:
     from kumi.cli.plan_files import write_files
     from kumi.cli.plan_sizes import print_sizes
-    from kumi.cli.progress import progress
     from kumi.config import plan_input
     from kumi.config.model_plan import load_plan_or_model
+    from kumi.progress import showing
     from kumi.report.planning import plan
 
     config, defaults = load_plan_or_model(arguments.run, arguments.gpus, arguments.overrides)
@@ -85,12 +85,11 @@ def _plan(arguments: Namespace) -> int:
     for key, value in defaults.items():
         print(f"{key}={value:_} by default; set it with {key}=VALUE")
     if arguments.days is not None:
-        return print_sizes(arguments, wanted, asked.pinned, asked.grow, unsupported)
-    with progress("searching layouts") as told:
+        return print_sizes(arguments, wanted, asked.pinned, unsupported)
+    with showing("searching layouts", 1.0, "{:.0%}".format) as update:
         report = plan(
             wanted, asked.pinned, top=arguments.top, front=bool(arguments.html or arguments.svg or arguments.json),
-            trainable=arguments.trainable, unsupported=unsupported, grow=asked.grow, tokens=arguments.tokens,
-            progress=told,
+            trainable=arguments.trainable, unsupported=unsupported, tokens=arguments.tokens, progress=update,
         )  # fmt: skip
     _show(arguments, report, defaults)
     for file in write_files(arguments, config, report):

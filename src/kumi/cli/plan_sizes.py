@@ -5,32 +5,29 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from kumi.cli.progress import progress
 from kumi.describe import show
 from kumi.errors import OK
+from kumi.progress import showing
 from kumi.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kumi.plan.remedies import Grow
     from kumi.plan.sizing import Size
     from kumi.plan.space import Pins
     from kumi.plan.supported import Unsupported
     from kumi.spec.job import Job
 
 
-def print_sizes(
-    arguments: Namespace, job: Job, pinned: Pins, grow: Grow, unsupported: Unsupported | None
-) -> int:  # fmt: skip
+def print_sizes(arguments: Namespace, job: Job, pinned: Pins, unsupported: Unsupported | None) -> int:
     """Print how many nodes train `--tokens` tokens in `--days` days. Returns the exit code."""
     from kumi.plan.choose import trained, unasked
     from kumi.plan.sizing import sizes
 
     if arguments.trainable:
         pinned, unsupported = trained(job, pinned), unasked(pinned)
-    with progress("trying numbers of nodes"):
-        tried = sizes(job, pinned, arguments.tokens, arguments.days, grow, unsupported)
+    with showing("trying numbers of nodes", 1.0):
+        tried = sizes(job, pinned, arguments.tokens, arguments.days, unsupported)
     if arguments.json:
         arguments.write_json([_plain(size) for size in tried])
         return OK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile, given
@@ -11,7 +11,7 @@ from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 from kumi.spec.cluster import ClusterSpec, Device, Host, Link
 
-__all__ = ["assemble", "cluster_spec", "of_nodes", "presets", "read_node", "to_device"]
+__all__ = ["assemble", "cluster_spec", "on_nodes", "presets", "read_node", "to_device"]
 
 
 def cluster_spec(section: ClusterSection) -> ClusterSpec:
@@ -23,9 +23,9 @@ def cluster_spec(section: ClusterSection) -> ClusterSpec:
     return assemble(section, read_node(section.source), section.source)
 
 
-def of_nodes(section: ClusterSection) -> Callable[[int], ClusterSpec]:
-    """The cluster that `section` describes, with any number of nodes in place of its own."""
-    return lambda nodes: cluster_spec(section.model_copy(update={"nodes": nodes}))
+def on_nodes(section: ClusterSection, nodes: int) -> ClusterSpec:
+    """The cluster that `section` describes, with `nodes` nodes in place of its own."""
+    return cluster_spec(section.model_copy(update={"nodes": nodes}))
 
 
 def assemble(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpec:

@@ -36,12 +36,12 @@ def decide(asked: PlanInput, before: RunPlan | None) -> Decision:
     Raise LayoutError or FitError where one must be chosen and none can be.
     """
     if before is None:
-        return Decision(choose_layout(asked.job, asked.pinned, asked.grow), asked.pinned)
+        return Decision(choose_layout(asked.job, asked.pinned), asked.pinned)
     pinned = before.pinned if asked.pinned == spelled(before.layout) else asked.pinned
     reason = _why_anew(asked.job, pinned, before)
     if not reason:
         return Decision(estimate_of(asked.job, before.layout), pinned)
-    estimate = choose_layout(asked.job, pinned, asked.grow)
+    estimate = choose_layout(asked.job, pinned)
     return Decision(estimate, pinned, _change(before.layout, estimate.layout, reason))
 
 

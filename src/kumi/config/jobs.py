@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from kumi.config.cluster import cluster_spec, of_nodes
+from kumi.config.cluster import cluster_spec, on_nodes
 from kumi.config.model import read_hf_config
 from kumi.config.numerics import chosen
 from kumi.config.optim import choose_optim
 from kumi.config.schema import LoraSection, PlanConfig
-from kumi.plan.remedies import Grow
 from kumi.plan.space import Pins
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
@@ -25,17 +25,15 @@ from kumi.spec.precision import PRECISIONS, Precision
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What the planner is asked: the layout of `job`, with these fields `pinned`. `grow` returns larger machines, for
-    advice where nothing fits."""
+    """What the planner is asked: the layout of `job`, with these fields `pinned`."""
 
     job: Job
     pinned: Pins
-    grow: Grow
 
 
 def plan_input(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> PlanInput:
     """Return what `config` asks of the planner. Arguments and errors are those of `job`."""
-    return PlanInput(job(config, hf_config), config.layout.model_dump(exclude_none=True), of_nodes(config.cluster))
+    return PlanInput(job(config, hf_config), config.layout.model_dump(exclude_none=True))
 
 
 def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
@@ -52,6 +50,7 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
         engine=engine_with(comm(config)),
         numerics=numerics,
+        of_nodes=partial(on_nodes, config.cluster),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kumi.convert.card import model_card
 from kumi.convert.carried import is_carried
-from kumi.convert.entry import BLOCK_BYTES, Entry, entry_of, read_entry, read_part, run_of
+from kumi.convert.entry import BLOCK_BYTES, Entry, entry_of, read_part, run_of
 from kumi.convert.hf_write import write
 from kumi.convert.rectangles import Dims, by_rows, is_run, overlap, place
 from kumi.convert.runs import Run, plain_run
@@ -28,7 +28,7 @@ from kumi.spec.weights import Part, parts, stored_name
 if TYPE_CHECKING:  # bytes are copied without torch, which takes seconds to import
     from torch import Tensor
 
-__all__ = ["Entry", "Stored", "check", "entries", "model_card", "read", "read_into", "read_tensors", "write"]
+__all__ = ["Entry", "Stored", "check", "entries", "model_card", "read", "read_into", "write"]
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,6 @@ def reader(stored: Mapping[str, Stored]) -> Reader:
         lambda name: runs(stored[name]),
         file_run,
     )
-
-
-def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in the files of `folder`, one at a time, with its name there."""
-    for name, entry in entries(folder).items():
-        yield name, read_entry(entry)
 
 
 def check(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:

@@ -19,7 +19,6 @@ from kumi.convert import dcp_write, hf_write
 from kumi.convert.megatron import COMMON, COMMON_ENTRY, box, inside, tensor_bytes
 from kumi.convert.megatron_args import to_args, to_give
 from kumi.convert.megatron_folder import LATEST
-from kumi.convert.progress import showing
 from kumi.convert.rectangles import Dims
 from kumi.convert.safetensors_file import sync
 from kumi.convert.stream import Reader, threads
@@ -27,6 +26,7 @@ from kumi.errors import ModelError
 from kumi.files.output import remove_tree
 from kumi.plan.export import megatron_model
 from kumi.plan.export.megatron_lm import BUILT_IN
+from kumi.progress import showing
 from kumi.spec.ledger import tensors
 from kumi.spec.megatron_weights import VOCABULARY, Keys, extra_states, keys_for, parts
 from kumi.spec.model import ModelSpec

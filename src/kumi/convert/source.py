@@ -115,7 +115,6 @@ def models_in_run(folder: Path) -> str:
 def _open_hf(folder: Path) -> Source:
     config = families.read_config(folder)
     spec = families.from_hf(config)
-    families.check_trained(spec)
     stored = hf.check(folder, spec)
     return Source(folder, spec, quantised.plain(config), hf.reader(stored), folder, carried(folder, spec))
 
@@ -123,7 +122,6 @@ def _open_hf(folder: Path) -> Source:
 def _open_native(folder: Path) -> Source:
     saved = native.open_model(folder)
     spec = families.from_hf(saved.config)
-    families.check_trained(spec)
     native.check(saved, spec)
     kept = of_checkpoint(folder, spec, saved.carried_from)
     return Source(folder, spec, saved.config, native.reader(saved, spec), saved.tokenizer, kept)
@@ -133,5 +131,4 @@ def _open_megatron(folder: Path, config: str | Path | None) -> Source:
     from kumi.convert import megatron
 
     saved = megatron.open_model(folder, config)
-    families.check_trained(saved.spec)
     return Source(saved.folder, saved.spec, saved.config, saved.reader(), saved.tokenizer, {})

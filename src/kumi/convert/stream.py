@@ -18,9 +18,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kumi.convert.progress import Update, showing
 from kumi.convert.rectangles import Dims
 from kumi.convert.runs import BUFFER_BYTES, Run, Stored, Sums, Target, Wrote, write_all
+from kumi.progress import Update, showing
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.write import as_bytes
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kumi.convert.carried import check_equal
-from kumi.convert.progress import showing
 from kumi.convert.source import Source
 from kumi.convert.stream import threads
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
+from kumi.progress import showing
 from kumi.spec import families
 from kumi.spec.ledger import num_params, tensors
 from kumi.spec.op import Param

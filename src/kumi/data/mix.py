@@ -53,10 +53,6 @@ class Mixture:
         if any(not weight > 0 for _, weight in self.parts):
             raise ConfigError(f"mixture weights {[weight for _, weight in self.parts]} must all be above 0")
 
-    def sample(self, number: int) -> Batch:
-        """Sequence `number`, as a batch of one row."""
-        return self.batch(number, 1)
-
     def batch(self, start: int, count: int) -> Batch:
         """Sequences start ... start + count - 1."""
         part, _, window = self.locate(start, count)
@@ -73,13 +69,6 @@ class Mixture:
             keys = key(self.seed, 1, number, epoch[mine])
             window[mine] = permute(draw[mine] % size, size, keys)
         return part, epoch, window
-
-    def epochs(self, consumed: int) -> list[float]:
-        """How often each part has been gone through after `consumed` sequences."""
-        whole = consumed - consumed % _BLOCK
-        part, _ = self._draws(whole, consumed - whole)
-        drawn = [n + int(np.count_nonzero(part == p)) for p, n in enumerate(self._drawn_before(whole))]
-        return [count / windows(file, self.seq_len) for count, (file, _) in zip(drawn, self.parts, strict=True)]
 
     def _draws(self, start: int, count: int) -> tuple[Array, Array]:
         """For each sequence its part, and how many sequences that part gave before it.

@@ -14,13 +14,14 @@ import fcntl
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kumi.data import pool, progress, records, store, work
+from kumi.data import pool, records, store, work
 from kumi.data.join import join
 from kumi.data.sources import DataPathError, Source
 from kumi.data.store import Store
@@ -30,6 +31,8 @@ from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 from kumi.files.output import make_folder, open_kept, remove_tree
 from kumi.files.untrusted import json_record
+from kumi.progress import showing
+from kumi.units import format_count
 
 OWNER = ".kumi-data"
 # Folders inside a run's folder of data.
@@ -142,7 +145,8 @@ def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, wor
     total = sum(unit.bytes for unit in plan.units)
     done = {number: unit.bytes for number, unit in enumerate(plan.units) if counts[number] is not None}
     tokens: dict[int, int] = {}
-    with progress.showing("tokenising", total, enabled=show) as update, closing(pool.answers(jobs, workers)) as answers:
+    begun = time.monotonic()
+    with showing("tokenising", total, enabled=show) as update, closing(pool.answers(jobs, workers)) as answers:
         for job, answer in answers:
             number = missing[job]
             if "error" in answer:
@@ -153,7 +157,11 @@ def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, wor
             else:
                 done[number] = plan.units[number].bytes
                 tokens[number] = sum(answer["result"].get(f"{side}_tokens", 0) for side in SIDES)
-            update(sum(done.values()), sum(tokens.values()))
+            update(sum(done.values()), _pace(sum(tokens.values()), time.monotonic() - begun))
+
+
+def _pace(tokens: int, seconds: float) -> str:
+    return f"{format_count(tokens)} tokens | {format_count(tokens / max(seconds, 1e-9))} tok/s"
 
 
 def _job(cache: Path, plan: Plan, number: int, tokenizer: Tokenizer, on_error: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def describe_plan(config: PlanConfig) -> dict[str, Any]:
     from kumi.report.planning import plan
 
     asked = plan_input(config)
-    best = plan(asked.job, asked.pinned, top=1, front=False, grow=asked.grow).best
+    best = plan(asked.job, asked.pinned, top=1, front=False).best
     return _described(config, asked.job, best)
 
 

@@ -48,7 +48,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.messages: Counter[Message] = Counter()
         self.flops: Counter[str] = Counter()
         self.inside: dict[Any, Callable[..., Any]] = dict(INSIDE)  # operators that are looked into, and what they do
-        self.operations = 0
         self.current = 0
         self.kind = "activations"
         self._sizes: dict[int, tuple[int, int]] = {}  # by storage: its number and its bytes
@@ -70,7 +69,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forgets what was computed and sent, and the peak, but not what is held."""
         self.messages.clear()
         self.flops.clear()
-        self.operations = 0
         self._events = [(number, size) for number, size in self._sizes.values() if size]
 
     @contextmanager
@@ -137,7 +135,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _seen(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.operations += 1
         kind = self._kind_of(func, args, kwargs)
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):

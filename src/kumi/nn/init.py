@@ -10,24 +10,14 @@ import hashlib
 from math import prod, sqrt
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kumi.spec.ledger import tensors
-from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 
 # Elements of a block; a change would change every model started from a seed.
 _BLOCK = 2**18
 # The first steps of a Mamba mixer's heads, at least and at most.
 _STEPS = 0.001, 0.1
-
-
-def init_weights(module: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Fill every parameter and buffer of `module`, whole on this device, as Hugging Face does (see `fill`)."""
-    known = {tensor.name: tensor for tensor in tensors(spec)}
-    with torch.no_grad():
-        for name, tensor in module.state_dict().items():
-            fill(tensor, known[name], (0,) * tensor.ndim, std=spec.initializer_range, seed=seed)
 
 
 def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed: int) -> None:

@@ -5,31 +5,31 @@
     model = build(spec, mesh, precision, weights=seed)
     optimizer = init_adamw(bare(model).named_parameters(), decayed(spec), optim)
 
-    loss = pipeline.train(model, mesh, microbatches)                  # a step: sum over tokens / tokens of the step
-    norm = clip_gradients(model.parameters(), optim.grad_clip, mesh)
+    loss = forward_backward(model, mesh, batches, tokens)     # a step: this rank's sum over tokens / tokens of the step
+    norm = clip_gradients(model, optim.grad_clip, mesh)
     optimizer.step()
-    optimizer.zero_grad()
+    forget_gradients(model, optimizer)
 
-    owned([*model_pieces(model), *optimizer_pieces(model, optimizer)], mesh)      # what this rank saves
+    owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh)  # what this rank saves
 
 mesh: ranks, axes, groups. build: the order of assembly. data: DDP and FSDP2. recompute: activation checkpointing.
-pipeline: microbatches through stages. stages: those of this rank. record: what it did when.
+forward_backward: the gradients of a step. pipeline: microbatches through stages. stages: those of this rank.
+record: what it did when.
 grads: global norm, clipping, loss scale. optimizer: AdamW. state: tensors as pieces of global ones.
 """
 
 from kumi.parallel import pipeline
 from kumi.parallel.build import build
-from kumi.parallel.data import bare, sync_context
+from kumi.parallel.data import bare
 from kumi.parallel.grads import LossScale, clip_gradients
 from kumi.parallel.mesh import Mesh, Place, barrier, build_mesh, close_distributed, greatest, init_distributed, total
 from kumi.parallel.optimizer import init_adamw
-from kumi.parallel.state import Reader, fill, model_pieces, optimizer_pieces, owned
+from kumi.parallel.state import fill, model_pieces, optimizer_pieces, owned
 
 __all__ = [
     "LossScale",
     "Mesh",
     "Place",
-    "Reader",
     "bare",
     "barrier",
     "build",
@@ -44,6 +44,5 @@ __all__ = [
     "optimizer_pieces",
     "owned",
     "pipeline",
-    "sync_context",
     "total",
 ]

@@ -12,7 +12,6 @@ from kumi.plan.estimate import estimate
 from kumi.plan.fitting import bases_of
 from kumi.plan.memory import usable
 from kumi.plan.refusal import does_not_fit, from_pins, leading, why_illegal
-from kumi.plan.remedies import Grow
 from kumi.plan.search import Found, search
 from kumi.plan.space import Pins
 from kumi.plan.supported import Unsupported, accepted
@@ -43,8 +42,8 @@ def unasked(pinned: Pins) -> Unsupported:
 SOME_FLOPS = 1e14
 
 
-def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
-    """The estimate of the layout that `job` is trained with; `grow` makes the machines larger, for advice.
+def choose_layout(job: Job, pinned: Pins) -> Estimate:
+    """The estimate of the layout that `job` is trained with.
 
     Raises LayoutError with the reasons when what is pinned allows no legal layout or none that can be trained, and
     FitError when none fits.
@@ -65,7 +64,7 @@ def choose_layout(job: Job, pinned: Pins, grow: Grow | None = None) -> Estimate:
         raise LayoutError(why_illegal(job, pinned))
     if found.smallest is not None and (reasons := unasked(pinned)(job, found.smallest)):
         raise LayoutError(leading(reasons, pinned))
-    raise FitError(does_not_fit(job, pinned, found, TRAINED, grow))
+    raise FitError(does_not_fit(job, pinned, found, TRAINED))
 
 
 def _settled(reasons: Sequence[str], pinned: Pins) -> list[str]:

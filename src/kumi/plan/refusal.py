@@ -9,7 +9,7 @@ from typing import Any
 
 from kumi.plan import memory
 from kumi.plan.estimate import estimate
-from kumi.plan.remedies import Grow, remedies
+from kumi.plan.remedies import remedies
 from kumi.plan.search import Found
 from kumi.plan.space import Pins
 from kumi.spec.checks import problems
@@ -64,11 +64,9 @@ def written(pinned: Pins) -> str:
     return ", ".join(f"layout.{name}={value}" for name, value in pinned.items()) or "nothing pinned"
 
 
-def does_not_fit(
-    job: Job, pinned: Pins, found: Found, fixed: Pins = MappingProxyType({}), grow: Grow | None = None
-) -> str:
+def does_not_fit(job: Job, pinned: Pins, found: Found, fixed: Pins = MappingProxyType({})) -> str:
     """Why nothing fits, and the smallest changes that would make something fit, in one sentence. `fixed` is what the
-    search could not choose besides what is `pinned`; `grow` makes the machines larger."""
+    search could not choose besides what is `pinned`."""
     if found.smallest is None:
         host = job.cluster.host
         return (
@@ -77,7 +75,7 @@ def does_not_fit(
         )
     least = estimate(job, found.smallest)
     need, have = format_bytes(least.peak_memory), format_bytes(memory.usable(job.cluster.device))
-    changes = remedies(job, pinned, least, fixed, grow)
+    changes = remedies(job, pinned, least, fixed)
     pins = f" with {written(pinned)}" if pinned else ""
     return (
         f"the model does not fit: of {found.count:,} layouts{pins} the leanest needs {need} a device, and "

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from kumi.plan.search import smallest
 from kumi.plan.space import Pins
 from kumi.plan.types import Estimate
-from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
 from kumi.units import format_bytes
-
-# The machines with another number of nodes.
-Grow = Callable[[int], ClusterSpec]
 
 # How many times the machines are doubled before giving up on more of them.
 DOUBLINGS = 10
 
 
-def remedies(job: Job, pinned: Pins, least: Estimate, fixed: Pins, grow: Grow | None) -> list[str]:
-    """What would help, each alone: unpinning, more nodes where `grow` makes the machines larger, shorter sequences, a
-    larger card, a described host. What is `fixed` stays so whatever is pinned."""
+def remedies(job: Job, pinned: Pins, least: Estimate, fixed: Pins) -> list[str]:
+    """What would help, each alone: unpinning, more nodes where it is known what joins them, shorter sequences, a larger
+    card, a described host. What is `fixed` stays so whatever is pinned."""
     every = {**pinned, **fixed}
-    found = [*_unpinned(job, pinned, fixed), *_more_nodes(job, every, grow), *_shorter(job, every), *_host(job, every)]
+    found = [*_unpinned(job, pinned, fixed), *_more_nodes(job, every), *_shorter(job, every), *_host(job, every)]
     short = least.peak_memory / max(1, least.usable)
     card = format_bytes(short * job.cluster.device.memory)
     return [*found, f"use devices of {card} or more instead of {format_bytes(job.cluster.device.memory)}"]
@@ -46,11 +42,11 @@ def _unpinned(job: Job, pinned: Pins, fixed: Pins) -> Iterator[str]:
             return
 
 
-def _more_nodes(job: Job, pinned: Pins, grow: Grow | None) -> Iterator[str]:
-    for _ in range(DOUBLINGS if grow else 0):
-        assert grow is not None
-        nodes = 2 * job.cluster.nodes
-        job = replace(job, cluster=replace(grow(nodes), device=job.cluster.device))
+def _more_nodes(job: Job, pinned: Pins) -> Iterator[str]:
+    for _ in range(DOUBLINGS if job.of_nodes else 0):
+        device, nodes = job.cluster.device, 2 * job.cluster.nodes
+        job = job.on_nodes(nodes)
+        job = replace(job, cluster=replace(job.cluster, device=device))
         if job.cluster.devices > job.batch.sequences * 64:
             return
         if fits(job, pinned):

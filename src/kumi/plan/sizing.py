@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.remedies import Grow
 from kumi.plan.search import search
 from kumi.plan.space import Pins, bases
 from kumi.plan.supported import Unsupported, accepted
@@ -49,12 +48,9 @@ class Size(Training):
     best: Estimate
 
 
-def size(
-    job: Job, pinned: Pins, nodes: int, tokens: float, grow: Grow, unsupported: Unsupported | None = None
-) -> Size | None:
-    """What `tokens` tokens take on `nodes` nodes, which `grow` makes a cluster; None where no layout is legal there, or
-    supported, or none fits."""
-    job = replace(job, cluster=grow(nodes))
+def size(job: Job, pinned: Pins, nodes: int, tokens: float, unsupported: Unsupported | None = None) -> Size | None:
+    """What `tokens` tokens take on `nodes` nodes; None where no layout is legal there, or supported, or none fits."""
+    job = job.on_nodes(nodes)
     found = search(job, pinned, top=1, accept=accepted(job, unsupported))
     if not found.plans:
         return None
@@ -64,9 +60,7 @@ def size(
     )  # fmt: skip
 
 
-def sizes(
-    job: Job, pinned: Pins, tokens: float, days: float, grow: Grow, unsupported: Unsupported | None = None
-) -> list[Size]:
+def sizes(job: Job, pinned: Pins, tokens: float, days: float, unsupported: Unsupported | None = None) -> list[Size]:
     """Growing numbers of nodes up to the smallest that trains `tokens` tokens in `days` days, which is the last.
 
     Nodes are doubled until that is reached, then the gap is halved, over the numbers that have a legal layout. Raises
@@ -75,30 +69,30 @@ def sizes(
     """
     tried: dict[int, Size] = {}
     for nodes in _doubling(job):
-        found = size(job, pinned, nodes, tokens, grow, unsupported)
+        found = size(job, pinned, nodes, tokens, unsupported)
         if found is not None:
             tried[nodes] = found
             if found.days <= days:
                 break
     else:
         raise _too_slow(job, tried, days)
-    between = _between(job, pinned, nodes, grow)
+    between = _between(job, pinned, nodes)
     low, high = 0, len(between) - 1
     while low < high:
         middle = (low + high) // 2
-        found = size(job, pinned, between[middle], tokens, grow, unsupported)
+        found = size(job, pinned, between[middle], tokens, unsupported)
         if found is not None:
             tried[between[middle]] = found
         low, high = (low, middle) if found is not None and found.days <= days else (middle + 1, high)
     return [tried[nodes] for nodes in sorted(tried) if nodes <= between[high]]
 
 
-def _between(job: Job, pinned: Pins, nodes: int, grow: Grow) -> list[int]:
+def _between(job: Job, pinned: Pins, nodes: int) -> list[int]:
     """At most 16 numbers of nodes above half of `nodes`, which is the last, that have a legal layout."""
     sites = job.cluster.sites
     apart = sites * max(1, nodes // (32 * sites))
     numbers = range(nodes // 2 + apart, nodes, apart)
-    return [*(one for one in numbers if len(bases(replace(job, cluster=grow(one)), pinned))), nodes]
+    return [*(one for one in numbers if len(bases(job.on_nodes(one), pinned))), nodes]
 
 
 def _doubling(job: Job) -> Iterator[int]:

@@ -194,16 +194,14 @@ def update_bytes(job: Job, x: Columns, own: Held) -> Floats:
 class Gathered:
     """Bytes that the forward and backward passes hold beside the states, at most, (rows,) each.
 
-    `params`: parameters put together from all ranks. `transfer`: the buffer a unit travels through, at the moment when
-    it is copied out. `accumulated`: whole gradients that wait for the last microbatch. `grads`: whole gradients of the
-    microbatch at hand, on their way to be divided.
+    `params`: parameters put together from all ranks. `accumulated`: whole gradients that wait for the last microbatch.
+    `grads`: whole gradients of the microbatch at hand, on their way to be divided.
 
     Of these, `loss` are there when the loss is computed, `layer` in the backward of a layer, the buffers in which its
     gradients are summed included, and `end` in that of the embedding, when the root's gradients are summed, too.
     """
 
     params: Floats
-    transfer: Floats
     accumulated: Floats
     grads: Floats
     loss: Floats
@@ -241,7 +239,6 @@ def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
     active = (divided(x) > 1) & (shards | (not job.engine.half_weights))
     return Gathered(*(np.where(active, size, 0.0) for size in (
         np.where(shards, compute * (root.padded + own.largest_padded), every),
-        compute * np.maximum(own.largest_padded, root.padded),
         kept,
         compute * (root.trained + own.largest_trained),
         in_loss + kept + waiting,

@@ -5,7 +5,7 @@ No picture relies on them alone: every area is labelled, or has a pattern, a let
 
 from __future__ import annotations
 
-BLACK, ORANGE, SKY, GREEN = "#000000", "#e69f00", "#56b4e9", "#009e73"
+ORANGE, SKY, GREEN = "#e69f00", "#56b4e9", "#009e73"
 YELLOW, BLUE, RED, PURPLE, GREY = "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"
 
 MEMORY_COLOURS = {"params": BLUE, "grads": GREEN, "optimizer": ORANGE, "gathered": SKY, "weights": SKY,

@@ -9,7 +9,6 @@ from kumi.errors import FitError, LayoutError
 from kumi.plan.choose import TRAINED, alone, pinned_layout, trained, unasked
 from kumi.plan.estimate import estimate, timeline_of
 from kumi.plan.refusal import does_not_fit, why_illegal
-from kumi.plan.remedies import Grow
 from kumi.plan.search import Found, search
 from kumi.plan.sizing import training
 from kumi.plan.space import Pins
@@ -28,13 +27,12 @@ def plan(
     trainable: bool = False,
     front: bool = True,
     unsupported: Unsupported | None = None,
-    grow: Grow | None = None,
     tokens: float | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """The fastest layout of `job` that agrees with `pinned`, with all that explains it; `trainable`: of those that this
     version of kumi trains itself; `unsupported`: of those of which it has nothing to say. `front`: with the front
-    of time and memory. `grow` makes the machines larger, for advice. `tokens`: say what training on so many takes.
+    of time and memory. `tokens`: say what training on so many takes.
 
     Raises LayoutError with the reasons where what is pinned is illegal, or not supported, and FitError with the
     smallest change that would help where nothing fits.
@@ -48,7 +46,7 @@ def plan(
         job, every, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress
     )  # fmt: skip
     if not found.plans:
-        raise _no_plan(job, pinned, found, fixed, grow, unsupported)
+        raise _no_plan(job, pinned, found, fixed, unsupported)
     best, *others = found.plans
     return Report(
         job=job,
@@ -72,14 +70,14 @@ def _carried_out(job: Job, item: Expected, unsupported: Unsupported | None) -> E
 
 
 def _no_plan(
-    job: Job, pinned: Pins, found: Found, fixed: Pins, grow: Grow | None, unsupported: Unsupported | None
+    job: Job, pinned: Pins, found: Found, fixed: Pins, unsupported: Unsupported | None
 ) -> FitError | LayoutError:
     """Why there is none: nothing legal, nothing that fits, or nothing that is supported."""
     if not found.count:
         return LayoutError(why_illegal(job, pinned))
     if unsupported is not None and found.pareto:
         return LayoutError(none_supported(job, found.pareto[0].layout, unsupported))
-    return FitError(does_not_fit(job, pinned, found, fixed, grow))
+    return FitError(does_not_fit(job, pinned, found, fixed))
 
 
 def _lacking(job: Job, found: Found, best: Estimate) -> tuple[Estimate, ...]:

@@ -14,8 +14,8 @@ WIDTH = 720.0
 # Where pictures end on the right; they begin as far from the left.
 RIGHT = WIDTH - 12
 SIZE = 13.0
-# How wide a letter is on average, and how high a line, for the size of its font.
-LETTER, LINE = 0.58, 1.35
+# How wide a letter is on average, for the size of its font.
+LETTER = 0.58
 PAPER, INK = "#ffffff", "#1a1a1a"
 HATCH = (
     '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from itertools import product
 from math import prod
 
 # From the outermost axis, whose neighbours are far apart, to the innermost, whose neighbours share a node.
@@ -91,18 +89,6 @@ class Layout:
         coords = self.coords(rank)
         return coords["dp_replicate"] * self.dp_shard + coords["dp_shard"]
 
-    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """The groups of ranks that communicate along `axis`."""
-        others = [range(1 if name == axis else degree) for name, degree in zip(AXES, self.degrees, strict=True)]
-        for fixed in product(*others):
-            coords = dict(zip(AXES, fixed, strict=True))
-            yield tuple(self.rank({**coords, axis: index}) for index in range(getattr(self, axis)))
-
     def stride(self, axis: str) -> int:
         """How far apart neighbours along `axis` stand, in ranks."""
         return prod(self.degrees[AXES.index(axis) + 1 :])
-
-    def span(self, axis: str) -> int:
-        """How many consecutive ranks a group along `axis` stretches over: it tells which link the group crosses."""
-        degree: int = getattr(self, axis)
-        return self.stride(axis) * (degree - 1) + 1

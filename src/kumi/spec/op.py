@@ -72,10 +72,6 @@ class Activation:
     dims: tuple[Dim, ...]
     dtype: str = "compute"
 
-    @property
-    def numel_per_token(self) -> int:
-        return prod(dim.size for dim in self.dims)
-
 
 @dataclass(frozen=True)
 class Op:

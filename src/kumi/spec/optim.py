@@ -10,7 +10,6 @@ from typing import Any
 
 from kumi.errors import ConfigError
 
-SCHEDULES = ("constant", "cosine", "linear", "wsd")
 KINDS = ("adamw", "adamw-8bit", "muon", "adafactor", "sgd")
 
 # What AdamW keeps for a parameter: a value for each of its elements by each of these names, and a step counter.

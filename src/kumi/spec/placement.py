@@ -59,20 +59,6 @@ def axis(layout: Layout, name: str) -> Axis:
     return Axis(name, *found[name])
 
 
-def groups(layout: Layout, name: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that communicate along axis `name`, in ascending order of their first ranks.
-
-    Every rank is in one; where the degree is 1 each is alone.
-    """
-    one = axis(layout, name)
-    return tuple(one.group(rank) for rank in range(layout.world_size) if one.index(rank) == 0)
-
-
-def coords(layout: Layout, rank: int) -> dict[str, int]:
-    """Where `rank` stands on every axis of both arrangements."""
-    return {name: axis(layout, name).index(rank) for name in (*AXES, *EXPERT_AXES)}
-
-
 def link(cluster: ClusterSpec, one: Axis) -> Link | None:
     """The slowest link that the groups of an axis cross; None where nothing is sent or nothing is known of links."""
     if one.degree == 1 or not cluster.links:

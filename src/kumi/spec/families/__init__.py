@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,7 +54,7 @@ from kumi.spec.families import (
 )
 from kumi.spec.families.nearest import difference
 from kumi.spec.ledger import num_params
-from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
+from kumi.spec.model import ModelSpec
 
 # model_type -> module with ARCHITECTURE, from_hf(config) -> ModelSpec and to_hf(spec) -> config
 FAMILIES: dict[str, ModuleType] = {
@@ -100,27 +100,6 @@ FAMILIES: dict[str, ModuleType] = {
 # What architectures were called before the first release of transformers that had them.
 _OLD_NAMES = {"LLaMAForCausalLM": ["LlamaForCausalLM"]}
 
-# The fields that the trainer reads; a model in which another one has been set is not a model that it computes.
-_COMPUTED = {
-    ModelSpec: "family vocab_size hidden_size layers norm_eps max_position_embeddings tie_word_embeddings "
-               "initializer_range bos_token_id eos_token_id pad_token_id notes weights lora norm norm_bias "
-               "zero_centered_norm learned_positions embedding_norm embedding_scale residual_scale logit_scale "
-               "logit_softcap carried_config",
-    LayerSpec: "attention mlp parallel shared_norm post_norms pre_norms",
-    Attention: "num_attention_heads num_key_value_heads head_dim rope qkv_bias out_bias qk_norm qk_norm_whole "
-               "sliding_window sinks alibi alibi_stepped score_scale softcap",
-    LatentAttention: "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope "
-                     "bias rope_interleave mscale_all_dim",
-    Mamba: "num_heads head_dim state_size n_groups conv_kernel chunk_size conv_bias bias time_step_limit",
-    MLP: "intermediate_size bias hidden_act gated",
-    MoE: "num_experts num_experts_per_tok moe_intermediate_size shared_intermediate_size scoring_func n_group "
-         "topk_group norm_topk_prob routed_scaling_factor topk_method router_aux_loss_coef seq_aux bias hidden_act "
-         "gated act_limit act_alpha shared_gate",
-    Rope: "rope_theta scaling factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast "
-          "beta_slow attention_factor truncate partial_rotary_factor short_factor long_factor interleave "
-          "query_growth",
-}  # fmt: skip
-
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json describes; what kumi does not understand in it is a ModelError."""
@@ -135,35 +114,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def check_trained(spec: ModelSpec) -> None:
-    """Nothing, when the trainer computes exactly the model `spec`; ModelError when it can only be planned for."""
-    ways = f"this version trains {', '.join(FAMILIES)}"
+    """Raise ModelError unless the trainer computes the family of `spec`; one that it does not can be planned for."""
     if spec.family not in FAMILIES:
-        raise ModelError(f"a {spec.family} model can be planned for but not trained: {ways}; plan it, or name a model "
-                         f"of these families")  # fmt: skip
-    parts = [spec, *(part for layer in spec.layer_kinds()[0] for part in _parts(layer))]
-    for part in parts:
-        unknown = _not_computed(part)
-        if unknown:
-            raise ModelError(f"this {spec.family} model can be planned for but not trained: its {unknown} is not "
-                             f"computed; leave it out, or plan it only")  # fmt: skip
-
-
-def _parts(layer: LayerSpec) -> tuple[object, ...]:
-    rope = None if layer.attends is None else layer.attends.rope
-    return tuple(part for part in (layer, layer.attention, layer.mlp, rope) if part is not None)
-
-
-def _not_computed(part: Any) -> str:
-    """What the trainer does not know of `part`: its type, or the first such field that has been set; else empty."""
-    if type(part) not in _COMPUTED:
-        return type(part).__name__
-    known = _COMPUTED[type(part)].split()
-    changed = [field.name for field in fields(part) if field.name not in known and _is_set(part, field)]
-    return f"{type(part).__name__}.{changed[0]}={getattr(part, changed[0])!r}" if changed else ""
-
-
-def _is_set(part: Any, field: Field[Any]) -> bool:
-    return bool(getattr(part, field.name) != field.default)
+        raise ModelError(f"a {spec.family} model can be planned for but not trained: this version trains "
+                         f"{', '.join(FAMILIES)}; plan it, or name a model of these families")  # fmt: skip
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
@@ -205,11 +159,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     # Configurations written by Python have Infinity where a limit is none; `keys.read` knows where that may be.
     return read_object(path.parent, path.name, infinity=True)
-
-
-def load(folder: str | Path) -> ModelSpec:
-    """The model that the config.json in `folder` (or the file `folder`) describes."""
-    return from_hf(read_config(folder))
 
 
 def _check_names(config: Mapping[str, Any]) -> None:

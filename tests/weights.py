@@ -1,0 +1,28 @@
+"""Weights for decoders that tests build by themselves, and those in the files of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kumi.convert.entry import read_entry
+from kumi.convert.hf import entries
+from kumi.nn.init import fill
+from kumi.spec.ledger import tensors
+from kumi.spec.model import ModelSpec
+
+
+def init_weights(module: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """Fill every parameter and buffer of `module` as a run on one device does that starts from `seed`."""
+    known = {tensor.name: tensor for tensor in tensors(spec)}
+    with torch.no_grad():
+        for name, tensor in module.state_dict().items():
+            fill(tensor, known[name], (0,) * tensor.ndim, std=spec.initializer_range, seed=seed)
+
+
+def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in the files of `folder`, with its name there."""
+    return ((name, read_entry(entry)) for name, entry in entries(folder).items())
