@@ -179,13 +179,13 @@ class Decoder(nn.Module):
     @overload
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None,
-        labels: Tensor | None = None, token_weights: None = None,
+        labels: Tensor | None = None, token_weights: None = None, loss: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None,
-        labels: Tensor, token_weights: Tensor,
+        labels: Tensor, token_weights: Tensor, loss: None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def forward(
@@ -196,13 +196,15 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
+        loss: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What the arguments ask for, given token ids (B, S), or the hidden states that the stage before returned.
 
         Without `labels`: logits (B, S, V). With them (already shifted: labels[b, s] is what should follow
         input_ids[b, s]; -100 where nothing is to be learnt): their log-probs, float32 (B, S), 0 where it is -100.
         With `token_weights` (B, S) besides: the scalar sum of token_weights * log-probs, whose gradient is formed at
-        once, and the log-probs, detached. A stage without head returns hidden states whatever else is given.
+        once, and the log-probs, detached. With `loss` besides the labels: the scalar that it returns for their
+        log-probs. A stage without head returns hidden states whatever else is given.
 
         `document_ids` (B, S) keeps documents packed in a row apart; `position_ids` (B, S) default to 0, 1, ... in each,
         and must be given to a stage without embedding.
@@ -215,7 +217,8 @@ class Decoder(nn.Module):
             shape = input_ids.shape if position_ids is None else position_ids.shape
             return self.shaping.shape(self.logits(flat, weight)).view(*shape, -1)
         if token_weights is None:
-            return self.log_probs(flat, weight, labels.flatten()).view(labels.shape)
+            found = self.log_probs(flat, weight, labels.flatten()).view(labels.shape)
+            return found if loss is None else loss(found)
         total, log_probs = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten())
         return total, log_probs.view(labels.shape)
 
