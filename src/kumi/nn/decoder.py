@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from kumi.errors import ModelError
 from kumi.nn import logprob
-from kumi.nn.attention import Attention, attend
-from kumi.nn.latent import LatentAttention
+from kumi.nn.attention import attend
 from kumi.nn.linear import Linear
-from kumi.nn.mamba import Mamba
+from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
 from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
@@ -36,8 +35,9 @@ class DecoderLayer(nn.Module):
 
         attends, feeds = spec.attention is not None, spec.mlp is not None
         self.input_layernorm = norm(spec.pre_norms and attends)
-        self.self_attn = attention(of, spec.attends, device=device, dtype=dtype)
-        self.mamba = mamba(of, spec.attention, device=device, dtype=dtype)
+        if spec.attention is not None:
+            mixer = MIXERS[type(spec.attention)](of, spec.attention, device=device, dtype=dtype)
+            self.add_module(spec.attention.module_name, mixer)
         self.self_attn_post_norm = norm(spec.post_norms and attends)
         self.post_attention_layernorm = norm(spec.pre_norms and feeds and not spec.shared_norm)
         self.mlp = feed_forward(of.hidden_size, spec.mlp, device=device, dtype=dtype)
@@ -55,11 +55,16 @@ class DecoderLayer(nn.Module):
             x = self.add(x, self.feed(_through(self.post_attention_layernorm, x), where))
         return x
 
+    @property
+    def mixer(self) -> nn.Module:
+        """The module that mixes tokens: attention or Mamba. The layer has it under the name that parameters have."""
+        assert self.spec.attention is not None
+        found: nn.Module = getattr(self, self.spec.attention.module_name)
+        return found
+
     def attend(self, normed: Tensor, where: Where) -> Tensor:
-        """What attention, or what stands in its place, adds."""
-        mixer = self.self_attn if self.mamba is None else self.mamba
-        assert mixer is not None
-        return _through(self.self_attn_post_norm, mixer(normed, where))
+        """Return what the mixer adds."""
+        return _through(self.self_attn_post_norm, self.mixer(normed, where))
 
     def feed(self, normed: Tensor, where: Where) -> Tensor:
         """What the feed-forward part adds."""
@@ -75,28 +80,6 @@ class DecoderLayer(nn.Module):
 def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
     out: Tensor = x if norm is None else norm(x)
     return out
-
-
-def attention(
-    of: ModelSpec, spec: model.Attention | model.LatentAttention | None, *,
-    device: torch.device | None, dtype: torch.dtype,
-) -> Attention | LatentAttention | None:  # fmt: skip
-    """The module that computes `spec` in a model: a function of (hidden states, `Where`). None where there is none."""
-    if spec is None:
-        return None
-    if isinstance(spec, model.LatentAttention):
-        return LatentAttention(of.hidden_size, spec, device=device, dtype=dtype)
-    zero_centered = of.zero_centered_norm
-    return Attention(of.hidden_size, spec, of.norm_eps, device=device, dtype=dtype, zero_centered=zero_centered)
-
-
-def mamba(
-    of: ModelSpec, spec: object, *, device: torch.device | None, dtype: torch.dtype
-) -> Mamba | None:  # fmt: skip
-    """The same, where `spec` is a Mamba mixer."""
-    if not isinstance(spec, model.Mamba):
-        return None
-    return Mamba(of.hidden_size, spec, of.norm_eps, device=device, dtype=dtype)
 
 
 def feed_forward(
