@@ -18,12 +18,13 @@ from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
 from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
+from kumi.nn.surrounded import Surrounded
 from kumi.nn.where import Attend, Where, document_lengths, positions, segments, tables
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Surrounded):
     """x + attention(norm(x)), then x + mlp(norm(x)); or in the other arrangements that `LayerSpec` has words for."""
 
     def __init__(self, of: ModelSpec, spec: LayerSpec, *, device: torch.device | None, dtype: torch.dtype) -> None:
@@ -43,8 +44,8 @@ class DecoderLayer(nn.Module):
         self.mlp = feed_forward(of.hidden_size, spec.mlp, device=device, dtype=dtype)
         self.mlp_post_norm = norm(spec.post_norms and feeds)
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
-        """Hidden states (B, S, D), or (T, D), in the same shape."""
+    def compute(self, x: Tensor, where: Where) -> Tensor:
+        """Return hidden states of the shape of `x`, (B, S, D) or (T, D)."""
         if self.spec.parallel:
             normed = _through(self.input_layernorm, x)
             other = normed if self.spec.shared_norm else _through(self.post_attention_layernorm, x)
@@ -92,14 +93,15 @@ def feed_forward(
 
 
 class Embedding(nn.Module):
-    """Rows of a table: of the tokens', or of the positions'."""
+    """Rows of a table: of the tokens', or of the positions'. `lookup` takes the ids and the table."""
 
     def __init__(self, rows: int, size: int, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size, device=device, dtype=dtype))
+        self.lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        return self.lookup(ids, self.weight)
 
 
 class Model(nn.Module):

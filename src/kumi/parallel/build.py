@@ -12,11 +12,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from kumi.nn.attention import leave_blocks_uncompiled
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import linears
-from kumi.nn.moe import leave_uncompiled
 from kumi.parallel import context, data, expert, tensor, tiles
+from kumi.parallel.compiled import leave_uncompiled
 from kumi.parallel.float8 import multiply_in_float8
 from kumi.parallel.kept import keep_on_host
 from kumi.parallel.lora import add_adapters, connect, fill_adapted, fill_packed, hold_moments, to_pack
@@ -131,7 +130,6 @@ def _prepare(
         keep_on_host(layers, mesh.device)
     if compile:
         leave_uncompiled(decoder)
-        leave_blocks_uncompiled(decoder)
         for block in layers:
             block.compile()
     if data.is_divided(mesh):
