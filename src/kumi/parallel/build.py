@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 
-from kumi.nn.decoder import Decoder
+from kumi.nn.decoder import Decoder, DecoderLayer
 from kumi.nn.linear import linears
 from kumi.parallel import context, data, expert, tensor, tiles
 from kumi.parallel.compiled import leave_uncompiled
@@ -123,7 +124,7 @@ def _prepare(
     if splits_backward(mesh.layout):
         for layer in linears(decoder):
             layer.splits = True
-    layers = list(decoder.model.layers.values())
+    layers = cast(list[DecoderLayer], list(decoder.model.layers.values()))
     again = [layer for layer in layers if layer in recomputed]
     hold_moments(decoder, again, partial(recompute_layers, again, mesh.layout.recompute))
     if mesh.layout.offload == "activations":

@@ -76,8 +76,9 @@ def recompute_layers(layers: Iterable[Surrounded], how: str) -> None:
     for layer in layers:
         own = dict(options)
         if how == "selective":
-            layer.aside = Aside()  # type: ignore[assignment]
-            own["context_fn"] = partial(_contexts, layer.aside)
+            aside = Aside()
+            layer.aside = aside  # type: ignore[assignment]
+            own["context_fn"] = partial(_contexts, aside)
         layer.around.append(partial(_recomputed, own))
 
 
