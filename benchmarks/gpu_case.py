@@ -36,7 +36,8 @@ def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
         async_tp=case.async_tp,
     )  # fmt: skip
     batch = synthetic(case.microbatch * case.microbatches, case.seq_len, case.config()["vocab_size"], case.documents)
-    counts = StepCounts(batch, int(np.count_nonzero(batch.labels >= 0)) * parts.run.layout.dp, None, 0.0)
+    tokens = int(np.count_nonzero(batch["labels"] >= 0)) * parts.run.layout.dp
+    counts = StepCounts(batch, tokens, tokens, None, 0.0)
     state = TrainState()
     return (lambda: train_step(parts, state, counts, None).loss), parts.run.memory.total - parts.run.memory.reserved
 

@@ -80,4 +80,9 @@ def synthetic(rows: int, seq_len: int, vocab_size: int, documents: int) -> Batch
     if documents > 1:
         labels[:, (place + 1) % length == 0] = -100
     positions, numbers = (np.broadcast_to(values, (rows, seq_len)) for values in (place % length, place // length))
-    return Batch(tokens[:, :-1].copy(), labels, positions.copy(), numbers.astype(np.int32))
+    return {
+        "input_ids": tokens[:, :-1].copy(),
+        "labels": labels,
+        "position_ids": positions.copy(),
+        "document_ids": numbers.astype(np.int32),
+    }

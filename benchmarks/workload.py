@@ -109,7 +109,7 @@ def write_batches(work: Path, sequences: int) -> None:
     for name, cross_document in (("batches", True), ("packed", False)):
         mixture = open_store(work / "data" / "tokens").mixture(SEQ_LEN, SEED, cross_document=cross_document)
         batch = mixture.batch(0, sequences)
-        arrays = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids}
+        arrays = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": batch["position_ids"]}
         np.savez(work / f"{name}.npz", **{key: array.astype(np.int32) for key, array in arrays.items()})
 
 

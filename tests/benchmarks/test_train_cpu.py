@@ -24,7 +24,6 @@ import workload
 from kumi_parts import make_parts, synthetic
 
 from kumi.config import from_dict
-from kumi.data import Batch
 from kumi.spec import families, ledger
 from kumi.train.state import TrainState
 from kumi.train.step import StepCounts, train_step
@@ -55,7 +54,7 @@ def test_the_bare_loop_trains_as_kumi_does(tmp_path):
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**shapes.TINY)).save_pretrained(tmp_path / "model")
     batch = synthetic(6, 32, 256, documents=1)
-    arrays = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids}
+    arrays = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": batch["position_ids"]}
     np.savez(tmp_path / "batches.npz", **arrays)
     args = bare_arguments(tmp_path / "model", tmp_path / "batches.npz", tmp_path / "metrics.jsonl")
     model = bare_loop.load_model(args)
@@ -69,8 +68,8 @@ def test_the_bare_loop_trains_as_kumi_does(tmp_path):
     state, losses = TrainState(), []
     for step in range(3):
         two = slice(2 * step, 2 * step + 2)
-        rows = Batch(batch.input_ids[two], batch.labels[two], batch.position_ids[two], batch.document_ids[two])
-        losses.append(train_step(parts, state, StepCounts(rows, 64, None, 0.0), None).loss.item())
+        rows = {name: column[two] for name, column in batch.items()}
+        losses.append(train_step(parts, state, StepCounts(rows, 64, 64, None, 0.0), None).loss.item())
     assert [line["step"] for line in lines] == [1, 2, 3]
     np.testing.assert_allclose(losses, [line["loss"] for line in lines], rtol=1e-5)
 

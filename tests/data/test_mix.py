@@ -25,7 +25,7 @@ def files(tmp_path_factory):
 
 
 def same(a, b):
-    return all(np.array_equal(getattr(a, f), getattr(b, f)) for f in FIELDS)
+    return all(np.array_equal(a[f], b[f]) for f in FIELDS)
 
 
 @given(st.integers(0, 10**12), st.integers(1, 6), st.booleans())
@@ -35,14 +35,14 @@ def test_a_batch_is_its_samples(files, start, count, cross):
     batch = mixture.batch(start, count)
     rows = [mixture.batch(start + n, 1) for n in range(count)]
     for field in FIELDS:
-        assert np.array_equal(getattr(batch, field), np.concatenate([getattr(row, field) for row in rows]))
+        assert np.array_equal(batch[field], np.concatenate([row[field] for row in rows]))
 
 
 def test_a_mixture_is_a_function_of_its_seed(files):
     parts = [(files[0], 1.0), (files[1], 1.0)]
     assert same(Mixture(parts, 8, 1).batch(5, 20), Mixture(parts, 8, 1).batch(5, 20))
     assert not same(Mixture(parts, 8, 1).batch(5, 20), Mixture(parts, 8, 2).batch(5, 20))
-    assert {f: getattr(Mixture(parts, 8, 1).batch(0, 2), f).dtype.name for f in FIELDS} == {
+    assert {f: Mixture(parts, 8, 1).batch(0, 2)[f].dtype.name for f in FIELDS} == {
         "input_ids": "int64",
         "labels": "int64",
         "position_ids": "int64",
@@ -60,7 +60,7 @@ def test_an_epoch_predicts_every_token_once_and_in_another_order_than_the_next(f
     begins = set() if cross else set(file.tokens[file.starts(np.arange(file.document_count))].tolist())
     wanted = sorted(set(file.tokens[1:].tolist()) - begins)
     for batch in epochs:
-        assert sorted(batch.labels[batch.labels != -100].tolist()) == wanted
+        assert sorted(batch["labels"][batch["labels"] != -100].tolist()) == wanted
     if count > 5:
         assert not same(epochs[0], epochs[1])
 
@@ -87,10 +87,10 @@ def check_row(file, owner, seq_len, cross, batch, row):
             document, position = document + 1, -1
         position, last = position + 1, mine
         predicted = place + 1 < file.token_count and (cross or owner[place] == owner[place + 1])
-        assert batch.input_ids[row, s] == (file.tokens[place] if inside else 0)
-        assert batch.labels[row, s] == (file.tokens[place + 1] if predicted else -100)
-        assert batch.position_ids[row, s] == position
-        assert batch.document_ids[row, s] == document
+        assert batch["input_ids"][row, s] == (file.tokens[place] if inside else 0)
+        assert batch["labels"][row, s] == (file.tokens[place + 1] if predicted else -100)
+        assert batch["position_ids"][row, s] == position
+        assert batch["document_ids"][row, s] == document
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=3), st.integers(0, 5000))
@@ -119,9 +119,9 @@ def test_a_sweep_covers_every_file_once_and_pads_behind_the_end(files):
     sweep = Sweep(files, 16)
     assert len(sweep) == sum(windows(file, 16) for file in files)
     batch = sweep.batch(0, len(sweep) + 3)
-    assert (batch.labels[len(sweep) :] == -100).all()
-    assert batch.input_ids.shape == (len(sweep) + 3, 16)
-    predicted = batch.labels[batch.labels != -100]
+    assert (batch["labels"][len(sweep) :] == -100).all()
+    assert batch["input_ids"].shape == (len(sweep) + 3, 16)
+    predicted = batch["labels"][batch["labels"] != -100]
     tokens = sum(file.token_count - file.document_count for file in files)
     assert len(set(predicted.tolist())) == len(predicted) == tokens
     assert same(sweep.batch(2, 3), Sweep(files, 16).batch(2, 3))
@@ -144,8 +144,8 @@ def test_what_cannot_be_mixed_is_refused(files, tmp_path):
 def test_a_limited_sweep_is_spread_evenly_over_all_windows(files):
     every, some = Sweep(files, 8), Sweep(files, 8, limit=10)
     assert len(some) == 10
-    wanted = np.concatenate([every.batch(number * len(every) // 10, 1).input_ids for number in range(10)])
+    wanted = np.concatenate([every.batch(number * len(every) // 10, 1)["input_ids"] for number in range(10)])
     chosen = some.batch(0, 12)
-    assert np.array_equal(chosen.input_ids[:10], wanted)
-    assert (chosen.labels[10:] == -100).all()
+    assert np.array_equal(chosen["input_ids"][:10], wanted)
+    assert (chosen["labels"][10:] == -100).all()
     assert same(Sweep(files, 8, limit=10**6).batch(0, 20), every.batch(0, 20))

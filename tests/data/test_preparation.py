@@ -291,6 +291,6 @@ def test_store_gives_training_and_validation_sequences(stored):
     mixture, sweep = stored.mixture(64, 3), stored.sweep(64)
     part, _, _ = mixture.locate(0, 1024)
     assert np.bincount(part).tolist() == pytest.approx([256, 512, 256], abs=2)
-    labels = sweep.batch(0, len(sweep)).labels
+    labels = sweep.batch(0, len(sweep))["labels"]
     held_out = sum(s.validation_documents for s in stored.sources)
     assert np.count_nonzero(labels != -100) == stored.validation_tokens - held_out

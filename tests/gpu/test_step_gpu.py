@@ -42,7 +42,8 @@ def batch() -> Batch:
 def train(parts: Parts, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
     data, state, found = batch(), TrainState(), []
-    counts = StepCounts(data, int((data.labels >= 0).sum()), None, 0.0)
+    tokens = int((data["labels"] >= 0).sum())
+    counts = StepCounts(data, tokens, tokens, None, 0.0)
     for _ in range(steps):
         result = train_step(parts, state, counts, None)
         found.append((result.loss.item(), result.grad_norm.item()))

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kumi.nn import logprob
+from kumi.objectives import IGNORED
 
 TOKENS, SIZE, VOCAB = 13, 6, 11
 
@@ -19,14 +20,14 @@ def inputs(dtype=torch.float64, seed=0):
     hidden = torch.randn(TOKENS, SIZE, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(VOCAB, SIZE, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    labels[::4] = logprob.IGNORE
+    labels[::4] = IGNORED
     token_weights = torch.rand(TOKENS, generator=generator, dtype=torch.float64).to(dtype)
     return hidden, weight, labels, token_weights
 
 
 def plain(hidden, weight, labels):
     found = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    return torch.where(labels == logprob.IGNORE, 0.0, found)
+    return torch.where(labels == IGNORED, 0.0, found)
 
 
 def test_gradcheck():
@@ -58,7 +59,7 @@ def test_scaled_and_capped_logits(shaping):
             logits, shaping.softcap * (shaping.scale / shaping.softcap * hidden @ weight.T).tanh()
         )
     expected = torch.log_softmax(logits, dim=-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    expected = torch.where(labels == logprob.IGNORE, 0.0, expected)
+    expected = torch.where(labels == IGNORED, 0.0, expected)
     grads = torch.autograd.grad((expected * token_weights).sum(), (hidden, weight))
     found = logprob.log_probs(hidden, weight, labels, shaping=shaping)
     total, _ = logprob.weighted_sum(hidden, weight, labels, token_weights, shaping=shaping)
@@ -70,7 +71,7 @@ def test_scaled_and_capped_logits(shaping):
 def test_the_mean_is_the_cross_entropy():
     hidden, weight, labels, _ = inputs(torch.float32)
     loss = F.cross_entropy(hidden @ weight.T, labels)
-    counted = (labels != logprob.IGNORE).float()
+    counted = (labels != IGNORED).float()
     total, _ = logprob.weighted_sum(hidden, weight, labels, -counted / counted.sum())
     torch.testing.assert_close(total, loss)
     torch.testing.assert_close(
@@ -91,7 +92,7 @@ def test_half_precision_keeps_float32_statistics(dtype):
     # The same rounded logits, all else exact: what is left is the error of the statistics.
     logits = (hidden @ weight.T).detach().double()
     exact = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    exact[labels == logprob.IGNORE] = 0.0
+    exact[labels == IGNORED] = 0.0
     _, found = logprob.weighted_sum(hidden, weight, labels, token_weights.float())
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6)
@@ -118,7 +119,7 @@ def test_ties_and_extreme_logits():
 
 def test_nothing_to_learn_gives_zero_and_no_gradient():
     hidden, weight, labels, token_weights = inputs()
-    total, log_probs = logprob.weighted_sum(hidden, weight, torch.full_like(labels, logprob.IGNORE), token_weights)
+    total, log_probs = logprob.weighted_sum(hidden, weight, torch.full_like(labels, IGNORED), token_weights)
     assert total == 0
     assert not log_probs.any()
     assert not any(grad.any() for grad in torch.autograd.grad(total, (hidden, weight)))

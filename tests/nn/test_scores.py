@@ -12,9 +12,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from kumi.nn import block_attention, blockwise, cpu_attention
-from kumi.nn.attention import Attention, attend, leave_blocks_uncompiled
+from kumi.nn.attention import Attention, attend
 from kumi.nn.scores import PLAIN, Scores, alibi_slopes
 from kumi.nn.where import Segments
+from kumi.parallel.compiled import leave_uncompiled
 from kumi.spec import model
 from nn.test_flash_parts import ON_CPU
 
@@ -213,5 +214,5 @@ def test_the_part_of_a_rank():
 def test_blocks_are_left_out_of_compiled_layers():
     plain, capped = (model.Attention(4, 2, 8, None, softcap=cap) for cap in (None, 2.0))
     parts = [Attention(16, spec, 1e-5, device=torch.device("meta"), dtype=torch.float32) for spec in (plain, capped)]
-    leave_blocks_uncompiled(torch.nn.ModuleList(parts))
-    assert ["forward" in vars(part) for part in parts] == [False, True]
+    leave_uncompiled(torch.nn.ModuleList(parts))
+    assert [len(part.around) for part in parts] == [0, 1]

@@ -95,7 +95,7 @@ def _both(kind, **fields):
         for parameter in mlp.parameters():
             nn.init.normal_(parameter)
         x = torch.randn(2, 5, 10, dtype=dtype, requires_grad=True)
-        out = mlp(x) if tiling is None else _forward(mlp, tiling, x)
+        out = mlp(x) if tiling is None else _forward(tiling, mlp, x)
         out.square().sum().backward()
         found.append([out.detach(), x.grad, *(parameter.grad for parameter in mlp.parameters())])
     return found
@@ -121,7 +121,7 @@ def test_only_the_input_is_kept():
     mlp = MLP(8, model.MLP(4096), device=None, dtype=torch.float32)
     x, kept = torch.randn(64, 8, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.numel()) or one, lambda one: one):
-        _forward(mlp, Tiling(8, None, torch.float32), x)
+        _forward(Tiling(8, None, torch.float32), mlp, x)
     assert sum(kept) == x.numel() + sum(parameter.numel() for parameter in mlp.parameters())
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from kumi.objectives import OBJECTIVES
 from kumi.spec.comm import COMPRESS
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
 from kumi.spec.lora import INITS as LORA_INITS
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     OptimKind: TypeAlias = str
     PrecisionKind: TypeAlias = str
     Compress: TypeAlias = str
+    ObjectiveKind: TypeAlias = str
     LoraInit: TypeAlias = str
     Quantize: TypeAlias = str
 else:
@@ -45,6 +47,7 @@ else:
     Context = Literal[CONTEXT]
     OptimKind, PrecisionKind = Literal[KINDS], Literal["auto", *PRECISIONS]
     Compress = Literal[COMPRESS]
+    ObjectiveKind = Literal[tuple(OBJECTIVES)]
     LoraInit, Quantize = Literal[LORA_INITS], Literal["none", *QUANTIZED]
 
 
@@ -111,7 +114,7 @@ class BatchSection(Section):
 class ObjectiveSection(Section):
     """What is learned."""
 
-    kind: Literal["lm"] = Field("lm", description="'lm' predicts every next token.")
+    kind: ObjectiveKind = Field("lm", description="'lm' predicts every next token.")
 
 
 class LoraSection(Section):

@@ -9,7 +9,7 @@ in a new order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,23 +19,18 @@ import numpy.typing as npt
 from kumi.data.binfile import IndexedFile
 from kumi.data.permute import key, permute
 from kumi.errors import ConfigError
+from kumi.objectives import IGNORED
 
 Array = npt.NDArray[Any]
-IGNORED = -100
 _BLOCK = 256
 _ONE = 1 << 32
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Sequences of tokens. `labels[b, s]` is the token after `input_ids[b, s]`, or -100 where nothing is predicted:
-    at the last token of a document and in padding. `document_ids` count from 0 in each row; padding is a document of
-    its own."""
-
-    input_ids: Array
-    labels: Array
-    position_ids: Array
-    document_ids: Array
+# Columns of sequences of tokens, by their names: "input_ids", "labels", "position_ids" and "document_ids", each (B, S),
+# and what else an objective reads, (B, ...). labels[b, s] is the token after input_ids[b, s], or `IGNORED` where none
+# is predicted: at the last token of a document and in padding. Document ids count from 0 in each row; padding is a
+# document of its own.
+Batch = Mapping[str, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,12 +185,12 @@ def _cut(files: Sequence[IndexedFile], part: Array, window: Array, seq_len: int,
         begins |= places == valid[:, None]
     labels[padding[:, 1:] | begins[:, 1:]] = IGNORED
     begun = np.where(begins, places, 0)[:, :seq_len]
-    return Batch(
-        input_ids=tokens[:, :seq_len].copy(),
-        labels=labels,
-        position_ids=places[:seq_len] - np.maximum.accumulate(begun, axis=1),
-        document_ids=np.cumsum(begins[:, :seq_len], axis=1, dtype=np.int32),
-    )
+    return {
+        "input_ids": tokens[:, :seq_len].copy(),
+        "labels": labels,
+        "position_ids": places[:seq_len] - np.maximum.accumulate(begun, axis=1),
+        "document_ids": np.cumsum(begins[:, :seq_len], axis=1, dtype=np.int32),
+    }
 
 
 def _mark_documents(file: IndexedFile, rows: Array, starts: Array, valid: Array, begins: Array) -> None:

@@ -18,10 +18,11 @@ from kumi.dryrun.messages import Message
 from kumi.dryrun.stand_in import ring_without_attention, stand_in
 from kumi.dryrun.track import Tracker
 from kumi.dryrun.world import rank_of
-from kumi.objectives import lm
-from kumi.parallel import bare, clip_gradients, context, init_adamw, pipeline, tensor
+from kumi.objectives import OBJECTIVES
+from kumi.parallel import bare, clip_gradients, init_adamw, tensor
 from kumi.parallel.build import assemble, replicated
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.objective import forward_backward
 from kumi.parallel.optimizer import AdamW
 from kumi.parallel.stages import stages_of
 from kumi.spec.job import Job
@@ -119,12 +120,8 @@ def step(model: nn.Module, mesh: Mesh, job: Job, optimizer: AdamW, tracker: Trac
     shape = (mesh.layout.microbatch, job.batch.seq_len)
     with tracker:
         names = ("input_ids", "labels", "position_ids")
-        batch = [{name: torch.zeros(shape, dtype=torch.int64) for name in names} for _ in range(microbatches)]
-        inputs = [context.cut(one, mesh) for one in batch]
-        del batch
-        for one in inputs:
-            one["token_weights"] = lm.token_weights(one["labels"], job.batch.tokens_per_step)
-        pipeline.train(model, mesh, inputs)
+        batches = ({name: torch.zeros(shape, dtype=torch.int64) for name in names} for _ in range(microbatches))
+        forward_backward(model, mesh, OBJECTIVES["lm"], batches, job.batch.tokens_per_step)
         hold(model, optimizer, tracker)  # once more: FSDP2 pads its parts at its first use
         clip_gradients(model, job.optim.grad_clip, mesh)
         optimizer.step()

@@ -22,7 +22,7 @@ from kumi.nn.blockwise import blockwise
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.moe import MoE
-from kumi.nn.norm import RMSNorm
+from kumi.nn.norm import RMSNorm, rms_norm
 from kumi.nn.router import Routing
 from kumi.nn.scores import PLAIN, Scores
 from kumi.parallel.collectives import INSIDE
@@ -38,8 +38,8 @@ def stand_in(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
     for module in decoder.modules():
         if isinstance(module, MoE) and isinstance(module.exchange, Exchange):
             module.exchange = Balanced(module.exchange.ep, module.exchange.expert_tp)
-        if kind == "cuda" and isinstance(module, RMSNorm) and "forward" not in vars(module):
-            module.forward = partial(_norm, module)  # type: ignore[method-assign]
+        if kind == "cuda" and isinstance(module, RMSNorm) and module.function is rms_norm:
+            module.function = _norm
     decoder.weighted_sum = partial(decoder.weighted_sum, device_kind=kind)
     if kind == "cuda":
         _attention(decoder, mesh)
@@ -67,8 +67,8 @@ def _flash(
     return out.transpose(1, 2)[..., : v.shape[3]]
 
 
-def _norm(norm: RMSNorm, x: Tensor) -> Tensor:
-    out: Tensor = _Norm.apply(x, norm.weight.to(x.dtype))  # type: ignore[no-untyped-call]
+def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    out: Tensor = _Norm.apply(x, weight.to(x.dtype))  # type: ignore[no-untyped-call]
     return out
 
 

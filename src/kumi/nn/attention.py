@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +17,12 @@ from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
 from kumi.nn.region import WHOLE
 from kumi.nn.scores import PLAIN, Scores, alibi_slopes
+from kumi.nn.surrounded import Surrounded
 from kumi.nn.where import Segments, Where, of_keys, positions, rotary
 from kumi.spec import model
 
 
-class Attention(nn.Module):
+class Attention(Surrounded):
     """Projections, optional query and key norms, rotation, attention, output projection."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         count = spec.num_attention_heads
         self.sinks = nn.Parameter(torch.empty(count, device=device, dtype=dtype)) if spec.sinks else None
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
+    def compute(self, x: Tensor, where: Where) -> Tensor:
         """Of the hidden states `x` (B, S, D), or (B * S, D), in the same shape."""
         heads = (*where.shape, -1, self.spec.head_dim)
         q, k, v = self.region.enter(x, (self.q_proj, self.k_proj, self.v_proj))
@@ -65,15 +65,6 @@ class Attention(nn.Module):
         slopes = alibi_slopes(self.spec.num_attention_heads) if self.spec.alibi else None
         whole = Scores(self.spec.score_scale, self.spec.softcap, slopes, self.spec.alibi_stepped)
         return whole.part(*self.region.place)
-
-
-def leave_blocks_uncompiled(module: nn.Module) -> None:
-    """Keeps attention in `module` that is computed block by block out of what torch.compile makes of it: which blocks
-    there are depends on the data, and would be compiled anew with every batch."""
-    compiler: Any = torch.compiler
-    for part in module.modules():
-        if isinstance(part, Attention) and (part.sinks is not None or not part.scores.fused):
-            part.forward = compiler.disable(part.forward)  # type: ignore[method-assign]
 
 
 def attend(

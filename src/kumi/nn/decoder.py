@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from kumi.errors import ModelError
 from kumi.nn import logprob
-from kumi.nn.attention import Attention, attend
-from kumi.nn.latent import LatentAttention
+from kumi.nn.attention import attend
 from kumi.nn.linear import Linear
-from kumi.nn.mamba import Mamba
+from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
 from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
+from kumi.nn.surrounded import Surrounded
 from kumi.nn.where import Attend, Where, document_lengths, positions, segments, tables
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Surrounded):
     """x + attention(norm(x)), then x + mlp(norm(x)); or in the other arrangements that `LayerSpec` has words for."""
 
     def __init__(self, of: ModelSpec, spec: LayerSpec, *, device: torch.device | None, dtype: torch.dtype) -> None:
@@ -36,15 +36,16 @@ class DecoderLayer(nn.Module):
 
         attends, feeds = spec.attention is not None, spec.mlp is not None
         self.input_layernorm = norm(spec.pre_norms and attends)
-        self.self_attn = attention(of, spec.attends, device=device, dtype=dtype)
-        self.mamba = mamba(of, spec.attention, device=device, dtype=dtype)
+        if spec.attention is not None:
+            mixer = MIXERS[type(spec.attention)](of, spec.attention, device=device, dtype=dtype)
+            self.add_module(spec.attention.module_name, mixer)
         self.self_attn_post_norm = norm(spec.post_norms and attends)
         self.post_attention_layernorm = norm(spec.pre_norms and feeds and not spec.shared_norm)
         self.mlp = feed_forward(of.hidden_size, spec.mlp, device=device, dtype=dtype)
         self.mlp_post_norm = norm(spec.post_norms and feeds)
 
-    def forward(self, x: Tensor, where: Where) -> Tensor:
-        """Hidden states (B, S, D), or (T, D), in the same shape."""
+    def compute(self, x: Tensor, where: Where) -> Tensor:
+        """Return hidden states of the shape of `x`, (B, S, D) or (T, D)."""
         if self.spec.parallel:
             normed = _through(self.input_layernorm, x)
             other = normed if self.spec.shared_norm else _through(self.post_attention_layernorm, x)
@@ -55,11 +56,16 @@ class DecoderLayer(nn.Module):
             x = self.add(x, self.feed(_through(self.post_attention_layernorm, x), where))
         return x
 
+    @property
+    def mixer(self) -> nn.Module:
+        """The module that mixes tokens: attention or Mamba. The layer has it under the name that parameters have."""
+        assert self.spec.attention is not None
+        found: nn.Module = getattr(self, self.spec.attention.module_name)
+        return found
+
     def attend(self, normed: Tensor, where: Where) -> Tensor:
-        """What attention, or what stands in its place, adds."""
-        mixer = self.self_attn if self.mamba is None else self.mamba
-        assert mixer is not None
-        return _through(self.self_attn_post_norm, mixer(normed, where))
+        """Return what the mixer adds."""
+        return _through(self.self_attn_post_norm, self.mixer(normed, where))
 
     def feed(self, normed: Tensor, where: Where) -> Tensor:
         """What the feed-forward part adds."""
@@ -77,28 +83,6 @@ def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
     return out
 
 
-def attention(
-    of: ModelSpec, spec: model.Attention | model.LatentAttention | None, *,
-    device: torch.device | None, dtype: torch.dtype,
-) -> Attention | LatentAttention | None:  # fmt: skip
-    """The module that computes `spec` in a model: a function of (hidden states, `Where`). None where there is none."""
-    if spec is None:
-        return None
-    if isinstance(spec, model.LatentAttention):
-        return LatentAttention(of.hidden_size, spec, device=device, dtype=dtype)
-    zero_centered = of.zero_centered_norm
-    return Attention(of.hidden_size, spec, of.norm_eps, device=device, dtype=dtype, zero_centered=zero_centered)
-
-
-def mamba(
-    of: ModelSpec, spec: object, *, device: torch.device | None, dtype: torch.dtype
-) -> Mamba | None:  # fmt: skip
-    """The same, where `spec` is a Mamba mixer."""
-    if not isinstance(spec, model.Mamba):
-        return None
-    return Mamba(of.hidden_size, spec, of.norm_eps, device=device, dtype=dtype)
-
-
 def feed_forward(
     hidden_size: int, spec: model.MLP | model.MoE | None, *, device: torch.device | None, dtype: torch.dtype
 ) -> MLP | MoE | None:
@@ -109,14 +93,15 @@ def feed_forward(
 
 
 class Embedding(nn.Module):
-    """Rows of a table: of the tokens', or of the positions'."""
+    """Rows of a table: of the tokens', or of the positions'. `lookup` takes the ids and the table."""
 
     def __init__(self, rows: int, size: int, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size, device=device, dtype=dtype))
+        self.lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        return self.lookup(ids, self.weight)
 
 
 class Model(nn.Module):
@@ -179,13 +164,13 @@ class Decoder(nn.Module):
     @overload
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None,
-        labels: Tensor | None = None, token_weights: None = None,
+        labels: Tensor | None = None, token_weights: None = None, loss: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None,
-        labels: Tensor, token_weights: Tensor,
+        labels: Tensor, token_weights: Tensor, loss: None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def forward(
@@ -196,13 +181,15 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
+        loss: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What the arguments ask for, given token ids (B, S), or the hidden states that the stage before returned.
 
         Without `labels`: logits (B, S, V). With them (already shifted: labels[b, s] is what should follow
         input_ids[b, s]; -100 where nothing is to be learnt): their log-probs, float32 (B, S), 0 where it is -100.
         With `token_weights` (B, S) besides: the scalar sum of token_weights * log-probs, whose gradient is formed at
-        once, and the log-probs, detached. A stage without head returns hidden states whatever else is given.
+        once, and the log-probs, detached. With `loss` besides the labels: the scalar that it returns for their
+        log-probs. A stage without head returns hidden states whatever else is given.
 
         `document_ids` (B, S) keeps documents packed in a row apart; `position_ids` (B, S) default to 0, 1, ... in each,
         and must be given to a stage without embedding.
@@ -215,7 +202,8 @@ class Decoder(nn.Module):
             shape = input_ids.shape if position_ids is None else position_ids.shape
             return self.shaping.shape(self.logits(flat, weight)).view(*shape, -1)
         if token_weights is None:
-            return self.log_probs(flat, weight, labels.flatten()).view(labels.shape)
+            found = self.log_probs(flat, weight, labels.flatten()).view(labels.shape)
+            return found if loss is None else loss(found)
         total, log_probs = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten())
         return total, log_probs.view(labels.shape)
 

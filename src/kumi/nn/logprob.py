@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from kumi.nn.dtypes import wide
+from kumi.objectives import IGNORED
 from kumi.spec.ledger import logit_chunk
-
-IGNORE = -100
 
 
 class Vocabulary:
@@ -219,7 +218,7 @@ def _log_prob(
         every, chosen = vocabulary.join(log_sum, chosen.masked_fill_(~here, 0.0))
         room.probs.mul_((log_sum - every).exp_()[:, None])
         log_prob = chosen - every
-    return log_prob.masked_fill_(labels == IGNORE, 0.0)
+    return log_prob.masked_fill_(labels == IGNORED, 0.0)
 
 
 def _backward(
@@ -231,7 +230,7 @@ def _backward(
 
     `scale` multiplies rows of D elements, not of V. What `_log_prob` left in `room` is overwritten.
     """
-    scale = scale.to(room.probs.dtype).masked_fill(labels == IGNORE, 0.0).mul_(-shaping.scale)[:, None]
+    scale = scale.to(room.probs.dtype).masked_fill(labels == IGNORED, 0.0).mul_(-shaping.scale)[:, None]
     rows, here = vocabulary.rows(labels)
     hit = torch.full_like(scale, -1.0) if here is None else -here[:, None].to(scale.dtype)
     room.probs.scatter_add_(-1, rows[:, None], hit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from kumi.spec import model
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)) or, not gated, down(act(up(x)))."""
+    """down(act(gate(x)) * up(x)) or, not gated, down(act(up(x))), as `function` computes it."""
 
     def __init__(self, hidden_size: int, spec: model.MLP, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -24,16 +25,22 @@ class MLP(nn.Module):
         self.gate_proj = Linear(hidden_size, size, **options) if spec.gated else None
         self.up_proj = Linear(hidden_size, size, **options)
         self.down_proj = Linear(size, hidden_size, **options)
+        self.function: Callable[[MLP, Tensor], Tensor] = feed_forward
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the hidden states `x` (.., D), in the same shape."""
-        if self.gate_proj is not None:
-            gate, up = self.region.enter(x, (self.gate_proj, self.up_proj))
-            inner = joined(gate, up, self.how)
-        else:
-            (up,) = self.region.enter(x, (self.up_proj,))
-            inner = activate(up, self.spec.hidden_act)
-        return self.region.leave(inner, self.down_proj).view(x.shape)
+        return self.function(self, x)
+
+
+def feed_forward(mlp: MLP, x: Tensor) -> Tensor:
+    """Return what `mlp` makes of the hidden states `x` (.., D), by whole matrices, in the same shape."""
+    if mlp.gate_proj is not None:
+        gate, up = mlp.region.enter(x, (mlp.gate_proj, mlp.up_proj))
+        inner = joined(gate, up, mlp.how)
+    else:
+        (up,) = mlp.region.enter(x, (mlp.up_proj,))
+        inner = activate(up, mlp.spec.hidden_act)
+    return mlp.region.leave(inner, mlp.down_proj).view(x.shape)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from kumi.nn.grouped import add_rows, grouped_linear
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.router import Router, Routing
+from kumi.nn.surrounded import Surrounded
 from kumi.spec import model
 
 
@@ -88,7 +89,7 @@ def gate_of(spec: model.MoE) -> Gate:
     return gate_by(spec.hidden_act) if spec.act_limit is None else clamped(spec.act_limit, spec.act_alpha)
 
 
-class MoE(nn.Module):
+class MoE(Surrounded):
     """Routed experts, and where the model has one the shared expert that all tokens take."""
 
     def __init__(self, hidden_size: int, spec: model.MoE, *, device: torch.device | None, dtype: torch.dtype) -> None:
@@ -102,7 +103,7 @@ class MoE(nn.Module):
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False, **options) if gated else None
         self.exchange: Exchange = LOCAL
 
-    def forward(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
+    def compute(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """Of the hidden states `x` (B, S, D) or (T, D), in the same shape; `shape` (B, S) is that of the batch that
         they are all or a part of."""
         tokens = x.reshape(-1, x.shape[-1])
@@ -116,15 +117,6 @@ class MoE(nn.Module):
         assert self.shared_experts is not None
         out: Tensor = self.shared_experts(x)
         return out if self.shared_expert_gate is None else out * torch.sigmoid(self.shared_expert_gate(x))
-
-
-def leave_uncompiled(module: nn.Module) -> None:
-    """Keeps the experts in `module` out of what torch.compile makes of it: how many rows an expert gets depends on the
-    data, and routers count in the backward pass."""
-    compiler: Any = torch.compiler
-    for part in module.modules():
-        if isinstance(part, MoE):
-            part.forward = compiler.disable(part.forward)  # type: ignore[method-assign]
 
 
 def sorted_places(ids: Tensor) -> Tensor:

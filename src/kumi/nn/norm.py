@@ -3,6 +3,7 @@ variance (Ba et al., 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from torch import Tensor, nn
 from kumi.nn.dtypes import wide
 from kumi.spec.model import ModelSpec
 
+# (x, weight, eps, zero_centered) -> the norm.
+NormFunction = Callable[[Tensor, Tensor, float, bool], Tensor]
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim, statistics in float32 or wider, result in the dtype of `x`.
 
-    `zero_centered`: the factor is 1 + weight, worked out in float32 or wider, too.
+    `zero_centered`: the factor is 1 + weight, worked out in float32 or wider, too. `function` computes it: `rms_norm`,
+    or what ranks that have parts of a vector put in its place.
     """
 
     def __init__(
@@ -25,16 +30,22 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.zero_centered = eps, zero_centered
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.function: NormFunction = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        # The fused kernel of other devices takes a weight in the dtype of `x` only: too coarse for what is added to 1.
-        if x.device.type == "cpu" or self.zero_centered:
-            normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
-            return normed
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return self.function(x, self.weight, self.eps, self.zero_centered)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """Return x / rms(x) * weight over the last dim of `x`."""
+    # The fused kernel of other devices takes a weight in the dtype of `x` only: too coarse for what is added to 1.
+    if x.device.type == "cpu" or zero_centered:
+        normed: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+        return normed
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 class LayerNorm(nn.Module):

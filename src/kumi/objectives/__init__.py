@@ -1,1 +1,14 @@
-"""What is learned: pure functions of per-token log-probabilities, blind to how the model is split."""
+"""What is learned: functions of the log-probs of tokens, which know nothing of how the model is divided.
+
+To add an objective, write its class in a file of its own, and its kind in `OBJECTIVES`.
+"""
+
+from __future__ import annotations
+
+from kumi.objectives.lm import LanguageModeling
+from kumi.objectives.types import IGNORED, LinearObjective, Objective, SegmentSums
+
+# objective.kind -> what it computes.
+OBJECTIVES: dict[str, Objective] = {"lm": LanguageModeling()}
+
+__all__ = ["IGNORED", "OBJECTIVES", "LinearObjective", "Objective", "SegmentSums"]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kumi.objectives.types import IGNORED, LinearObjective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = -100
 
+class LanguageModeling(LinearObjective):
+    """Counts the trained tokens, each of which weighs the same."""
 
-def token_weights(labels: Tensor, tokens: float) -> Tensor:
-    """What the log-probability of each label adds to the loss: float32 (B, S), 0 where the label is -100.
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of labels that are learned from."""
+        return int((batch["labels"] != IGNORED).sum())
 
-    `tokens` counts the trained tokens of the whole step, over all ranks and microbatches, so that every token weighs
-    the same however the step is cut.
-    """
-    return (labels != IGNORED).float() * (-1.0 / tokens)
+    def token_weights(self, batch: Mapping[str, Tensor], units: float) -> Tensor:
+        """Return -1 / `units` for every label that is learned from."""
+        return (batch["labels"] != IGNORED).float() * (-1.0 / units)

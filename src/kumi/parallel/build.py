@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 
-from kumi.nn.attention import leave_blocks_uncompiled
-from kumi.nn.decoder import Decoder
+from kumi.nn.decoder import Decoder, DecoderLayer
 from kumi.nn.linear import linears
-from kumi.nn.moe import leave_uncompiled
 from kumi.parallel import context, data, expert, tensor, tiles
+from kumi.parallel.compiled import leave_uncompiled
 from kumi.parallel.float8 import multiply_in_float8
 from kumi.parallel.kept import keep_on_host
 from kumi.parallel.lora import add_adapters, connect, fill_adapted, fill_packed, hold_moments, to_pack
@@ -124,14 +124,13 @@ def _prepare(
     if splits_backward(mesh.layout):
         for layer in linears(decoder):
             layer.splits = True
-    layers = list(decoder.model.layers.values())
+    layers = cast(list[DecoderLayer], list(decoder.model.layers.values()))
     again = [layer for layer in layers if layer in recomputed]
     hold_moments(decoder, again, partial(recompute_layers, again, mesh.layout.recompute))
     if mesh.layout.offload == "activations":
         keep_on_host(layers, mesh.device)
     if compile:
         leave_uncompiled(decoder)
-        leave_blocks_uncompiled(decoder)
         for block in layers:
             block.compile()
     if data.is_divided(mesh):

@@ -7,7 +7,7 @@ says how, "ring" or "ulysses". Weights are whole on all of them, and their gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -27,8 +27,9 @@ from kumi.parallel.ulysses import ulysses_over
 CUT = ("input_ids", "labels", "position_ids", "token_weights")
 
 
-def cut(inputs: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """The part of `inputs`, of which each is (B, S), that this rank's decoder is called with; all of them for cp = 1.
+def cut(inputs: dict[str, Tensor], mesh: Mesh, also: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Return the part of `inputs` that this rank has: all of them for cp = 1, else its positions of those that the
+    decoder reads by position and of `also`, each (B, S).
 
     Labels must be shifted already. Position ids are made where there are none.
     """
@@ -38,7 +39,7 @@ def cut(inputs: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     if "position_ids" not in inputs:
         inputs = {**inputs, "position_ids": positions(ids, inputs.get("document_ids"))}
     mine = positions_of(ids.shape[1], mesh.layout.cp, mesh.index("cp")).to(ids.device)
-    return {name: x.index_select(1, mine) if name in CUT else x for name, x in inputs.items()}
+    return {name: x.index_select(1, mine) if name in CUT or name in also else x for name, x in inputs.items()}
 
 
 def attention_over(mesh: Mesh) -> Callable[[Tensor, Tensor | None], Attend]:

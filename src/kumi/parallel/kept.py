@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from kumi.nn.surrounded import Surrounded
 from kumi.nn.where import Where
 
 # Tensors of fewer bytes are not worth a message.
@@ -145,7 +147,7 @@ def _is_weight(tensor: Tensor) -> bool:
     return source is not None and isinstance(getattr(source, "variable", None), nn.Parameter)
 
 
-def keep_on_host(layers: Sequence[nn.Module], device: torch.device) -> Flow:
+def keep_on_host(layers: Sequence[Surrounded], device: torch.device) -> Flow:
     """Makes each of `layers`, which run one after the other, keep on the host what its backward pass needs.
 
     Call it after the layers were made to recompute, if they are, so that of those the inputs are moved.
@@ -153,22 +155,21 @@ def keep_on_host(layers: Sequence[nn.Module], device: torch.device) -> Flow:
     flow = Flow(device)
     last: list[Visit | None] = [None]
     for number, layer in enumerate(layers):
-        layer.forward = _moving(layer.forward, flow, last, first=number == 0)
+        layer.around.append(partial(_moving, flow, last, number == 0))
     return flow
 
 
-def _moving(forward: Callable[..., Any], flow: Flow, last: list[Visit | None], *, first: bool) -> Callable[..., Any]:
-    def run(x: Tensor, where: Where) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(x, where)
-        tables = [table.untyped_storage().data_ptr() for pair in where.tables.values() for table in pair]
-        visit = Visit(flow, None if first else last[0], set(tables))
-        last[0] = visit
-        earlier = visit.before.before if visit.before else None
-        flow.pace(earlier.gone if earlier else None)
-        with saved_tensors_hooks(visit.pack, visit.unpack):
-            out = forward(x, where)
-        visit.seen.clear()
-        return out
-
-    return run
+def _moving(
+    flow: Flow, last: list[Visit | None], first: bool, inner: Callable[..., Any], x: Tensor, where: Where
+) -> Any:  # fmt: skip
+    if not torch.is_grad_enabled():
+        return inner(x, where)
+    tables = [table.untyped_storage().data_ptr() for pair in where.tables.values() for table in pair]
+    visit = Visit(flow, None if first else last[0], set(tables))
+    last[0] = visit
+    earlier = visit.before.before if visit.before else None
+    flow.pace(earlier.gone if earlier else None)
+    with saved_tensors_hooks(visit.pack, visit.unpack):
+        out = inner(x, where)
+    visit.seen.clear()
+    return out

@@ -21,6 +21,7 @@ from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear, Moment, adapt, lora_linears
 from kumi.nn.packed import pack, take_out
+from kumi.nn.surrounded import Surrounded
 from kumi.parallel.collectives import summed
 from kumi.parallel.grads import by_name
 from kumi.parallel.mesh import Mesh
@@ -83,30 +84,30 @@ def begin_step(model: nn.Module, seed: int, number: int) -> None:
             moment.seed, moment.number, moment.microbatch = seed, number, 0
 
 
-def hold_moments(decoder: Decoder, layers: Iterable[nn.Module], recompute: Callable[[], None]) -> None:
+def hold_moments(decoder: Decoder, layers: Iterable[Surrounded], recompute: Callable[[], None]) -> None:
     """Calls `recompute`, which has `layers` run again in the backward pass; they then drop what they did before."""
     layers, moment = list(layers), getattr(decoder, "moment", None)
     if moment is None or not decoder.spec.lora.dropout:  # type: ignore[union-attr]
         recompute()
         return
     for layer in layers:
-        layer.forward = partial(_at, moment, layer.forward)
+        layer.around.append(partial(_at, moment))
     recompute()
     for layer in layers:
-        layer.forward = partial(_now, moment, layer.forward)
+        layer.around.append(partial(_now, moment))
 
 
-def _now(moment: Moment, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, moment_of_forward=(moment.number, moment.microbatch), **kwargs)
+def _now(moment: Moment, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return inner(*args, moment_of_forward=(moment.number, moment.microbatch), **kwargs)
 
 
 def _at(
-    moment: Moment, forward: Callable[..., Any], *args: Any, moment_of_forward: tuple[int, int], **kwargs: Any
+    moment: Moment, inner: Callable[..., Any], *args: Any, moment_of_forward: tuple[int, int], **kwargs: Any
 ) -> Any:  # fmt: skip
     before = moment.number, moment.microbatch
     moment.number, moment.microbatch = moment_of_forward
     try:
-        return forward(*args, **kwargs)
+        return inner(*args, **kwargs)
     finally:
         moment.number, moment.microbatch = before
 

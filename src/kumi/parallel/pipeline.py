@@ -32,8 +32,8 @@ from kumi.parallel.stages import stages_of
 from kumi.spec.messages import ACTIVATION, GRADIENT, Message, Receive, Send, Step, forward_work, work
 from kumi.spec.schedule import Action
 
-# The arguments of the decoder for one microbatch, by their names.
-Inputs = Mapping[str, Tensor]
+# The arguments of the decoder for one microbatch, by their names: tensors, and the loss where it is a function.
+Inputs = Mapping[str, Any]
 # Of which kind, of which stage (that makes it), of which microbatch.
 Key = tuple[str, int, int]
 # Which group messages of each kind go through.
@@ -68,8 +68,8 @@ class _Run:
 
 
 def train(model: nn.Module, mesh: Mesh, microbatches: Sequence[Inputs], record: Record | None = None) -> Tensor:
-    """Forward and backward of `microbatches`, whose `token_weights` say how the loss is made; what ranks share of the
-    gradients is summed.
+    """Forward and backward of `microbatches`, whose `token_weights` or `loss` say how the loss is made; what ranks
+    share of the gradients is summed.
 
     Returns the loss of this rank's tokens, a scalar: 0 on ranks without the head. `record` takes down what was done
     when.

@@ -23,6 +23,7 @@ from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
 from kumi.nn.cpu_flash import OPERATOR as FLASH_ATTENTION
 from kumi.nn.grouped import TIMES as GROUPED_PRODUCTS
 from kumi.nn.scan import SCAN
+from kumi.nn.surrounded import Surrounded
 from kumi.parallel.collectives import SCATTER, SUM
 from kumi.parallel.expert import COUNTS as EXCHANGED_COUNTS
 from kumi.parallel.expert import ROWS as EXCHANGED_ROWS
@@ -63,23 +64,22 @@ KEPT = (
 KEPT_BY_NAME = (VARLEN_ATTENTION,)
 
 
-def recompute_layers(layers: Iterable[nn.Module], how: str) -> None:
-    """Makes each layer recompute as `how` says ("none", "selective" or "full"). Module and parameter names stay.
+def recompute_layers(layers: Iterable[Surrounded], how: str) -> None:
+    """Makes each layer recompute as `how` says ("none", "selective" or "full") what is in it and in `around` by now.
 
-    Call it before the layers are sharded, so that the sharding's hooks run outside of what is recomputed; where a part
-    of a layer is sharded by itself, see `keep_aside`.
+    The sharding's hooks run outside of what is recomputed; where a part of a layer is sharded by itself, see
+    `keep_aside`.
     """
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # a decoder draws no random numbers
-    if how == "selective":
-        for layer in layers:
+    for layer in layers:
+        own = dict(options)
+        if how == "selective":
             aside = Aside()
             layer.aside = aside  # type: ignore[assignment]
-            layer.forward = _recomputed(layer.forward, options | {"context_fn": partial(_contexts, aside)})
-        return
-    for layer in layers:
-        layer.forward = _recomputed(layer.forward, options)
+            own["context_fn"] = partial(_contexts, aside)
+        layer.around.append(partial(_recomputed, own))
 
 
 @dataclass
@@ -119,13 +119,10 @@ def _contexts(aside: Aside) -> tuple[Any, Any]:
     return modes
 
 
-def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    return run
+def _recomputed(options: dict[str, Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    return checkpoint(inner, *args, **options, **kwargs)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

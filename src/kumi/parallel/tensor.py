@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from kumi.nn.decoder import Decoder, Embedding
+from kumi.nn.decoder import Decoder
 from kumi.nn.linear import Linear, add_gradients
 from kumi.nn.lora import LoraLinear, complete_all
 from kumi.nn.norm import RMSNorm
@@ -66,14 +66,14 @@ def cut(decoder: Decoder, mesh: Mesh) -> None:
         module.region = region
         last.adds_bias = False
     for norm in _cut_norms(decoder):
-        norm.forward = partial(_norm_of_parts, norm, group)  # type: ignore[method-assign]
+        norm.function = partial(_norm_of_parts, group)
     part = VocabularyPart(group, decoder.spec.vocab_size, sequence_parallel)
     if decoder.has_embedding:
         table = decoder.model.embed_tokens
-        table.forward = partial(_embed, decoder, table, part, group, sequence_parallel)  # type: ignore[method-assign]
+        table.lookup = partial(_embed, decoder, part, group, sequence_parallel)
     positions = decoder.model.embed_positions
     if positions is not None and sequence_parallel:
-        positions.forward = partial(_positions_of_part, positions, group)  # type: ignore[method-assign]
+        positions.lookup = partial(_positions_of_part, group)
     decoder.logits = part.logits
     decoder.log_probs = partial(decoder.log_probs, vocabulary=part)
     decoder.weighted_sum = partial(decoder.weighted_sum, vocabulary=part)
@@ -109,27 +109,29 @@ def _cut_norms(decoder: Decoder) -> Iterator[RMSNorm]:
             yield norm
 
 
-def _norm_of_parts(norm: RMSNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def _norm_of_parts(
+    group: dist.ProcessGroup, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+) -> Tensor:  # fmt: skip
     """The norm over all ranks' parts of the last dim, given this rank's."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     size = x.shape[-1] * group.size()
     square = fan_out(total(values.square().sum(-1, keepdim=True), group), group) / size
-    factor = 1 + norm.weight if norm.zero_centered else norm.weight
-    return (values * torch.rsqrt(square + norm.eps) * factor).to(x.dtype)
+    factor = 1 + weight if zero_centered else weight
+    return (values * torch.rsqrt(square + eps) * factor).to(x.dtype)
 
 
 def _embed(
-    decoder: Decoder, table: Embedding, part: VocabularyPart, group: dist.ProcessGroup, divide: bool, input_ids: Tensor
+    decoder: Decoder, part: VocabularyPart, group: dist.ProcessGroup, divide: bool, input_ids: Tensor, table: Tensor
 ) -> Tensor:
     """Hidden states (B, S, D), or this rank's of all tokens (T/n, D), from the rows of the table that ranks have."""
     rows, here = part.rows(input_ids)
-    found = F.embedding(rows, table.weight).to(decoder.compute_dtype) * here[..., None]
+    found = F.embedding(rows, table).to(decoder.compute_dtype) * here[..., None]
     return scatter(found.flatten(0, 1), group) if divide else total(found, group)
 
 
-def _positions_of_part(table: Embedding, group: dist.ProcessGroup, position_ids: Tensor) -> Tensor:
+def _positions_of_part(group: dist.ProcessGroup, position_ids: Tensor, table: Tensor) -> Tensor:
     """The rows (T/n, D) of this rank's part of all tokens, given the positions (B, S) of all."""
-    return F.embedding(position_ids.flatten().chunk(group.size())[group.rank()], table.weight)
+    return F.embedding(position_ids.flatten().chunk(group.size())[group.rank()], table)
 
 
 class SharedRegion(Region):

@@ -78,7 +78,7 @@ def tile(decoder: Decoder, mesh: Mesh, precision: Precision) -> None:
             for layer in _matrices(mlp):
                 rows = layer.weight.shape[0] // group.size()
                 layer.weight = nn.Parameter(layer.weight.new_empty(rows, layer.weight.shape[1]))
-        mlp.forward = partial(_forward, mlp, tiling)  # type: ignore[method-assign]
+        mlp.function = partial(_forward, tiling)
 
 
 def _dense(model: nn.Module) -> Iterator[MLP]:
@@ -99,7 +99,7 @@ def divided_by_tiles(decoder: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
     return [layer.weight for mlp in _dense(decoder) for layer in _matrices(mlp)]
 
 
-def _forward(mlp: MLP, tiling: Tiling, x: Tensor) -> Tensor:
+def _forward(tiling: Tiling, mlp: MLP, x: Tensor) -> Tensor:
     *first, down = _matrices(mlp)
     weights, biases = [layer.weight for layer in first], [layer.bias for layer in first]
     act = mlp.spec.hidden_act

@@ -3,8 +3,9 @@ Mamba mixer, which may stand in its place, are in `kumi.spec.mamba_ops`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from kumi.spec.mamba_ops import mamba_ops
 from kumi.spec.model import Attention, LatentAttention, LayerSpec, Mamba, ModelSpec
@@ -16,15 +17,10 @@ def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op
     if layer.attention is None:
         return
     embed = Dim("embed", spec.hidden_size)
-    name = f"{prefix}.{'mamba' if isinstance(layer.attention, Mamba) else 'self_attn'}"
+    name = f"{prefix}.{layer.attention.module_name}"
     if layer.pre_norms:
         yield block_norm(spec, f"{prefix}.input_layernorm", embed)
-    if isinstance(layer.attention, Mamba):
-        yield from mamba_ops(spec, layer.attention, name)
-    elif isinstance(layer.attention, LatentAttention):
-        yield from _latent(spec, layer.attention, name)
-    else:
-        yield from _grouped(spec, layer.attention, name)
+    yield from MIXER_OPS[type(layer.attention)](spec, layer.attention, name)
     if layer.post_norms:
         yield block_norm(spec, f"{prefix}.self_attn_post_norm", embed)
     yield Op(f"{name}.add", "add", embed, embed)
@@ -85,3 +81,11 @@ def _attention(
     params = (Param(f"{name}.sinks", (count,)),) if sinks else ()
     return Op(f"{name}.attention", "attention", queries, values, params, kept, heads=count.size,
               kv_size=kv[0].size + kv[1].size, window=window)  # fmt: skip
+
+
+# Class of `LayerSpec.attention` -> its operations on the normalised input, given the model, the spec and their prefix.
+MIXER_OPS: dict[type, Callable[[ModelSpec, Any, str], Iterator[Op]]] = {
+    Attention: _grouped,
+    LatentAttention: _latent,
+    Mamba: mamba_ops,
+}

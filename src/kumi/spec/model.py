@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, log
+from typing import ClassVar
 
 from kumi.errors import ModelError
 from kumi.spec.lora import Lora
@@ -66,6 +67,9 @@ class Attention:
     bfloat16, and `score_scale` multiplies it, too (Falcon).
     """
 
+    # What the module is called in a layer, and so what the names of its parameters have.
+    module_name: ClassVar[str] = "self_attn"
+
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -97,6 +101,9 @@ class LatentAttention:
     the latents and the output projection. `rope_interleave`: pairs to turn are neighbours, not half a head apart.
     `mscale_all_dim`: with YaRN, which lengthens the context, scores are multiplied by (0.1 * it * ln(factor) + 1)^2.
     """
+
+    # What the module is called in a layer, and so what the names of its parameters have.
+    module_name: ClassVar[str] = "self_attn"
 
     num_attention_heads: int
     q_lora_rank: int | None
@@ -142,6 +149,9 @@ class Mamba:
     convolution, after which comes silu. The recurrence is worked out `chunk_size` positions at a time, its steps kept
     within `time_step_limit`. `bias` is on the projections, `conv_bias` on the convolution.
     """
+
+    # What the module is called in a layer, and so what the names of its parameters have.
+    module_name: ClassVar[str] = "mamba"
 
     num_heads: int
     head_dim: int

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kumi.objectives import lm
-from kumi.parallel import context, pipeline
+from kumi.parallel import pipeline
 from kumi.parallel.data import release
-from kumi.parallel.mesh import total
+from kumi.parallel.mesh import counts_once, total
+from kumi.parallel.objective import counts_loss, cut, decoder_inputs, segment_sums
 from kumi.train.state import Parts
 from kumi.train.step import to_device
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean negative log-probability of a held-out token, in nats, over `tokens` of them."""
+    """The mean loss of a held-out unit, for language modelling a token, in nats, over `tokens` of them."""
 
     loss: float
     tokens: int
@@ -29,19 +29,21 @@ def evaluate(parts: Parts, *, first: int | None = None) -> Evaluation:
     layout, size = parts.run.layout, parts.run.layout.microbatch
     count = len(parts.validation) if first is None else first
     mesh, ahead = parts.mesh, 1 if layout.pp == 1 else 4 * layout.pp
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    loss, counted, objective = torch.zeros((), dtype=torch.float64, device=mesh.device), 0, parts.objective
     parts.model.eval()
     # Every rank runs the same number of microbatches, since sharded parameters are gathered together; past the end
     # there is only padding.
     starts = [begin + layout.dp_index(mesh.rank) * size for begin in range(0, count, layout.dp * size)]
     for group in (starts[begin : begin + ahead] for begin in range(0, len(starts), ahead)):
-        whole = [to_device(parts.validation.batch(mine, size), mesh.device) for mine in group]
-        microbatches = [context.cut(inputs, mesh) for inputs in whole]
-        found = pipeline.forward(parts.model, mesh, microbatches)
-        # The ranks of a tensor-parallel group have the same log-probs, and those without the head have none.
-        for inputs, log_probs in zip(microbatches, found) if mesh.index("tp") == 0 else ():
-            sums += torch.stack([-log_probs.double().sum(), (inputs["labels"] != lm.IGNORED).sum()])
+        whole = [parts.validation.batch(mine, size) for mine in group]
+        counted += sum(map(objective.count, whole)) if counts_once(mesh) else 0
+        batches = [cut(objective, to_device(batch, mesh.device), mesh) for batch in whole]
+        found = pipeline.forward(parts.model, mesh, list(map(decoder_inputs, batches)))
+        # Ranks without the head have no log-probs.
+        for batch, log_probs in zip(batches, found):
+            one = objective.loss(log_probs.double(), batch, 1.0, segment_sums(mesh))
+            loss += one if counts_loss(objective, mesh) else 0.0
     parts.model.train()
     release(parts.model)
-    loss, tokens = total(sums, mesh).tolist()
-    return Evaluation(loss / max(tokens, 1), int(tokens))
+    of_all, units = total(torch.stack([loss, loss.new_tensor(counted)]), mesh).tolist()
+    return Evaluation(of_all / max(units, 1), int(units))

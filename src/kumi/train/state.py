@@ -14,6 +14,7 @@ from kumi.config.pinned import spelled
 from kumi.convert.base import digest
 from kumi.convert.origin import UNKNOWN, Origin, origin_of
 from kumi.data import Mixture, Store, Sweep
+from kumi.objectives import OBJECTIVES, Objective
 from kumi.parallel.grads import LossScale
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optimizer import Optimizer
@@ -51,6 +52,11 @@ class Parts:
     data: Mixture
     validation: Sweep | None
     store: Store
+
+    @property
+    def objective(self) -> Objective:
+        """What the run learns."""
+        return OBJECTIVES[self.run.config.objective.kind]
 
 
 def pieces(parts: Parts) -> list[Piece]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kumi.data import Batch
 from kumi.launch.signals import EXIT_CODES
-from kumi.objectives import lm
-from kumi.parallel import context, pipeline
+from kumi.objectives import IGNORED
 from kumi.parallel.data import bare
 from kumi.parallel.grads import LossScale, clip_gradients
 from kumi.parallel.lora import begin_step
 from kumi.parallel.mesh import Mesh, counts_once, total
+from kumi.parallel.objective import forward_backward
 from kumi.parallel.optimizer import forget_gradients
 from kumi.parallel.record import gather, start
 from kumi.train import balance
@@ -44,14 +44,8 @@ class StepResult:
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """The arrays of `batch` as tensors on `device`, by the decoder's argument names."""
-    arrays = {
-        "input_ids": batch.input_ids,
-        "labels": batch.labels,
-        "position_ids": batch.position_ids,
-        "document_ids": batch.document_ids,
-    }
-    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+    """Return the columns of `batch` as tensors on `device`."""
+    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}
 
 
 def train_step(
@@ -62,13 +56,10 @@ def train_step(
     scale = state.scale.scale if run.precision.loss_scaling else 1.0
     balance.begin(parts.model, run, scale)
     begin_step(bare(parts.model), run.config.train.seed, state.step)
-    # The head forms its gradient in the forward pass, so the loss scale must be in the weights already.
-    whole = [to_device(microbatch, mesh.device) for microbatch in _cut(counts.batch, run.layout.microbatch)]
-    microbatches = [context.cut(microbatch, mesh) for microbatch in whole]
-    for inputs in microbatches:
-        inputs["token_weights"] = lm.token_weights(inputs["labels"], counts.tokens / scale)
     record = start(mesh) if state.step + 1 == run.config.train.trace_step else None
-    loss = pipeline.train(parts.model, mesh, microbatches, record) / scale
+    microbatches = (to_device(one, mesh.device) for one in _microbatches(counts.batch, run.layout.microbatch))
+    # The head may form its gradient in the forward pass, so the loss scale must be in it already.
+    loss = forward_backward(parts.model, mesh, parts.objective, microbatches, counts.units / scale, record) / scale
     if record is not None:
         write_timeline(gather(record, mesh), run, state.step + 1)
     if before_update is not None:
@@ -78,8 +69,6 @@ def train_step(
     state.step += 1
     state.tokens += counts.tokens
     state.sequences += run.batch.sequences
-    if mesh.index("tp") > 0:  # every rank of a tensor-parallel group has the same loss
-        loss.zero_()
     scaling = state.scale if run.precision.loss_scaling else None
     return StepResult(state.step, total(loss, mesh), norm, lr, counts.tokens, counts.data_s, experts, scaling)
 
@@ -103,9 +92,11 @@ def _update(parts: Parts, state: TrainState) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """This rank's sequences of a step, the trained tokens of all ranks, and whether a rank was asked to stop."""
+    """This rank's sequences of a step, what the objective counts in those of all ranks, their trained tokens, and
+    whether a rank was asked to stop."""
 
     batch: Batch
+    units: int
     tokens: int
     signal: int | None
     data_s: float
@@ -118,20 +109,20 @@ def read_step(parts: Parts, state: TrainState, signal: int | None) -> StepCounts
     first = state.sequences + parts.run.layout.dp_index(parts.mesh.rank) * share
     batch = parts.data.batch(first, share)
     data_s = time.perf_counter() - started
-    trained = int(np.count_nonzero(batch.labels != lm.IGNORED))
-    tokens, signal = _agree(trained, signal, parts.mesh)
-    return StepCounts(batch, tokens, signal, data_s)
+    trained = int(np.count_nonzero(batch["labels"] != IGNORED))
+    units, tokens, signal = _agree(parts.objective.count(batch), trained, signal, parts.mesh)
+    return StepCounts(batch, units, tokens, signal, data_s)
 
 
-def _agree(tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int | None]:
-    """One reduction: the sum of `tokens` over all sequences, and a signal that any rank was sent, the same on all."""
-    own = tokens if counts_once(mesh) else 0
-    counts = total(torch.tensor([own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh)
-    sent = [int(number) for number, count in zip(EXIT_CODES, counts[1:].tolist(), strict=True) if count]
-    return int(counts[0]), sent[0] if sent else None
+def _agree(units: int, tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int, int | None]:
+    """One reduction: the sums of `units` and `tokens` over all sequences, and a signal that any rank was sent, the same
+    on all."""
+    own = (units, tokens) if counts_once(mesh) else (0, 0)
+    counts = total(torch.tensor([*own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh)
+    sent = [int(number) for number, count in zip(EXIT_CODES, counts[2:].tolist(), strict=True) if count]
+    return int(counts[0]), int(counts[1]), sent[0] if sent else None
 
 
-def _cut(batch: Batch, size: int) -> list[Batch]:
-    arrays = (batch.input_ids, batch.labels, batch.position_ids, batch.document_ids)
-    starts = range(0, len(batch.input_ids), size)
-    return [Batch(*(array[start : start + size] for array in arrays)) for start in starts]
+def _microbatches(batch: Batch, size: int) -> Iterator[Batch]:
+    for first in range(0, len(batch["input_ids"]), size):
+        yield {name: column[first : first + size] for name, column in batch.items()}
