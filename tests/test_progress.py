@@ -30,10 +30,10 @@ def test_a_bar_shows_only_where_a_job_takes_its_time(patience, monkeypatch):
 
 
 def test_elsewhere_there_is_a_line_now_and_then(monkeypatch, capsys):
-    now = [0.0]
+    now, told = [0.0], [(1.0, 512, ""), (3.0, 1024, ""), (12.0, 2048, ""), (13.0, 3072, "fast"), (30.0, 4096, "")]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with showing("writing model", 4096) as update:
-        for now[0], done, note in ((1.0, 512, ""), (3.0, 1024, ""), (12.0, 2048, ""), (13.0, 3072, "fast")):
+        for now[0], done, note in told:
             update(done, note)
     assert capsys.readouterr().err.splitlines() == [
         "writing model | 1 KiB of 4 KiB | eta 9s",

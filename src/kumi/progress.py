@@ -67,7 +67,7 @@ def _lines(title: str, total: float, size: Size) -> Update:
     def update(done: float, note: str = "") -> None:
         nonlocal due
         now = time.monotonic()
-        if now < due:
+        if now < due or done >= total:
             return
         due = now + LINE_EVERY
         left = format_seconds((now - begun) * (total - done) / done) if done else "..."
