@@ -17,12 +17,12 @@ from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
 from kumi.nn.region import WHOLE
 from kumi.nn.scores import PLAIN, Scores, alibi_slopes
-from kumi.nn.surrounded import Surrounded
+from kumi.nn.surrounded import Around, inside
 from kumi.nn.where import Segments, Where, of_keys, positions, rotary
 from kumi.spec import model
 
 
-class Attention(Surrounded):
+class Attention(nn.Module):
     """Projections, optional query and key norms, rotation, attention, output projection."""
 
     def __init__(
@@ -31,6 +31,7 @@ class Attention(Surrounded):
     ) -> None:  # fmt: skip
         super().__init__()
         self.spec, self.region = spec, WHOLE
+        self.around: list[Around] = []
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         self.q_proj = Linear(hidden_size, heads, bias=spec.qkv_bias, device=device, dtype=dtype)
         self.k_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
@@ -42,6 +43,11 @@ class Attention(Surrounded):
         self.k_norm = norm(sizes[1]) if spec.qk_norm else None
         count = spec.num_attention_heads
         self.sinks = nn.Parameter(torch.empty(count, device=device, dtype=dtype)) if spec.sinks else None
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        """Return what `compute` returns, computed inside of what is in `around`."""
+        out: Tensor = inside(self.around, self.compute)(x, where)
+        return out
 
     def compute(self, x: Tensor, where: Where) -> Tensor:
         """Of the hidden states `x` (B, S, D), or (B * S, D), in the same shape."""

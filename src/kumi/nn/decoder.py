@@ -18,18 +18,19 @@ from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
 from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
-from kumi.nn.surrounded import Surrounded
+from kumi.nn.surrounded import Around, inside
 from kumi.nn.where import Attend, Where, document_lengths, positions, segments, tables
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
 
 
-class DecoderLayer(Surrounded):
+class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); or in the other arrangements that `LayerSpec` has words for."""
 
     def __init__(self, of: ModelSpec, spec: LayerSpec, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec, self.residual_scale = spec, of.residual_scale
+        self.around: list[Around] = []
 
         def norm(there: bool) -> RMSNorm | LayerNorm | None:
             return norm_of(of, device=device, dtype=dtype) if there else None
@@ -43,6 +44,11 @@ class DecoderLayer(Surrounded):
         self.post_attention_layernorm = norm(spec.pre_norms and feeds and not spec.shared_norm)
         self.mlp = feed_forward(of.hidden_size, spec.mlp, device=device, dtype=dtype)
         self.mlp_post_norm = norm(spec.post_norms and feeds)
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        """Return hidden states of the shape of `x`, (B, S, D) or (T, D), computed inside of what is in `around`."""
+        out: Tensor = inside(self.around, self.compute)(x, where)
+        return out
 
     def compute(self, x: Tensor, where: Where) -> Tensor:
         """Return hidden states of the shape of `x`, (B, S, D) or (T, D)."""

@@ -21,7 +21,7 @@ from kumi.nn.grouped import add_rows, grouped_linear
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.router import Router, Routing
-from kumi.nn.surrounded import Surrounded
+from kumi.nn.surrounded import Around, inside
 from kumi.spec import model
 
 
@@ -89,7 +89,7 @@ def gate_of(spec: model.MoE) -> Gate:
     return gate_by(spec.hidden_act) if spec.act_limit is None else clamped(spec.act_limit, spec.act_alpha)
 
 
-class MoE(Surrounded):
+class MoE(nn.Module):
     """Routed experts, and where the model has one the shared expert that all tokens take."""
 
     def __init__(self, hidden_size: int, spec: model.MoE, *, device: torch.device | None, dtype: torch.dtype) -> None:
@@ -102,6 +102,12 @@ class MoE(Surrounded):
         gated = shared.intermediate_size and spec.shared_gate
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False, **options) if gated else None
         self.exchange: Exchange = LOCAL
+        self.around: list[Around] = []
+
+    def forward(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Return what `compute` returns, computed inside of what is in `around`."""
+        out: Tensor = inside(self.around, self.compute)(x, shape)
+        return out
 
     def compute(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """Of the hidden states `x` (B, S, D) or (T, D), in the same shape; `shape` (B, S) is that of the batch that

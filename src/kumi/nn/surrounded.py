@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+# Called with what it surrounds and the arguments of the module; returns the module's result.
+# `lambda inner, *args: inner(*args)` changes nothing.
+Around = Callable[..., Any]
 
 
-class Surrounded(nn.Module):
-    """A module that computes by `compute`, inside what is in `around`.
+class Surrounded(Protocol):
+    """A module that computes inside of what is in `around`, the innermost first."""
 
-    `around` has functions, the innermost first, each of which is called with what it surrounds and the arguments of
-    the module, and returns the module's result. `lambda inner, *args: inner(*args)` changes nothing.
-    """
+    around: list[Around]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.around: list[Callable[..., Any]] = []
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `compute` returns, called inside all of `around`."""
-        run: Callable[..., Any] = self.compute
-        for outer in self.around:
-            run = partial(outer, run)
-        return run(*args, **kwargs)
-
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's result."""
-        raise NotImplementedError
+def inside(around: list[Around], compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that calls `compute` inside of all of `around`."""
+    for outer in around:
+        compute = partial(outer, compute)
+    return compute

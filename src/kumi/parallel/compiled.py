@@ -10,7 +10,6 @@ from torch import nn
 
 from kumi.nn.attention import Attention
 from kumi.nn.moe import MoE
-from kumi.nn.surrounded import Surrounded
 
 
 def leave_uncompiled(decoder: nn.Module) -> None:
@@ -22,9 +21,12 @@ def leave_uncompiled(decoder: nn.Module) -> None:
     compiler: Any = torch.compiler
     as_it_is = compiler.disable(_as_it_is)
     for part in decoder.modules():
-        in_blocks = isinstance(part, Attention) and (part.sinks is not None or not part.scores.fused)
-        if isinstance(part, Surrounded) and (isinstance(part, MoE) or in_blocks):
+        if isinstance(part, MoE) or (isinstance(part, Attention) and _in_blocks(part)):
             part.around.append(as_it_is)
+
+
+def _in_blocks(part: Attention) -> bool:
+    return part.sinks is not None or not part.scores.fused
 
 
 def _as_it_is(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -77,7 +77,7 @@ def recompute_layers(layers: Iterable[Surrounded], how: str) -> None:
         own = dict(options)
         if how == "selective":
             aside = Aside()
-            layer.aside = aside  # type: ignore[assignment]
+            layer.aside = aside  # type: ignore[attr-defined]
             own["context_fn"] = partial(_contexts, aside)
         layer.around.append(partial(_recomputed, own))
 
