@@ -1,6 +1,7 @@
 import contextlib
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,17 @@ def test_a_run_leaves_what_it_promised(small):
         "step_000002", "step_000004", "step_000006"]  # fmt: skip
     assert not (out / "checkpoints" / "drill").exists()
     assert (out / "config.toml").exists()
+
+
+def test_a_drill_that_was_left_behind_is_in_nobodys_way(small, tmp_path, monkeypatch):
+    """By a run that was killed between saving it and removing it."""
+    monkeypatch.chdir(small.copy(tmp_path / "work"))
+    checkpoints = Path("run/checkpoints")
+    shutil.copytree(checkpoints / "step_000002", checkpoints / "drill" / "step_000002")
+    back_to("run", 2)
+    assert main(["train", "run.toml"]) == 0
+    assert not (checkpoints / "drill").exists()
+    assert len(losses("run")) == 6
 
 
 def test_the_exported_folder_is_the_trained_model(small):

@@ -22,6 +22,9 @@ def fire_drill(parts: Parts, state: TrainState, root: Path, attempt: str) -> Non
     layout, rank = parts.run.layout, parts.mesh.rank
     if parts.validation is not None:
         evaluate(parts, first=layout.dp * layout.microbatch)
+    if rank == 0:
+        remove_tree(root / FOLDER)  # of a run that was killed before it removed its own
+    barrier(parts.mesh)
     folder = checkpoint.step_folder(root / FOLDER, state.step)
     said = meta(state, parts.run, parts.store)
     checkpoint.save(folder, pieces(parts), said, rank=rank, ranks=layout.world_size, attempt=attempt)
