@@ -17,8 +17,12 @@ TESTS = Path(__file__).parents[1] / "tests" / "plan" / "export"
 
 def checks(module):
     """The checks of `module` as (name, arguments), one for each script and trainer that they are for."""
-    pairs = {"test_megatron_reads_and_validates_the_run": [("megatron_lm", "megatron-lm"),
-                                                           ("megatron_bridge", "megatron-bridge")]}  # fmt: skip
+    pairs = {
+        "test_megatron_reads_and_validates_the_run": [
+            ("megatron_lm", "megatron-lm"),
+            ("megatron_bridge", "megatron-bridge"),
+        ]
+    }
     for name in vars(module):
         if name.startswith("test_"):
             yield from ((name, arguments) for arguments in pairs.get(name, [()]))

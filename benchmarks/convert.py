@@ -42,10 +42,8 @@ CASES = {
     "kumi: float32 to bfloat16": ("kumi", "float32", "back", {"to": "hf", "dtype": "bfloat16"}, "kumi.convert.casts"),
     "kumi: Hugging Face to Megatron": ("kumi", "hf", "megatron", {"to": "megatron"}, "kumi.convert.megatron_write"),
     "transformers: from_pretrained, save_pretrained": ("transformers", "hf", "back", {}, "transformers"),
-}  # fmt: skip
-BRIDGE = {
-    "Megatron-Bridge: import and export": ("bridge", "hf", "back", {}, ""),
 }
+BRIDGE = {"Megatron-Bridge: import and export": ("bridge", "hf", "back", {}, "")}
 
 
 def main():
@@ -89,8 +87,14 @@ def measure(folder, arguments):
                 missing[name] = (error.stderr.strip().splitlines() or ["it failed"])[-1]
     if not arguments.bridge:
         missing["Megatron-Bridge"] = "no Python with megatron-bridge was named with --bridge"
-    return {"machine": describe(), "bytes": size, "largest_tensor": largest, "rounds": arguments.rounds, "rows": rows,
-            "missing": missing}  # fmt: skip
+    return {
+        "machine": describe(),
+        "bytes": size,
+        "largest_tensor": largest,
+        "rounds": arguments.rounds,
+        "rows": rows,
+        "missing": missing,
+    }
 
 
 def one(folder, name, case, bridge):
@@ -126,10 +130,24 @@ def make_llama(folder, size):
     from kumi.spec import families
     from kumi.spec.ledger import num_params, params
 
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "hidden_act": "silu",
-              "intermediate_size": 5632, "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8,
-              "vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0,
-              "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "hidden_act": "silu",
+        "intermediate_size": 5632,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     small = 2 * num_params(families.from_hf(config))
     layer = 2 * num_params(families.from_hf(config | {"num_hidden_layers": 2})) - small
     config["num_hidden_layers"] = max(1, round((size - small) / layer) + 1)
@@ -172,8 +190,13 @@ def timed(work):
     before, cpu, begun = resident("VmRSS"), time.process_time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - begun
-    return {"seconds": seconds, "cpu": time.process_time() - cpu, "memory": resident("VmHWM") - before,
-            "interpreter": before, "imports": cpu}  # fmt: skip
+    return {
+        "seconds": seconds,
+        "cpu": time.process_time() - cpu,
+        "memory": resident("VmHWM") - before,
+        "interpreter": before,
+        "imports": cpu,
+    }
 
 
 def resident(key):
@@ -196,8 +219,10 @@ def copy(source, target, wait):
 def show(result):
     size, largest = result["bytes"], result["largest_tensor"]
     copies = [median(result["rows"][name], "seconds") for name in ("copy", "copy, on the disk")]
-    print(f"{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, {result['machine']['cores']} cores, "
-          f"{result['rounds']} rounds: medians (best)")  # fmt: skip
+    print(
+        f"{size / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, {result['machine']['cores']} cores, "
+        f"{result['rounds']} rounds: medians (best)"
+    )
     for name, rows in result["rows"].items():
         middle, best = median(rows, "seconds"), min(row["seconds"] for row in rows)
         cpu, imports, memory = median(rows, "cpu"), median(rows, "imports"), max(row["memory"] for row in rows)

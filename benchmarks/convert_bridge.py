@@ -19,14 +19,39 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-ABSENT = {"transformer_engine", "modelopt", "nvidia_resiliency_ext", "wandb", "mlflow", "qwen_vl_utils", "open_clip",
-          "timm"}  # fmt: skip
-FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion",
-           "persist_layer_norm", "gradient_accumulation_fusion", "cross_entropy_loss_fusion")  # fmt: skip
+ABSENT = {
+    "transformer_engine",
+    "modelopt",
+    "nvidia_resiliency_ext",
+    "wandb",
+    "mlflow",
+    "qwen_vl_utils",
+    "open_clip",
+    "timm",
+}
+FUSIONS = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "persist_layer_norm",
+    "gradient_accumulation_fusion",
+    "cross_entropy_loss_fusion",
+)
 # What Megatron-Core decides on by whether TransformerEngine is there is imported before the stand-ins.
-FIRST = ("models.gpt.gpt_layer_specs", "models.mamba", "ssm.mamba_mixer", "transformer.moe.experts", "optimizer",
-         "distributed", "dist_checkpointing", "models.multimodal.llava_model", "transformer.multi_token_prediction",
-         "transformer.cuda_graphs", "transformer.multi_latent_attention")  # fmt: skip
+FIRST = (
+    "models.gpt.gpt_layer_specs",
+    "models.mamba",
+    "ssm.mamba_mixer",
+    "transformer.moe.experts",
+    "optimizer",
+    "distributed",
+    "dist_checkpointing",
+    "models.multimodal.llava_model",
+    "transformer.multi_token_prediction",
+    "transformer.cuda_graphs",
+    "transformer.multi_latent_attention",
+)
 
 
 class StandIn(types.ModuleType):

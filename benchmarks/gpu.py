@@ -72,14 +72,20 @@ def python(*args: str, limit: float, ranks: int = 1) -> subprocess.CompletedProc
         pipes = [stack.enter_context(file.open("w")) for file in files]
         started = [
             subprocess.Popen(
-                command, env=env | shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {}), cwd=ROOT,
-                start_new_session=True, stdout=pipes[2 * rank], stderr=pipes[2 * rank + 1],
+                command,
+                env=env | shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {}),
+                cwd=ROOT,
+                start_new_session=True,
+                stdout=pipes[2 * rank],
+                stderr=pipes[2 * rank + 1],
             )
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         in_time = all_end(started, until)
-        done = [subprocess.CompletedProcess(command, process.returncode, *(file.read_text() for file in pair))
-                for process, pair in zip(started, zip(files[::2], files[1::2], strict=True), strict=True)]  # fmt: skip
+        done = [
+            subprocess.CompletedProcess(command, process.returncode, *(file.read_text() for file in pair))
+            for process, pair in zip(started, zip(files[::2], files[1::2], strict=True), strict=True)
+        ]
     # Of ranks that failed, one that was killed because another had failed says nothing.
     return next((one for one in done if one.returncode > 0), done[0]) if in_time else None
 
@@ -176,8 +182,10 @@ def line(entry: dict, peak: float | None) -> str:
     memory = f"{entry['peak_bytes'] / 2**30:7.1f}" if entry["peak_bytes"] else "    n/a"
     estimate = f"{entry['estimated_bytes'] / 2**30:7.1f}" if entry["estimated_bytes"] else "      -"
     low, high = entry["step_s_range"]
-    return (f"{entry['name']:<52} {entry['tokens_per_s']:9.0f} tok/s {mfu} % MFU {memory} GiB (estimated {estimate}) "
-            f"step {low:.4f}-{high:.4f} s")  # fmt: skip
+    return (
+        f"{entry['name']:<52} {entry['tokens_per_s']:9.0f} tok/s {mfu} % MFU {memory} GiB (estimated {estimate}) "
+        f"step {low:.4f}-{high:.4f} s"
+    )
 
 
 def result_file(found: dict) -> Path:

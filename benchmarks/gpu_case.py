@@ -31,10 +31,17 @@ def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     from kumi.train.step import StepCounts, train_step
 
     parts = make_parts(
-        case.config(), device, seq_len=case.seq_len, microbatch=case.microbatch, recompute=case.recompute,
-        compile=case.compile, precision="bf16", layout=Layout(**case.layout), microbatches=case.microbatches,
+        case.config(),
+        device,
+        seq_len=case.seq_len,
+        microbatch=case.microbatch,
+        recompute=case.recompute,
+        compile=case.compile,
+        precision="bf16",
+        layout=Layout(**case.layout),
+        microbatches=case.microbatches,
         async_tp=case.async_tp,
-    )  # fmt: skip
+    )
     batch = synthetic(case.microbatch * case.microbatches, case.seq_len, case.config()["vocab_size"], case.documents)
     tokens = int(np.count_nonzero(batch["labels"] >= 0)) * parts.run.layout.dp
     counts = StepCounts(batch, tokens, tokens, None, 0.0)
@@ -47,9 +54,16 @@ def bare_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     import bare_loop
 
     args = argparse.Namespace(
-        dtype=case.system, device=device.type, random=True, recompute=case.recompute == "full",
-        packed=False, batches=None, microbatch=case.microbatch, seq_len=case.seq_len, lr=3e-4,
-    )  # fmt: skip
+        dtype=case.system,
+        device=device.type,
+        random=True,
+        recompute=case.recompute == "full",
+        packed=False,
+        batches=None,
+        microbatch=case.microbatch,
+        seq_len=case.seq_len,
+        lr=3e-4,
+    )
     with TemporaryDirectory() as folder:
         args.model = shapes.write_config(case.config(), Path(folder))
         model = bare_loop.load_model(args)
@@ -77,8 +91,14 @@ def timed(step: Callable[[], torch.Tensor], device: torch.device, seconds: float
             loss = step()
         last_loss = loss.item()  # waits for the device
         groups.append((time.perf_counter() - began) / size)
-    return {"step_s": median(groups), "step_s_range": [min(groups), max(groups)], "steps": GROUPS * size,
-            "first_step_s": first, "first_loss": first_loss, "last_loss": last_loss}  # fmt: skip
+    return {
+        "step_s": median(groups),
+        "step_s_range": [min(groups), max(groups)],
+        "steps": GROUPS * size,
+        "first_step_s": first,
+        "first_loss": first_loss,
+        "last_loss": last_loss,
+    }
 
 
 def agreed(steps: int) -> int:
@@ -106,8 +126,13 @@ def run(case: Case, device: torch.device, seconds: float = 3.0) -> dict:
     spec, layout = families.from_hf(case.config()), Layout(**case.layout)
     tokens = case.microbatch * case.microbatches * layout.dp * case.seq_len
     flops = ledger.train_flops(spec, tokens, case.seq_len)
-    found = {"status": "ok", "parameters": ledger.num_params(spec), "tokens": tokens, "flops": flops,
-             "estimated_bytes": None}  # fmt: skip
+    found = {
+        "status": "ok",
+        "parameters": ledger.num_params(spec),
+        "tokens": tokens,
+        "flops": flops,
+        "estimated_bytes": None,
+    }
     try:
         began = time.perf_counter()
         step, found["estimated_bytes"] = (kumi_step if case.system == "kumi" else bare_step)(case, device)

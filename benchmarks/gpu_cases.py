@@ -8,8 +8,13 @@ from typing import Any
 
 import shapes
 
-SHAPES = {"1b": shapes.LLAMA_1B, "8b": shapes.LLAMA_8B, "30b-a3b": shapes.QWEN_30B_A3B, "tiny": shapes.TINY,
-          "tiny-experts": shapes.TINY_EXPERTS}  # fmt: skip
+SHAPES = {
+    "1b": shapes.LLAMA_1B,
+    "8b": shapes.LLAMA_8B,
+    "30b-a3b": shapes.QWEN_30B_A3B,
+    "tiny": shapes.TINY,
+    "tiny-experts": shapes.TINY_EXPERTS,
+}
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,12 @@ def on_several() -> list[Case]:
     """Every dimension on two GPUs, beside the same work on one, and two that need four."""
     dense, experts = Case("kumi", "8b", 1, "full", layers=8), Case("kumi", "30b-a3b", 1, layers=4)
     of_dense: list[dict[str, Any]] = [
-        {"dp_shard": 2, "zero": 3}, {"tp": 2}, {"cp": 2, "zero": 1}, {"cp": 2, "zero": 1, "context": "ulysses"},
+        {"dp_shard": 2, "zero": 3},
+        {"tp": 2},
+        {"cp": 2, "zero": 1},
+        {"cp": 2, "zero": 1, "context": "ulysses"},
         {"tp": 2, "dp_shard": 2, "zero": 3},
-    ]  # fmt: skip
+    ]
     piped: list[dict[str, Any]] = [{"pp": 2}, {"pp": 2, "schedule": "zb-v", "stages": 2}, {"pp": 2, "tp": 2}]
     return [
         dense,

@@ -42,16 +42,20 @@ def copy_bytes_per_s(count: int = 2**32, repeats: int = 10) -> float:
 
 def main() -> None:
     properties = torch.cuda.get_device_properties(0)
-    print(json.dumps({
-        "device": properties.name,
-        "device_memory_bytes": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-        "cuda": torch.version.cuda,
-        "devices": torch.cuda.device_count(),
-        "peak_flops": cluster_spec(ClusterSection()).device.peak_flops("bfloat16"),
-        "measured_matmul_flops": matmul_flops(),
-        "measured_copy_bytes_per_s": copy_bytes_per_s(),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "device": properties.name,
+                "device_memory_bytes": properties.total_memory,
+                "capability": f"{properties.major}.{properties.minor}",
+                "cuda": torch.version.cuda,
+                "devices": torch.cuda.device_count(),
+                "peak_flops": cluster_spec(ClusterSection()).device.peak_flops("bfloat16"),
+                "measured_matmul_flops": matmul_flops(),
+                "measured_copy_bytes_per_s": copy_bytes_per_s(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -70,11 +70,24 @@ def main() -> None:
     model.config.use_cache = False
     with tempfile.TemporaryDirectory() as out:
         settings = TrainingArguments(
-            output_dir=out, max_steps=args.steps, per_device_train_batch_size=args.microbatch, learning_rate=args.lr,
-            lr_scheduler_type="constant", weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, use_cpu=True,
-            bf16=args.dtype == "amp", logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
-            train_sampling_strategy="sequential", dataloader_pin_memory=False, **_distributed(),
-        )  # fmt: skip
+            output_dir=out,
+            max_steps=args.steps,
+            per_device_train_batch_size=args.microbatch,
+            learning_rate=args.lr,
+            lr_scheduler_type="constant",
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            use_cpu=True,
+            bf16=args.dtype == "amp",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+            dataloader_pin_memory=False,
+            **_distributed(),
+        )
         rows = Rows(args.batches, args.steps * args.microbatch * settings.world_size)
         Trainer(model, settings, train_dataset=rows, callbacks=[WriteSteps(args.metrics)]).train()
 

@@ -45,8 +45,16 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "ZeRO-3 x tp": {"dp_shard": 2, "zero": 3, "tp": 2},
 }
 STEPS, EVERY = 60, 3
-MODEL = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "rms_norm_eps": 1e-5,
-         "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
 # When a kill falls: while the command starts, while its ranks build and restore, while they train, while they save.
 MOMENTS = ("start", "ranks", "training", "save")
 PATIENCE_S = 300.0
@@ -89,9 +97,13 @@ class Command:
         self.output = folder / "output.txt"
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kumi.cli", "train", "run.toml"], cwd=folder, stdout=output, stderr=output,
-                start_new_session=True, env=environment,
-            )  # fmt: skip
+                [sys.executable, "-m", "kumi.cli", "train", "run.toml"],
+                cwd=folder,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=environment,
+            )
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in order: the children that the launcher has forked."""
@@ -141,15 +153,19 @@ def write_run(folder: Path, layout: dict[str, int]) -> None:
         "model": {"init": "random", "config": MODEL},
         "cluster": {"devices_per_node": ranks},
         "batch": {"seq_len": 32, "tokens_per_step": 256},
-        "data": {"tokenizer": {"vocab_size": 300}, "validation": 0.1, "workers": 1,
-                 "sources": [{"path": "documents.jsonl"}]},
+        "data": {
+            "tokenizer": {"vocab_size": 300},
+            "validation": 0.1,
+            "workers": 1,
+            "sources": [{"path": "documents.jsonl"}],
+        },
         "optim": {"lr": 1e-2, "warmup_steps": 2},
         "precision": {"kind": "fp32"},
         "layout": layout,
         "train": {"steps": STEPS, "out": "run"},
         "checkpoint": {"every": EVERY, "keep": 2},
         "log": {"every": 1},
-    }  # fmt: skip
+    }
     (folder / "run.toml").write_text(tomli_w.dumps(run))
 
 
@@ -234,8 +250,16 @@ def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, o
             return True
         if code == 0:
             return False
-        kill = Kill(layout, moment, victim, step, in_save, checkpoint, code,
-                    resumed_after=resumed_after(command.output.read_text()))  # fmt: skip
+        kill = Kill(
+            layout,
+            moment,
+            victim,
+            step,
+            in_save,
+            checkpoint,
+            code,
+            resumed_after=resumed_after(command.output.read_text()),
+        )
         _check_resumed(kill, before, outcome)
         outcome.kills.append(kill)
         until = time.monotonic() + 30
@@ -246,8 +270,10 @@ def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, o
             outcome.faults.append(f"{layout}: checkpoint {checkpoint} is gone after the kill of {victim}")
         wanted = -signal.SIGKILL if victim == "launcher" else 7
         if code != wanted and moment != "start":
-            outcome.faults.append(f"{layout}: exit code {code} after the kill of {victim}, not {wanted}: "
-                                  f"{command.output.read_text()[-300:]}")  # fmt: skip
+            outcome.faults.append(
+                f"{layout}: exit code {code} after the kill of {victim}, not {wanted}: "
+                f"{command.output.read_text()[-300:]}"
+            )
     return True
 
 
@@ -334,8 +360,14 @@ def summary(outcomes: list[Outcome], left: list[str], seed: int) -> dict[str, An
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), metavar="LAYOUT",
-                        help=f"layouts: {', '.join(LAYOUTS)}")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(LAYOUTS),
+        default=list(LAYOUTS),
+        metavar="LAYOUT",
+        help=f"layouts: {', '.join(LAYOUTS)}",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     parser.add_argument("--json", metavar="FILE", help="write every kill and what came of it")
     parser.add_argument("--work", metavar="FOLDER", help="keep the runs in this new folder; default: a temporary one")
@@ -354,9 +386,11 @@ def main(argv: list[str] | None = None) -> int:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     for outcome in outcomes:
         in_saves = sum(kill.in_save for kill in outcome.kills)
-        print(f"{outcome.layout:12} {len(outcome.kills):3} kills, {in_saves:2} in saves, {outcome.seconds:6.0f} s: "
-              f"losses {'equal' if outcome.same_losses else 'DIFFER'}, "
-              f"weights {'equal' if outcome.same_weights else 'DIFFER'}")  # fmt: skip
+        print(
+            f"{outcome.layout:12} {len(outcome.kills):3} kills, {in_saves:2} in saves, {outcome.seconds:6.0f} s: "
+            f"losses {'equal' if outcome.same_losses else 'DIFFER'}, "
+            f"weights {'equal' if outcome.same_weights else 'DIFFER'}"
+        )
     print(*found["faults"] or ["nothing lost, nothing left"], sep="\n")
     if not args.work and not found["faults"]:
         shutil.rmtree(work)

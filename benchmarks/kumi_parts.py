@@ -30,20 +30,30 @@ ALONE = Layout()
 
 
 def make_run(
-    config: dict[str, Any], *, seq_len: int, microbatch: int, recompute: str, compile: bool, precision: str,
-    layout: Layout = ALONE, microbatches: int = 1, async_tp: bool = False,
-) -> ResolvedRun:  # fmt: skip
+    config: dict[str, Any],
+    *,
+    seq_len: int,
+    microbatch: int,
+    recompute: str,
+    compile: bool,
+    precision: str,
+    layout: Layout = ALONE,
+    microbatches: int = 1,
+    async_tp: bool = False,
+) -> ResolvedRun:
     """A run of `layout` with so many microbatches a step, whether or not the planner would say that it fits."""
     tokens = seq_len * microbatch * microbatches * layout.dp
-    written = from_dict({
-        "name": "benchmark",
-        "model": {"config": config, "init": "random"},
-        "batch": {"seq_len": seq_len, "tokens_per_step": tokens},
-        "comm": {"async_tp": async_tp},
-        "data": {"sources": [{"path": "unused"}], "tokenizer": "unused"},
-        "optim": {"schedule": "constant"},
-        "train": {"steps": 1, "out": "unused", "compile": compile},
-    })  # fmt: skip
+    written = from_dict(
+        {
+            "name": "benchmark",
+            "model": {"config": config, "init": "random"},
+            "batch": {"seq_len": seq_len, "tokens_per_step": tokens},
+            "comm": {"async_tp": async_tp},
+            "data": {"sources": [{"path": "unused"}], "tokenizer": "unused"},
+            "optim": {"schedule": "constant"},
+            "train": {"steps": 1, "out": "unused", "compile": compile},
+        }
+    )
     cluster = replace(cluster_spec(written.cluster), devices_per_node=layout.world_size)
     optim = choose_optim(written.optim, 1)
     job = Job(families.from_hf(config), cluster, BatchSpec(seq_len, tokens), PRECISIONS[precision], optim)

@@ -74,8 +74,14 @@ class Measured:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW",
-                        help=f"rows to measure: {', '.join(ROWS)}")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(ROWS),
+        default=list(ROWS),
+        metavar="ROW",
+        help=f"rows to measure: {', '.join(ROWS)}",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help=f"steps of every run, after {WARM} that are not counted")
     parser.add_argument("--seq-len", type=int, default=1024)
@@ -100,9 +106,14 @@ def main() -> None:
             runs.append(run_row(name, args))
             cpu = statistics.median(runs[-1].cpu) / tokens(args)
             print(f"  repeat {repeat + 1}, {name}: {1e3 * cpu:.3f} CPU s per 1000 tokens", file=sys.stderr, flush=True)
-    result = {"machine": machine.describe(), "tokens": tokens(args), "seq_len": args.seq_len,
-              "precision": args.precision, "rows": summary(runs, args),
-              "runs": [asdict(run) for run in runs]}  # fmt: skip
+    result = {
+        "machine": machine.describe(),
+        "tokens": tokens(args),
+        "seq_len": args.seq_len,
+        "precision": args.precision,
+        "rows": summary(runs, args),
+        "runs": [asdict(run) for run in runs],
+    }
     print(table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -131,10 +142,32 @@ def run_row(name: str, args: argparse.Namespace) -> Measured:
 
 
 def _start(name: str, rank: int, ranks: int, port: int, out: Path, args: argparse.Namespace) -> subprocess.Popen[str]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-             "OMP_NUM_THREADS": 1, "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    line = [sys.executable, __file__, "--rank-of", name, "--out", str(out), "--precision", args.precision,
-            "--steps", str(args.steps), "--seq-len", str(args.seq_len), "--sequences", str(args.sequences)]  # fmt: skip
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    line = [
+        sys.executable,
+        __file__,
+        "--rank-of",
+        name,
+        "--out",
+        str(out),
+        "--precision",
+        args.precision,
+        "--steps",
+        str(args.steps),
+        "--seq-len",
+        str(args.seq_len),
+        "--sequences",
+        str(args.sequences),
+    ]
     environment = os.environ | {key: str(value) for key, value in place.items()}
     return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -176,8 +209,10 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
         share = args.sequences // layout.dp
         first = layout.dp_index(mesh.rank) * share
         began, wall = _cpu(), time.perf_counter()
-        parts = [{name: x[start : start + layout.microbatch] for name, x in whole.items()}
-                 for start in range(first, first + share, layout.microbatch)]  # fmt: skip
+        parts = [
+            {name: x[start : start + layout.microbatch] for name, x in whole.items()}
+            for start in range(first, first + share, layout.microbatch)
+        ]
         pipeline.train(model, mesh, [context.cut(part, mesh) for part in parts])
         clip_gradients(model, 1.0, mesh)
         optimizer.step()
@@ -219,8 +254,10 @@ def table(result: dict) -> str:
     """The rows as text."""
     lines = [f"{'layout':16} {'CPU s/1000 tokens':>18} {'ratio':>7} {'at most':>8} {'tokens/s':>9}"]
     for name, row in result["rows"].items():
-        lines.append(f"{name:16} {1e3 * row['cpu_s_per_token']:18.3f} {row['ratio']:7.3f} {row['bar']:8.2f} "
-                     f"{1 / row['wall_s_per_token']:9.0f}")  # fmt: skip
+        lines.append(
+            f"{name:16} {1e3 * row['cpu_s_per_token']:18.3f} {row['ratio']:7.3f} {row['bar']:8.2f} "
+            f"{1 / row['wall_s_per_token']:9.0f}"
+        )
     return "\n".join(lines)
 
 

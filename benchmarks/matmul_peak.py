@@ -90,14 +90,19 @@ def measure(threads: int, seconds: float) -> dict:
 def report(result: dict) -> str:
     """The result as a table of GFLOP/s (median)."""
     kinds = list(result["kinds"])
-    lines = [f"GFLOP/s of x @ w.T with {result['threads']} threads (median); rows x in x out",
-             f"{'shape':>18}" + "".join(f"{kind:>14}" for kind in kinds)]  # fmt: skip
+    lines = [
+        f"GFLOP/s of x @ w.T with {result['threads']} threads (median); rows x in x out",
+        f"{'shape':>18}" + "".join(f"{kind:>14}" for kind in kinds),
+    ]
     for shape in result["kinds"][kinds[0]]["shapes"]:
         lines.append(
             f"{shape:>18}" + "".join(f"{result['kinds'][kind]['shapes'][shape]['gflops']:14.0f}" for kind in kinds)
         )
-    for label, key, form in (("peak (best)", "peak", "14.0f"), ("per CPU second", "peak_per_cpu_second", "14.0f"),
-                             ("relative error", "error", "14.1e")):  # fmt: skip
+    for label, key, form in (
+        ("peak (best)", "peak", "14.0f"),
+        ("per CPU second", "peak_per_cpu_second", "14.0f"),
+        ("relative error", "error", "14.1e"),
+    ):
         lines.append(f"{label:>18}" + "".join(format(result["kinds"][kind][key], form) for kind in kinds))
     return "\n".join(lines)
 

@@ -67,8 +67,14 @@ COMPARED = ("experts", "Mamba", "rows of 16384")
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", nargs="+", choices=list(SHAPES), default=list(SHAPES)[:-1], metavar="SHAPE",
-                        help=f"shapes to measure: {', '.join(SHAPES)}")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(SHAPES),
+        default=list(SHAPES)[:-1],
+        metavar="SHAPE",
+        help=f"shapes to measure: {', '.join(SHAPES)}",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="steps of a repeat that are timed")
     parser.add_argument("--json", type=Path)
@@ -126,11 +132,21 @@ def bare(row: str, name: str, args: argparse.Namespace) -> list[tuple[float, flo
     with tempfile.TemporaryDirectory() as folder:
         model, metrics, log = (Path(folder) / file for file in ("model", "metrics.jsonl", "log.txt"))
         shapes.write_config(config | {"max_position_embeddings": length}, model)
-        options = {"--model": model, "--metrics": metrics, "--dtype": BARE[row], "--steps": args.steps + 1,
-                   "--microbatch": rows, "--seq-len": length}  # fmt: skip
+        options = {
+            "--model": model,
+            "--metrics": metrics,
+            "--dtype": BARE[row],
+            "--steps": args.steps + 1,
+            "--microbatch": rows,
+            "--seq-len": length,
+        }
         words = [str(word) for pair in options.items() for word in pair]
-        done = measure.run([sys.executable, str(Path(__file__).with_name("bare_loop.py")), "--random", *words],
-                           metrics=metrics, env=os.environ, log=log)  # fmt: skip
+        done = measure.run(
+            [sys.executable, str(Path(__file__).with_name("bare_loop.py")), "--random", *words],
+            metrics=metrics,
+            env=os.environ,
+            log=log,
+        )
     if done.returncode != 0:
         raise SystemExit(f"{row}, {name}: exit code {done.returncode}; the end of its output:\n{done.output}")
     return [(after.wall - before.wall, after.cpu - before.cpu) for before, after in pairwise(done.marks)]
@@ -183,8 +199,13 @@ def main() -> None:
     times = measured.seconds["formats"]["bf16"] / measured.seconds["formats"]["fp32"]
     print(f"chosen: {measured.numerics}, measured in {measured.took:.2f} s", flush=True)
     print(f"products in bf16 take {times:.1f} times as long as in fp32", flush=True)
-    result: dict[str, Any] = {"machine": machine.describe(), "threads": args.threads, "seconds": measured.took,
-                              "chosen": str(measured.numerics), "shapes": {}}  # fmt: skip
+    result: dict[str, Any] = {
+        "machine": machine.describe(),
+        "threads": args.threads,
+        "seconds": measured.took,
+        "chosen": str(measured.numerics),
+        "shapes": {},
+    }
     for name in args.only:
         found = measured_steps(name, ways(measured, name), args)
         print(table(name, found, str(measured.numerics)), flush=True)

@@ -46,9 +46,14 @@ ROWS = (
     "dualpipe 4",
 )
 SHAPE = shapes.TINY | {
-    "vocab_size": 64, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 ROWS_OF_TOKENS, SEQ_LEN = 2, 128
 
 
@@ -69,8 +74,9 @@ class Bubble:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, metavar="ROW",
-                        help=f"rows to measure: {', '.join(ROWS)}")  # fmt: skip
+    parser.add_argument(
+        "--only", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=f"rows to measure: {', '.join(ROWS)}"
+    )
     parser.add_argument("--steps", type=int, default=8, help=f"steps of every row, after {WARM} that are not counted")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -107,8 +113,16 @@ def run_ranks(out: Path, args: argparse.Namespace) -> None:
     line = [sys.executable, __file__, "--out", str(out), "--steps", str(args.steps), "--only", *args.only]
     started = []
     for rank in range(2):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                 "OMP_NUM_THREADS": 1, "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         environment = os.environ | {key: str(value) for key, value in place.items()}
         started.append(
             subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

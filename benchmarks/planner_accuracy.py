@@ -32,13 +32,21 @@ from planner_scores import (
     reasons,
     sources_of,
     time_scores,
-)  # fmt: skip
+)
 
 # Sources whose runs were looked at when constants of devices and links were set; all others only check them.
 FIT = ("sc21t1", "hag", "vtrain-m", "vtrain-s", "dgxc", "mbridge", "nano")
 
-COUNTS = ("time_rows", "spearman_rows", "top1_regret_groups", "memory_rows", "unstated_memory_rows", "fits_rows",
-          "oom_rows", "soft_oom_rows")  # fmt: skip
+COUNTS = (
+    "time_rows",
+    "spearman_rows",
+    "top1_regret_groups",
+    "memory_rows",
+    "unstated_memory_rows",
+    "fits_rows",
+    "oom_rows",
+    "soft_oom_rows",
+)
 
 
 def accuracy(runs: Path, failures: Path | None = None, estimator: Estimator = planner) -> dict:
@@ -51,21 +59,32 @@ def accuracy(runs: Path, failures: Path | None = None, estimator: Estimator = pl
     by_source = sources_of(scored) | {name: scored.where([]) for name, _ in refused if name not in sources_of(scored)}
     unused = reasons(refused)
     sources = [
-        {"source": name, "part": part(name), **scores(some, failed_of(missed, name)),
-         "unused_rows": sum(unused.get(name, {}).values()), "unused": unused.get(name, {})}
+        {
+            "source": name,
+            "part": part(name),
+            **scores(some, failed_of(missed, name)),
+            "unused_rows": sum(unused.get(name, {}).values()),
+            "unused": unused.get(name, {}),
+        }
         for name, some in by_source.items()
-    ]  # fmt: skip
+    ]
     parts = {
-        name: scores(scored.where([part(c.run.source) == name for c in scored.cases]),
-                     missed.where([part(c.run.source) == name for c in missed.cases]))
+        name: scores(
+            scored.where([part(c.run.source) == name for c in scored.cases]),
+            missed.where([part(c.run.source) == name for c in missed.cases]),
+        )
         for name in ("fit", "check")
-    }  # fmt: skip
+    }
     summary = scores(scored, missed) | {
-        "rows": len(ran) + len(refused), "used_rows": len(ran), "unused_rows": len(refused), "unused": reasons(refused),
-        "failure_rows": len(failed) + len(refused_failures), "unused_failures": reasons(refused_failures),
+        "rows": len(ran) + len(refused),
+        "used_rows": len(ran),
+        "unused_rows": len(refused),
+        "unused": reasons(refused),
+        "failure_rows": len(failed) + len(refused_failures),
+        "unused_failures": reasons(refused_failures),
         "source_mean_abs_error": mean_of(sources, "time_mean_abs_error"),
         "source_one_constant_mean_abs_error": mean_of(sources, "one_constant_mean_abs_error"),
-    }  # fmt: skip
+    }
     return {"sources": sources, "parts": parts, "summary": summary}
 
 
@@ -109,35 +128,71 @@ def mean_of(sources: Sequence[dict], name: str) -> float | None:
 
 def report(result: dict) -> str:
     """The scores as a table: percentages, and rows behind them."""
-    rows = [("source", "part", "rows", "error", "signed", "1 const", "rank", "(rows)", "regret", "(sets)", "memory",
-             "(rows)", "fits", "oom", "unused")]  # fmt: skip
+    rows = [
+        (
+            "source",
+            "part",
+            "rows",
+            "error",
+            "signed",
+            "1 const",
+            "rank",
+            "(rows)",
+            "regret",
+            "(sets)",
+            "memory",
+            "(rows)",
+            "fits",
+            "oom",
+            "unused",
+        )
+    ]
     rows += [_line(source["source"], source["part"], source) for source in result["sources"]]
     rows += [_line(f"all {name}", "", some) for name, some in result["parts"].items()]
     rows += [_line("all", "", result["summary"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) if column < 2 else cell.rjust(width)
-                       for column, (cell, width) in enumerate(zip(row, widths))) for row in rows]  # fmt: skip
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
     summary = result["summary"]
     lines.append("")
-    lines.append(f"{summary['used_rows']} of {summary['rows']} runs used; every source counted once: error "
-                 f"{_percent(summary['source_mean_abs_error'])}, one constant "
-                 f"{_percent(summary['source_one_constant_mean_abs_error'])}")  # fmt: skip
+    lines.append(
+        f"{summary['used_rows']} of {summary['rows']} runs used; every source counted once: error "
+        f"{_percent(summary['source_mean_abs_error'])}, one constant "
+        f"{_percent(summary['source_one_constant_mean_abs_error'])}"
+    )
     for kind, unused in (("runs", summary["unused"]), ("failures", summary["unused_failures"])):
-        lines += [f"not used, {kind}: {source}: {count} ({reason})"
-                  for source, counts in unused.items() for reason, count in counts.items()]  # fmt: skip
+        lines += [
+            f"not used, {kind}: {source}: {count} ({reason})"
+            for source, counts in unused.items()
+            for reason, count in counts.items()
+        ]
     return "\n".join(lines)
 
 
 def _line(name: str, which: str, some: dict) -> tuple[str, ...]:
     rank = some.get("spearman")
     return (
-        name, which, str(some.get("time_rows", 0)), _percent(some.get("time_mean_abs_error")),
-        _percent(some.get("time_signed_error")), _percent(some.get("one_constant_mean_abs_error")),
-        "-" if rank is None else f"{rank:.3f}", str(some.get("spearman_rows", 0)), _percent(some.get("top1_regret")),
-        str(some.get("top1_regret_groups", 0)), _percent(some.get("memory_mean_abs_error")),
-        str(some.get("memory_rows", 0)), _percent(some.get("fits_recall")), _percent(some.get("oom_recall")),
+        name,
+        which,
+        str(some.get("time_rows", 0)),
+        _percent(some.get("time_mean_abs_error")),
+        _percent(some.get("time_signed_error")),
+        _percent(some.get("one_constant_mean_abs_error")),
+        "-" if rank is None else f"{rank:.3f}",
+        str(some.get("spearman_rows", 0)),
+        _percent(some.get("top1_regret")),
+        str(some.get("top1_regret_groups", 0)),
+        _percent(some.get("memory_mean_abs_error")),
+        str(some.get("memory_rows", 0)),
+        _percent(some.get("fits_recall")),
+        _percent(some.get("oom_recall")),
         str(some.get("unused_rows", 0)),
-    )  # fmt: skip
+    )
 
 
 def _percent(value: float | None) -> str:

@@ -118,8 +118,19 @@ RECOMPUTE_OF = (
 
 # Attention heads of models whose table leaves them out, by hidden size: SC'21 table 1 (arXiv:2104.04473), and
 # BigScience's candidates of 14336 ("all NHEADS=64").
-HEADS_OF = {2304: 24, 3072: 32, 4096: 32, 6144: 48, 8192: 64, 10240: 80, 12288: 96, 14336: 64, 16384: 128, 20480: 128,
-            25600: 160}  # fmt: skip
+HEADS_OF = {
+    2304: 24,
+    3072: 32,
+    4096: 32,
+    6144: 48,
+    8192: 64,
+    10240: 80,
+    12288: 96,
+    14336: 64,
+    16384: 128,
+    20480: 128,
+    25600: 160,
+}
 
 # Microbatches of SC'21's table 1 by hidden size, and virtual stages, from the paper's scripts (megatron.csv has them).
 SC21_MICRO_BATCH = {2304: 16, 3072: 16, 4096: 16, 6144: 8, 8192: 4, 10240: 2, 12288: 2, 16384: 1, 20480: 1, 25600: 1}

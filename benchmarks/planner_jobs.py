@@ -17,7 +17,7 @@ from planner_defaults import (
     engine_of,
     first,
     zero_of,
-)  # fmt: skip
+)
 from planner_models import model_of, positions_of
 from planner_rows import Run
 
@@ -157,8 +157,10 @@ def _filled(count: int, pp: int) -> list[int]:
 def _by_cost(model: ModelSpec, pp: int) -> tuple[int, ...]:
     """nanotron's division: a stage takes blocks until the costs so far pass its share of all; the embedding is free,
     the head costs its matrix (nanotron v0.5, models/base.py, models/llama.py)."""
-    costs = [sum(param.numel for op in ledger.layer_ops(model, index) for param in op.params if len(param.dims) > 1)
-             for index in range(model.num_hidden_layers)]  # fmt: skip
+    costs = [
+        sum(param.numel for op in ledger.layer_ops(model, index) for param in op.params if len(param.dims) > 1)
+        for index in range(model.num_hidden_layers)
+    ]
     total, passed, stage, found = sum(costs) + model.vocab_size * model.hidden_size, 0, 0, [0] * pp
     for cost in costs:
         found[stage] += 1

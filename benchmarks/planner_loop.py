@@ -30,10 +30,17 @@ SETTINGS = ["export.enabled=false", "sample.prompts=[]", "eval.every=0", "eval.s
 # What calibration has not seen, as overrides of the quickstart, and the ranks it takes.
 HELD_OUT = {
     "longer": (1, ["batch.seq_len=512", "batch.tokens_per_step=4096"]),
-    "wider": (1, ["model.config.hidden_size=512", "model.config.intermediate_size=1536",
-                  "model.config.num_hidden_layers=3", "model.config.num_attention_heads=8"]),
+    "wider": (
+        1,
+        [
+            "model.config.hidden_size=512",
+            "model.config.intermediate_size=1536",
+            "model.config.num_hidden_layers=3",
+            "model.config.num_attention_heads=8",
+        ],
+    ),
     "zero-3": (2, ["layout.zero=3"]),
-}  # fmt: skip
+}
 
 
 def kumi(*words: str, log: Path) -> None:
@@ -129,8 +136,10 @@ def show(results: dict) -> None:
     print(f"{'ranks':>5} {'run':12} {'measured':>10} {'bench':>18} {'calibrated':>18} {'memory':>9} {'estimated':>9}")
     for ranks, one in results.items():
         for name, run in {"quickstart": one["calibrated_on"], **one["held_out"]}.items():
-            estimates = [f"{run['estimated_seconds'][file] * 1e3:7.0f} ms {error(run, file):+7.1%}"
-                         for file in ("bench", "calibrated")]  # fmt: skip
+            estimates = [
+                f"{run['estimated_seconds'][file] * 1e3:7.0f} ms {error(run, file):+7.1%}"
+                for file in ("bench", "calibrated")
+            ]
             memory = [f"{run[key] / 2**20:5.0f} MiB" for key in ("measured_memory", "estimated_memory")]
             print(f"{ranks:>5} {name:12} {run['measured_seconds'] * 1e3:7.0f} ms", *estimates, *memory)
 

@@ -158,8 +158,11 @@ def model_of(run: Run) -> ModelSpec | str:
     shape = known if known is not None else _from_row(run)
     if shape is None:
         return "model: the row has no layers and hidden size, and its name is not known"
-    given = {key: value for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-             if (value := getattr(run, key)) is not None}  # fmt: skip
+    given = {
+        key: value
+        for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        if (value := getattr(run, key)) is not None
+    }
     if given.get("heads") and given.get("hidden", shape.hidden) % given["heads"] and shape.head_dim is None:
         # A slip of the table, which cannot have run; what the document says elsewhere counts.
         given |= dict.fromkeys(("heads", "kv_heads"), HEADS_OF.get(given.get("hidden", shape.hidden), given["heads"]))
@@ -205,8 +208,11 @@ def _nearest(shape: Shape, positions: int, params: float | None, named: bool) ->
     if params is None:
         return build(shape, positions)
     styles = [shape.style] if named else ["llama", "gpt"]
-    found = [build(replace(shape, tied=tied, style=style), positions)
-             for style in styles for tied in (shape.tied, not shape.tied)]  # fmt: skip
+    found = [
+        build(replace(shape, tied=tied, style=style), positions)
+        for style in styles
+        for tied in (shape.tied, not shape.tied)
+    ]
     return min(found, key=lambda spec: abs(parameters(spec) - params))
 
 
@@ -239,9 +245,14 @@ def build(shape: Shape, positions: int) -> ModelSpec:
             one = replace(one, sliding_window=shape.window)
         layers.append(LayerSpec(one, shape.moe if shape.moe is not None and index >= shape.dense else mlp))
     return ModelSpec(
-        family=shape.style, vocab_size=shape.vocab, hidden_size=shape.hidden, layers=tuple(layers), norm_eps=1e-5,
-        max_position_embeddings=positions, tie_word_embeddings=shape.tied,
+        family=shape.style,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        layers=tuple(layers),
+        norm_eps=1e-5,
+        max_position_embeddings=positions,
+        tie_word_embeddings=shape.tied,
         norm="rmsnorm" if shape.style == "llama" else "layernorm",
         learned_positions=positions if gpt and not shape.alibi else 0,
         embedding_norm=shape.embedding_norm,
-    )  # fmt: skip
+    )

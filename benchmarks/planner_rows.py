@@ -93,8 +93,25 @@ def run_of(cells: dict[str, str]) -> Run:
     get = {name: (value or "").strip() for name, value in cells.items()}.get
     text = f"{get('source', '')} {get('model_name', '')} {get('notes', '')}".lower()
     reading = next((reading for words, reading in READINGS if words in text), "")
-    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpus", "gpus_per_node", "tp", "pp",
-             "vpp", "dp", "cp", "ep", "micro_batch", "global_batch")  # fmt: skip
+    names = (
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "ffn",
+        "vocab",
+        "seq_len",
+        "gpus",
+        "gpus_per_node",
+        "tp",
+        "pp",
+        "vpp",
+        "dp",
+        "cp",
+        "ep",
+        "micro_batch",
+        "global_batch",
+    )
     return Run(
         id=get("id", ""),
         source=source_of(get("id", ""), get("source", "")),
@@ -152,8 +169,10 @@ def truth(cell: str) -> bool | None:
 
 def _torchtitan(cells: dict[str, str]) -> dict[str, str]:
     """A row of torchtitan.csv in the columns of runs.csv. With a pipeline, the local batch is cut further."""
-    same = {name: cells[name] for name in ("gpu", "seq_len", "tp", "cp", "pp", "ep", "precision",
-                                           "tokens_per_s_per_gpu", "source")}  # fmt: skip
+    same = {
+        name: cells[name]
+        for name in ("gpu", "seq_len", "tp", "cp", "pp", "ep", "precision", "tokens_per_s_per_gpu", "source")
+    }
     compiled = {"no": "torch.compile=n", "yes": "torch.compile"}.get(cells["compile"], "")
     pipeline = cells["pp"] not in ("", "1")
     default = re.search(r"default LBS (\d+)", cells["notes"])
@@ -163,25 +182,55 @@ def _torchtitan(cells: dict[str, str]) -> dict[str, str]:
     notes += [f"torchtitan of {cells['date']}"]
     degrees = [int(cells[name] or 1) for name in ("dp_replicate", "fsdp")]
     return same | {
-        "id": f"torchtitan-{cells['row_id']}", "model_name": cells["model"], "params_B": cells["params_b"],
-        "gpus": cells["num_gpus"], "dp": str(degrees[0] * degrees[1]) if cells["fsdp"] else "",
+        "id": f"torchtitan-{cells['row_id']}",
+        "model_name": cells["model"],
+        "params_B": cells["params_b"],
+        "gpus": cells["num_gpus"],
+        "dp": str(degrees[0] * degrees[1]) if cells["fsdp"] else "",
         "zero_stage_or_fsdp": f"HSDP={degrees[1]}" if degrees[0] > 1 else "FSDP2 (ZeRO-3)",
-        "micro_batch": "" if pipeline else local, "global_batch": cells["global_batch_seqs"],
-        "recompute": cells["ac"].split("-")[0], "flash_attention": "y", "peak_mem_gb": cells["peak_mem_gib"],
+        "micro_batch": "" if pipeline else local,
+        "global_batch": cells["global_batch_seqs"],
+        "recompute": cells["ac"].split("-")[0],
+        "flash_attention": "y",
+        "peak_mem_gb": cells["peak_mem_gib"],
         "notes": "; ".join(note for note in notes if note),
-    }  # fmt: skip
+    }
 
 
 def _megatron(cells: dict[str, str]) -> dict[str, str]:
     """A row of megatron.csv in the columns of runs.csv."""
-    same = {name: cells[name] for name in ("gpu", "gpus", "seq_len", "tp", "pp", "vpp", "cp", "ep", "dp", "precision",
-                                           "step_time_s", "peak_mem_gb", "hidden", "layers", "heads")}  # fmt: skip
+    same = {
+        name: cells[name]
+        for name in (
+            "gpu",
+            "gpus",
+            "seq_len",
+            "tp",
+            "pp",
+            "vpp",
+            "cp",
+            "ep",
+            "dp",
+            "precision",
+            "step_time_s",
+            "peak_mem_gb",
+            "hidden",
+            "layers",
+            "heads",
+        )
+    }
     recompute = cells["recompute"].split("(")[0].strip()
     return same | {
-        "id": f"{cells['set']}-0", "source": cells["source"], "model_name": cells["model"],
-        "params_B": cells["params_b"], "sp": cells["sequence_parallel"], "micro_batch": cells["mbs"],
-        "global_batch": cells["gbs"], "recompute": recompute if recompute in ("none", "full", "selective") else "",
+        "id": f"{cells['set']}-0",
+        "source": cells["source"],
+        "model_name": cells["model"],
+        "params_B": cells["params_b"],
+        "sp": cells["sequence_parallel"],
+        "micro_batch": cells["mbs"],
+        "global_batch": cells["gbs"],
+        "recompute": recompute if recompute in ("none", "full", "selective") else "",
         "zero_stage_or_fsdp": "FSDP" if cells["fsdp"] not in ("", "0") else "",
-        "tokens_per_s_per_gpu": cells["tokens_s_gpu"], "tflops_per_gpu": cells["tflops_gpu"],
+        "tokens_per_s_per_gpu": cells["tokens_s_gpu"],
+        "tflops_per_gpu": cells["tflops_gpu"],
         "notes": f"{cells['release']}; {cells['note']}; {cells['derived']}",
-    }  # fmt: skip
+    }

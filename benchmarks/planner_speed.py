@@ -31,20 +31,29 @@ CASES = {
 def run(name: str) -> dict[str, object]:
     """One search: how many layouts, in how many seconds, and what won."""
     model, cluster, nodes, seq_len, sequences = CASES[name]
-    wanted = job(plan_from_dict({
-        "model": {"source": str(MODELS / model), "init": "random"},
-        "cluster": {"source": cluster, "nodes": nodes},
-        "batch": {"seq_len": seq_len, "tokens_per_step": seq_len * sequences},
-    }))  # fmt: skip
+    wanted = job(
+        plan_from_dict(
+            {
+                "model": {"source": str(MODELS / model), "init": "random"},
+                "cluster": {"source": cluster, "nodes": nodes},
+                "batch": {"seq_len": seq_len, "tokens_per_step": seq_len * sequences},
+            }
+        )
+    )
     start = time.perf_counter()
     found = search(wanted, {})
     seconds = time.perf_counter() - start
     best = found.plans[0]
     return {
-        "layouts": found.count, "seconds": seconds, "fitting": found.fitting, "timed": found.timed,
-        "layouts_per_second": found.count / seconds, "best": best.as_dict()["layout"],
-        "step_seconds": best.step_seconds, "mfu": best.mfu,
-    }  # fmt: skip
+        "layouts": found.count,
+        "seconds": seconds,
+        "fitting": found.fitting,
+        "timed": found.timed,
+        "layouts_per_second": found.count / seconds,
+        "best": best.as_dict()["layout"],
+        "step_seconds": best.step_seconds,
+        "mfu": best.mfu,
+    }
 
 
 def main() -> None:

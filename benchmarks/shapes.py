@@ -18,65 +18,147 @@ _LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
-_LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192}  # fmt: skip
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 # 18.9 M parameters: the workload of the CPU benchmark.
 W1 = _LLAMA | {
-    "vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0,
-}  # fmt: skip
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+}
 
 LLAMA_1B = _LLAMA | {
-    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
-    "tie_word_embeddings": True, "rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE | {"factor": 32.0},
-}  # fmt: skip
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rope_theta": 500000.0,
+    "rope_scaling": _LLAMA3_ROPE | {"factor": 32.0},
+}
 
 LLAMA_8B = _LLAMA | {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
-    "rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
-}  # fmt: skip
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
+}
 
 # Qwen3-30B-A3B: 128 experts, of which a token takes 8.
 QWEN_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 # W1 with 8 experts, of which a token takes 2 that are together as wide.
 W1_EXPERTS: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False, "vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024,
-    "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
-    "max_position_embeddings": 512, "rope_theta": 10000.0, "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 # W1 with Mamba-2 in place of attention in three of four layers.
 W1_MAMBA: dict[str, Any] = {
-    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hybrid_override_pattern": "M-M-M-*-",
-    "vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "mamba_num_heads": 12,
-    "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 128, "chunk_size": 128, "conv_kernel": 4,
-    "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False, "use_cache": False,
-}  # fmt: skip
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M-M-*-",
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "mamba_num_heads": 12,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "ssm_state_size": 128,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
 
 TINY = _LLAMA | {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
     "rope_theta": 10000.0,
-}  # fmt: skip
+}
 
 
 TINY_EXPERTS = W1_EXPERTS | {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+}
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -68,8 +68,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--work", type=Path, default=Path("build/benchmark"), help="folder for data, model and logs")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(DEFAULT_ROWS), metavar="ROW",
-                        help=f"rows to measure: {', '.join(ROWS)}")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(ROWS),
+        default=list(DEFAULT_ROWS),
+        metavar="ROW",
+        help=f"rows to measure: {', '.join(ROWS)}",
+    )
     parser.add_argument("--setups", nargs="+", type=int, choices=(1, 2), default=[1, 2], metavar="PROCESSES")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and little text, to try the script")
     parser.add_argument("--steps", type=int, help=f"steps of every run; the first {DROP} are not counted")
@@ -85,8 +91,14 @@ def arguments() -> argparse.Namespace:
 
 def environment(threads: int) -> dict[str, str]:
     """The same for every row. Waiting threads sleep: spinning ones would count as CPU time and slow others."""
-    extra = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo",
-             "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
+    extra = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     return {**os.environ, **extra}
 
 
@@ -103,8 +115,15 @@ def command(row: str, setup: Setup, work: Path, out: Path, size: str) -> tuple[l
     script, options = ROWS[row]
     if script == "kumi":
         file = out / "run.toml"
-        text = workload.run_file(work, ranks=setup.processes, steps=setup.steps, precision=options[0],
-                                 out=out / "run", cross_document="packed" not in options, size=size)  # fmt: skip
+        text = workload.run_file(
+            work,
+            ranks=setup.processes,
+            steps=setup.steps,
+            precision=options[0],
+            out=out / "run",
+            cross_document="packed" not in options,
+            size=size,
+        )
         file.write_text(text)
         return [sys.executable, "-m", "kumi", "train", str(file)], out / "run" / "metrics.jsonl"
     start = [sys.executable]
@@ -112,8 +131,18 @@ def command(row: str, setup: Setup, work: Path, out: Path, size: str) -> tuple[l
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(setup.processes)]
     metrics = out / "metrics.jsonl"
     batches = work / ("packed.npz" if "--packed" in options else "batches.npz")
-    given = ["--model", work / "model", "--batches", batches, "--metrics", metrics, "--steps", setup.steps,
-             "--microbatch", workload.MICROBATCH]  # fmt: skip
+    given = [
+        "--model",
+        work / "model",
+        "--batches",
+        batches,
+        "--metrics",
+        metrics,
+        "--steps",
+        setup.steps,
+        "--microbatch",
+        workload.MICROBATCH,
+    ]
     return [*start, str(HERE / script), *options, *map(str, given)], metrics
 
 
@@ -125,8 +154,10 @@ def run_row(row: str, setup: Setup, work: Path, repeat: int, size: str) -> measu
     line, metrics = command(row, setup, work, out, size)
     found = measure.run(line, metrics=metrics, env=environment(setup.threads), log=out / "log.txt")
     if found.returncode != 0 or len(found.marks) != setup.steps:
-        raise SystemExit(f"{row}, {setup.name}: exit code {found.returncode} after {len(found.marks)} of {setup.steps} "
-                         f"steps; the end of its output:\n{found.output}")  # fmt: skip
+        raise SystemExit(
+            f"{row}, {setup.name}: exit code {found.returncode} after {len(found.marks)} of {setup.steps} "
+            f"steps; the end of its output:\n{found.output}"
+        )
     shutil.rmtree(out / "run", ignore_errors=True)
     return found
 
@@ -135,8 +166,12 @@ def matmul_peak(threads: int) -> dict:
     """What benchmarks/matmul_peak.py measures with `threads` threads."""
     file = Path(os.environ.get("TMPDIR", "/tmp")) / f"matmul_peak_{os.getpid()}.json"
     options = ["--threads", str(threads), "--seconds", "0.15", "--json", str(file)]
-    subprocess.run([sys.executable, str(HERE / "matmul_peak.py"), *options], env=environment(threads), check=True,
-                   stdout=subprocess.DEVNULL)  # fmt: skip
+    subprocess.run(
+        [sys.executable, str(HERE / "matmul_peak.py"), *options],
+        env=environment(threads),
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     found = json.loads(file.read_text())
     file.unlink()
     return found
@@ -148,8 +183,9 @@ def chosen(setup: Setup) -> dict:
         f"import json; from kumi.train.numerics import measure_here; found = measure_here({setup.processes})\n"
         "print(json.dumps({'numerics': str(found.numerics), 'kind': found.numerics.kind, 'seconds': found.took}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=environment(setup.threads), check=True,
-                          stdout=subprocess.PIPE, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(setup.threads), check=True, stdout=subprocess.PIPE, text=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -30,10 +30,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Every `@given` draws the same examples on every machine, and none of them depends on how fast the machine is. The
 # search draws others each time, ten times as many where a test does not say how many.
-settings.register_profile("fixed", derandomize=True, database=None, deadline=None,
-                          suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
-settings.register_profile("search", settings.get_profile("fixed"), derandomize=False, max_examples=1000,
-                          print_blob=True)  # fmt: skip
+settings.register_profile(
+    "fixed", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "search", settings.get_profile("fixed"), derandomize=False, max_examples=1000, print_blob=True
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

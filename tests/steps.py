@@ -54,8 +54,14 @@ def _scores_spec() -> ModelSpec:
     what a rank has of it may not be."""
     part = Rope(10000.0, partial_rotary_factor=0.7, interleave=True)
     # Of the documents of a batch (see `batch`) only the last, of 7 tokens, is long.
-    long = Rope(10000.0, "longrope", original_max_position_embeddings=6, attention_factor=1.2,
-                short_factor=(1.0, 1.5, 2.0), long_factor=(3.0, 5.0, 8.0))  # fmt: skip
+    long = Rope(
+        10000.0,
+        "longrope",
+        original_max_position_embeddings=6,
+        attention_factor=1.2,
+        short_factor=(1.0, 1.5, 2.0),
+        long_factor=(3.0, 5.0, 8.0),
+    )
     attentions = (
         Attention(4, 2, 6, None, alibi=True),
         Attention(4, 2, 6, part, softcap=1.5, score_scale=0.7, sliding_window=5),
@@ -73,8 +79,9 @@ def _moe_spec() -> ModelSpec:
 def _latent_spec(*, dense: bool = False) -> ModelSpec:
     """Latent attention, a dense layer, and experts in groups with a shared one; or `dense` layers alone."""
     latent = LatentAttention(4, 10, 8, 6, 4, 6, Rope(10000.0))
-    moe = MoE(8, 3, 12, 24, scoring_func="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5,
-              topk_method="noaux_tc")  # fmt: skip
+    moe = MoE(
+        8, 3, 12, 24, scoring_func="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5, topk_method="noaux_tc"
+    )
     layers = (LayerSpec(latent, MLP(36)), *(LayerSpec(latent, MLP(36) if dense else moe),) * 2)
     return ModelSpec("deepseek_v3", VOCAB, 16, layers, 1e-5, 128)
 
@@ -83,8 +90,13 @@ def _hybrid_spec() -> ModelSpec:
     """Every layer one of a Mamba mixer, attention, a dense layer and experts, none of them gated."""
     mamba = Mamba(num_heads=4, head_dim=6, state_size=5, n_groups=2, conv_kernel=4, chunk_size=5, bias=True)
     moe = MoE(8, 2, 12, 20, scoring_func="sigmoid", topk_method="noaux_tc", hidden_act="relu2", gated=False)
-    halves = [(mamba, None), (None, MLP(36, hidden_act="relu2", gated=False)), (Attention(4, 2, 6, None), None),
-              (None, moe), (mamba, None)]  # fmt: skip
+    halves = [
+        (mamba, None),
+        (None, MLP(36, hidden_act="relu2", gated=False)),
+        (Attention(4, 2, 6, None), None),
+        (None, moe),
+        (mamba, None),
+    ]
     return ModelSpec("nemotron_h", VOCAB, 16, tuple(LayerSpec(*both) for both in halves), 1e-5, 128)
 
 
@@ -100,28 +112,41 @@ def _gpt_spec() -> ModelSpec:
         LayerSpec(turned, MLP(36, True, "quick_gelu"), pre_norms=False, post_norms=True),
         LayerSpec(attention, MLP(36, True, "relu2", gated=False)),
     )
-    return ModelSpec("llama", VOCAB, 18, layers, 1e-5, 128, norm="layernorm", learned_positions=LENGTH,
-                     embedding_norm=True, logit_scale=0.7)  # fmt: skip
+    return ModelSpec(
+        "llama",
+        VOCAB,
+        18,
+        layers,
+        1e-5,
+        128,
+        norm="layernorm",
+        learned_positions=LENGTH,
+        embedding_norm=True,
+        logit_scale=0.7,
+    )
 
 
 def _gemma_spec() -> ModelSpec:
     """Norms around 1 before and after both halves, of heads, too, and scales and caps wherever there is one."""
     layers = [
-        LayerSpec(Attention(4, 2, 6, Rope(10000.0), qk_norm=True, sliding_window=window, score_scale=0.5, softcap=3.0),
-                  MLP(36, hidden_act="gelu_pytorch_tanh"), post_norms=True)
+        LayerSpec(
+            Attention(4, 2, 6, Rope(10000.0), qk_norm=True, sliding_window=window, score_scale=0.5, softcap=3.0),
+            MLP(36, hidden_act="gelu_pytorch_tanh"),
+            post_norms=True,
+        )
         for window in (5, None)
-    ]  # fmt: skip
+    ]
     scales = {"embedding_scale": 18**0.5, "residual_scale": 0.6, "logit_softcap": 2.0}
-    return ModelSpec("llama", VOCAB, 18, tuple(layers) * 2, 1e-5, 128, tie_word_embeddings=True,
-                     zero_centered_norm=True, **scales)  # fmt: skip
+    return ModelSpec(
+        "llama", VOCAB, 18, tuple(layers) * 2, 1e-5, 128, tie_word_embeddings=True, zero_centered_norm=True, **scales
+    )
 
 
 def _biased_moe_spec() -> ModelSpec:
     """Experts and routers with biases: clamped ones, and plain ones of one matrix, with a shared one behind a gate."""
     attention = Attention(4, 2, 6, Rope(10000.0), qkv_bias=True, out_bias=True, sinks=True)
     clamped = MoE(8, 2, 12, bias=True, act_limit=0.05)
-    plain = MoE(8, 2, 12, bias=True, hidden_act="relu2", gated=False, shared_intermediate_size=12,
-                shared_gate=True)  # fmt: skip
+    plain = MoE(8, 2, 12, bias=True, hidden_act="relu2", gated=False, shared_intermediate_size=12, shared_gate=True)
     layers = (LayerSpec(attention, plain), LayerSpec(attention, clamped))
     return ModelSpec("llama", VOCAB, 16, layers * 2, 1e-5, 128)
 
@@ -209,8 +234,10 @@ def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", st
 def _held(model: torch.nn.Module, optimizer: AdamW) -> tuple[int, int, int]:
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
-    sizes = (sum(local(value).nbytes for value in values)
-             for values in (parameters, [value.grad for value in parameters], states))  # fmt: skip
+    sizes = (
+        sum(local(value).nbytes for value in values)
+        for values in (parameters, [value.grad for value in parameters], states)
+    )
     return tuple(sizes)  # type: ignore[return-value]
 
 

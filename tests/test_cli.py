@@ -24,23 +24,67 @@ def test_verbs_and_flags_are_frozen():
     assert {name: flags(verb) for name, verb in verbs.items()} == {
         "init": ["--help", "--json", "--list", "--out", "-h"],
         "describe": ["--help", "--json", "--resolved", "--schema", "-h"],
-        "plan": ["--calibrate", "--days", "--engine", "--export", "--gpus", "--help", "--html", "--json", "--out",
-                 "--save", "--svg", "--tokens", "--top", "--trace", "--trainable", "-h"],
+        "plan": [
+            "--calibrate",
+            "--days",
+            "--engine",
+            "--export",
+            "--gpus",
+            "--help",
+            "--html",
+            "--json",
+            "--out",
+            "--save",
+            "--svg",
+            "--tokens",
+            "--top",
+            "--trace",
+            "--trainable",
+            "-h",
+        ],
         "data": ["--help", "--json", "-h"],
         "train": ["--allow-change", "--dry-run", "--help", "--json", "--rank", "-h"],
-        "convert": ["--base", "--config", "--dtype", "--help", "--json", "--layout", "--megatron-local",
-                    "--megatron-vocab", "--public", "--push", "--to", "--unverified", "--verify", "-h"],
-        "vocab": ["--add", "--data", "--help", "--init", "--json", "--learn", "--pad-to-multiple-of", "--special",
-                  "--text-key", "--verify", "-h"],
+        "convert": [
+            "--base",
+            "--config",
+            "--dtype",
+            "--help",
+            "--json",
+            "--layout",
+            "--megatron-local",
+            "--megatron-vocab",
+            "--public",
+            "--push",
+            "--to",
+            "--unverified",
+            "--verify",
+            "-h",
+        ],
+        "vocab": [
+            "--add",
+            "--data",
+            "--help",
+            "--init",
+            "--json",
+            "--learn",
+            "--pad-to-multiple-of",
+            "--special",
+            "--text-key",
+            "--verify",
+            "-h",
+        ],
         "push": ["--help", "--json", "--public", "--unverified", "-h"],
         "bench": ["--help", "--json", "--out", "--quick", "--ranks", "-h"],
-    }  # fmt: skip
+    }
 
 
 def test_config_keys_are_frozen():
     """Renaming or removing a key breaks run files: change this list only together with the changelog."""
-    schema = json.loads(subprocess.run([sys.executable, "-m", "kumi", "describe", "--schema"], check=True,
-                                       capture_output=True, text=True).stdout)  # fmt: skip
+    schema = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "kumi", "describe", "--schema"], check=True, capture_output=True, text=True
+        ).stdout
+    )
     found = {name: sorted(section["properties"]) for name, section in schema["$defs"].items()}
     frozen = json.loads((Path(__file__).parent / "config_keys.json").read_text())
     assert found == frozen
@@ -54,8 +98,10 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
     assert "Example: kumi" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["trian"], ["train"], ["train", "x.toml", "--allow", "y"],
-                                   ["describe", "--js"], ["bench", "--ranks", "0"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [["trian"], ["train"], ["train", "x.toml", "--allow", "y"], ["describe", "--js"], ["bench", "--ranks", "0"]],
+)
 def test_wrong_usage_is_exit_code_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)

@@ -19,9 +19,16 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 TUTORIAL = ROOT / "docs" / "parallelism" / "tutorial.md"
 
 # What makes the quickstart small: a few files, a shallow model, a handful of steps.
-SMALL = ['data.sources=[{path="{stdlib}/email/*.py"}]', "data.validation=0.2", "data.workers=1", "eval.sequences=4",
-         "model.config.num_hidden_layers=1", "model.config.hidden_size=32", "data.tokenizer.vocab_size=400",
-         "model.config.intermediate_size=32"]  # fmt: skip
+SMALL = [
+    'data.sources=[{path="{stdlib}/email/*.py"}]',
+    "data.validation=0.2",
+    "data.workers=1",
+    "eval.sequences=4",
+    "model.config.num_hidden_layers=1",
+    "model.config.hidden_size=32",
+    "data.tokenizer.vocab_size=400",
+    "model.config.intermediate_size=32",
+]
 STEPS = 4
 # These train a model that is there, with its tokenizer.
 GIVEN = ("examples/lora.toml",)

@@ -8,11 +8,55 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "kumi"
 
 # From the bottom up; a module may import its own package and what stands before it.
-ORDER = ["errors", "objectives", "paths", "units", "progress", "output", "files", "hub", "spec", "plan", "report",
-         "clusters", "config", "describe", "compat", "storage", "data", "nn", "parallel", "dryrun", "convert",
-         "launch", "train", "bench", "api", "cli", "__main__"]  # fmt: skip
-TORCH_FREE = ["errors", "paths", "units", "progress", "output", "files", "hub", "spec", "plan", "report", "config",
-              "describe", "data", "api", "cli", "__main__", "objectives", "storage"]  # fmt: skip
+ORDER = [
+    "errors",
+    "objectives",
+    "paths",
+    "units",
+    "progress",
+    "output",
+    "files",
+    "hub",
+    "spec",
+    "plan",
+    "report",
+    "clusters",
+    "config",
+    "describe",
+    "compat",
+    "storage",
+    "data",
+    "nn",
+    "parallel",
+    "dryrun",
+    "convert",
+    "launch",
+    "train",
+    "bench",
+    "api",
+    "cli",
+    "__main__",
+]
+TORCH_FREE = [
+    "errors",
+    "paths",
+    "units",
+    "progress",
+    "output",
+    "files",
+    "hub",
+    "spec",
+    "plan",
+    "report",
+    "config",
+    "describe",
+    "data",
+    "api",
+    "cli",
+    "__main__",
+    "objectives",
+    "storage",
+]
 
 
 def _imports(file: Path) -> list[tuple[str, bool]]:

@@ -16,10 +16,19 @@ from kumi.cli.json_output import json_output
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "examples" / "quickstart.toml")
 MODEL = str(ROOT / "examples" / "models" / "llama-3-8b")
-SMALL = ['data.sources=[{path="{stdlib}/email/*.py"}]', "data.validation=0.2", "data.workers=1", "eval.every=0",
-         "data.tokenizer.vocab_size=400", "model.config.num_hidden_layers=1", "model.config.hidden_size=32",
-         "model.config.intermediate_size=32", "train.steps=2", "cluster.devices_per_node=1",
-         "sample.prompts=['def ']"]  # fmt: skip
+SMALL = [
+    'data.sources=[{path="{stdlib}/email/*.py"}]',
+    "data.validation=0.2",
+    "data.workers=1",
+    "eval.every=0",
+    "data.tokenizer.vocab_size=400",
+    "model.config.num_hidden_layers=1",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=32",
+    "train.steps=2",
+    "cluster.devices_per_node=1",
+    "sample.prompts=['def ']",
+]
 PINS = ["layout.pp=1", "layout.cp=1", "layout.tp=1", "layout.microbatch=1", "layout.recompute=full"]
 
 # In this order: later ones read what earlier ones wrote. Each: a verb's words, and keys that its object has.

@@ -79,8 +79,13 @@ def test_a_wheel_carries_the_recipes(wheel, tmp_path):
         archive.extractall(tmp_path / "installed")
     (tmp_path / "empty").mkdir()
     for words in (["init"], ["describe", "run.toml"], ["init", "plan/mixtral-8x7b", "--out", "planned.toml"]):
-        subprocess.run([sys.executable, "-P", "-m", "kumi", *words], cwd=tmp_path / "empty", check=True,
-                       capture_output=True, env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")})  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-P", "-m", "kumi", *words],
+            cwd=tmp_path / "empty",
+            check=True,
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        )
     assert (tmp_path / "empty" / "models" / "mixtral-8x7b" / "config.json").is_file()
 
 
@@ -123,9 +128,14 @@ def test_a_known_home_makes_links_absolute_and_gives_urls():
 def test_the_shell_completes_without_torch(line, some, tmp_path):
     """As argcomplete's shell function asks; it reads the answers from descriptor 8."""
     program = "import sys, kumi.cli\ntry:\n    kumi.cli.main()\nfinally:\n    assert 'torch' not in sys.modules"
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n",
-             "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n=",
-             "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}  # fmt: skip
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n=",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
+    }
     program = [sys.executable, "-c", program]
     ended = subprocess.run(program, env={**os.environ, **asked}, capture_output=True, text=True)
     assert ended.stderr == ""

@@ -131,8 +131,9 @@ def test_what_is_whole_during_a_step(figures):
     once, several = figures.llama(tokens=8 * 8192), figures.llama()
     found = {
         (zero, name): estimate(job, Layout(dp_shard=8, zero=zero)).memory[0].gathered
-        for zero in (1, 2, 3) for name, job in (("once", once), ("several", several))
-    }  # fmt: skip
+        for zero in (1, 2, 3)
+        for name, job in (("once", once), ("several", several))
+    }
     total = num_params(once.model)
     assert found[1, "several"] - found[1, "once"] == G * total
     layer = W * max(
@@ -188,8 +189,9 @@ def test_messages_of_a_pipeline(figures):
         assert {one.bytes for one in collectives(job, layout, 1) if one.axis == "pp"} == {size}
 
 
-@pytest.mark.parametrize(("name", "stages", "bubble"), [("gpipe", 1, 9), ("1f1b", 1, 9), ("interleaved", 2, 4.5),
-                                                        ("zb-h1", 1, 3)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "stages", "bubble"), [("gpipe", 1, 9), ("1f1b", 1, 9), ("interleaved", 2, 4.5), ("zb-h1", 1, 3)]
+)
 def test_how_long_pipelines_wait(figures, name, stages, bubble):
     """Three others times F + I + W = 3, or that over the stages, or F + I - W = 1."""
     found = figures.timeline(name, stages)
@@ -235,10 +237,14 @@ def test_messages_of_context_parallelism(figures, cp, tp, recompute):
         assert listed(job, dealt, "all_to_all", "cp", when=when) == times * often * W * heads
 
 
-@pytest.mark.parametrize("layout", [
-    Layout(dp_shard=64, ep=8, zero=3), Layout(dp_shard=32, tp=2, ep=8, zero=3),
-    Layout(dp_shard=32, tp=2, ep=4, expert_tp=2, zero=3, recompute="full"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=64, ep=8, zero=3),
+        Layout(dp_shard=32, tp=2, ep=8, zero=3),
+        Layout(dp_shard=32, tp=2, ep=4, expert_tp=2, zero=3, recompute="full"),
+    ],
+)
 def test_messages_of_expert_parallelism(figures, layout):
     job = figures.mixtral()
     # Each token goes to two experts, with those of the ranks that have parts of the same experts.

@@ -66,8 +66,15 @@ def base(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("base")
-    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}  # fmt: skip
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 16,
+    }
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     Tokenizer(models.BPE({chr(97 + index): index for index in range(16)}, [])).save(str(folder / "tokenizer.json"))
     return folder
@@ -77,8 +84,11 @@ def base(tmp_path_factory):
 def test_readers_say_from_where(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = families.from_hf(json.loads((EXAMPLES / "models/llama-3-8b/config.json").read_text()))
-    readers = {"lora.source": lambda: adapters_reader(Path("nowhere"), spec), "indexed data": lambda: open_file("a/b"),
-               "checkpoint": lambda: checkpoint.open("nowhere")}  # fmt: skip
+    readers = {
+        "lora.source": lambda: adapters_reader(Path("nowhere"), spec),
+        "indexed data": lambda: open_file("a/b"),
+        "checkpoint": lambda: checkpoint.open("nowhere"),
+    }
     with pytest.raises(KumiError, match=f"looked for from {tmp_path}"):
         readers[name]()
 

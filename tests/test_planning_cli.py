@@ -295,11 +295,18 @@ def test_planning_imports_no_torch(run, tmp_path):
 def test_the_saved_plan_is_what_kumi_train_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = [
-        'data.sources=[{path="{stdlib}/email/*.py"}]', "data.validation=0.2", "data.workers=1", "eval.every=0",
-        "data.tokenizer.vocab_size=400", "model.config.num_hidden_layers=1", "model.config.hidden_size=32",
-        "model.config.intermediate_size=32", "train.steps=2", "export.enabled=false",
+        'data.sources=[{path="{stdlib}/email/*.py"}]',
+        "data.validation=0.2",
+        "data.workers=1",
+        "eval.every=0",
+        "data.tokenizer.vocab_size=400",
+        "model.config.num_hidden_layers=1",
+        "model.config.hidden_size=32",
+        "model.config.intermediate_size=32",
+        "train.steps=2",
+        "export.enabled=false",
         "cluster.devices_per_node=1",
-    ]  # fmt: skip
+    ]
     assert (
         main(["plan", str(ROOT / "examples" / "quickstart.toml"), *small, "--trainable", "--save", "saved.toml"]) == 0
     )

@@ -17,10 +17,19 @@ PAGE = ROOT / "docs" / "parallelism" / "tutorial.md"
 
 # Steps come down to two, and those of a run that goes on to three; the model, its sequences and the data shrink.
 STEPS, ON = 2, 3
-SMALL = ["data.tokenizer.vocab_size=300", "model.config.vocab_size=300",
-         "data.workers=1", "model.config.hidden_size=32", "model.config.intermediate_size=64", "batch.seq_len=32",
-         "batch.tokens_per_step=256", "eval.sequences=1", "export.enabled=false", "checkpoint.asynchronous=false",
-         "optim.warmup_steps=1"]  # fmt: skip
+SMALL = [
+    "data.tokenizer.vocab_size=300",
+    "model.config.vocab_size=300",
+    "data.workers=1",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "batch.seq_len=32",
+    "batch.tokens_per_step=256",
+    "eval.sequences=1",
+    "export.enabled=false",
+    "checkpoint.asynchronous=false",
+    "optim.warmup_steps=1",
+]
 
 
 def commands() -> list[list[str]]:

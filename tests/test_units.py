@@ -31,7 +31,12 @@ def test_what_is_no_quantity_is_refused(text):
 
 def test_quantities_are_written_with_three_digits():
     assert [format_bytes(count) for count in (0, 1023, 1536, 1010 * 2**20, 80 * 2**30)] == [
-        "0 B", "1023 B", "1.5 KiB", "1010 MiB", "80 GiB"]  # fmt: skip
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "1010 MiB",
+        "80 GiB",
+    ]
     assert [format_count(count) for count in (7, 1234, 8_030_261_248, 15e12)] == ["7", "1.23k", "8.03B", "15T"]
     assert [format_seconds(count) for count in (42, 185, 4320, 183600)] == ["42s", "3m05s", "1h12m", "2d03h"]
 

@@ -14,11 +14,14 @@ from torch.distributed import distributed_c10d
 # Function -> kind of message, and which of its tensors is the whole one: that of most bytes is.
 KINDS = {
     "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather", "all_gather_single": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
     "all_to_all_single": "all_to_all",
-    "isend": "send", "send": "send",
-}  # fmt: skip
+    "isend": "send",
+    "send": "send",
+}
 
 
 class Sent:

@@ -22,8 +22,11 @@ def one_tensor_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """All-gather into one tensor and reduce-scatter of one: 2.13 renamed `all_gather_into_tensor` and
     `reduce_scatter_tensor`."""
     renamed = hasattr(dist, "all_gather_single")
-    names = ("all_gather_single", "reduce_scatter_single") if renamed else ("all_gather_into_tensor",
-                                                                           "reduce_scatter_tensor")  # fmt: skip
+    names = (
+        ("all_gather_single", "reduce_scatter_single")
+        if renamed
+        else ("all_gather_into_tensor", "reduce_scatter_tensor")
+    )
     return getattr(dist, names[0]), getattr(dist, names[1])
 
 
@@ -129,9 +132,17 @@ def varlen_attention(
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest_q: int, longest_k: int, *, causal: bool,
-    window: int | None, scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    longest_q: int,
+    longest_k: int,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """The result like `q` and the log-sum-exp, float32, of attention of `q` (B, N, H, E) over `k` and `v` (B, M, K, E),
     (B, H, N); or, within the documents of (T, H, E) and (T, K, E) that begin at `bounds` (int32), (H, T). A `window`
     is of causal attention; scores are multiplied by `scale`, 1 / sqrt(E) where that is None."""
@@ -142,9 +153,20 @@ def flash_forward(
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None, longest_q: int,
-    longest_k: int, *, causal: bool, window: int | None, scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    longest_q: int,
+    longest_k: int,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k` and `v`, given those of `flash_forward`'s result."""
     # What a kernel with dropout would draw from; there is none.
     drawn, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
@@ -167,7 +189,7 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 def gathered_products(
     x: Tensor, matrices: list[Tensor], group: str, *, keep: bool
-) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
+) -> tuple[Tensor | None, list[Tensor]]:
     """The products with each of `matrices` (D, O) of the parts `x` (T/n, D) of all ranks, (T, O), fetched while others
     are multiplied; and the parts themselves, (T, D), for those who `keep` them."""
     from torch.distributed import _symmetric_memory  # it defines the operators

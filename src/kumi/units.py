@@ -8,8 +8,17 @@ from decimal import Decimal
 
 from kumi.errors import ConfigError
 
-_BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-               "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+_BYTE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
 # Links are sold in bits a second (small b), memories in bytes.
 _BANDWIDTH_UNITS = {f"{unit}/s": Decimal(size) for unit, size in _BYTE_UNITS.items()} | {
     f"{prefix}b/s": Decimal(10**power) / 8 for prefix, power in (("", 0), ("K", 3), ("M", 6), ("G", 9), ("T", 12))

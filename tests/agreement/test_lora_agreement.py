@@ -99,10 +99,13 @@ def test_plans_count_gradients_and_states_of_adapters_only():
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_shard=2, tp=2, zero=3), Layout(dp_replicate=2, tp=2, sequence_parallel=False),
-     Layout(pp=2, tp=2, recompute="full")],
+    [
+        Layout(dp_shard=2, tp=2, zero=3),
+        Layout(dp_replicate=2, tp=2, sequence_parallel=False),
+        Layout(pp=2, tp=2, recompute="full"),
+    ],
     ids=["zero3-sp", "ddp-tp", "pp-sp"],
-)  # fmt: skip
+)
 def test_the_planner_lists_the_messages_that_a_dry_run_sends(layout):
     spec = with_adapters(SPECS["llama"], replace(LORA, targets=("all-linear",)))
     peak = (("bfloat16", 1e12),)

@@ -5,8 +5,15 @@ from kumi.plan.comm import collective_seconds
 from kumi.spec.cluster import ClusterSpec, Device, Link
 
 CPU = Device("Testor 3000", "cpu", 8 * 2**30, ("float32", "bfloat16"))
-GPU = Device("Testor GPU", "cuda", 80 * 2**30, ("float32", "bfloat16"), (("bfloat16", 1e15), ("float32", 6e13)),
-             memory_bandwidth=3e12, watts=700.0)  # fmt: skip
+GPU = Device(
+    "Testor GPU",
+    "cuda",
+    80 * 2**30,
+    ("float32", "bfloat16"),
+    (("bfloat16", 1e15), ("float32", 6e13)),
+    memory_bandwidth=3e12,
+    watts=700.0,
+)
 LINK = Link("gloo", 4, 2e9, 3e-4, 1.0)
 
 

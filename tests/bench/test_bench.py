@@ -20,10 +20,18 @@ from kumi.spec.numerics import REFERENCE
 from steps import mesh_of
 
 TINY = replace(
-    kernels.SIZES["cpu"], squares=(16, 32), peak=64, shapes=((48, 16, 31),), linears=((32, 16, 16),),
-    copy=2**12, tokens=32, hidden=128,
-    vocab=64, attention=((1, 32, 2, 1, 64),), update=2**20,
-)  # fmt: skip
+    kernels.SIZES["cpu"],
+    squares=(16, 32),
+    peak=64,
+    shapes=((48, 16, 31),),
+    linears=((32, 16, 16),),
+    copy=2**12,
+    tokens=32,
+    hidden=128,
+    vocab=64,
+    attention=((1, 32, 2, 1, 64),),
+    update=2**20,
+)
 
 
 def shrink(patch):
@@ -37,8 +45,11 @@ def shrink(patch):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    shrink(lambda thing, name, value: (monkeypatch.setitem if isinstance(thing, dict) else monkeypatch.setattr)(
-        thing, name, value))  # fmt: skip
+    shrink(
+        lambda thing, name, value: (monkeypatch.setitem if isinstance(thing, dict) else monkeypatch.setattr)(
+            thing, name, value
+        )
+    )
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     kept = dict(os.environ)
@@ -63,8 +74,15 @@ def test_json_holds_every_timing(tiny, capsys):
     assert main(["bench", "--ranks", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     found = read_found(said["found"])
-    assert {one.kind for one in found.kernels} == {"launch", "copy", "update", "product", "linear", "element-wise",
-                                                    "attention"}  # fmt: skip
+    assert {one.kind for one in found.kernels} == {
+        "launch",
+        "copy",
+        "update",
+        "product",
+        "linear",
+        "element-wise",
+        "attention",
+    }
     assert all(one.seconds > 0 for one in found.kernels)
     assert "[device]" in said["toml"]
 
@@ -86,8 +104,11 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 def _measured(quick):
     from kumi.spec.layout import Layout
 
-    shrink(lambda thing, name, value: thing.__setitem__(name, value) if isinstance(thing, dict) else setattr(
-        thing, name, value))  # fmt: skip
+    shrink(
+        lambda thing, name, value: (
+            thing.__setitem__(name, value) if isinstance(thing, dict) else setattr(thing, name, value)
+        )
+    )
     mesh = mesh_of(Layout(dp_replicate=torch.distributed.get_world_size()))
     found = rank._measure(rank.Wanted("cpu", ("float32", "float16"), "float16", quick, REFERENCE), mesh, StopFlag())
     torch.set_float32_matmul_precision("highest")  # the rank lives on, for other tests

@@ -21,15 +21,19 @@ from kumi.spec.layout import Layout
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("case", [
-    Case("kumi", "tiny", 2, "none", seq_len=32),
-    Case("kumi", "tiny", 2, "selective", seq_len=32, documents=4),
-    Case("kumi", "tiny", 1, "full", seq_len=32, layers=1),
-    Case("kumi", "tiny-experts", 2, seq_len=32),
-    Case("kumi", "tiny", 1, seq_len=32, layout={"schedule": "zb-h1"}, microbatches=3),
-    Case("amp", "tiny", 2, "full", seq_len=32),
-    Case("bf16", "tiny", 1, seq_len=32),
-], ids=lambda case: case.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("kumi", "tiny", 2, "none", seq_len=32),
+        Case("kumi", "tiny", 2, "selective", seq_len=32, documents=4),
+        Case("kumi", "tiny", 1, "full", seq_len=32, layers=1),
+        Case("kumi", "tiny-experts", 2, seq_len=32),
+        Case("kumi", "tiny", 1, seq_len=32, layout={"schedule": "zb-h1"}, microbatches=3),
+        Case("amp", "tiny", 2, "full", seq_len=32),
+        Case("bf16", "tiny", 1, seq_len=32),
+    ],
+    ids=lambda case: case.name,
+)
 def test_every_kind_of_case_trains(case):
     found = gpu_case.run(case, CPU, seconds=0.02)
     assert found["status"] == "ok"
@@ -72,10 +76,14 @@ def test_the_first_cases_are_the_headline():
     assert "8b/24 layers" in cases[4].name
 
 
-@pytest.mark.parametrize("case", [
-    Case("kumi", "tiny", 1, seq_len=32, layout={"pp": 2}, microbatches=2),
-    Case("kumi", "tiny-experts", 1, seq_len=32, layout={"dp_shard": 2, "ep": 2, "zero": 1}),
-], ids=lambda case: case.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("kumi", "tiny", 1, seq_len=32, layout={"pp": 2}, microbatches=2),
+        Case("kumi", "tiny-experts", 1, seq_len=32, layout={"dp_shard": 2, "ep": 2, "zero": 1}),
+    ],
+    ids=lambda case: case.name,
+)
 def test_several_ranks_train_together(case):
     found = gpu.run_case(case, "cpu", 100.0, devices=2)
     assert found["status"] == "ok", found
@@ -94,9 +102,15 @@ def test_a_rank_that_fails_ends_the_others():
 def test_layouts_are_legal():
     for case in gpu_cases.on_several():
         run = kumi_parts.make_run(
-            case.config(), seq_len=case.seq_len, microbatch=case.microbatch, recompute=case.recompute,
-            compile=case.compile, precision="bf16", layout=Layout(**case.layout), microbatches=case.microbatches,
-        )  # fmt: skip
+            case.config(),
+            seq_len=case.seq_len,
+            microbatch=case.microbatch,
+            recompute=case.recompute,
+            compile=case.compile,
+            precision="bf16",
+            layout=Layout(**case.layout),
+            microbatches=case.microbatches,
+        )
         assert problems(run.model, run.layout, run.job.cluster, run.job.batch) == [], case.name
 
 

@@ -12,10 +12,12 @@ from kumi.spec.layout import Layout
 
 def test_rows_are_compared_with_one_process_by_their_medians():
     args = argparse.Namespace(sequences=2, seq_len=50)
-    runs = [layouts_cpu.Measured(layouts_cpu.ALONE, [1.0, 9.0], [1.0, 9.0]),
-            layouts_cpu.Measured("cp 2", [1.0, 2.0], [0.5, 1.0]),
-            layouts_cpu.Measured(layouts_cpu.ALONE, [1.0], [1.0]),
-            layouts_cpu.Measured("cp 2", [1.2], [0.6])]  # fmt: skip
+    runs = [
+        layouts_cpu.Measured(layouts_cpu.ALONE, [1.0, 9.0], [1.0, 9.0]),
+        layouts_cpu.Measured("cp 2", [1.0, 2.0], [0.5, 1.0]),
+        layouts_cpu.Measured(layouts_cpu.ALONE, [1.0], [1.0]),
+        layouts_cpu.Measured("cp 2", [1.2], [0.6]),
+    ]
     found = layouts_cpu.summary(runs, args)
     assert found[layouts_cpu.ALONE]["cpu_s_per_token"] == pytest.approx(0.01)
     assert found["cp 2"]["ratio"] == pytest.approx(1.2)

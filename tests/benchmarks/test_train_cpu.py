@@ -34,16 +34,29 @@ def test_the_run_file_is_a_valid_run_and_the_shapes_are_what_they_are_called():
     config = from_dict(tomllib.loads(text))
     assert config.batch.tokens_per_step == 2 * 8 * 512
     assert config.data.cross_document
-    counts = {name: ledger.num_params(families.from_hf(config)) for name, config in
-              (("w1", shapes.W1), ("1b", shapes.LLAMA_1B), ("8b", shapes.LLAMA_8B))}  # fmt: skip
+    counts = {
+        name: ledger.num_params(families.from_hf(config))
+        for name, config in (("w1", shapes.W1), ("1b", shapes.LLAMA_1B), ("8b", shapes.LLAMA_8B))
+    }
     assert counts == {"w1": 18_880_896, "1b": 1_235_814_400, "8b": 8_030_261_248}
 
 
 def bare_arguments(model: Path, batches: Path, metrics: Path) -> argparse.Namespace:
     return argparse.Namespace(
-        model=model, batches=batches, metrics=metrics, dtype="fp32", device="cpu", random=False, recompute=False,
-        compile=False, packed=False, steps=3, microbatch=2, seq_len=32, lr=3e-4,
-    )  # fmt: skip
+        model=model,
+        batches=batches,
+        metrics=metrics,
+        dtype="fp32",
+        device="cpu",
+        random=False,
+        recompute=False,
+        compile=False,
+        packed=False,
+        steps=3,
+        microbatch=2,
+        seq_len=32,
+        lr=3e-4,
+    )
 
 
 def test_the_bare_loop_trains_as_kumi_does(tmp_path):
@@ -62,8 +75,9 @@ def test_the_bare_loop_trains_as_kumi_does(tmp_path):
     bare_loop.train(args, model, rank=0, world=1)
     lines = [json.loads(line) for line in args.metrics.read_text().splitlines()]
 
-    parts = make_parts(shapes.TINY, torch.device("cpu"), seq_len=32, microbatch=2, recompute="none", compile=False,
-                       precision="fp32")  # fmt: skip
+    parts = make_parts(
+        shapes.TINY, torch.device("cpu"), seq_len=32, microbatch=2, recompute="none", compile=False, precision="fp32"
+    )
     parts.model.load_state_dict(start)
     state, losses = TrainState(), []
     for step in range(3):
@@ -88,12 +102,15 @@ def test_a_row_whose_package_is_missing_is_skipped_with_the_reason(monkeypatch):
     assert train_cpu.missing("trainer fp32") == "the package accelerate is not installed: pip install accelerate"
 
 
-@pytest.mark.parametrize(("row", "processes", "words"), [
-    ("kumi bf16", 2, ["-m kumi train"]),
-    ("bare amp", 1, ["bare_loop.py", "--dtype", "amp"]),
-    ("bare amp", 2, ["torch.distributed.run", "--nproc_per_node", "2", "bare_loop.py"]),
-    ("trainer fp32", 1, ["hf_trainer.py"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "processes", "words"),
+    [
+        ("kumi bf16", 2, ["-m kumi train"]),
+        ("bare amp", 1, ["bare_loop.py", "--dtype", "amp"]),
+        ("bare amp", 2, ["torch.distributed.run", "--nproc_per_node", "2", "bare_loop.py"]),
+        ("trainer fp32", 1, ["hf_trainer.py"]),
+    ],
+)
 def test_every_row_is_a_command(tmp_path, row, processes, words):
     setup = next(setup for setup in train_cpu.SETUPS if setup.processes == processes)
     line, metrics = train_cpu.command(row, setup, tmp_path, tmp_path, "w1")
@@ -107,8 +124,23 @@ def test_the_benchmarks_run(tmp_path):
     """With a tiny model, of which no figure means anything."""
     script = str(Path(train_cpu.__file__))
     rows = ["bare fp32", "kumi fp32", "bare amp", "kumi bf16", "bare fp32 packed", "kumi fp32 packed"]
-    line = [sys.executable, script, "--tiny", "--steps", "5", "--repeats", "1", "--budget", "3600", "--work",
-            str(tmp_path / "work"), "--json", str(tmp_path / "cpu.json"), "--only", *rows]  # fmt: skip
+    line = [
+        sys.executable,
+        script,
+        "--tiny",
+        "--steps",
+        "5",
+        "--repeats",
+        "1",
+        "--budget",
+        "3600",
+        "--work",
+        str(tmp_path / "work"),
+        "--json",
+        str(tmp_path / "cpu.json"),
+        "--only",
+        *rows,
+    ]
     environ = {key: value for key, value in os.environ.items() if key != "KUMI_NUMERICS"}
     environ["XDG_CACHE_HOME"] = str(tmp_path)
     said = subprocess.run(line, capture_output=True, text=True, env=environ)
@@ -119,8 +151,9 @@ def test_the_benchmarks_run(tmp_path):
     )
     assert found["left_out"] == []
     for setup in train_cpu.SETUPS:
-        curves = {run["row"]: [mark["loss"] for mark in run["marks"]] for run in found["runs"]
-                  if run["setup"] == setup.name}  # fmt: skip
+        curves = {
+            run["row"]: [mark["loss"] for mark in run["marks"]] for run in found["runs"] if run["setup"] == setup.name
+        }
         for row in ("fp32", "fp32 packed"):
             assert curves[f"kumi {row}"] == pytest.approx(curves[f"bare {row}"], rel=1e-4)
     assert "packed documents / whole rows" in said.stdout or "kumi bf16, the default" in said.stdout
@@ -134,14 +167,26 @@ def test_rows_follow_one_another_in_turn():
     setups = list(train_cpu.SETUPS)
     runs = train_cpu.order(["bare fp32", "kumi fp32", "trainer fp32"], setups, repeats=2)
     assert [row for row, setup, _ in runs if setup is setups[0]] == [
-        "bare fp32", "kumi fp32", "bare fp32", "kumi fp32", "trainer fp32",
-    ]  # fmt: skip
+        "bare fp32",
+        "kumi fp32",
+        "bare fp32",
+        "kumi fp32",
+        "trainer fp32",
+    ]
 
 
 def measured(step_s: float, losses: list[float]) -> dict:
     marks = [{"step": n, "loss": loss, "wall": step_s * n, "cpu": 2 * step_s * n} for n, loss in enumerate(losses, 1)]
-    return {"marks": marks, "wall": 1.0, "cpu": 1.0, "peak_rss": 2**31, "peak_pss": 2**30, "largest_rss": 2**30,
-            "returncode": 0, "output": ""}  # fmt: skip
+    return {
+        "marks": marks,
+        "wall": 1.0,
+        "cpu": 1.0,
+        "peak_rss": 2**31,
+        "peak_pss": 2**30,
+        "largest_rss": 2**30,
+        "returncode": 0,
+        "output": "",
+    }
 
 
 def test_the_report_shows_ratios_shares_and_loss_differences():
@@ -157,9 +202,23 @@ def test_the_report_shows_ratios_shares_and_loss_differences():
     }
     runs = [{"row": row, "setup": "one", **measured(*values)} for row, values in rows.items()]
     kinds = {kind: {"peak": 400.0, "peak_per_cpu_second": 250.0, "error": 1e-7} for kind in matmul_peak.KINDS}
-    result = {"machine": {"cpu": "c", "cores": 2, "cpu_flags": [], "memory_bytes": 2**34, "python": "3", "packages": {},
-                          "commit": None}, "peaks": [{"threads": 2, "kinds": kinds}], "setups": [setup], "runs": runs,
-              "skipped": {"trainer fp32": "no accelerate"}, "left_out": ["x"], "drop": 3}  # fmt: skip
+    result = {
+        "machine": {
+            "cpu": "c",
+            "cores": 2,
+            "cpu_flags": [],
+            "memory_bytes": 2**34,
+            "python": "3",
+            "packages": {},
+            "commit": None,
+        },
+        "peaks": [{"threads": 2, "kinds": kinds}],
+        "setups": [setup],
+        "runs": runs,
+        "skipped": {"trainer fp32": "no accelerate"},
+        "left_out": ["x"],
+        "drop": 3,
+    }
     text = report_cpu.report(result)
     assert "kumi fp32 / bare fp32: 2.00 by CPU seconds, 2.00 by wall clock" in text
     assert "kumi bf16 / bare fp32: 4.00 by CPU seconds" in text

@@ -15,13 +15,24 @@ from kumi.spec.numerics import REFERENCE, Numerics
 MEASURED = Measured(Numerics("fp32", "default", ("fp32-long",)), {"products": {"default": 1.0, "onednn": 2.0}})
 RUN = {
     "name": "small",
-    "model": {"init": "random", "config": {
-        "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}},
+    "model": {
+        "init": "random",
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 320,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+        },
+    },
     "batch": {"seq_len": 32, "tokens_per_step": 256},
     "data": {"tokenizer": {"vocab_size": 300}, "sources": [{"path": "documents.jsonl"}]},
     "train": {"steps": 6, "out": "run"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +49,31 @@ def test_a_measurement_holds_for_its_cpu_torch_and_threads(tmp_path):
     assert cached(processor) is None
     keep(processor, MEASURED)
     assert cached(processor) == MEASURED
-    others = (Processor("another", "flags", "2.13.0", 2), Processor("a CPU", "fewer", "2.13.0", 2),
-              Processor("a CPU", "flags", "2.12.0", 2), Processor("a CPU", "flags", "2.13.0", 1))  # fmt: skip
+    others = (
+        Processor("another", "flags", "2.13.0", 2),
+        Processor("a CPU", "fewer", "2.13.0", 2),
+        Processor("a CPU", "flags", "2.12.0", 2),
+        Processor("a CPU", "flags", "2.13.0", 1),
+    )
     assert [cached(other) for other in others] == [None] * 4
     assert [file.name for file in (tmp_path / "kumi/numerics").iterdir()] == [processor.file]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"numerics": "reference"}', '{"numerics": "no", "seconds": {}}',
-                                  '{"numerics": "reference", "seconds": {"a": 1}}', "\0" * 99,
-                                  '{"numerics": "reference", "seconds": {}}',
-                                  '{"numerics": "reference", "seconds": {"a": {}}}',
-                                  '{"numerics": "reference", "seconds": {"a": {"b": 0}}}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"numerics": "reference"}',
+        '{"numerics": "no", "seconds": {}}',
+        '{"numerics": "reference", "seconds": {"a": 1}}',
+        "\0" * 99,
+        '{"numerics": "reference", "seconds": {}}',
+        '{"numerics": "reference", "seconds": {"a": {}}}',
+        '{"numerics": "reference", "seconds": {"a": {"b": 0}}}',
+    ],
+)
 def test_a_damaged_cache_is_none(tmp_path, text):
     processor = this_processor(1)
     keep(processor, MEASURED)
@@ -99,8 +124,10 @@ def test_the_precision_is_the_faster_one_unless_the_run_file_says(kind):
 
 def test_what_was_measured_here_says_nothing_of_the_precision_of_other_machines(tmp_path):
     file = tmp_path / "cpu.toml"
-    file.write_text('devices_per_node = 1\n[device]\nname = "another"\nkind = "cpu"\nmemory = "8 GiB"\n'
-                    'dtypes = ["float32", "bfloat16"]\n')  # fmt: skip
+    file.write_text(
+        'devices_per_node = 1\n[device]\nname = "another"\nkind = "cpu"\nmemory = "8 GiB"\n'
+        'dtypes = ["float32", "bfloat16"]\n'
+    )
     keep(this_processor(1), MEASURED)
     run = resolve(load(RUN, {"cluster.source": str(file)}))
     assert (run.precision.compute, run.numerics) == ("bfloat16", Numerics("", "default", ("fp32-long",)))

@@ -88,12 +88,12 @@ def test_a_cluster_that_is_not_there_is_refused_with_what_is():
         ("devices_per_node = ", "cannot be read as TOML"),
         ("devices_per_node = 1\nlnks = []" + DEVICE, "lnks: unknown key; did you mean 'links'?"),
         ("devices_per_node = 1" + DEVICE.replace("80 GiB", "lots"), "device.memory: 'lots' is not a quantity"),
-        ("devices_per_node = 1" + DEVICE + 'stram = 0.5', "device.stram: unknown key; did you mean 'stream'?"),
-        ("devices_per_node = 1" + DEVICE + 'launch = 5', "device.launch: '5' is not a quantity; write a number and"),
+        ("devices_per_node = 1" + DEVICE + "stram = 0.5", "device.stram: unknown key; did you mean 'stream'?"),
+        ("devices_per_node = 1" + DEVICE + "launch = 5", "device.launch: '5' is not a quantity; write a number and"),
         ("devices_per_node = 1" + DEVICE + 'sources = {streem = "x"}', "'streem' is no figure of this table; did you"),
         ('devices_per_node = 1\ndevice = "h10"', "device: 'h10' is no preset and no TOML file; use a100-"),
     ],
-)  # fmt: skip
+)
 def test_a_cluster_file_that_is_wrong_is_refused_in_one_line(text, error, written):
     source = written(text)
     found = refusal(source=source)
@@ -226,16 +226,19 @@ def test_of_an_unknown_gpu_nothing_is_guessed(monkeypatch):
     assert found.devices == 4
 
 
-@pytest.mark.parametrize(("visible", "mebibytes"), [
-    (None, [1000, 2000, 3000, 4000]),
-    ("2,3", [3000, 4000]),
-    (" 3, 1", [4000, 2000]),
-    ("GPU-12ab,GPU-10ab-0", [3000, 1000]),
-    ("1,-1,2", [2000]),
-    ("2,9,1", [3000]),  # as CUDA, which stops at a number that is none
-    ("GPU-1,0", []),  # the beginning of four
-    ("", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("visible", "mebibytes"),
+    [
+        (None, [1000, 2000, 3000, 4000]),
+        ("2,3", [3000, 4000]),
+        (" 3, 1", [4000, 2000]),
+        ("GPU-12ab,GPU-10ab-0", [3000, 1000]),
+        ("1,-1,2", [2000]),
+        ("2,9,1", [3000]),  # as CUDA, which stops at a number that is none
+        ("GPU-1,0", []),  # the beginning of four
+        ("", []),
+    ],
+)
 def test_the_gpus_are_those_that_cuda_visible_devices_names(monkeypatch, visible, mebibytes):
     smi(monkeypatch, *[("NVIDIA X1", str(1000 * number), "9.0") for number in (1, 2, 3, 4)], visible=visible)
     assert [gpu.memory for gpu in machine._gpus()] == [2**20 * each for each in mebibytes]

@@ -67,11 +67,13 @@ def test_every_wrong_key_is_reported_at_once():
         ({"data": {"sources": [{"path": "x"}], "tokenizer": 5}}, ".tokenizer: 5 is wrong, it should be text in quotes"),
         ({"data": {"sources": [{"path": "x"}], "tokenizer": {}}}, "data.tokenizer.vocab_size: required, and not set"),
         ({"log": {"trackers": "wandb"}}, "log.trackers: 'wandb' is wrong, it should be a list"),
-        ({"eval": {"every": 5}, "data": {"sources": [{"path": "x"}], "tokenizer": "x", "validation": 0}},
-         "hold out a share of the documents with data.validation, or set eval.every=0"),
+        (
+            {"eval": {"every": 5}, "data": {"sources": [{"path": "x"}], "tokenizer": "x", "validation": 0}},
+            "hold out a share of the documents with data.validation, or set eval.every=0",
+        ),
         ({"checkpoint": 5}, "checkpoint: 5 is wrong, it should be a table of keys"),
     ],
-)  # fmt: skip
+)
 def test_wrong_values_are_refused_in_one_sentence_and_never_converted(sections, error):
     assert message(minimal(**sections)).endswith(error)
 

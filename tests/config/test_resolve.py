@@ -129,10 +129,7 @@ def test_stages_are_divided_as_the_run_file_says():
 
 @pytest.mark.parametrize(
     ("sections", "choice"),
-    [
-        ({"optim": {"kind": "muon"}}, "optim.kind='muon'"),
-        ({"precision": {"kind": "fp8"}}, "precision.kind='fp8'"),
-    ],
+    [({"optim": {"kind": "muon"}}, "optim.kind='muon'"), ({"precision": {"kind": "fp8"}}, "precision.kind='fp8'")],
 )
 def test_what_can_only_be_planned_is_described_and_not_trained(sections, choice):
     config = quickstart(**sections)

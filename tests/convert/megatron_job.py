@@ -32,9 +32,17 @@ from megatron.core.transformer.moe import moe_utils
 
 POSITIONS, VOCAB = 12, 97
 TOKENS = torch.randint(0, VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(3))
-CPU = {"use_cpu_initialization": True, "params_dtype": torch.float32, "pipeline_dtype": torch.float32,
-       "bias_activation_fusion": False, "bias_dropout_fusion": False, "masked_softmax_fusion": False,
-       "apply_rope_fusion": False, "persist_layer_norm": False, "gradient_accumulation_fusion": False}  # fmt: skip
+CPU = {
+    "use_cpu_initialization": True,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+}
 
 
 def build(job: dict[str, Any], tp: int) -> Any:
@@ -44,9 +52,16 @@ def build(job: dict[str, Any], tp: int) -> Any:
     if experts:
         fields |= {"moe_grouped_gemm": False, "moe_token_dispatcher_type": "allgather", "moe_router_dtype": "fp32"}
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=fields["qk_layernorm"], normalization="RMSNorm")
-    return GPTModel(TransformerConfig(**fields), spec, vocab_size=job["vocab"], max_sequence_length=64,
-                    parallel_output=True, share_embeddings_and_output_weights=job["tied"],
-                    position_embedding_type="rope", rotary_base=job["theta"])  # fmt: skip
+    return GPTModel(
+        TransformerConfig(**fields),
+        spec,
+        vocab_size=job["vocab"],
+        max_sequence_length=64,
+        parallel_output=True,
+        share_embeddings_and_output_weights=job["tied"],
+        position_embedding_type="rope",
+        rotary_base=job["theta"],
+    )
 
 
 @torch.no_grad()

@@ -18,9 +18,28 @@ from kumi.convert.source import open_source
 from kumi.errors import KumiError
 
 WORDS = [
-    b"../secret.safetensors", b"/etc/passwd", b"..", b"", b"\\ud800", b"null", b"true", b"-1", b"1e999", b"NaN", b"{}",
-    b"[]", b"18446744073709551616", b"9" * 400, b"0", b"1", b"2", b"4611686018427387904", b"F16", b"I64", b"F32",
-]  # fmt: skip
+    b"../secret.safetensors",
+    b"/etc/passwd",
+    b"..",
+    b"",
+    b"\\ud800",
+    b"null",
+    b"true",
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"{}",
+    b"[]",
+    b"18446744073709551616",
+    b"9" * 400,
+    b"0",
+    b"1",
+    b"2",
+    b"4611686018427387904",
+    b"F16",
+    b"I64",
+    b"F32",
+]
 
 
 def main(hugging_face: Path, native: Path, count: int) -> None:
@@ -40,8 +59,14 @@ def main(hugging_face: Path, native: Path, count: int) -> None:
     report: dict = {"refused": 0, "accepted": 0, "other errors": []}
     for number in range(count):
         folder = hugging_face if number % 3 else native
-        file = rng.choice([path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".json")
-                           and path.name not in ("config.json", "generation_config.json")])  # fmt: skip
+        file = rng.choice(
+            [
+                path
+                for path in sorted(folder.iterdir())
+                if path.suffix in (".safetensors", ".json")
+                and path.name not in ("config.json", "generation_config.json")
+            ]
+        )
         good = file.read_bytes()
         file.write_bytes(mutated(good, rng))
         try:

@@ -40,8 +40,16 @@ def test_transformers_loads_the_whole_of_a_model_that_sees(case, anew, saved, tm
     source = saved(case)
     opened = open_source(source)
     assert opened.carried
-    hf.write(tmp_path / "new", opened.spec, opened.tensors(), base_config=None if anew else opened.config,
-             dtype=opened.dtypes, tokenizer_folder=None, card="", carried=opened.carried)  # fmt: skip
+    hf.write(
+        tmp_path / "new",
+        opened.spec,
+        opened.tensors(),
+        base_config=None if anew else opened.config,
+        dtype=opened.dtypes,
+        tokenizer_folder=None,
+        card="",
+        carried=opened.carried,
+    )
     kind = getattr(transformers, opened.config["architectures"][0])
     theirs, info = kind.from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not info["missing_keys"]
@@ -86,8 +94,10 @@ def test_a_changed_bit_of_what_is_carried_is_found(saved, tmp_path):
 def test_a_checkpoint_of_a_run_finds_what_it_left_in_its_source(saved, tmp_path):
     source = saved("qwen2.5-vl")
     opened = open_source(source)
-    pieces = [checkpoint.Piece(f"model/{name}", tuple(value.shape), (0,) * value.ndim, value)
-              for name, value in opened.tensors()]  # fmt: skip
+    pieces = [
+        checkpoint.Piece(f"model/{name}", tuple(value.shape), (0,) * value.ndim, value)
+        for name, value in opened.tensors()
+    ]
     checkpoint.write_pieces(tmp_path / "part", 0, pieces)
     meta = {"hf_config": dict(opened.config), "tokenizer": None, "carried_from": str(source)}
     checkpoint.commit(tmp_path / "part", tmp_path / "saved", meta, ranks=1)
@@ -100,8 +110,9 @@ def test_a_checkpoint_of_a_run_finds_what_it_left_in_its_source(saved, tmp_path)
 
 def test_what_is_carried_is_said(saved):
     spec = families.from_hf(families.read_config(saved("gemma3-sees")))
-    assert spec.notes == ("vision_tower.*, multi_modal_projector.* are carried along as they are: not computed, not "
-                          "trained, not counted",)  # fmt: skip
+    assert spec.notes == (
+        "vision_tower.*, multi_modal_projector.* are carried along as they are: not computed, not trained, not counted",
+    )
 
 
 def test_a_larger_vocabulary_changes_the_text_alone(saved):

@@ -50,16 +50,45 @@ def test_settings_of_generation_are_kept(saved, tmp_path):
 
 
 @pytest.mark.parametrize("anew", [False, True])
-@pytest.mark.parametrize("case", ["llama-tied", "mistral-window", "qwen3", "mixtral-window", "qwen3-moe", "olmoe",
-                                  "deepseek-v2", "deepseek-v3", "phi3-partial", "phi3-longrope", "gemma2",
-                                  "gemma2-uncapped", "gemma3", "gpt-oss", "gpt-neox", "gpt2-wide", "falcon-groups",
-                                  "falcon-in-turn", "bloom", "nemotron-h", "nemotron-h-moe"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-tied",
+        "mistral-window",
+        "qwen3",
+        "mixtral-window",
+        "qwen3-moe",
+        "olmoe",
+        "deepseek-v2",
+        "deepseek-v3",
+        "phi3-partial",
+        "phi3-longrope",
+        "gemma2",
+        "gemma2-uncapped",
+        "gemma3",
+        "gpt-oss",
+        "gpt-neox",
+        "gpt2-wide",
+        "falcon-groups",
+        "falcon-in-turn",
+        "bloom",
+        "nemotron-h",
+        "nemotron-h-moe",
+    ],
+)
 def test_transformers_loads_what_kumi_wrote(case, anew, saved, tmp_path):
     """With a config.json as it was, or `anew` from the model alone."""
     source = saved(case)
     opened = open_source(source)
-    hf.write(tmp_path / "new", opened.spec, opened.tensors(), base_config=None if anew else opened.config,
-             dtype=opened.dtypes, tokenizer_folder=None, card="")  # fmt: skip
+    hf.write(
+        tmp_path / "new",
+        opened.spec,
+        opened.tensors(),
+        base_config=None if anew else opened.config,
+        dtype=opened.dtypes,
+        tokenizer_folder=None,
+        card="",
+    )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     ids = torch.arange(20)[None]
     assert (theirs(ids).logits - load_decoder(source)(ids)).abs().max() <= 1e-5

@@ -122,14 +122,17 @@ def test_a_quantised_folder_is_loaded(saved):
     assert torch.equal(open_source(source).read(name), meant[name])
 
 
-@pytest.mark.parametrize(("method", "words"), [
-    ({"quant_method": "awq", "bits": 4}, "quantised by 'awq', which kumi does not read; it reads fp8 and mxfp4"),
-    ({}, "quantised by None"),
-    ({"quant_method": "fp8"}, "weight_block_size None; kumi reads those with a scale for"),
-    ({"quant_method": "fp8", "weight_block_size": [0, 16]}, r"weight_block_size \[0, 16\]"),
-    ({"quant_method": "fp8", "weight_block_size": [16, 16]}, r"scale_inv' is F32 .* in blocks of \[16, 16\] needs"),
-    ("fp8", "quantization_config is 'fp8', no object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quantised by 'awq', which kumi does not read; it reads fp8 and mxfp4"),
+        ({}, "quantised by None"),
+        ({"quant_method": "fp8"}, "weight_block_size None; kumi reads those with a scale for"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 16]}, r"weight_block_size \[0, 16\]"),
+        ({"quant_method": "fp8", "weight_block_size": [16, 16]}, r"scale_inv' is F32 .* in blocks of \[16, 16\] needs"),
+        ("fp8", "quantization_config is 'fp8', no object"),
+    ],
+)
 def test_other_ways_are_refused_by_name(method, words, saved):
     source = saved(dtype=torch.bfloat16)
     quantised_fp8(source)

@@ -28,7 +28,7 @@ WRONG = [
     (lambda t: t.update({"model.norm.weight": torch.zeros(31)}), r"'model\.norm\.weight' is \(31,\) in .*, \(32,\) in"),
     (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), r"has dtype I8; kumi reads F64"),
     (lambda t: t.update({"norm.weight": t.pop("model.norm.weight")}), r"it has 'norm\.weight': save the causal"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("edit", "words"), WRONG)
@@ -114,13 +114,22 @@ def test_experts_may_be_stored_as_one_tensor(saved):
     assert all(torch.equal(value, expected[name]) for name, value in load_decoder(folder).state_dict().items())
 
 
-@pytest.mark.parametrize(("edit", "words"), [
-    (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), r"experts\.3\.up_proj\.weight' is missing"),
-    (lambda t: t.update({"model.layers.1.mlp.experts.4.up_proj.weight": torch.zeros(48, 32)}),
-     r"experts\.4\.up_proj\.weight' \(48, 32\) has no place in the olmoe model"),
-    (lambda t: t.update({"model.layers.0.mlp.experts.1.down_proj.weight": torch.zeros(32, 48, dtype=torch.float16)}),
-     r"experts\.1\.down_proj\.weight' is float16, .*experts\.0\.down_proj\.weight' float32; parts of one tensor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), r"experts\.3\.up_proj\.weight' is missing"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.experts.4.up_proj.weight": torch.zeros(48, 32)}),
+            r"experts\.4\.up_proj\.weight' \(48, 32\) has no place in the olmoe model",
+        ),
+        (
+            lambda t: t.update(
+                {"model.layers.0.mlp.experts.1.down_proj.weight": torch.zeros(32, 48, dtype=torch.float16)}
+            ),
+            r"experts\.1\.down_proj\.weight' is float16, .*experts\.0\.down_proj\.weight' float32; parts of one tensor",
+        ),
+    ],
+)
 def test_experts_that_do_not_fit_are_named(edit, words, saved):
     folder = saved("olmoe")
     change(folder, edit)
@@ -168,9 +177,13 @@ def test_everything_else_in_the_folder(saved, tmp_path):
         (tokenizer / name).write_text(f"text of {name}")
     write(tmp_path / "new", source, dtype="bfloat16", tokenizer_folder=tokenizer)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
         "tokenizer.json",
-    ]  # fmt: skip
+    ]
     assert (tmp_path / "new/tokenizer.json").read_text() == "text of tokenizer.json"
     config, base = families.read_config(tmp_path / "new"), families.read_config(source)
     assert config == base | {"dtype": "bfloat16"}
@@ -221,14 +234,25 @@ def test_too_little_disk_is_found_before_anything_is_written(saved, tmp_path, mo
 
 def test_model_card(saved):
     spec = families.from_hf(families.read_config(saved()))
-    card = hf.model_card(name='a "name"', model=spec, facts={"steps": "3"}, base_model="org/base", datasets=["a: b"],
-                         license="apache-2.0", tags=["pretraining"])  # fmt: skip
+    card = hf.model_card(
+        name='a "name"',
+        model=spec,
+        facts={"steps": "3"},
+        base_model="org/base",
+        datasets=["a: b"],
+        license="apache-2.0",
+        tags=["pretraining"],
+    )
     header, body = card.removeprefix("---\n").split("\n---\n")
     assert header.splitlines() == [
-        'library_name: "transformers"', 'pipeline_tag: "text-generation"', 'base_model: "org/base"',
-        'base_model_relation: "finetune"', 'datasets: ["a: b"]', 'license: "apache-2.0"',
+        'library_name: "transformers"',
+        'pipeline_tag: "text-generation"',
+        'base_model: "org/base"',
+        'base_model_relation: "finetune"',
+        'datasets: ["a: b"]',
+        'license: "apache-2.0"',
         'tags: ["kumi", "pretraining"]',
-    ]  # fmt: skip
+    ]
     assert '# a "name"' in body
     assert "| parameters | 21,728 |" in body
     assert "| steps | 3 |" in body

@@ -63,7 +63,7 @@ HEADERS = [
     (entry(lambda b: b.update(data_offsets=[20, 44])), "'b' leaves a gap before it"),
     (entry(lambda b: b.update(shape=[3, 1], data_offsets=[16, 28])), r"its tensors end at byte \d+, the file has"),
     (entry(lambda b: b.update(shape=[2**50], data_offsets=[16, 16 + 4 * 2**50])), "its tensors end at byte"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("edit", "words"), HEADERS)
@@ -76,11 +76,14 @@ def test_headers_are_believed_only_when_they_describe_the_file(edit, words, tmp_
         read_header(file)
 
 
-@pytest.mark.parametrize(("raw", "words"), [
-    (b"", "the file has 0"),
-    (b"\x02\0\0\0\0\0\0\0{", "to have 2 bytes, the file has 9"),
-    (b"\xff" * 8 + b"{}", "said to have 18446744073709551615 bytes, the file has 10"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "the file has 0"),
+        (b"\x02\0\0\0\0\0\0\0{", "to have 2 bytes, the file has 9"),
+        (b"\xff" * 8 + b"{}", "said to have 18446744073709551615 bytes, the file has 10"),
+    ],
+)
 def test_header_lengths_that_cannot_be(raw, words, tmp_path):
     (tmp_path / SINGLE).write_bytes(raw)
     with pytest.raises(ModelError, match=words):
@@ -126,7 +129,7 @@ INDEXES = [
     (lambda at: '{"weight_map": []}', "weight_map is empty or no object"),
     (lambda at: "[1]", "holds a list, not an object"),
     (lambda at: "[" * 100_000, "nested too deeply"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("edit", "words"), INDEXES)
@@ -227,7 +230,7 @@ CHECKPOINTS = [
     (piece(crc32=["x"]), "has a piece at"),
     (lambda i: i["tensors"].update(v=json.loads(json.dumps(i["tensors"]["w"]))), "two pieces overlap"),
     (lambda i: i.update(format=[1]), r"its format is \[1\]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("edit", "words"), CHECKPOINTS)
@@ -262,8 +265,11 @@ def test_mutations_crash_nothing_and_reach_nothing(saved, tmp_path):
     save_file(values, tmp_path / "secret.safetensors")
     found = subprocess.run(
         [sys.executable, str(HERE / "mutate.py"), str(source), str(tmp_path / "native"), "1500"],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert found.returncode == 0, found.stderr[-3000:]
     report = json.loads(found.stdout.splitlines()[-1])
     assert report["outside"] == []

@@ -123,8 +123,11 @@ def test_gradients_are_those_of_peft(saved, tmp_path):
     labels = TOKENS.roll(-1, 1)
     for logits in (decoder(TOKENS), model(TOKENS).logits):
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    theirs = {name.replace(".default", "").removeprefix("base_model.model.").replace("vector.weight", "vector"): value
-              for name, value in model.named_parameters() if value.grad is not None}  # fmt: skip
+    theirs = {
+        name.replace(".default", "").removeprefix("base_model.model.").replace("vector.weight", "vector"): value
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
     ours = {name: value for name, value in decoder.named_parameters() if value.grad is not None}
     assert set(ours) == set(theirs)
     assert len(ours) == 2 * 7 * 3
@@ -150,9 +153,15 @@ def test_adapters_that_peft_wrote_are_read(saved, tmp_path):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.float32, attn_implementation="eager"
         )
-        config = peft.LoraConfig(r=4, lora_alpha=9, target_modules=["qkv_proj", "down_proj"], task_type="CAUSAL_LM",
-                                 rank_pattern={"down_proj": 2}, alpha_pattern={"down_proj": 3},
-                                 init_lora_weights=False)  # fmt: skip
+        config = peft.LoraConfig(
+            r=4,
+            lora_alpha=9,
+            target_modules=["qkv_proj", "down_proj"],
+            task_type="CAUSAL_LM",
+            rank_pattern={"down_proj": 2},
+            alpha_pattern={"down_proj": 3},
+            init_lora_weights=False,
+        )
         model = peft.get_peft_model(model, config).eval()
         model.save_pretrained(tmp_path / "adapter")
     source = merge.open_merged(tmp_path / "adapter", str(base))
@@ -177,8 +186,9 @@ def test_the_configuration_names_modules_as_peft_does(saved, tmp_path):
 def test_matrices_that_peft_takes_for_experts_get_no_adapters(saved):
     spec = open_source(saved("deepseek-v3")).spec
     found = with_adapters(spec, Lora(4, 6.0)).lora.targets
-    assert found == tuple(f"self_attn.{one}" for one in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-                                                         "o_proj"))  # fmt: skip
+    assert found == tuple(
+        f"self_attn.{one}" for one in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    )
     with pytest.raises(ConfigError, match="takes for a matrix of the routed experts"):
         with_adapters(spec, Lora(4, 6.0, ("gate_proj",)))
 

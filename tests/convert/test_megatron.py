@@ -36,8 +36,11 @@ def written(saved: Saved, tmp_path: Path, case: str = "llama", **options: Any) -
 def contents(folder: Path) -> dict[str, torch.Tensor]:
     """What PyTorch itself reads in a distributed checkpoint."""
     reader = dcp.FileSystemReader(folder)
-    found = {name: torch.empty(one.size, dtype=one.properties.dtype)
-             for name, one in reader.read_metadata().state_dict_metadata.items() if hasattr(one, "size")}  # fmt: skip
+    found = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(one, "size")
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(found, storage_reader=reader, no_dist=True)
@@ -45,8 +48,23 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", [Options(), Options(local=True, multiple=64)])
-@pytest.mark.parametrize("case", ["llama", "llama-tied", "qwen2", "qwen3", "mixtral", "qwen3-moe", "olmoe",
-                                  "deepseek-v2-lite", "deepseek-v3", "gemma2", "gpt-oss", "gpt-neox"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama",
+        "llama-tied",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen3-moe",
+        "olmoe",
+        "deepseek-v2-lite",
+        "deepseek-v3",
+        "gemma2",
+        "gpt-oss",
+        "gpt-neox",
+    ],
+)
 def test_there_and_back_is_exact(case: str, options: Options, saved: Saved, tmp_path: Path) -> None:
     source = saved(case, torch.bfloat16 if case == "llama-tied" else torch.float32)
     done = convert(source, tmp_path / "megatron", to="megatron", verify=True, megatron=options)
@@ -118,8 +136,21 @@ def test_parts_of_tensors_and_blocks_of_rows(case: str, saved: Saved, tmp_path: 
         assert ends[-1] == whole.shape[0]
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-head-dim", "llama-linear", "qwen2-tied", "qwen3", "mixtral",
-                                  "mistral-window", "qwen3-moe-norm", "deepseek-v2-lite", "deepseek-v3"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama",
+        "llama-head-dim",
+        "llama-linear",
+        "qwen2-tied",
+        "qwen3",
+        "mixtral",
+        "mistral-window",
+        "qwen3-moe-norm",
+        "deepseek-v2-lite",
+        "deepseek-v3",
+    ],
+)
 def test_arguments_alone_say_what_the_model_is(case: str, saved: Saved, tmp_path: Path) -> None:
     """Both where megatron-core 0.16 looks for them and where 0.19 does."""
     folder = written(saved, tmp_path, case)
@@ -165,8 +196,15 @@ def test_a_configuration_of_megatron_bridge(saved: Saved, tmp_path: Path) -> Non
     assert replace(found, eos_token_id=expected.eos_token_id, bos_token_id=expected.bos_token_id) == expected
 
 
-ARGS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "swiglu": True, "normalization": "RMSNorm",
-        "vocab_size": 97, "max_position_embeddings": 64}  # fmt: skip
+ARGS = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize("name", ["norm_epsilon", "layernorm_epsilon"])
@@ -174,16 +212,19 @@ def test_the_epsilon_of_norms_has_had_two_names(name: str) -> None:
     assert families.from_hf(megatron_args.to_config({**ARGS, name: 3e-7})).norm_eps == 3e-7
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"swiglu": False}, "swiglu=False, which no model"),
-    ({"normalization": None}, r"normalization=None"),
-    ({"num_layers": None}, "do not say num_layers"),
-    ({"moe_layer_freq": "1"}, "moe_layer_freq='1' for 2 layers"),
-    ({"num_experts": 4, "moe_router_topk": 2, "moe_router_score_function": "sigmoid"}, "sigmoid scores"),
-    ({"window_size": (3, 0), "qk_layernorm": True}, "window_size"),
-    ({"glu_linear_offset": 1.0}, "glu_linear_offset=1.0, which no model"),
-    ({"attention_output_gate": True}, "attention_output_gate=True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"swiglu": False}, "swiglu=False, which no model"),
+        ({"normalization": None}, r"normalization=None"),
+        ({"num_layers": None}, "do not say num_layers"),
+        ({"moe_layer_freq": "1"}, "moe_layer_freq='1' for 2 layers"),
+        ({"num_experts": 4, "moe_router_topk": 2, "moe_router_score_function": "sigmoid"}, "sigmoid scores"),
+        ({"window_size": (3, 0), "qk_layernorm": True}, "window_size"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset=1.0, which no model"),
+        ({"attention_output_gate": True}, "attention_output_gate=True"),
+    ],
+)
 def test_arguments_of_no_known_model_are_refused(changes: dict[str, Any], words: str) -> None:
     args = dict[str, Any](ARGS)
     if "moe_layer_freq" in changes:
@@ -208,14 +249,26 @@ def test_optimizer_state_is_left_out_with_a_notice(saved: Saved, tmp_path: Path)
     assert "note: left out of what iter_0000000 holds: optimizer state" in done
 
 
-@pytest.mark.parametrize(("edit", "words"), [
-    (lambda t: {k: v for k, v in t.items() if k != "output_layer.weight"}, r"'output_layer\.weight' is missing .*"),
-    (lambda t: t | {"decoder.layers.mlp.extra": torch.zeros(2)}, r"'decoder\.layers\.mlp\.extra' \(2,\) has no place"),
-    (lambda t: t | {"decoder.final_layernorm.weight": torch.zeros(31)}, r"is \(31,\) in the checkpoint, \(32,\) in"),
-    (lambda t: t | {"embedding.word_embeddings.weight": torch.zeros(90, 32)}, "has 90 rows, vocab_size=97"),
-    (lambda t: t | {"decoder.final_layernorm.weight": torch.zeros(32, dtype=torch.int8)}, "is torch.int8; kumi reads"),
-    (lambda t: t | {"decoder.final_norm.weight": torch.zeros(32)}, "HybridModel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != "output_layer.weight"}, r"'output_layer\.weight' is missing .*"),
+        (
+            lambda t: t | {"decoder.layers.mlp.extra": torch.zeros(2)},
+            r"'decoder\.layers\.mlp\.extra' \(2,\) has no place",
+        ),
+        (
+            lambda t: t | {"decoder.final_layernorm.weight": torch.zeros(31)},
+            r"is \(31,\) in the checkpoint, \(32,\) in",
+        ),
+        (lambda t: t | {"embedding.word_embeddings.weight": torch.zeros(90, 32)}, "has 90 rows, vocab_size=97"),
+        (
+            lambda t: t | {"decoder.final_layernorm.weight": torch.zeros(32, dtype=torch.int8)},
+            "is torch.int8; kumi reads",
+        ),
+        (lambda t: t | {"decoder.final_norm.weight": torch.zeros(32)}, "HybridModel"),
+    ],
+)
 def test_tensors_that_do_not_fit_are_named(edit: Any, words: str, saved: Saved, tmp_path: Path) -> None:
     folder = written(saved, tmp_path)
     rewritten(folder / ITERATION, edit)
@@ -266,22 +319,25 @@ def chunks(metadata: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("edit", "words"), [
-    (lambda m: place(m, relative_path="../secret"), r"no plain file name"),
-    (lambda m: place(m, relative_path="/etc/passwd"), "out of the folder|no plain file name"),
-    (lambda m: place(m, relative_path="__9_9.distcp"), r"__9_9\.distcp: the file is missing"),
-    (lambda m: place(m, length=10**15), r"reaches to 1\d+; the file is truncated"),
-    (lambda m: place(m, offset=-1), "says not where"),
-    (lambda m: place(m, offset=0), "are both said to have its byte 0"),
-    (lambda m: place(m, offset=64), "are both said|cannot be read"),
-    (lambda m: m.storage_data.pop(MetadataIndex("output_layer.weight", (0, 0))), "says not where"),
-    (lambda m: chunks(m).pop(), "do not make it whole"),
-    (lambda m: chunks(m).append(chunks(m)[0]), "do not make it whole"),
-    (lambda m: resize(m, torch.Size([2**50, 2**50])), "not make it whole"),
-    (lambda m: resize(m, "x"), "not described as a tensor"),
-    (lambda m: m.state_dict_metadata.update(x=3), "neither a tensor nor an object"),
-    (lambda m: setattr(m, "storage_data", None), "does not say where tensors are"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda m: place(m, relative_path="../secret"), r"no plain file name"),
+        (lambda m: place(m, relative_path="/etc/passwd"), "out of the folder|no plain file name"),
+        (lambda m: place(m, relative_path="__9_9.distcp"), r"__9_9\.distcp: the file is missing"),
+        (lambda m: place(m, length=10**15), r"reaches to 1\d+; the file is truncated"),
+        (lambda m: place(m, offset=-1), "says not where"),
+        (lambda m: place(m, offset=0), "are both said to have its byte 0"),
+        (lambda m: place(m, offset=64), "are both said|cannot be read"),
+        (lambda m: m.storage_data.pop(MetadataIndex("output_layer.weight", (0, 0))), "says not where"),
+        (lambda m: chunks(m).pop(), "do not make it whole"),
+        (lambda m: chunks(m).append(chunks(m)[0]), "do not make it whole"),
+        (lambda m: resize(m, torch.Size([2**50, 2**50])), "not make it whole"),
+        (lambda m: resize(m, "x"), "not described as a tensor"),
+        (lambda m: m.state_dict_metadata.update(x=3), "neither a tensor nor an object"),
+        (lambda m: setattr(m, "storage_data", None), "does not say where tensors are"),
+    ],
+)
 def test_metadata_that_lie_are_refused(edit: Any, words: str, saved: Saved, tmp_path: Path) -> None:
     folder = written(saved, tmp_path)
     change(folder / ITERATION, edit)
@@ -292,8 +348,11 @@ def test_metadata_that_lie_are_refused(edit: Any, words: str, saved: Saved, tmp_
 def test_folders_that_are_no_checkpoints(saved: Saved, tmp_path: Path) -> None:
     folder = written(saved, tmp_path)
     latest = folder / "latest_checkpointed_iteration.txt"
-    for text, words in (("../..", "says '../..', not a number"), ("7", "iter_0000007: has no .metadata"),
-                        ("release", "release: has no .metadata")):  # fmt: skip
+    for text, words in (
+        ("../..", "says '../..', not a number"),
+        ("7", "iter_0000007: has no .metadata"),
+        ("release", "release: has no .metadata"),
+    ):
         latest.write_text(text)
         with pytest.raises(ConfigError, match=words):
             open_source(folder)
@@ -338,9 +397,12 @@ def test_what_megatron_lm_does_not_take_from_a_checkpoint_is_said(saved: Saved, 
         "qwen3": ["does not take these from it; give them too: --norm-epsilon 1e-06 --qk-layernorm"],
         "llama-llama3": ["--use-rope-scaling", "Megatron-Core has (1.0, 4.0, 8192) built in"],
         "mistral-window": ["--window-size 6,0"],
-        "deepseek-v3": ["--moe-router-num-groups 4", "--rope-type yarn --rotary-scaling-factor 4.0 --mscale 0.7",
-                        "Megatron-Core adds up the 1 best"],
+        "deepseek-v3": [
+            "--moe-router-num-groups 4",
+            "--rope-type yarn --rotary-scaling-factor 4.0 --mscale 0.7",
+            "Megatron-Core adds up the 1 best",
+        ],
         "granite": ["embeddings are multiplied by"],
-    }.items():  # fmt: skip
+    }.items():
         done = convert(saved(case), tmp_path / case, to="megatron", verify=False)
         assert all(word in done for word in words), done

@@ -45,10 +45,14 @@ def run(jobs: list[dict[str, Any]], folder: Path) -> None:
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, str(rank)], env=environment,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", program, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [rank.communicate(timeout=900)[0].decode() for rank in ranks]
     finally:
@@ -65,8 +69,13 @@ def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path:
         rope = spec.layers[0].attention.rope
         written = tmp_path / f"{case}-megatron"
         convert(sources[case], written, to="megatron", verify=False, megatron=Options(local=True, multiple=2))
-        job = {"load": str(written / ITERATION), "vocab": spec.vocab_size + 1, "tied": spec.tie_word_embeddings,
-               "theta": rope.rope_theta, "fields": megatron_model.fields(spec)}  # fmt: skip
+        job = {
+            "load": str(written / ITERATION),
+            "vocab": spec.vocab_size + 1,
+            "tied": spec.tie_word_embeddings,
+            "theta": rope.rope_theta,
+            "fields": megatron_model.fields(spec),
+        }
         for tp in (1, 2):
             where = {"logits": str(tmp_path / f"{case}-{tp}.pt"), "save": str(tmp_path / f"{case}-{tp}")}
             jobs.append({**job, **where, "tp": tp, "layout": layout if tp == 1 else LAYOUTS[0]})

@@ -109,9 +109,10 @@ def test_bits_are_the_same_through_buffers_of_any_size(layout, buffer_bytes, sav
         checkpoint.open(tmp_path / name).verify()
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float16"), ("float16", "float64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float16"), ("float16", "float64")],
+)
 @pytest.mark.parametrize("buffer_bytes", [104, 2**18])
 def test_casts_are_those_of_pytorch(before, after, buffer_bytes, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "BUFFER_BYTES", buffer_bytes)
@@ -160,8 +161,15 @@ def test_damage_is_seen_while_bytes_are_copied(damage, saved, tmp_path):
     data[-1] ^= 1
     shard.write_bytes(data if damage == "a bit" else data[:-1])
     with pytest.raises(RefusedError, match=rf"{shard.name}: the checkpoint is damaged: the checksum of 'model/"):
-        hf.write(tmp_path / "new", source.spec, source.reader, base_config=source.config, dtype=source.dtypes,
-                 tokenizer_folder=None, card="")  # fmt: skip
+        hf.write(
+            tmp_path / "new",
+            source.spec,
+            source.reader,
+            base_config=source.config,
+            dtype=source.dtypes,
+            tokenizer_folder=None,
+            card="",
+        )
     assert [path.name for path in tmp_path.iterdir() if "new" in path.name] == []
 
 

@@ -89,13 +89,16 @@ def test_dtypes_change_only_when_asked(saved, tmp_path):
         convert(source, tmp_path / "other", to="hf", dtype="int8")
 
 
-@pytest.mark.parametrize(("layout", "words"), [
-    ("tp=3", r"--layout tp=3: tp=3 does not divide num_attention_heads=4"),
-    ("tp", r"'tp' is none of pp, dp_replicate, dp_shard, .* with a number"),
-    ("tp=2,tp=2", r"each once"),
-    ("size=2", r"'size=2' is none of"),
-    ("dp_shard=2", r"zero=0 divides nothing, but dp_shard=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("tp=3", r"--layout tp=3: tp=3 does not divide num_attention_heads=4"),
+        ("tp", r"'tp' is none of pp, dp_replicate, dp_shard, .* with a number"),
+        ("tp=2,tp=2", r"each once"),
+        ("size=2", r"'size=2' is none of"),
+        ("dp_shard=2", r"zero=0 divides nothing, but dp_shard=2"),
+    ],
+)
 def test_layouts_that_do_not_fit_are_refused(layout, words, saved, tmp_path):
     with pytest.raises(LayoutError, match=words):
         convert(saved(), tmp_path / "new", to="kumi", layout=layout)
@@ -148,8 +151,15 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(saved, tmp_path):
     with weights.open("r+b") as file:
         file.truncate(weights.stat().st_size // 2)
     with pytest.raises(ModelError, match="earlier than when it was opened"):
-        hf.write(tmp_path / "new", source.spec, source.reader, base_config=source.config, dtype=source.dtypes,
-                 tokenizer_folder=None, card="")  # fmt: skip
+        hf.write(
+            tmp_path / "new",
+            source.spec,
+            source.reader,
+            base_config=source.config,
+            dtype=source.dtypes,
+            tokenizer_folder=None,
+            card="",
+        )
 
 
 def test_the_command_takes_dtype_and_layout(saved, tmp_path, capsys):

@@ -62,8 +62,9 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize(("case", "dtype"), [("llama", torch.bfloat16), ("llama-tied", torch.float32),
-                                             ("mixtral-window", torch.float32)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("llama", torch.bfloat16), ("llama-tied", torch.float32), ("mixtral-window", torch.float32)]
+)
 def test_old_rows_and_all_other_tensors_keep_their_bits(case, dtype, base, files, tmp_path):
     folder = base(case, dtype)
     add, special, data = files(add="zap\nhello world\n", special="<|user|>\n", data=json.dumps({"text": "".join(NEW)}))
@@ -258,20 +259,23 @@ def test_tables_that_are_only_copied_and_ids_with_a_meaning_are_refused(base, fi
         extend(folder, tmp_path / "again", Request([some]))
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("zap\nka\n", r":2: 'ka' is token \d+ of .* already; leave it out"),
-    (" ka", r":1: ' ka' is token \d+ of"),
-    ("<end>\n", ":1: '<end>' is token 300 of"),
-    ("zap\nzip\nzap\n", r":3: 'zap' stands already at .*:1; name a token once"),
-    ("zap\n\nzip\n", ":2: '' is empty or blank"),
-    ("  \n", ":1: '  ' is empty or blank"),
-    ("za\tp\n", r":1: 'za\\tp' has the character U\+0009"),
-    ("za\x00p\n", r"U\+0000"),
-    ("", "holds no tokens; write one a line"),
-    (b"\xffzap\n", "byte 0 is not UTF-8"),
-    ("x" * 1001, "a token of 1001 characters"),
-    ("zürich\n", "decoder would spell 'zürich' as 'z.rich'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("zap\nka\n", r":2: 'ka' is token \d+ of .* already; leave it out"),
+        (" ka", r":1: ' ka' is token \d+ of"),
+        ("<end>\n", ":1: '<end>' is token 300 of"),
+        ("zap\nzip\nzap\n", r":3: 'zap' stands already at .*:1; name a token once"),
+        ("zap\n\nzip\n", ":2: '' is empty or blank"),
+        ("  \n", ":1: '  ' is empty or blank"),
+        ("za\tp\n", r":1: 'za\\tp' has the character U\+0009"),
+        ("za\x00p\n", r"U\+0000"),
+        ("", "holds no tokens; write one a line"),
+        (b"\xffzap\n", "byte 0 is not UTF-8"),
+        ("x" * 1001, "a token of 1001 characters"),
+        ("zürich\n", "decoder would spell 'zürich' as 'z.rich'"),
+    ],
+)
 def test_tokens_that_cannot_be_added_are_named(text, words, base, files, tmp_path):
     folder = base()
     (add,) = files(add=text)

@@ -37,8 +37,13 @@ def sentence_piece(folder, size=120):
     data["normalizer"] = json.loads(
         _state(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]))
     )
-    data["decoder"] = json.loads(_state(decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])))  # fmt: skip
+    data["decoder"] = json.loads(
+        _state(
+            decoders.Sequence(
+                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            )
+        )
+    )
     return _saved(folder, data)
 
 

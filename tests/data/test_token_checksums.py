@@ -160,8 +160,12 @@ def test_all_files_of_a_store_together_have_a_bounded_number_of_blocks(
     for _ in range(2):  # as it is joined, and as a store without checksums gets them
         prepare(sources, tokens, tmp_path / "store", validation=0.1, workers=1)
         meta = json.loads((tmp_path / "store" / "meta.json").read_text())
-        sums = [part for entry in meta["sources"] for side in ("train", "validation")
-                for part in entry[f"{side}_checksums"].values()]  # fmt: skip
+        sums = [
+            part
+            for entry in meta["sources"]
+            for side in ("train", "validation")
+            for part in entry[f"{side}_checksums"].values()
+        ]
         assert len(sums) == 24
         assert len({part["block"] for part in sums}) == 1
         assert sum(len(part["crc32"]) // 8 for part in sums) <= 64 + len(sums)

@@ -63,8 +63,13 @@ def test_axes_in_use_have_their_links():
     found = {one["axis"]: one for one in placement(layout, cluster(layout), experts=True)["axes"]}
     assert set(found) == {"dp_shard", "cp", "tp", "zero", "expert_dp", "ep"}
     assert {name: one["link"] for name, one in found.items()} == {
-        "dp_shard": "network", "cp": "inside", "tp": "inside", "zero": "network", "expert_dp": "network", "ep": "inside"
-    }  # fmt: skip
+        "dp_shard": "network",
+        "cp": "inside",
+        "tp": "inside",
+        "zero": "network",
+        "expert_dp": "network",
+        "ep": "inside",
+    }
     # Two ranks of the group stand on each node, with a network card each; a single one has its own.
     assert found["zero"]["ring"] == 2 * NETWORK.bandwidth * NETWORK.efficiency
     assert found["dp_shard"]["ring"] == NETWORK.bandwidth * NETWORK.efficiency

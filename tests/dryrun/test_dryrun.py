@@ -113,10 +113,7 @@ def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(dp_shard=2, zero=3, microbatch=1),
-        Layout(pp=2, stages=2, schedule="interleaved", microbatch=1),
-    ],
+    [Layout(dp_shard=2, zero=3, microbatch=1), Layout(pp=2, stages=2, schedule="interleaved", microbatch=1)],
     ids=str,
 )
 def test_a_step_that_is_not_carried_out_to_its_end_costs_what_all_of_it_does(layout, monkeypatch):
@@ -141,10 +138,7 @@ def test_schedules_that_keep_everything_are_carried_out_to_their_end():
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(dp_shard=64, zero=3, recompute="full"),
-        Layout(dp_shard=8, tp=8, zero=1, recompute="full"),
-    ],
+    [Layout(dp_shard=64, zero=3, recompute="full"), Layout(dp_shard=8, tp=8, zero=1, recompute="full")],
     ids=["fsdp", "tp"],
 )
 def test_the_planner_is_near_an_8b_model_on_64_ranks(layout):
@@ -173,8 +167,12 @@ def test_experts_get_equally_many_tokens():
 def test_scores_of_every_kind_keep_on_a_gpu_what_plain_ones_keep(layout):
     """Where no kernel computes them, blocks do, which keep no scores either."""
     plain = Attention(4, 2, 8, None)
-    kinds = (plain, replace(plain, softcap=2.0, sliding_window=5), replace(plain, alibi=True),
-             replace(plain, score_scale=0.3))  # fmt: skip
+    kinds = (
+        plain,
+        replace(plain, softcap=2.0, sliding_window=5),
+        replace(plain, alibi=True),
+        replace(plain, score_scale=0.3),
+    )
     found = []
     for one in kinds:
         model = replace(SPECS["llama"], layers=(LayerSpec(one, MLP(32)),) * 2)
@@ -244,6 +242,7 @@ def test_the_verb_prints_tables_and_json(tmp_path, capsys):
 def test_what_does_not_fit_is_exit_code_4(tmp_path, capsys, monkeypatch):
     file = tmp_path / "run.toml"
     file.write_text(RUN)
-    monkeypatch.setattr("kumi.dryrun.dry_run", lambda *_: {
-        "ranks_in_all": 1, "ranks": [{"memory": {"fits": False}}], "cost": {}})  # fmt: skip
+    monkeypatch.setattr(
+        "kumi.dryrun.dry_run", lambda *_: {"ranks_in_all": 1, "ranks": [{"memory": {"fits": False}}], "cost": {}}
+    )
     assert main(["train", "--dry-run", str(file), "--json"]) == 4

@@ -6,61 +6,110 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "kumi"
 
 # Methods and functions that open a file, whatever they are called on, and those of certain modules.
-METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "memmap", "fromfile", "from_file",
-           "fdopen", "load_file", "save_file", "safe_open", "ParquetFile", "read_table", "from_pretrained",
-           "save_pretrained", "ZipFile", "GzipFile", "BZ2File", "LZMAFile", "FileIO", "unsafe_load"}  # fmt: skip
+METHODS = {
+    "open",
+    "read_text",
+    "read_bytes",
+    "write_text",
+    "write_bytes",
+    "touch",
+    "memmap",
+    "fromfile",
+    "from_file",
+    "fdopen",
+    "load_file",
+    "save_file",
+    "safe_open",
+    "ParquetFile",
+    "read_table",
+    "from_pretrained",
+    "save_pretrained",
+    "ZipFile",
+    "GzipFile",
+    "BZ2File",
+    "LZMAFile",
+    "FileIO",
+    "unsafe_load",
+}
 OF_MODULES = {
-    "json": {"load", "loads"}, "tomllib": {"load", "loads"}, "torch": {"load", "save"}, "np": {"load", "save"},
-    "pickle": {"load", "loads", "Unpickler"}, "shutil": {"copy", "copy2", "copyfile", "copytree"},
-    "zlib": {"decompress"}, "gzip": {"decompress"}, "bz2": {"decompress"}, "lzma": {"decompress"},
-}  # fmt: skip
+    "json": {"load", "loads"},
+    "tomllib": {"load", "loads"},
+    "torch": {"load", "save"},
+    "np": {"load", "save"},
+    "pickle": {"load", "loads", "Unpickler"},
+    "shutil": {"copy", "copy2", "copyfile", "copytree"},
+    "zlib": {"decompress"},
+    "gzip": {"decompress"},
+    "bz2": {"decompress"},
+    "lzma": {"decompress"},
+}
 FUNCTIONS = {"open", "load_file", "save_file", "safe_open", "memmap", "fromfile"}
 
 # By reason, the places: file, then the function or functions in it.
 REASONS: dict[str, list[str]] = {
     "the door itself": ["files/untrusted.py open_regular open_stream parse_toml", "files/output.py open_new open_kept"],
     "files of the system, in /proc and /sys": [
-        "config/machine.py _cpuinfo _memory", "convert/verify.py free_memory", "launch/oom.py memory_kills _files",
-        "launch/standing.py _read", "launch/watch.py _state", "train/memory.py memory_now",
-        "train/busy.py waited_seconds", "output.py keep_output",
+        "config/machine.py _cpuinfo _memory",
+        "convert/verify.py free_memory",
+        "launch/oom.py memory_kills _files",
+        "launch/standing.py _read",
+        "launch/watch.py _state",
+        "train/memory.py memory_now",
+        "train/busy.py waited_seconds",
+        "output.py keep_output",
     ],
     "files that come with the package": ["config/presets.py toml_table", "cli/init.py recipe_files recipes"],
     "a message from a process that kumi started, by its pipe or the store of the launch": [
-        "launch/meeting.py _failure", "train/start.py _follow",
-        "data/bpe.py main", "data/pool.py _read", "data/worker.py main", "data/preparation.py _raise",
-        "bench/start.py _measure", "bench/rank.py measure_rank", "train/child.py main _follow",
-        "launch/rank.py _redirect_output", "train/numerics.py _started",
+        "launch/meeting.py _failure",
+        "train/start.py _follow",
+        "data/bpe.py main",
+        "data/pool.py _read",
+        "data/worker.py main",
+        "data/preparation.py _raise",
+        "bench/start.py _measure",
+        "bench/rank.py measure_rank",
+        "train/child.py main _follow",
+        "launch/rank.py _redirect_output",
+        "train/numerics.py _started",
     ],
     "the launcher's own temporary folder, which nobody else may write to": [
         "launch/control.py control_folder _remove_stale announce read_pids let_all_go report_failure read_failures "
-        "_publish", "launch/causes.py _last_words",
+        "_publish",
+        "launch/causes.py _last_words",
     ],
     "a file that torchrun names and reads": ["launch/meeting.py _write_error_file"],
     "an output file that the user names": ["bench/file.py write_new", "cli/plan_files.py _write", "cli/init.py _write"],
     "a file in a folder that was made for it just now": [
-        "convert/adapter.py write_adapter", "convert/carried.py write_spans",
-        "convert/dcp_write.py write _pieces _objects _saved", "convert/hf_write.py write _write_json",
-        "convert/megatron_write.py write _write_json", "convert/native.py write_model",
-        "convert/safetensors_file.py create put sync", "convert/stream.py _opened",
+        "convert/adapter.py write_adapter",
+        "convert/carried.py write_spans",
+        "convert/dcp_write.py write _pieces _objects _saved",
+        "convert/hf_write.py write _write_json",
+        "convert/megatron_write.py write _write_json",
+        "convert/native.py write_model",
+        "convert/safetensors_file.py create put sync",
+        "convert/stream.py _opened",
     ],
     "a rank's log, opened with O_NOFOLLOW": ["launch/rank.py run_rank"],
     "a new file of optimizer states, opened with O_EXCL": ["parallel/drives.py open_drives"],
     "a folder, to sync it": ["storage/folders.py sync_folder"],
     "kumi's own checkpoint reader, which uses the door": [
-        "convert/native.py open_model", "train/resume.py check_resume last_checkpoint",
+        "convert/native.py open_model",
+        "train/resume.py check_resume last_checkpoint",
     ],
     "a record in an archive, in memory, that the door opened": ["convert/pickles.py _archive"],
     "kumi's own data in a value of a configuration": ["spec/families/vision.py to_hf"],
     "a copy of what is in memory": ["convert/vocab/edit.py _data", "storage/checkpoint.py save"],
     "a file that was checked just before, mapped into memory": [
-        "data/binfile.py open_file", "data/checksums.py _mapped",
+        "data/binfile.py open_file",
+        "data/checksums.py _mapped",
     ],
     "a stream that the door opened": ["data/records.py parquet_groups _parquet"],
     "the trained model's logits, written by this run in its folder, in which no link is followed": [
-        "train/finish.py _difference", "train/probe.py write_probe",
+        "train/finish.py _difference",
+        "train/probe.py write_probe",
     ],
     "a folder that kumi wrote just now, read by transformers to compare": ["convert/verify.py _transformers_logits"],
-}  # fmt: skip
+}
 
 
 def _opens(call: ast.Call) -> bool:
@@ -83,9 +132,12 @@ def _places(node: ast.AST, name: str) -> set[str]:
 
 def test_every_place_that_opens_a_file_outside_the_door_has_a_reason():
     given = {
-        (file, function) for places in REASONS.values() for place in places for file, *names in [place.split()]
+        (file, function)
+        for places in REASONS.values()
+        for place in places
+        for file, *names in [place.split()]
         for function in names
-    }  # fmt: skip
+    }
     found = {
         (str(file.relative_to(SOURCE)), function)
         for file in SOURCE.rglob("*.py")
@@ -96,7 +148,17 @@ def test_every_place_that_opens_a_file_outside_the_door_has_a_reason():
 
 
 def test_a_new_place_is_seen():
-    for text in ("open(x)", "Path(x).read_text()", "json.load(f)", "np.memmap(x)", "torch.load(x)", "gzip.open(x)",
-                 "os.open(x, 0)", "tomllib.load(f)", "safe_open(x)", "AutoModel.from_pretrained(x)"):  # fmt: skip
+    for text in (
+        "open(x)",
+        "Path(x).read_text()",
+        "json.load(f)",
+        "np.memmap(x)",
+        "torch.load(x)",
+        "gzip.open(x)",
+        "os.open(x, 0)",
+        "tomllib.load(f)",
+        "safe_open(x)",
+        "AutoModel.from_pretrained(x)",
+    ):
         assert _places(ast.parse(f"def f():\n    def g():\n        return {text}"), "module") == {"g"}
     assert _places(ast.parse("read_bytes(folder, name); json.dumps(x)"), "module") == set()

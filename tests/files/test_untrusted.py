@@ -9,25 +9,36 @@ from kumi.errors import ModelError
 from kumi.files.untrusted import CONFIG, Bounds, brief, inside, parse_toml, read_object, read_toml, strict_json
 from kumi.spec import families
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 16,
-         "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "rms_norm_eps": 1e-6,
-         "max_position_embeddings": 64}  # fmt: skip
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}
 
 
-@pytest.mark.parametrize(("raw", "words"), [
-    (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
-    (b'{"a": NaN}', "NaN is no number"),
-    (b'{"a": -Infinity}', "Infinity is no number"),
-    (b'{"a": 1e999}', "1e999 is beyond the range"),
-    (b'{"a": ' + b"9" * 41 + b"}", "a number of 41 digits"),
-    (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nested too deeply: more than 64 levels"),
-    (b"[" * 100_000, "nested too deeply"),
-    (b"[" + b"1," * 200_000 + b"1]", "more than the 200000 values"),
-    (b'{"a": "\\ud800"}', "half a surrogate pair"),
-    (b'{"a": "\xff"}', "can't decode"),
-    (b"{} {}", "Extra data"),
-    (b"", "Expecting value"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b'{"a": -Infinity}', "Infinity is no number"),
+        (b'{"a": 1e999}', "1e999 is beyond the range"),
+        (b'{"a": ' + b"9" * 41 + b"}", "a number of 41 digits"),
+        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nested too deeply: more than 64 levels"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[" + b"1," * 200_000 + b"1]", "more than the 200000 values"),
+        (b'{"a": "\\ud800"}', "half a surrogate pair"),
+        (b'{"a": "\xff"}', "can't decode"),
+        (b"{} {}", "Extra data"),
+        (b"", "Expecting value"),
+    ],
+)
 def test_json_is_strict(raw, words):
     with pytest.raises(ValueError, match=words):
         strict_json(raw, CONFIG)
@@ -52,10 +63,15 @@ def test_only_regular_files_of_their_folder_are_read(tmp_path):
     os.mkfifo(folder / "pipe.json")
     (folder / "large.json").write_bytes(b" " * (CONFIG.size + 1))
     assert read_object(folder, "within.json") == {"a": 1}
-    for name, words in {"out.json": "link to .*secret.json, out of the folder", "pipe.json": "no regular file",
-                        "device.json": "link to /dev/zero", "folder.json": "no regular file",
-                        "large.json": f"its {CONFIG.size + 1} bytes are more than", "none.json": "does not exist",
-                        "../secret.json": "no plain file name"}.items():  # fmt: skip
+    for name, words in {
+        "out.json": "link to .*secret.json, out of the folder",
+        "pipe.json": "no regular file",
+        "device.json": "link to /dev/zero",
+        "folder.json": "no regular file",
+        "large.json": f"its {CONFIG.size + 1} bytes are more than",
+        "none.json": "does not exist",
+        "../secret.json": "no plain file name",
+    }.items():
         with pytest.raises(ModelError, match=words):
             read_object(folder, name)
 
@@ -77,31 +93,38 @@ def test_run_files_may_be_links_and_are_bounded(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     with pytest.raises(OSError, match="no regular file"):
         read_toml(tmp_path / "pipe.toml")
-    for raw, words in {b"a." * 100_000 + b"b = 1": "more than 32 parts", b"a = " + b"[" * 100_000: "too deeply|values",
-                       b"#" * (2**20 + 1): "more than the 1048576", b"a = " + b"[" * 65 + b"]" * 65: "too deeply",
-                       b"a = 1\na = 2": "Cannot overwrite", b"'a' . \"b\" " + b". c" * 40 + b"= 1": "32 parts",
-                       }.items():  # fmt: skip
+    for raw, words in {
+        b"a." * 100_000 + b"b = 1": "more than 32 parts",
+        b"a = " + b"[" * 100_000: "too deeply|values",
+        b"#" * (2**20 + 1): "more than the 1048576",
+        b"a = " + b"[" * 65 + b"]" * 65: "too deeply",
+        b"a = 1\na = 2": "Cannot overwrite",
+        b"'a' . \"b\" " + b". c" * 40 + b"= 1": "32 parts",
+    }.items():
         (tmp_path / "run.toml").write_bytes(raw)
         with pytest.raises(ValueError, match=words):
             read_toml(tmp_path / "run.toml")
     parse_toml(b"a = [" + b"1.5, " * 2000 + b"1.5]\nb = '" + b"x" * 100_000 + b"'")
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"vocab_size": 2**62}, "vocab_size=4611686018427387904 is more than 16,777,216"),
-    ({"hidden_size": 10**30}, "hidden_size=1000000000000000000000000000000 is more than 1,048,576"),
-    ({"hidden_size": 1e30}, "hidden_size"),
-    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 1,024"),
-    ({"num_hidden_layers": 1024, "hidden_size": 2**20, "intermediate_size": 2**22}, "parameters, more than the"),
-    ({"rope_theta": 1e308}, "rope_theta=1e.308 is more than"),
-    ({"architectures": [["x"]]}, r"\['x'\] is no name of a model"),
-    ({"model_type": ["llama"]}, r"\['llama'\] is no name of a model"),
-    ({"architectures": None, "model_type": ["llama"]}, "is no name of a model"),
-    ({"rope_scaling": [1]}, r"rope_scaling=\[1\] of a llama model must be a table"),
-    ({"rope_scaling": {"rope_type": ["x"]}}, "rope type"),
-    ({"architectures": ["x" * 1000]}, "is no name of a model"),
-    ({"a" * 100_000: "b" * 100_000}, "is not a key"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 2**62}, "vocab_size=4611686018427387904 is more than 16,777,216"),
+        ({"hidden_size": 10**30}, "hidden_size=1000000000000000000000000000000 is more than 1,048,576"),
+        ({"hidden_size": 1e30}, "hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 1,024"),
+        ({"num_hidden_layers": 1024, "hidden_size": 2**20, "intermediate_size": 2**22}, "parameters, more than the"),
+        ({"rope_theta": 1e308}, "rope_theta=1e.308 is more than"),
+        ({"architectures": [["x"]]}, r"\['x'\] is no name of a model"),
+        ({"model_type": ["llama"]}, r"\['llama'\] is no name of a model"),
+        ({"architectures": None, "model_type": ["llama"]}, "is no name of a model"),
+        ({"rope_scaling": [1]}, r"rope_scaling=\[1\] of a llama model must be a table"),
+        ({"rope_scaling": {"rope_type": ["x"]}}, "rope type"),
+        ({"architectures": ["x" * 1000]}, "is no name of a model"),
+        ({"a" * 100_000: "b" * 100_000}, "is not a key"),
+    ],
+)
 def test_a_configuration_is_bounded_before_a_model_is_built(change, words):
     assert families.from_hf(LLAMA).num_hidden_layers == 2
     with pytest.raises(ModelError, match=words) as refusal:

@@ -64,15 +64,27 @@ class Runner:
         self._work = work
         self._places = {str(work): "{work}", str(ROOT): "{root}", str(source.parent): "{root}"}
         self._environment = {
-            "PATH": os.environ["PATH"], "HOME": str(work / "home"), "PYTHONPATH": str(source),
-            "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo",
-            "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "KUMI_NUMERICS": "reference", "COLUMNS": "100",
-        }  # fmt: skip
+            "PATH": os.environ["PATH"],
+            "HOME": str(work / "home"),
+            "PYTHONPATH": str(source),
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "KUMI_NUMERICS": "reference",
+            "COLUMNS": "100",
+        }
 
     def __call__(self, case: Case) -> dict[str, dict[str, Any]]:
         words = [word.replace("{work}", str(self._work)) for word in case.command]
-        done = subprocess.run([sys.executable, "-m", "kumi", *words], env=self._environment, capture_output=True,
-                              text=True, cwd=self._work)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "kumi", *words],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            cwd=self._work,
+        )
         try:
             printed = json.loads(done.stdout)
         except ValueError:

@@ -25,24 +25,60 @@ class Case:
 
 
 # From one GPU to a thousand, with fast and slow networks, of NVIDIA and AMD.
-GPUS = ("1xh200-sxm", "8xh100-sxm", "64xh100-sxm", "1024xh100-sxm", "16xa100-sxm-80gb", "8xl40s", "4xrtx-4090",
-        "72xgb200-nvl72", "32xmi300x")  # fmt: skip
+GPUS = (
+    "1xh200-sxm",
+    "8xh100-sxm",
+    "64xh100-sxm",
+    "1024xh100-sxm",
+    "16xa100-sxm-80gb",
+    "8xl40s",
+    "4xrtx-4090",
+    "72xgb200-nvl72",
+    "32xmi300x",
+)
 
 # Models and machines on which every pin is tried: dense, with grouped heads, with experts, with latent attention, with
 # Mamba layers, and one that is too large.
-PINNED = (("llama-3-8b", "16xh100-sxm"), ("llama-2-70b", "64xh100-sxm"), ("mixtral-8x7b", "64xh100-sxm"),
-          ("deepseek-v3", "128xh200-sxm"), ("nemotron-3-nano-30b-a3b", "32xh100-sxm"),
-          ("bloom-176b", "8xl40s"))  # fmt: skip
+PINNED = (
+    ("llama-3-8b", "16xh100-sxm"),
+    ("llama-2-70b", "64xh100-sxm"),
+    ("mixtral-8x7b", "64xh100-sxm"),
+    ("deepseek-v3", "128xh200-sxm"),
+    ("nemotron-3-nano-30b-a3b", "32xh100-sxm"),
+    ("bloom-176b", "8xl40s"),
+)
 
 PINS = (
-    "layout.tp=2", "layout.tp=8", "layout.tp=3", "layout.pp=4", "layout.pp=2 layout.schedule=gpipe",
-    "layout.pp=4 layout.schedule=interleaved", "layout.pp=2 layout.schedule=zb-v", "layout.cp=2", "layout.ep=8",
-    "layout.zero=0", "layout.zero=1", "layout.zero=2", "layout.zero=3", "layout.recompute=full",
-    "layout.recompute=selective", "layout.recompute=none", "layout.microbatch=2", "layout.tp=4 layout.pp=2 layout.cp=2",
-    "batch.seq_len=32768", "batch.tokens_per_step=16777216", "precision.kind=fp32", "precision.kind=fp8", "lora.r=16",
-    "optim.kind=muon", "optim.kind=adamw-8bit", "--trainable", "--engine megatron-lm", "--engine torchtitan",
+    "layout.tp=2",
+    "layout.tp=8",
+    "layout.tp=3",
+    "layout.pp=4",
+    "layout.pp=2 layout.schedule=gpipe",
+    "layout.pp=4 layout.schedule=interleaved",
+    "layout.pp=2 layout.schedule=zb-v",
+    "layout.cp=2",
+    "layout.ep=8",
+    "layout.zero=0",
+    "layout.zero=1",
+    "layout.zero=2",
+    "layout.zero=3",
+    "layout.recompute=full",
+    "layout.recompute=selective",
+    "layout.recompute=none",
+    "layout.microbatch=2",
+    "layout.tp=4 layout.pp=2 layout.cp=2",
+    "batch.seq_len=32768",
+    "batch.tokens_per_step=16777216",
+    "precision.kind=fp32",
+    "precision.kind=fp8",
+    "lora.r=16",
+    "optim.kind=muon",
+    "optim.kind=adamw-8bit",
+    "--trainable",
+    "--engine megatron-lm",
+    "--engine torchtitan",
     "--top 20 layout.tpp=2",
-)  # fmt: skip
+)
 
 
 def plans() -> list[Case]:
@@ -51,20 +87,45 @@ def plans() -> list[Case]:
     free = [(model, gpus, "") for model in models for gpus in GPUS]
     pinned = [(model, gpus, pin) for model, gpus in PINNED for pin in PINS]
     return [
-        Case(f"plan {model} {gpus} {pin}".strip(),
-             ("plan", str(ROOT / "examples/models" / model), "--gpus", gpus, "--json", *pin.split()))
+        Case(
+            f"plan {model} {gpus} {pin}".strip(),
+            ("plan", str(ROOT / "examples/models" / model), "--gpus", gpus, "--json", *pin.split()),
+        )
         for model, gpus, pin in free + pinned
-    ]  # fmt: skip
+    ]
 
 
-DENSE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64,
-         "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
-EXPERTS = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 512, "hidden_size": 64,
-           "intermediate_size": 160, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2,
-           "norm_topk_prob": True, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-           "head_dim": 16, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-           "tie_word_embeddings": False}  # fmt: skip
+DENSE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 
 # Run -> its model, None for what `one` exported, and what it sets besides. Two ranks each but `one`.
 RUNS: dict[str, tuple[dict | None, str]] = {
@@ -164,10 +225,14 @@ def conversions() -> list[Case]:
         "adapters merged": (f"{work}/runs/lora/{last}", "--to hf"),
     }
     return [
-        Case(f"convert {name}", ("convert", source, f"{work}/converted/{name}", *options.split(), "--json"),
-             (f"converted/{name}",), ("",))
+        Case(
+            f"convert {name}",
+            ("convert", source, f"{work}/converted/{name}", *options.split(), "--json"),
+            (f"converted/{name}",),
+            ("",),
+        )
         for name, (source, options) in given.items()
-    ]  # fmt: skip
+    ]
 
 
 def verbs() -> list[Case]:
@@ -183,10 +248,24 @@ def verbs() -> list[Case]:
         Case("dry run", ("train", file, *_PINNED, "--dry-run", "--json")),
         Case("init", ("init", "--list", "--json")),
         Case("push", ("push", "{work}/runs/one/hf", "nobody/nothing", "--json")),
-        Case("vocab", ("vocab", "extend", "{work}/runs/one/hf", "{work}/extended", "--learn", "20", "--data",
-                       "{work}/text", "--json"), ("extended",), ("",)),
+        Case(
+            "vocab",
+            (
+                "vocab",
+                "extend",
+                "{work}/runs/one/hf",
+                "{work}/extended",
+                "--learn",
+                "20",
+                "--data",
+                "{work}/text",
+                "--json",
+            ),
+            ("extended",),
+            ("",),
+        ),
         Case("plan a run file", ("plan", file, *_PINNED, "--json")),
-    ]  # fmt: skip
+    ]
 
 
 PARTS = {"plans": plans, "runs": runs, "conversions": conversions, "verbs": verbs}

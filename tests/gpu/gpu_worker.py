@@ -26,8 +26,9 @@ from kumi.spec.precision import PRECISIONS
 VOCAB, ROWS, LENGTH, STEPS = 256, 8, 64, 3
 _ROPE = Rope(10000.0)
 _PLAIN = Attention(4, 2, 16, _ROPE, qk_norm=True)
-_CAPPED = Attention(4, 2, 16, Rope(10000.0, partial_rotary_factor=0.5, interleave=True), softcap=2.0, score_scale=0.4,
-                    sliding_window=24)  # fmt: skip
+_CAPPED = Attention(
+    4, 2, 16, Rope(10000.0, partial_rotary_factor=0.5, interleave=True), softcap=2.0, score_scale=0.4, sliding_window=24
+)
 _TILTED = Attention(4, 2, 16, None, alibi=True)
 _LATENT = LatentAttention(4, 24, 16, 16, 8, 16, _ROPE)
 
@@ -41,9 +42,12 @@ MODELS = {
     "sinks": _model("llama", *[LayerSpec(Attention(4, 2, 16, _ROPE, sinks=True), MLP(128))] * 2),
     "scores": _model("llama", *[LayerSpec(one, MLP(128)) for one in (_CAPPED, _TILTED)] * 2),
     "experts": _model("qwen3_moe", *[LayerSpec(_PLAIN, MoE(8, 2, 32))] * 4),
-    "latent": _model("deepseek_v3", LayerSpec(_LATENT, MLP(128)), LayerSpec(_LATENT, MoE(
-        8, 2, 32, 64, scoring_func="sigmoid", n_group=4, topk_group=2, topk_method="noaux_tc"))),
-}  # fmt: skip
+    "latent": _model(
+        "deepseek_v3",
+        LayerSpec(_LATENT, MLP(128)),
+        LayerSpec(_LATENT, MoE(8, 2, 32, 64, scoring_func="sigmoid", n_group=4, topk_group=2, topk_method="noaux_tc")),
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -118,11 +118,14 @@ def _ranks(command: list[str], count: int, port: int) -> str:
     paths = os.pathsep.join(path for path in sys.path if path)
     ranks = [
         subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": paths},
         )
         for rank in range(count)
-    ]  # fmt: skip
+    ]
     try:
         said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
     finally:

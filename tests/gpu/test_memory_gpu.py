@@ -14,9 +14,15 @@ from kumi.train.step import StepCounts, train_step
 
 # 134 M parameters with activations of about the states' size, so that neither hides the other's error.
 CONFIG = shapes.TINY | {
-    "vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
 SEQ_LEN, ROWS = 2048, 4
 
 
@@ -28,8 +34,9 @@ def test_the_estimate_is_near_the_measured_peak(precision, recompute, device):
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    parts = make_parts(CONFIG, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute=recompute, compile=False,
-                       precision=precision)  # fmt: skip
+    parts = make_parts(
+        CONFIG, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute=recompute, compile=False, precision=precision
+    )
     data, state = synthetic(ROWS, SEQ_LEN, CONFIG["vocab_size"], documents=1), TrainState()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):

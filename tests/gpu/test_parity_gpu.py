@@ -45,8 +45,11 @@ def test_float32(name, device):
 
 
 # Rounding decides which experts a token goes to where two are as good.
-WITHOUT_CHOICE = [name for name, (_, changes) in CASES.items() if "num_experts_per_tok" not in changes
-                  and "num_local_experts" not in changes]  # fmt: skip
+WITHOUT_CHOICE = [
+    name
+    for name, (_, changes) in CASES.items()
+    if "num_experts_per_tok" not in changes and "num_local_experts" not in changes
+]
 
 
 @pytest.mark.parametrize("name", WITHOUT_CHOICE)

@@ -25,8 +25,9 @@ RTOL = {"bf16": 1e-2, "fp32": 1e-4, "fp16": 1e-2}
 
 def parts_on(device: torch.device, precision: str, recompute: str = "none", compile: bool = False) -> Parts:
     """Equal weights every time."""
-    parts = make_parts(shapes.TINY, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute=recompute, compile=compile,
-                       precision=precision)  # fmt: skip
+    parts = make_parts(
+        shapes.TINY, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute=recompute, compile=compile, precision=precision
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in parts.model.named_parameters():
@@ -83,8 +84,9 @@ def test_a_checkpoint_holds_everything_bit_for_bit(device, tmp_path):
     after = train(parts, 1)  # the copy that is being written must not see this
     saver.wait()
 
-    again = make_parts(shapes.TINY, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute="none", compile=False,
-                       precision="bf16")  # fmt: skip
+    again = make_parts(
+        shapes.TINY, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute="none", compile=False, precision="bf16"
+    )
     restored = [*model_pieces(again.model, again.mesh), *optimizer_pieces(again.model, again.optimizer, again.mesh)]
     fill(restored, checkpoint.open(tmp_path / "step_000002").read)
     assert {piece.name for piece in restored} == kept.keys()

@@ -26,8 +26,18 @@ from damage import Mutant, Special, mutants
 
 from kumi.errors import KumiError, ModelError
 
-_RUNS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "socket.connect",
-         "pickle.find_class", "os.startfile", "pty.spawn")  # fmt: skip
+_RUNS = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.connect",
+    "pickle.find_class",
+    "os.startfile",
+    "pty.spawn",
+)
 _OWN = (
     os.path.realpath(sys.prefix),
     os.path.realpath(sys.base_prefix),
@@ -123,8 +133,14 @@ def _attempt(kind: kinds.Kind, root: Path) -> dict:
     except BaseException as error:
         verdict, reason = "traceback", "".join(traceback.format_exception(error))[-1500:]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"verdict": verdict, "reason": reason[:1500], "length": len(reason), "outside": outside[:3],
-            "mib": peak // 1024, "wall": round(time.perf_counter() - begin, 3)}  # fmt: skip
+    return {
+        "verdict": verdict,
+        "reason": reason[:1500],
+        "length": len(reason),
+        "outside": outside[:3],
+        "mib": peak // 1024,
+        "wall": round(time.perf_counter() - begin, 3),
+    }
 
 
 if __name__ == "__main__":

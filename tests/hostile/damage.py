@@ -30,22 +30,98 @@ _SEAL = re.compile(rb',\n"crc32": "[0-9a-f]{8}"}\n$')
 
 # What a value may be replaced with.
 VALUES: list[Any] = [
-    None, True, -1, 0, 2**31, 2**53, 2**62, 2**63, 10**30, 1e308, -1e308, 5e-324, "", "x" * 100_000, "../secret.json",
-    "/etc/passwd", "\x1b[31m", "\u202e", "a\nb", "", [], {}, [[]], ["x"], [["x"]], {"a": {"b": []}}, [None], [2**62],
-    "import os; os.system('touch owned')", "__import__('os').system('touch owned')", "(a+)+$", [1] * 10_000,
-]  # fmt: skip
-WORDS = [b"../secret.json", b"/etc/passwd", b"\\ud800", b"null", b"-1", b"1e999", b"NaN", b"{}", b"[]", b"9" * 50, b"2",
-         b"18446744073709551615", b"true", b"\xff", b"\0", b"F16", b'"', b"[[[[", b"}", b"e308"]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    2**31,
+    2**53,
+    2**62,
+    2**63,
+    10**30,
+    1e308,
+    -1e308,
+    5e-324,
+    "",
+    "x" * 100_000,
+    "../secret.json",
+    "/etc/passwd",
+    "\x1b[31m",
+    "\u202e",
+    "a\nb",
+    "",
+    [],
+    {},
+    [[]],
+    ["x"],
+    [["x"]],
+    {"a": {"b": []}},
+    [None],
+    [2**62],
+    "import os; os.system('touch owned')",
+    "__import__('os').system('touch owned')",
+    "(a+)+$",
+    [1] * 10_000,
+]
+WORDS = [
+    b"../secret.json",
+    b"/etc/passwd",
+    b"\\ud800",
+    b"null",
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"{}",
+    b"[]",
+    b"9" * 50,
+    b"2",
+    b"18446744073709551615",
+    b"true",
+    b"\xff",
+    b"\0",
+    b"F16",
+    b'"',
+    b"[[[[",
+    b"}",
+    b"e308",
+]
 
 NUMBERS = [b"NaN", b"-Infinity", b"1e999", b"9" * 500]
 RECORDS = [
-    b'{"text": "a", "text": "b"}\n', b'{"text": 1}\n', b"[" * 100_000 + b"\n", b'{"text": "\\ud800"}\n', b"\xff\xfe\n",
-    b'{"text": null}\n', b"null\n", b'{"text": ""}\n', b'{"text": NaN}\n', b"\0" * 1000 + b"\n", b'{"text": "a"',
-    b"{}\n", b'{"text": ' + b"9" * 5000 + b"}\n", b'{"text": ["' + b"x" * 100_000 + b'"]}\n',
-]  # fmt: skip
+    b'{"text": "a", "text": "b"}\n',
+    b'{"text": 1}\n',
+    b"[" * 100_000 + b"\n",
+    b'{"text": "\\ud800"}\n',
+    b"\xff\xfe\n",
+    b'{"text": null}\n',
+    b"null\n",
+    b'{"text": ""}\n',
+    b'{"text": NaN}\n',
+    b"\0" * 1000 + b"\n",
+    b'{"text": "a"',
+    b"{}\n",
+    b'{"text": ' + b"9" * 5000 + b"}\n",
+    b'{"text": ["' + b"x" * 100_000 + b'"]}\n',
+]
 
-ODD = [b"[]", b'"x"', b"-1", b"0", b"nan", b"inf", b"1e308", b"9223372036854775807", b"true", b"{}", b"[[1]]",
-       b"9" * 60, b"1979-05-27", b'"\\u202e"', b"{a={a={a=1}}}", b"[" * 100]  # fmt: skip
+ODD = [
+    b"[]",
+    b'"x"',
+    b"-1",
+    b"0",
+    b"nan",
+    b"inf",
+    b"1e308",
+    b"9223372036854775807",
+    b"true",
+    b"{}",
+    b"[[1]]",
+    b"9" * 60,
+    b"1979-05-27",
+    b'"\\u202e"',
+    b"{a={a={a=1}}}",
+    b"[" * 100,
+]
 
 
 def mutants(kind: str, good: bytes, count: int) -> Iterator[Mutant]:
@@ -74,22 +150,24 @@ def _broken(text: bytes, rng: random.Random) -> bytes:
     keys = list(re.finditer(rb'"[^"\\]*"\s*:', text))
     place = rng.choice(keys).start() if keys else 0
     nested = rng.choice([b"[", b'{"a":'])
-    return rng.choice([
-        lambda: text[: rng.randrange(len(text))],
-        lambda: text[:place] + _again(text, place) + text[place:],
-        lambda: text[:place] + b'"more": ' + rng.choice(NUMBERS) + b", " + text[place:],
-        lambda: text[:place] + b'"more": ' + nested * rng.choice([70, 5000, 200_000]),
-        lambda: text[:place] + b'"more": "\\ud800", ' + text[place:],
-        lambda: text[:place] + b'"more": ' + b"[" * 80 + b"]" * 80 + b", " + text[place:],
-        lambda: b"\xff\xfe" + text,
-        lambda: text.decode().encode("utf-16"),
-        lambda: b"[" + text + b"]",
-        lambda: text + text,
-        lambda: text[:place] + bytes([rng.choice(b"\0\x01\x80\xff,:")]) + text[place:],
-        lambda: b"[" + b"0," * 20_000_000 + b"0]" if rng.random() < 0.05 else b"null",
-        lambda: rng.randbytes(200),
-        lambda: b"",
-    ])()  # fmt: skip
+    return rng.choice(
+        [
+            lambda: text[: rng.randrange(len(text))],
+            lambda: text[:place] + _again(text, place) + text[place:],
+            lambda: text[:place] + b'"more": ' + rng.choice(NUMBERS) + b", " + text[place:],
+            lambda: text[:place] + b'"more": ' + nested * rng.choice([70, 5000, 200_000]),
+            lambda: text[:place] + b'"more": "\\ud800", ' + text[place:],
+            lambda: text[:place] + b'"more": ' + b"[" * 80 + b"]" * 80 + b", " + text[place:],
+            lambda: b"\xff\xfe" + text,
+            lambda: text.decode().encode("utf-16"),
+            lambda: b"[" + text + b"]",
+            lambda: text + text,
+            lambda: text[:place] + bytes([rng.choice(b"\0\x01\x80\xff,:")]) + text[place:],
+            lambda: b"[" + b"0," * 20_000_000 + b"0]" if rng.random() < 0.05 else b"null",
+            lambda: rng.randbytes(200),
+            lambda: b"",
+        ]
+    )()
 
 
 def _again(text: bytes, place: int) -> bytes:
@@ -127,16 +205,20 @@ def _binary(good: bytes, rng: random.Random, number: int) -> bytes:
     """Bytes changed, cut out, doubled, or replaced."""
     place = rng.randrange(len(good))
     early = rng.randrange(min(len(good), 64))
-    return rng.choice([
-        lambda: good[:place],
-        lambda: good[:early] + rng.randbytes(rng.choice([1, 4, 8])) + good[early + 8 :],
-        lambda: good[:early] + rng.choice([b"\xff" * 8, b"\0" * 8, (2**62).to_bytes(8, "little")]) + good[early + 8 :],
-        lambda: good + rng.randbytes(16),
-        lambda: good[:place] + good[place + rng.randrange(1, 40) :],
-        lambda: good[:place] + good[max(0, place - 40) :],
-        lambda: rng.randbytes(300),
-        lambda: b"",
-    ])()  # fmt: skip
+    return rng.choice(
+        [
+            lambda: good[:place],
+            lambda: good[:early] + rng.randbytes(rng.choice([1, 4, 8])) + good[early + 8 :],
+            lambda: (
+                good[:early] + rng.choice([b"\xff" * 8, b"\0" * 8, (2**62).to_bytes(8, "little")]) + good[early + 8 :]
+            ),
+            lambda: good + rng.randbytes(16),
+            lambda: good[:place] + good[place + rng.randrange(1, 40) :],
+            lambda: good[:place] + good[max(0, place - 40) :],
+            lambda: rng.randbytes(300),
+            lambda: b"",
+        ]
+    )()
 
 
 def _safetensors(good: bytes, rng: random.Random, number: int) -> bytes:
@@ -202,19 +284,21 @@ def _toml(good: bytes, rng: random.Random, number: int) -> bytes:
         ),
     )
     values = [b for b in range(len(lines)) if b"=" in lines[b]]
-    return rng.choice([
-        lambda: b"".join(lines[:place]) + line[: len(line) // 2],
-        lambda: good + line,
-        lambda: good + b"\n" + b"a." * 50_000 + b"b = 1\n",
-        lambda: good + b"\nx = " + b"[" * 100_000,
-        lambda: good + b"\n[more]\nx = 1\n",
-        lambda: good.replace(b"=", b"", 1),
-        lambda: b"\xff" + good,
-        lambda: b"#" * 2_000_000,
-        lambda: _set(lines, rng.choice(values), odd),
-        lambda: _set(lines, rng.choice(values), odd),
-        lambda: _set(lines, rng.choice(values), odd),
-    ])()  # fmt: skip
+    return rng.choice(
+        [
+            lambda: b"".join(lines[:place]) + line[: len(line) // 2],
+            lambda: good + line,
+            lambda: good + b"\n" + b"a." * 50_000 + b"b = 1\n",
+            lambda: good + b"\nx = " + b"[" * 100_000,
+            lambda: good + b"\n[more]\nx = 1\n",
+            lambda: good.replace(b"=", b"", 1),
+            lambda: b"\xff" + good,
+            lambda: b"#" * 2_000_000,
+            lambda: _set(lines, rng.choice(values), odd),
+            lambda: _set(lines, rng.choice(values), odd),
+            lambda: _set(lines, rng.choice(values), odd),
+        ]
+    )()
 
 
 def _set(lines: list[bytes], place: int, value: bytes) -> bytes:
@@ -229,13 +313,15 @@ def _records(good: bytes, rng: random.Random, number: int) -> bytes:
 
 def _text(good: bytes, rng: random.Random, number: int) -> bytes:
     place = rng.randrange(len(good))
-    return rng.choice([
-        lambda: good[:place] + rng.choice([b"\xff", b"\xed\xa0\x80", b"\xc3"]) + good[place + 1 :],
-        lambda: good.decode().encode("utf-16"),
-        lambda: b" " * rng.choice([0, 1, 10_000_000]),
-        lambda: good[:place] + bytes(range(128)) + good[place:],
-        lambda: rng.randbytes(1000),
-    ])()  # fmt: skip
+    return rng.choice(
+        [
+            lambda: good[:place] + rng.choice([b"\xff", b"\xed\xa0\x80", b"\xc3"]) + good[place + 1 :],
+            lambda: good.decode().encode("utf-16"),
+            lambda: b" " * rng.choice([0, 1, 10_000_000]),
+            lambda: good[:place] + bytes(range(128)) + good[place:],
+            lambda: rng.randbytes(1000),
+        ]
+    )()
 
 
 def _compressed(pack: Callable[[bytes], bytes]) -> Callable[[bytes, random.Random, int], bytes]:
@@ -256,8 +342,18 @@ def _zstd(data: bytes) -> bytes:
 
 
 _MAKERS: dict[str, Callable[[bytes, random.Random, int], bytes]] = {
-    "weights": _safetensors, "adapter weights": _safetensors, "torch .bin": _pickle, "pytorch_model.bin": _pickle,
-    "megatron metadata": _pickle, "store .idx": _binary, "store .bin": _binary, "run file": _toml,
-    "cluster file": _toml, "jsonl": _records, "txt": _text, "parquet": _binary, "jsonl.zst": _compressed(_zstd),
+    "weights": _safetensors,
+    "adapter weights": _safetensors,
+    "torch .bin": _pickle,
+    "pytorch_model.bin": _pickle,
+    "megatron metadata": _pickle,
+    "store .idx": _binary,
+    "store .bin": _binary,
+    "run file": _toml,
+    "cluster file": _toml,
+    "jsonl": _records,
+    "txt": _text,
+    "parquet": _binary,
+    "jsonl.zst": _compressed(_zstd),
     "jsonl.gz": _compressed(lambda data: gzip.compress(data, 1, mtime=0)),
-}  # fmt: skip
+}

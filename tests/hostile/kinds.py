@@ -22,10 +22,22 @@ from kumi.errors import DataError
 from kumi.nn.decoder import Decoder
 from kumi.spec import families
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 16,
-          "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-          "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "rope_theta": 10000.0, "eos_token_id": 0,
-          "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "tie_word_embeddings": False}  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "eos_token_id": 0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "tie_word_embeddings": False,
+}
 RUN = """name = "x"
 [model]
 init = "random"
@@ -81,8 +93,9 @@ def make(root: Path) -> list[Kind]:
     torch.save({"a": torch.ones(2)}, root / "bin" / "pytorch_model.bin")
     _data(root, model)
     prefix = next((root / "store").glob("*train*.idx")).stem
-    (root / "run.toml").write_text(RUN.format(config="\n".join(f"{k} = {json.dumps(v)}" for k, v in CONFIG.items()
-                                                                if not isinstance(v, dict))))  # fmt: skip
+    (root / "run.toml").write_text(
+        RUN.format(config="\n".join(f"{k} = {json.dumps(v)}" for k, v in CONFIG.items() if not isinstance(v, dict)))
+    )
     (root / "node.toml").write_text(_node())
     return [
         Kind("config.json", "model/config.json", _read_model),
@@ -103,16 +116,26 @@ def make(root: Path) -> list[Kind]:
         Kind("store .bin", f"store/{prefix}.bin", _read_store),
         Kind("run file", "run.toml", _read_run, named=True),
         Kind("cluster file", "node.toml", lambda folder: read_node(str(folder / "node.toml")), named=True),
-        *(Kind(name, f"data.{name}", _read_records(f"data.{name}"), named=True)
-          for name in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt")),
-    ]  # fmt: skip
+        *(
+            Kind(name, f"data.{name}", _read_records(f"data.{name}"), named=True)
+            for name in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt")
+        ),
+    ]
 
 
 def _model(folder: Path) -> None:
     spec = families.from_hf(CONFIG)
     decoder = Decoder(spec)
-    write(folder, spec, iter(decoder.state_dict().items()), base_config=CONFIG, dtype="float32", tokenizer_folder=None,
-          card="---\nlicense: mit\n---\n", max_shard_bytes=10_000)  # fmt: skip
+    write(
+        folder,
+        spec,
+        iter(decoder.state_dict().items()),
+        base_config=CONFIG,
+        dtype="float32",
+        tokenizer_folder=None,
+        card="---\nlicense: mit\n---\n",
+        max_shard_bytes=10_000,
+    )
     tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(64)}, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -123,14 +146,29 @@ def _adapter(folder: Path, base: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir()
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none",
-                "base_model_name_or_path": str(base), "use_rslora": False, "use_dora": False, "lora_dropout": 0.0,
-                "rank_pattern": {}, "alpha_pattern": {"q_proj": 8}, "init_lora_weights": True, "revision": None,
-                "task_type": "CAUSAL_LM", "inference_mode": True}  # fmt: skip
+    settings = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "base_model_name_or_path": str(base),
+        "use_rslora": False,
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "rank_pattern": {},
+        "alpha_pattern": {"q_proj": 8},
+        "init_lora_weights": True,
+        "revision": None,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-    save_file({f"{name}A.weight": torch.ones(2, 16), f"{name}B.weight": torch.ones(16, 2)},
-              folder / "adapter_model.safetensors")  # fmt: skip
+    save_file(
+        {f"{name}A.weight": torch.ones(2, 16), f"{name}B.weight": torch.ones(16, 2)},
+        folder / "adapter_model.safetensors",
+    )
 
 
 def _data(root: Path, model: Path) -> None:

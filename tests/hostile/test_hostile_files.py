@@ -11,21 +11,49 @@ import pytest
 
 HERE = Path(__file__).parent
 KINDS = {
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "weights", "index",
-    "torch .bin", "pytorch_model.bin", "adapter_config.json", "adapter weights", "checkpoint meta",
-    "checkpoint index", "megatron metadata", "store meta", "store .idx", "store .bin", "run file", "cluster file",
-    "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt",
-}  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "weights",
+    "index",
+    "torch .bin",
+    "pytorch_model.bin",
+    "adapter_config.json",
+    "adapter weights",
+    "checkpoint meta",
+    "checkpoint index",
+    "megatron metadata",
+    "store meta",
+    "store .idx",
+    "store .bin",
+    "run file",
+    "cluster file",
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.zst",
+    "parquet",
+    "txt",
+}
 
 
 @pytest.mark.parametrize("count", [9, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_hostile_files_are_refused_or_valid(count, tmp_path):
     pytest.importorskip("pyarrow")
     pytest.importorskip("zstandard")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1",
-                   "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
-    ended = subprocess.run([sys.executable, HERE / "attack.py", tmp_path, str(count)], capture_output=True, text=True,
-                           timeout=1200, env=environment)  # fmt: skip
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    ended = subprocess.run(
+        [sys.executable, HERE / "attack.py", tmp_path, str(count)],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env=environment,
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     results = defaultdict(list)
     for line in ended.stdout.splitlines():

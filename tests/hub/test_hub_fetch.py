@@ -14,21 +14,45 @@ from kumi.config.model import model_folder, read_hf_config, snapshot
 from kumi.config.schema import ModelSection
 from kumi.errors import ConfigError, ModelError
 
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 32,
-          "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
-          "tie_word_embeddings": False}  # fmt: skip
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
 FILES = {
-    "config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "merges.txt": b"#version",
+    "config.json": json.dumps(CONFIG).encode(),
+    "tokenizer.json": b"{}",
+    "merges.txt": b"#version",
     "README.md": b"---\nlicense: mit\n---\n",
-    "chat_template.jinja": b"{{ 1 }}", "model.safetensors.index.json": json.dumps(INDEX).encode(),
-    "model-00001-of-00002.safetensors": b"one", "model-00002-of-00002.safetensors": b"two",
-    "consolidated.safetensors": b"the same again", "pytorch_model.bin": b"a pickle", "modeling_evil.py": b"import os",
-    "original/params.json": b"{}", "onnx/model.safetensors": b"",
-}  # fmt: skip
-SMALL = ["README.md", "chat_template.jinja", "config.json", "merges.txt", "model.safetensors.index.json",
-         "tokenizer.json"]  # fmt: skip
+    "chat_template.jinja": b"{{ 1 }}",
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    "model-00001-of-00002.safetensors": b"one",
+    "model-00002-of-00002.safetensors": b"two",
+    "consolidated.safetensors": b"the same again",
+    "pytorch_model.bin": b"a pickle",
+    "modeling_evil.py": b"import os",
+    "original/params.json": b"{}",
+    "onnx/model.safetensors": b"",
+}
+SMALL = [
+    "README.md",
+    "chat_template.jinja",
+    "config.json",
+    "merges.txt",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+]
 WEIGHTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
@@ -59,10 +83,17 @@ def test_revisions_are_branches_tags_or_commits(hub):
         found = kumi_hub.fetch(asked, "model.source")
         sizes[asked] = (found.commit, json.loads((found.folder / "config.json").read_text())["hidden_size"])
         assert read_hf_config(ModelSection(source=asked))["hidden_size"] == sizes[asked][1]
-    assert sizes == {"org/model": (new, 64), "org/model@v1": (old, 32), f"org/model@{old}": (old, 32),
-                     "org/model@main": (new, 64)}  # fmt: skip
-    with pytest.raises(ConfigError, match=r"'org/model@v2' is no folder, and the hub did not give it \(it has no "
-                                          r"revision 'v2'\); name a folder that holds config\.json"):  # fmt: skip
+    assert sizes == {
+        "org/model": (new, 64),
+        "org/model@v1": (old, 32),
+        f"org/model@{old}": (old, 32),
+        "org/model@main": (new, 64),
+    }
+    with pytest.raises(
+        ConfigError,
+        match=r"'org/model@v2' is no folder, and the hub did not give it \(it has no "
+        r"revision 'v2'\); name a folder that holds config\.json",
+    ):
         model_folder("org/model@v2", "model.source")
 
 
@@ -104,11 +135,14 @@ def test_offline_the_cache_is_used_and_the_hub_left_alone(hub, monkeypatch):
     assert hub.asked == []
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"private": True}, "there is no such repository, or it is private and your token may not read it"),
-    ({"gated": True}, "its owner asks you to accept terms first, on the page of org/model; then log in"),
-    (None, "there is no such repository, or it is private"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"private": True}, "there is no such repository, or it is private and your token may not read it"),
+        ({"gated": True}, "its owner asks you to accept terms first, on the page of org/model; then log in"),
+        (None, "there is no such repository, or it is private"),
+    ],
+)
 def test_why_the_hub_gives_nothing_is_said_in_a_sentence(hub, options, words):
     if options is not None:
         hub.add("org/model", FILES, **options)
@@ -125,11 +159,18 @@ def test_pickled_weights_and_indices_that_point_elsewhere_are_refused(hub):
     with pytest.raises(ModelError, match=r"model\.safetensors is not in the repository .* fetches no pickled weights"):
         kumi_hub.fetch("org/pickled", "model.source", weights=True)
     assert hub.fetched() == ["config.json"]
-    for number, (index, words) in enumerate([
-        ({"weight_map": {"a": "../../secret.safetensors"}}, "names '../../secret.safetensors' as a file of weights"),
-        ({"weight_map": {"a": "*.safetensors"}}, "names '*.safetensors' as a file"),
-        ({"weight_map": {"a": 3}}, "names 3 as a file"), ({"weight_map": {}}, "names no files"), ([], "holds a list"),
-    ]):  # fmt: skip
+    for number, (index, words) in enumerate(
+        [
+            (
+                {"weight_map": {"a": "../../secret.safetensors"}},
+                "names '../../secret.safetensors' as a file of weights",
+            ),
+            ({"weight_map": {"a": "*.safetensors"}}, "names '*.safetensors' as a file"),
+            ({"weight_map": {"a": 3}}, "names 3 as a file"),
+            ({"weight_map": {}}, "names no files"),
+            ([], "holds a list"),
+        ]
+    ):
         name = f"org/index-{number}"
         hub.add(name, FILES | {"model.safetensors.index.json": json.dumps(index).encode()})
         with pytest.raises(ModelError) as refused:
@@ -141,17 +182,24 @@ def test_a_plan_of_a_hub_id_in_a_process_of_its_own_imports_no_torch(hub, tmp_pa
     """As a user starts it, with HF_ENDPOINT and HF_HOME alone."""
     sha = hub.add("org/model", FILES)
     run = tmp_path / "plan.toml"
-    run.write_text(f'model = {{source = "org/model@{sha}"}}\nbatch = {{seq_len = 32, tokens_per_step = 256}}\n'
-                   'cluster = {source = "a100-sxm-80gb"}\n')  # fmt: skip
+    run.write_text(
+        f'model = {{source = "org/model@{sha}"}}\nbatch = {{seq_len = 32, tokens_per_step = 256}}\n'
+        'cluster = {source = "a100-sxm-80gb"}\n'
+    )
     load_plan(run)
-    program = ("import sys; from kumi.cli import main\n"
-               f"assert main(['plan', {str(run)!r}, '--json']) == 0\n"
-               "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
-               "assert not heavy, heavy")  # fmt: skip
+    program = (
+        "import sys; from kumi.cli import main\n"
+        f"assert main(['plan', {str(run)!r}, '--json']) == 0\n"
+        "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
     assert hub.fetched() == ["config.json"]

@@ -67,10 +67,15 @@ def test_a_model_from_the_hub_and_back(hub, model, token, tmp_path, capsys):
     assert all(data == (tmp_path / "out" / name).read_bytes() for name, data in pushed.items())
     card = pushed["README.md"].decode()
     assert header(card) == {
-        "library_name": "transformers", "pipeline_tag": "text-generation", "base_model": "org/model", "tags": ["kumi"],
-        "license": "other", "license_name": "a-licence", "license_link": "https://example.org/licence",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "org/model",
+        "tags": ["kumi"],
+        "license": "other",
+        "license_name": "a-licence",
+        "license_link": "https://example.org/licence",
         "datasets": ["org/text"],
-    }  # fmt: skip
+    }
     assert f"| base commit | {sha} |" in card
     assert "| converted from | org/model |" in card
     assert "| verified | against the source: " in card
@@ -202,7 +207,11 @@ def test_a_run_trains_a_hub_s_model_and_pushes_it(hub, model, token, tmp_path, m
     mine = hub.repositories["me/mine"]
     found = header(mine.commits[mine.sha("main")]["README.md"].decode())
     assert (found["base_model"], found["base_model_relation"], found["datasets"], found["license"]) == (
-        "org/model", "finetune", ["org/sums"], "other")  # fmt: skip
+        "org/model",
+        "finetune",
+        ["org/sums"],
+        "other",
+    )
     checkpoint = next(Path("run/checkpoints").glob("step_*"))
     assert origin_of(checkpoint).commit == sha
     hub.add("org/model", {"config.json": b"{}"})

@@ -56,9 +56,14 @@ class Seen:
 
 
 def step(
-    layout: Layout, family: str, microbatches: int = 1, kind: str = "fp64", scale: float = 1.0, aux: float = 0.0,
+    layout: Layout,
+    family: str,
+    microbatches: int = 1,
+    kind: str = "fp64",
+    scale: float = 1.0,
+    aux: float = 0.0,
     change: Callable[[torch.nn.Module], None] | None = None,
-) -> Seen:  # fmt: skip
+) -> Seen:
     """A forward and a backward of MODELS[family], whose loss is multiplied by `scale`, and clipping."""
     mesh, precision = mesh_of(layout), PRECISIONS[kind]
     model = build(MODELS[family], mesh, precision, weights=7)
@@ -98,23 +103,25 @@ def differing(ranks, layout, family, *how, of=""):
 
 # Each rank has the gradient of its own tokens (between the regions) or heads (q_norm and k_norm): one that does not add
 # them up trains with a part of the gradient, and the ranks' copies drift apart.
-@pytest.mark.parametrize(("layout", "family"), [
-    (Layout(tp=2), "llama"),
-    (Layout(tp=4), "qwen"),
-    (Layout(tp=2, sequence_parallel=False), "qwen"),
-    (Layout(tp=2), "latent"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        (Layout(tp=2), "llama"),
+        (Layout(tp=4), "qwen"),
+        (Layout(tp=2, sequence_parallel=False), "qwen"),
+        (Layout(tp=2), "latent"),
+    ],
+)
 def test_gradients_of_norms_under_tensor_and_sequence_parallelism(ranks, layout, family):
     assert differing(ranks, layout, family, of="norm") == []
 
 
 # Catches a norm that counts what is replicated once for every rank that holds it (norms over tp, a key head that two tp
 # ranks copy, replicas), or counts what is sharded on one rank only.
-@pytest.mark.parametrize("layout", [
-    Layout(tp=2, dp_shard=2, zero=1),
-    Layout(tp=2, dp_replicate=2),
-    Layout(tp=2, dp_replicate=2, dp_shard=2, zero=3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2, dp_shard=2, zero=1), Layout(tp=2, dp_replicate=2), Layout(tp=2, dp_replicate=2, dp_shard=2, zero=3)],
+)
 def test_clip_norm_of_sharded_and_replicated_parameters(ranks, layout):
     assert differing(ranks, layout, "one key head") == []
 
@@ -142,12 +149,15 @@ def test_loss_scale_under_context_parallelism(ranks, layout):
 
 
 # Experts have copies on other ranks than the rest: one count of copies for all, or none, is wrong for one of the two.
-@pytest.mark.parametrize("layout", [
-    Layout(tp=2, ep=2),
-    Layout(tp=2, expert_tp=2),
-    Layout(dp_shard=2, tp=2, ep=2, zero=1),
-    Layout(tp=4, ep=2),  # copies of experts on two tp ranks, which have no copies of other matrices
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, ep=2),
+        Layout(tp=2, expert_tp=2),
+        Layout(dp_shard=2, tp=2, ep=2, zero=1),
+        Layout(tp=4, ep=2),  # copies of experts on two tp ranks, which have no copies of other matrices
+    ],
+)
 def test_gradient_norm_under_expert_and_tensor_parallelism(ranks, layout):
     assert differing(ranks, layout, "moe") == []
 
@@ -160,39 +170,36 @@ def test_attention_sinks_under_tensor_parallelism(ranks, layout):
 
 # Both ends of the pipeline have a gradient of the one table: the sum of the two, counted once in the norm, whatever is
 # between them, and wherever virtual stages put them (apart, or both on the first rank, which must not add them twice).
-@pytest.mark.parametrize("layout", [
-    Layout(pp=4),
-    Layout(pp=2, schedule="interleaved", stages=2),
-    Layout(pp=4, schedule="zb-v", stages=2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=4), Layout(pp=2, schedule="interleaved", stages=2), Layout(pp=4, schedule="zb-v", stages=2)]
+)
 def test_tied_embeddings_with_many_and_virtual_stages(ranks, layout):
     assert differing(ranks, layout, "deep-tied", 4, of="embed_tokens") == []
 
 
 # Documents of 3, 6 and 7 tokens in rows that are cut every 4 or 2: catches positions that start again with a piece,
 # ends of documents that only one piece knows, and later stages that know none.
-@pytest.mark.parametrize("layout", [
-    Layout(cp=2),
-    Layout(cp=2, context="ulysses"),
-    Layout(cp=4),
-    Layout(pp=2),
-    Layout(cp=2, pp=2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout", [Layout(cp=2), Layout(cp=2, context="ulysses"), Layout(cp=4), Layout(pp=2), Layout(cp=2, pp=2)]
+)
 def test_packed_documents_under_context_and_pipeline_parallelism(ranks, layout):
     assert differing(ranks, layout, "deep", 2) == []
 
 
 # Catches warm-ups that wait for microbatches that never come, and gradients summed with "the last" microbatch of a full
 # pipeline only.
-@pytest.mark.parametrize(("layout", "microbatches"), [
-    (Layout(pp=4), 1),
-    (Layout(pp=4), 3),
-    (Layout(pp=4, schedule="gpipe"), 2),
-    (Layout(pp=4, schedule="zb-h1"), 2),
-    (Layout(pp=4, schedule="zb-v", stages=2), 1),
-    (Layout(pp=2, dp_shard=2, zero=1), 1),
-    (Layout(pp=2, dp_replicate=2, schedule="zb-h1"), 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "microbatches"),
+    [
+        (Layout(pp=4), 1),
+        (Layout(pp=4), 3),
+        (Layout(pp=4, schedule="gpipe"), 2),
+        (Layout(pp=4, schedule="zb-h1"), 2),
+        (Layout(pp=4, schedule="zb-v", stages=2), 1),
+        (Layout(pp=2, dp_shard=2, zero=1), 1),
+        (Layout(pp=2, dp_replicate=2, schedule="zb-h1"), 1),
+    ],
+)
 def test_fewer_microbatches_than_stages(ranks, layout, microbatches):
     assert differing(ranks, layout, "deep", microbatches) == []
 
@@ -251,17 +258,24 @@ def _functions() -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], to
         for name in ("gathered", "scattered", "summed", "gather", "scatter", "total", "fan_out")
     }
     rows |= {
-        "over all ranks": _changed(total, mesh), "greatest": _changed(greatest, mesh),
+        "over all ranks": _changed(total, mesh),
+        "greatest": _changed(greatest, mesh),
         "sum_over": _changed(lambda x: reduce.sum_over([x], group)),
-        "rows of experts": lambda x: expert.exchange_rows(x, [1, 3], [1 + 2 * dist.get_rank()] * 2, group)
-        if dist.get_rank() == 0 else expert.exchange_rows(x, [1, 3], [3, 3], group),
-        "counts of experts": lambda x: expert.COUNTS(x, group.group_name), "experts": _dispatch,
-        "a region's beginning": _enter, "a region's end": lambda x: _leave(x, False),
+        "rows of experts": lambda x: (
+            expert.exchange_rows(x, [1, 3], [1 + 2 * dist.get_rank()] * 2, group)
+            if dist.get_rank() == 0
+            else expert.exchange_rows(x, [1, 3], [3, 3], group)
+        ),
+        "counts of experts": lambda x: expert.COUNTS(x, group.group_name),
+        "experts": _dispatch,
+        "a region's beginning": _enter,
+        "a region's end": lambda x: _leave(x, False),
         "a kept end": lambda x: _leave(x, True),
         "what a region shares": lambda x: region.share(x),
-        "the head's input": part.gather, "the head's gradient": part.reduce,
+        "the head's input": part.gather,
+        "the head's gradient": part.reduce,
         "logits": lambda x: part.logits(x, torch.ones(5, 6, dtype=torch.float64)),
-    }  # fmt: skip
+    }
     heads: dict[str, Any] = {
         "ring": lambda x: ring(x, x[:, :, :2], x[:, :, 1:3], None),
         "ulysses": lambda x: ulysses(x, x[:, :, :2], x[:, :, 1:3], None),
@@ -272,14 +286,41 @@ def _functions() -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], to
 
 
 FUNCTIONS = (
-    "gathered", "scattered", "summed", "gather", "scatter", "total", "fan_out", "over all ranks", "greatest",
-    "sum_over", "rows of experts", "counts of experts", "experts", "a region's beginning", "a region's end",
-    "a kept end", "what a region shares", "the head's input", "the head's gradient", "logits", "ring", "ulysses",
-)  # fmt: skip
+    "gathered",
+    "scattered",
+    "summed",
+    "gather",
+    "scatter",
+    "total",
+    "fan_out",
+    "over all ranks",
+    "greatest",
+    "sum_over",
+    "rows of experts",
+    "counts of experts",
+    "experts",
+    "a region's beginning",
+    "a region's end",
+    "a kept end",
+    "what a region shares",
+    "the head's input",
+    "the head's gradient",
+    "logits",
+    "ring",
+    "ulysses",
+)
 WITHOUT_GRADIENT = {
-    "gathered", "scattered", "summed", "over all ranks", "greatest", "sum_over", "counts of experts",
-    "the head's input", "the head's gradient", "logits",
-}  # fmt: skip
+    "gathered",
+    "scattered",
+    "summed",
+    "over all ranks",
+    "greatest",
+    "sum_over",
+    "counts of experts",
+    "the head's input",
+    "the head's gradient",
+    "logits",
+}
 
 
 def _lie_in_order(value: Any) -> bool:
@@ -301,8 +342,15 @@ def strictly() -> Iterator[None]:
 
         return run
 
-    names = ("all_reduce", "all_to_all_single", "batch_isend_irecv", "all_gather_into_tensor", "reduce_scatter_tensor",
-             "all_gather_single", "reduce_scatter_single")  # fmt: skip
+    names = (
+        "all_reduce",
+        "all_to_all_single",
+        "batch_isend_irecv",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_gather_single",
+        "reduce_scatter_single",
+    )
     with patch.multiple(dist, **{name: checked(getattr(dist, name)) for name in names if hasattr(dist, name)}):
         yield
 

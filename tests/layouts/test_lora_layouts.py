@@ -65,13 +65,19 @@ def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str =
         begin_step(bare(model), 5, step)
         losses.append(forward_backward(model, mesh, step, microbatches, dtype=dtype))
         norms.append(clip_gradients(model, 0.5, mesh).item())
-        grads = [piece for name, value in named if value.grad is not None
-                 for piece in pieces_of(name, known[name], value.grad, mesh)]  # fmt: skip
+        grads = [
+            piece
+            for name, value in named
+            if value.grad is not None
+            for piece in pieces_of(name, known[name], value.grad, mesh)
+        ]
         grads = [Part(one.name, one.start, one.data.numpy().copy()) for one in grads]
         optimizer.step()
         optimizer.zero_grad()
-    params = [Part(one.name.removeprefix("model/"), one.start, one.data.double().numpy().copy())
-              for one in model_pieces(model, mesh)]  # fmt: skip
+    params = [
+        Part(one.name.removeprefix("model/"), one.start, one.data.double().numpy().copy())
+        for one in model_pieces(model, mesh)
+    ]
     return Trace(losses, norms, grads, params, {one.name for one in optimizer_pieces(bare(model), optimizer, mesh)})
 
 
@@ -92,13 +98,19 @@ def equal(trace: Trace, wanted: Trace) -> None:
 
 TP, SP = Layout(tp=2, sequence_parallel=False), Layout(tp=2)
 CASES = [
-    (Layout(dp_replicate=2), "llama", "lora"), (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora"),
-    (TP, "qwen", "lora"), (SP, "qwen", "dora"), (replace(SP, recompute="selective"), "llama", "rows"),
-    (replace(SP, recompute="full"), "latent", "dora"), (replace(TP, recompute="selective"), "llama", "dora"),
-    (Layout(pp=2), "qwen", "lora"), (Layout(cp=2), "llama", "lora"),
-    (Layout(dp_shard=2, tp=2, zero=3), "llama", "dora"), (Layout(dp_shard=2, tp=2, ep=2, zero=1), "moe", "dora"),
+    (Layout(dp_replicate=2), "llama", "lora"),
+    (Layout(dp_shard=2, zero=3, recompute="full"), "llama", "dora"),
+    (TP, "qwen", "lora"),
+    (SP, "qwen", "dora"),
+    (replace(SP, recompute="selective"), "llama", "rows"),
+    (replace(SP, recompute="full"), "latent", "dora"),
+    (replace(TP, recompute="selective"), "llama", "dora"),
+    (Layout(pp=2), "qwen", "lora"),
+    (Layout(cp=2), "llama", "lora"),
+    (Layout(dp_shard=2, tp=2, zero=3), "llama", "dora"),
+    (Layout(dp_shard=2, tp=2, ep=2, zero=1), "moe", "dora"),
     (Layout(tp=2, pp=2, schedule="zb-h1"), "llama", "dora"),
-]  # fmt: skip
+]
 
 
 def _name(case) -> str:

@@ -62,9 +62,7 @@ def outcome(mutant: Mutant, *, mistaken: bool) -> str:
         command += ["-k", mutant.select] if mutant.select else []
         environment = {**os.environ, "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
-            ended = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
-            )  # fmt: skip
+            ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return "hang"
     if ended.returncode > 1:

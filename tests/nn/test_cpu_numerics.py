@@ -20,8 +20,10 @@ def _restore(monkeypatch):
 def test_products_go_where_they_are_said_to(monkeypatch):
     monkeypatch.setattr(matmul, "_error", lambda: 1e-7)
     for products, *precisions in (
-        ("onednn", "medium", "medium"), ("default", "highest", "highest"), ("mixed", "medium", "highest"),
-    ):  # fmt: skip
+        ("onednn", "medium", "medium"),
+        ("default", "highest", "highest"),
+        ("mixed", "medium", "highest"),
+    ):
         numerics.use(Numerics(products=products))
         usual = torch.get_float32_matmul_precision()
         with numerics.products_of_experts():

@@ -10,10 +10,22 @@ from kumi.nn import Decoder
 from kumi.spec.families import from_hf
 from weights import init_weights
 
-CONFIG = {"model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
-          "max_position_embeddings": 64, "initializer_range": 0.2, "use_sliding_window": True, "sliding_window": 4,
-          "max_window_layers": 2}  # fmt: skip
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "max_window_layers": 2,
+}
 SPEC = from_hf(CONFIG)
 
 

@@ -18,8 +18,15 @@ from kumi.spec.model import LatentAttention, LayerSpec, ModelSpec, Rope
 from weights import init_weights
 
 SPEC = model.MoE(6, 2, 24, 16)
-V3 = replace(SPEC, num_experts=8, scoring_func="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5,
-             topk_method="noaux_tc")  # fmt: skip
+V3 = replace(
+    SPEC,
+    num_experts=8,
+    scoring_func="sigmoid",
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    topk_method="noaux_tc",
+)
 SHAPE = (3, 5)
 
 
@@ -56,10 +63,18 @@ def reference(module, x):
     return (out * weights.view(*x.shape[:-1], -1, 1)).sum(-2) + module.shared_experts(x)
 
 
-@pytest.mark.parametrize("spec", [
-    SPEC, replace(SPEC, norm_topk_prob=False), V3, replace(SPEC, bias=True, act_limit=0.5),
-    replace(V3, hidden_act="gelu"), replace(SPEC, bias=True, gated=False, hidden_act="relu2"),
-], ids=["plain", "no-norm", "v3", "clamped", "gelu", "not-gated"])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC,
+        replace(SPEC, norm_topk_prob=False),
+        V3,
+        replace(SPEC, bias=True, act_limit=0.5),
+        replace(V3, hidden_act="gelu"),
+        replace(SPEC, bias=True, gated=False, hidden_act="relu2"),
+    ],
+    ids=["plain", "no-norm", "v3", "clamped", "gelu", "not-gated"],
+)
 @pytest.mark.parametrize("flat", [False, True])
 def test_equals_all_experts_on_all_tokens(spec, flat):
     module, x = made(spec), tokens().requires_grad_()
@@ -203,7 +218,8 @@ def test_a_decoder_starts_and_writes():
     ((name, router),) = routers(decoder)
     assert isinstance(router, Router)
     assert {tensor.name: tensor.shape for tensor in ledger.buffers(DECODER)} == {
-        f"{name}.e_score_correction_bias": (8,)}  # fmt: skip
+        f"{name}.e_score_correction_bias": (8,)
+    }
     assert decoder.state_dict().keys() == {tensor.name for tensor in ledger.tensors(DECODER)}
     assert not router.e_score_correction_bias.any()
     assert 0.01 < decoder.model.layers["1"].mlp.experts.gate_up_proj.std() < 0.03

@@ -9,9 +9,18 @@ from kumi.spec.families import from_hf
 from kumi.spec.op import Dim, Param
 from weights import init_weights
 
-CONFIG = {"model_type": "qwen2", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
-          "initializer_range": 0.05}  # fmt: skip
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.05,
+}
 
 
 def decoder(**changes):

@@ -27,8 +27,9 @@ def random(*shape, dtype=torch.float64):
 
 def test_norm_gradcheck():
     layer, x = norm(6), random(2, 3, 6).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, weight: torch.func.functional_call(layer, {"weight": weight}, x),
-                                    (x, layer.weight))  # fmt: skip
+    assert torch.autograd.gradcheck(
+        lambda x, weight: torch.func.functional_call(layer, {"weight": weight}, x), (x, layer.weight)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,8 +61,10 @@ def test_a_zero_centred_norm_multiplies_by_one_more():
     with torch.no_grad():
         centred.weight.copy_(plain.weight - 1)
     torch.testing.assert_close(centred(x), plain(x))
-    assert torch.autograd.gradcheck(lambda x, weight: torch.func.functional_call(centred, {"weight": weight}, x),
-                                    (x.requires_grad_(), centred.weight))  # fmt: skip
+    assert torch.autograd.gradcheck(
+        lambda x, weight: torch.func.functional_call(centred, {"weight": weight}, x),
+        (x.requires_grad_(), centred.weight),
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -118,12 +121,14 @@ FORMULAS = {
     "silu": lambda x: x * x.sigmoid(),
     "swish": lambda x: x * x.sigmoid(),
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
-                    lambda x: 0.5 * x * (1 + torch.tanh(TANH**0.5 * (x + 0.044715 * x**3)))),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+        lambda x: 0.5 * x * (1 + torch.tanh(TANH**0.5 * (x + 0.044715 * x**3))),
+    ),
     "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "relu": lambda x: x.clamp(min=0),
     "relu2": lambda x: x.clamp(min=0).square(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -150,8 +155,9 @@ def test_clamped_gates():
     found = activations.joined(gate, up, how)
     torch.testing.assert_close(found, expected)
     grad = random(6, 4) + 0.3
-    torch.testing.assert_close(torch.autograd.grad(found, (gate, up), grad),
-                               torch.autograd.grad(expected, (gate, up), grad))  # fmt: skip
+    torch.testing.assert_close(
+        torch.autograd.grad(found, (gate, up), grad), torch.autograd.grad(expected, (gate, up), grad)
+    )
 
 
 def test_linear_computes_in_the_dtype_of_its_input():

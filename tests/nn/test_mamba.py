@@ -27,8 +27,18 @@ def inputs(length, documents=False, chunk=CHUNK, limits=(0.3, 1.5)):
 
     numbers = (torch.rand(ROWS, length, generator=random) < 0.25).long().cumsum(1) if documents else None
     both = (ROWS, length, GROUPS, STATE)
-    return Inputs(leaf(ROWS, length, HEADS, CHANNELS), leaf(*both), leaf(*both), leaf(ROWS, length, HEADS), leaf(HEADS),
-                  leaf(HEADS), leaf(HEADS), numbers, chunk, *limits)  # fmt: skip
+    return Inputs(
+        leaf(ROWS, length, HEADS, CHANNELS),
+        leaf(*both),
+        leaf(*both),
+        leaf(ROWS, length, HEADS),
+        leaf(HEADS),
+        leaf(HEADS),
+        leaf(HEADS),
+        numbers,
+        chunk,
+        *limits,
+    )
 
 
 def one_by_one(given):

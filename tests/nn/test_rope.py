@@ -14,11 +14,22 @@ from kumi.nn.where import document_lengths, tables
 from kumi.spec.model import Attention, Rope
 
 LENGTH, HEAD = 24, 16
-LONG = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0, 1.25, 1.5, 2.0],
-        "long_factor": [2.0, 3.0, 5.0, 8.0], "partial_rotary_factor": 0.5,
-        "attention_factor": 1.3}  # fmt: skip
-LONGROPE = Rope(1000.0, "longrope", short_factor=(1.0, 1.25, 1.5, 2.0), long_factor=(2.0, 3.0, 5.0, 8.0),
-                partial_rotary_factor=0.5, attention_factor=1.3)  # fmt: skip
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0, 1.25, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0, 8.0],
+    "partial_rotary_factor": 0.5,
+    "attention_factor": 1.3,
+}
+LONGROPE = Rope(
+    1000.0,
+    "longrope",
+    short_factor=(1.0, 1.25, 1.5, 2.0),
+    long_factor=(2.0, 3.0, 5.0, 8.0),
+    partial_rotary_factor=0.5,
+    attention_factor=1.3,
+)
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
@@ -41,13 +52,19 @@ CASES = {
     "partial": (Rope(1000.0, partial_rotary_factor=0.5), ("Phi3", PLAIN | {"partial_rotary_factor": 0.5}, {})),
     "a quarter": (Rope(1000.0, partial_rotary_factor=0.25), ("GPTNeoX", PLAIN | {"partial_rotary_factor": 0.25}, {})),
     "neighbours": (Rope(1000.0, interleave=True), ("Cohere2", PLAIN, {})),
-    "neighbours, partial": (Rope(1000.0, partial_rotary_factor=0.5, interleave=True),
-                            ("Glm4", PLAIN | {"partial_rotary_factor": 0.5}, {"head_dim": HEAD})),
-    "long, short rows": (replace(LONGROPE, original_max_position_embeddings=LENGTH),
-                         ("Phi3", LONG, {"original_max_position_embeddings": LENGTH})),
-    "long, long rows": (replace(LONGROPE, original_max_position_embeddings=LENGTH - 1),
-                        ("Phi3", LONG, {"original_max_position_embeddings": LENGTH - 1})),
-}  # fmt: skip
+    "neighbours, partial": (
+        Rope(1000.0, partial_rotary_factor=0.5, interleave=True),
+        ("Glm4", PLAIN | {"partial_rotary_factor": 0.5}, {"head_dim": HEAD}),
+    ),
+    "long, short rows": (
+        replace(LONGROPE, original_max_position_embeddings=LENGTH),
+        ("Phi3", LONG, {"original_max_position_embeddings": LENGTH}),
+    ),
+    "long, long rows": (
+        replace(LONGROPE, original_max_position_embeddings=LENGTH - 1),
+        ("Phi3", LONG, {"original_max_position_embeddings": LENGTH - 1}),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)

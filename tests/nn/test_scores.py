@@ -27,10 +27,7 @@ BOUNDS = {"rows": [0, 11, 22], "documents": [0, 4, 5, 11, 22]}
 @pytest.fixture(autouse=True)
 def _small_blocks():
     blockwise._plan.cache_clear()
-    with (
-        patch.object(cpu_attention, "BLOCK", 3),
-        patch.multiple(block_attention, BLOCK={"cpu": 4}, UNIT=2, ROUND=2),
-    ):
+    with patch.object(cpu_attention, "BLOCK", 3), patch.multiple(block_attention, BLOCK={"cpu": 4}, UNIT=2, ROUND=2):
         yield
     blockwise._plan.cache_clear()
 
@@ -49,8 +46,11 @@ def by_the_formula(q, k, v, ids, window, sinks, scores):
     for row in range(ROWS):
         for place in range(LENGTH):
             for head in range(q.shape[2]):
-                seen = [key for key in range(place + 1) if place - key < (window or LENGTH)
-                        and (ids is None or ids[row, key] == ids[row, place])]  # fmt: skip
+                seen = [
+                    key
+                    for key in range(place + 1)
+                    if place - key < (window or LENGTH) and (ids is None or ids[row, key] == ids[row, place])
+                ]
                 found = (k[row, seen, head // group] @ q[row, place, head]) * scale
                 if scores.softcap is not None:
                     found = scores.softcap * torch.tanh(found / scores.softcap)
@@ -115,8 +115,12 @@ def test_random_cases(seed):
     random = Random(seed)
     kv_heads = random.choice((1, 2, 3))
     heads, window = kv_heads * random.choice((1, 2, 4)), random.choice((None, 1, 3, 7))
-    scores = Scores(random.choice((None, 0.1, 1.0)), random.choice((None, 0.5, 3.0)),
-                    random.choice((None, slopes(heads))), random.random() < 0.3)  # fmt: skip
+    scores = Scores(
+        random.choice((None, 0.1, 1.0)),
+        random.choice((None, 0.5, 3.0)),
+        random.choice((None, slopes(heads))),
+        random.random() < 0.3,
+    )
     ids = torch.tensor([[random.random() < 0.3 for _ in range(LENGTH)] for _ in range(ROWS)]).cumsum(1)
     begins = torch.cat([torch.ones(ROWS, 1, dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], 1).flatten().nonzero()[:, 0]
     bounds = [*begins.tolist(), ROWS * LENGTH]

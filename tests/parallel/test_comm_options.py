@@ -139,8 +139,13 @@ def test_products_overlap_with_messages_between_gpus_of_a_node_only():
         (said,) = refusals(overlapped, layout, 1, cluster)
         assert sentence in said
     with pytest.raises(LayoutError, match=r"comm\.async_tp=true on cpu with tp=2"):
-        build(SPECS["llama"], Mesh(Layout(tp=2), Place(0, 2, 0, torch.device("cpu")), {}), PRECISIONS["fp32"],
-              weights=0, comm=overlapped)  # fmt: skip
+        build(
+            SPECS["llama"],
+            Mesh(Layout(tp=2), Place(0, 2, 0, torch.device("cpu")), {}),
+            PRECISIONS["fp32"],
+            weights=0,
+            comm=overlapped,
+        )
 
 
 def _overlapped(schedule):

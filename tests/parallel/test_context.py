@@ -23,8 +23,9 @@ from steps import Part, Trace, mesh_of, train
 
 TOLERANCE = 1e-10
 ROWS, LENGTH = 2, 24
-DOCUMENTS = torch.stack([(torch.arange(LENGTH) >= 5).int() + (torch.arange(LENGTH) >= 14).int(),
-                         torch.zeros(LENGTH, dtype=torch.int32)])  # fmt: skip
+DOCUMENTS = torch.stack(
+    [(torch.arange(LENGTH) >= 5).int() + (torch.arange(LENGTH) >= 14).int(), torch.zeros(LENGTH, dtype=torch.int32)]
+)
 
 
 def _attended(layout, heads, v_size, documents, window, *score, scores=PLAIN):

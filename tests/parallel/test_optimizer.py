@@ -48,9 +48,15 @@ def test_weight_decay_applies_to_matrices_and_not_to_biases_norms_and_rates(spec
 def test_steps_equal_those_of_states_made_in_the_first_step():
     ours, theirs = _module(), _module()
     plain = torch.optim.AdamW(
-        [{"params": [p for p in theirs.parameters() if (p.ndim > 1) == matrix], "weight_decay": 0.1 * matrix}
-         for matrix in (True, False)], lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True,
-    )  # fmt: skip
+        [
+            {"params": [p for p in theirs.parameters() if (p.ndim > 1) == matrix], "weight_decay": 0.1 * matrix}
+            for matrix in (True, False)
+        ],
+        lr=3e-4,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        fused=True,
+    )
     optimizer = init_adamw(ours.named_parameters(), ("0.weight",), Optim())
     assert {name for state in optimizer.state.values() for name in state} == {"step", "exp_avg", "exp_avg_sq"}
     for step in range(3):

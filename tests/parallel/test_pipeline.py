@@ -16,9 +16,7 @@ from layouts.test_layouts import alone, equal
 from ranks import run_ranks
 from steps import SPECS, batch, mesh_of, train
 
-SCHEDULES = {
-    "1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2,
-}  # fmt: skip
+SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2}
 
 
 def compare(ranks, layout, family, microbatches):
@@ -65,8 +63,9 @@ def test_recomputation_inside_of_stages(ranks, schedule, recompute):
     compare(ranks, piped(2, schedule, recompute=recompute), "deep", 6)
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 2), ("zb-h1", 2), ("zb-h2", 3),
-                                                        ("zb-v", 1), ("zb-v", 3)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 2), ("zb-h1", 2), ("zb-h2", 3), ("zb-v", 1), ("zb-v", 3)]
+)
 def test_fewer_microbatches_than_stages(ranks, schedule, microbatches):
     compare(ranks, piped(4, schedule), "deep-tied", microbatches)
 
@@ -140,8 +139,10 @@ def evaluated(layout, microbatches):
     return [one.numpy() for one in found]
 
 
-@pytest.mark.parametrize(("pp", "schedule", "microbatches"), [(2, "1f1b", 3), (2, "zb-v", 3), (2, "interleaved", 1),
-                                                              (4, "zb-v", 5), (4, "gpipe", 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pp", "schedule", "microbatches"),
+    [(2, "1f1b", 3), (2, "zb-v", 3), (2, "interleaved", 1), (4, "zb-v", 5), (4, "gpipe", 2)],
+)
 def test_forward_alone_gives_what_one_process_gives(ranks, pp, schedule, microbatches):
     wanted = run_ranks(1, evaluated, Layout(), microbatches)[0]
     layout = piped(pp, schedule)
@@ -161,8 +162,10 @@ def saved(layout):
     return [(piece.name, piece.start) for piece in owned(model_pieces(model, mesh), model, mesh)]
 
 
-@pytest.mark.parametrize(("pp", "schedule", "data"), [(2, "1f1b", {}), (2, "zb-v", {}), (4, "interleaved", {}),
-                                                      (2, "1f1b", {"dp_shard": 2, "zero": 1})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pp", "schedule", "data"),
+    [(2, "1f1b", {}), (2, "zb-v", {}), (4, "interleaved", {}), (2, "1f1b", {"dp_shard": 2, "zero": 1})],
+)
 def test_every_part_is_saved_by_one_rank(ranks, pp, schedule, data):
     layout = piped(pp, schedule, **data)
     every = [piece for mine in ranks(layout.world_size, saved, layout) for piece in mine]

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from kumi.nn.router import routers
-from kumi.parallel import (
-    bare,
-    build,
-    fill,
-    init_adamw,
-    model_pieces,
-    optimizer_pieces,
-    owned,
-)
+from kumi.parallel import bare, build, fill, init_adamw, model_pieces, optimizer_pieces, owned
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers, decayed, params, tensors
 from kumi.spec.optim import Optim
@@ -119,8 +111,9 @@ def _saved_model(layout):
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=3), Layout(dp_shard=2, zero=1, ep=2), Layout(pp=2),
-                                    Layout(dp_replicate=2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=2, zero=3), Layout(dp_shard=2, zero=1, ep=2), Layout(pp=2), Layout(dp_replicate=2)]
+)
 def test_biases_that_choose_experts_are_saved_once_and_whole(ranks, layout):
     whole = _gather(ranks(layout.world_size, _saved_model, layout))
     assert whole.keys() == {f"model/{tensor.name}" for tensor in tensors(SPECS["latent"])}

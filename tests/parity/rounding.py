@@ -30,8 +30,9 @@ def rounding(
         exact = compute(wide)
         moved = dict.fromkeys(exact, 0.0)
         for _ in range(DRAWS):
-            signs = {key: torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
-                     for key, weight in weights.items()}  # fmt: skip
+            signs = {
+                key: torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1 for key, weight in weights.items()
+            }
             wide.load_state_dict({key: weight * (1 + UNIT * signs[key]) for key, weight in weights.items()})
             for key, value in compute(wide).items():
                 moved[key] = max(moved[key], float((value - exact[key]).abs().max()))

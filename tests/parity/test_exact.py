@@ -11,8 +11,20 @@ import pytest
 import torch
 from tiny_models import build_reference, decoder_of, in_float64
 
-NAMES = ("gemma", "gemma-biases", "glm4", "glm4-whole", "olmo3", "olmo3-yarn", "phi3-longrope-partial", "qwen2-moe",
-         "qwen2-moe-sparse", "qwen3-moe", "seed-oss", "seed-oss-biases")  # fmt: skip
+NAMES = (
+    "gemma",
+    "gemma-biases",
+    "glm4",
+    "glm4-whole",
+    "olmo3",
+    "olmo3-yarn",
+    "phi3-longrope-partial",
+    "qwen2-moe",
+    "qwen2-moe-sparse",
+    "qwen3-moe",
+    "seed-oss",
+    "seed-oss-biases",
+)
 
 
 def _unturned(module, inputs, tables):

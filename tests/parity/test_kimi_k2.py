@@ -17,12 +17,29 @@ from kumi.spec import families
 from weights import read_tensors
 
 # The rotation as published, of another original context: all pairs are stretched from the first or not at all.
-ROPE = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "original_max_position_embeddings": 16,
-        "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
-CHANGES = {**LATENT, "n_shared_experts": 1, "q_lora_rank": 12, "n_group": 1, "topk_group": 1,
-           "routed_scaling_factor": 2.827, "rope_parameters": ROPE}  # fmt: skip
-CODE = {"configuration_deepseek.DeepseekV3Config": "AutoConfig",
-        "modeling_deepseek.DeepseekV3ForCausalLM": "AutoModelForCausalLM"}  # fmt: skip
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+CHANGES = {
+    **LATENT,
+    "n_shared_experts": 1,
+    "q_lora_rank": 12,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_parameters": ROPE,
+}
+CODE = {
+    "configuration_deepseek.DeepseekV3Config": "AutoConfig",
+    "modeling_deepseek.DeepseekV3ForCausalLM": "AutoModelForCausalLM",
+}
 
 
 @pytest.fixture(scope="module")

@@ -26,17 +26,41 @@ ROTATIONS = {
 OWN_HEAD_DIM = ("Llama", "Mistral", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Glm4", "SeedOss")
 # The keys of biases that a config can ask for.
 BIASES = {
-    "Llama": ("attention_bias", "mlp_bias"), "Qwen3": ("attention_bias",), "Gemma2": ("attention_bias",),
-    "Gemma3Text": ("attention_bias",), "Olmo2": ("attention_bias",), "Granite": ("attention_bias", "mlp_bias"),
-    "SmolLM3": ("attention_bias", "mlp_bias"), "Cohere2": ("attention_bias",), "Starcoder2": ("use_bias",),
-    "Gemma": ("attention_bias",), "Glm4": ("attention_bias",), "Olmo3": ("attention_bias",),
+    "Llama": ("attention_bias", "mlp_bias"),
+    "Qwen3": ("attention_bias",),
+    "Gemma2": ("attention_bias",),
+    "Gemma3Text": ("attention_bias",),
+    "Olmo2": ("attention_bias",),
+    "Granite": ("attention_bias", "mlp_bias"),
+    "SmolLM3": ("attention_bias", "mlp_bias"),
+    "Cohere2": ("attention_bias",),
+    "Starcoder2": ("use_bias",),
+    "Gemma": ("attention_bias",),
+    "Glm4": ("attention_bias",),
+    "Olmo3": ("attention_bias",),
     "SeedOss": ("attention_bias", "attention_out_bias", "mlp_bias"),
-}  # fmt: skip
+}
 # Whether all layers have one window, or each its own kind.
 ONE_WINDOW = ("Mistral", "Phi3", "Starcoder2")
 KINDS_OF_LAYERS = ("Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Olmo3", "SmolLM3", "Cohere2")
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2", "Gemma3Text", "Olmo2", "Granite", "SmolLM3",
-            "Cohere2", "Starcoder2", "Gemma", "Glm4", "Olmo3", "SeedOss")  # fmt: skip
+FAMILIES = (
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "Phi3",
+    "Gemma2",
+    "Gemma3Text",
+    "Olmo2",
+    "Granite",
+    "SmolLM3",
+    "Cohere2",
+    "Starcoder2",
+    "Gemma",
+    "Glm4",
+    "Olmo3",
+    "SeedOss",
+)
 
 
 @st.composite
@@ -46,11 +70,17 @@ def changes_of(draw, family):
     kv_heads, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     head_dim, heads = draw(st.sampled_from((4, 8, 12))), kv_heads * queries
     changes = {
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "hidden_size": heads * head_dim, "intermediate_size": draw(st.integers(1, 40)),
-        "vocab_size": draw(st.integers(2, 70)), "tie_word_embeddings": draw(st.booleans()),
-        "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1,
-    }  # fmt: skip
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": heads * head_dim,
+        "intermediate_size": draw(st.integers(1, 40)),
+        "vocab_size": draw(st.integers(2, 70)),
+        "tie_word_embeddings": draw(st.booleans()),
+        "pad_token_id": None,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     if family in OWN_HEAD_DIM:
         changes["head_dim"] = draw(st.sampled_from((4, 8, 12)))
     if family == "Qwen3" or (family == "Gemma3Text" and changes["hidden_size"] % heads):
@@ -96,12 +126,22 @@ def test_a_random_configuration(family, data):
 # A hidden state of four numbers whose terms nearly cancel: the norm after it makes it large again, and with it what was
 # rounded. Other draws of this shape are up to 1e-4 of the largest logit off, on some CPUs and not on others.
 CANCELLING = {
-    "num_hidden_layers": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 4, "head_dim": 4,
-    "intermediate_size": 16, "vocab_size": 30, "tie_word_embeddings": True, "attention_bias": False,
-    "rope_parameters": {"full_attention": LLAMA3, "sliding_attention": ROTATIONS["default"]}, "sliding_window": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "hidden_size": 4,
+    "head_dim": 4,
+    "intermediate_size": 16,
+    "vocab_size": 30,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "rope_parameters": {"full_attention": LLAMA3, "sliding_attention": ROTATIONS["default"]},
+    "sliding_window": 12,
     "layer_types": ["full_attention", "full_attention", "sliding_attention"],
-    "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
 def test_norms_over_four_numbers():

@@ -17,18 +17,40 @@ from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 
-MODEL = families.from_hf({
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1536,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 4096,
-    "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True,
-})  # fmt: skip
+MODEL = families.from_hf(
+    {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 4096,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    }
+)
 DEVICE = Device(
-    "Testor", "cpu", 2**34, peak=(("float32", 1e11),), memory_bandwidth=2e10, stream=0.5, matmul=(("float32", 0.8),),
-    attention=(0.3, 0.3), launch=3e-6, reserved=2**28,
-)  # fmt: skip
+    "Testor",
+    "cpu",
+    2**34,
+    peak=(("float32", 1e11),),
+    memory_bandwidth=2e10,
+    stream=0.5,
+    matmul=(("float32", 0.8),),
+    attention=(0.3, 0.3),
+    launch=3e-6,
+    reserved=2**28,
+)
 CLUSTER = ClusterSpec("test", DEVICE, 4, links=(Link("gloo", 4, 2e8, 1e-4, 1.0),))
-TRUE = replace(CLUSTER, device=replace(DEVICE, stream=0.25, matmul=(("float32", 0.6),)),
-               links=(replace(CLUSTER.links[0], bandwidth=5e7),))  # fmt: skip
+TRUE = replace(
+    CLUSTER,
+    device=replace(DEVICE, stream=0.25, matmul=(("float32", 0.6),)),
+    links=(replace(CLUSTER.links[0], bandwidth=5e7),),
+)
 
 
 def run(layout, seq_len=256, sequences=16, truth=TRUE, extra_memory=0):

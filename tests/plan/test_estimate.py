@@ -61,9 +61,7 @@ def machines():
         "no links": replace(plain, cluster=replace(plain.cluster, links=())),
         "no bandwidths": job(of=DENSE, device=bare),
         "cpu": replace(
-            plain,
-            cluster=cluster_spec(ClusterSection(source="auto", devices_per_node=8)),
-            precision=PRECISIONS["fp32"],
+            plain, cluster=cluster_spec(ClusterSection(source="auto", devices_per_node=8)), precision=PRECISIONS["fp32"]
         ),
         "one cpu": replace(plain, cluster=cluster_spec(ClusterSection(source="auto")), precision=PRECISIONS["fp32"]),
     }
@@ -114,8 +112,11 @@ def test_many_at_once_get_what_each_gets_alone(of):
     microbatches (tests/plan/test_closed.py), near otherwise."""
     wanted = job(of=of, sequences=64)
     layouts = [one for one in SHAPES.values() if not one.stage_layers]
-    layouts += [replace(one, tp=1, dp_shard=4, dp_replicate=1, zero=1, pp=2, stages=1, schedule="gpipe")
-                for one in layouts if one.cp == 1]  # fmt: skip
+    layouts += [
+        replace(one, tp=1, dp_shard=4, dp_replicate=1, zero=1, pp=2, stages=1, schedule="gpipe")
+        for one in layouts
+        if one.cp == 1
+    ]
     layouts = [one for one in layouts if one.world_size == 8]
     many = estimate_many(wanted, layouts)
     for row, layout in enumerate(layouts):
@@ -175,9 +176,12 @@ def test_even_stages_written_out_change_nothing():
 @pytest.mark.parametrize("of", [DENSE, MIXED], ids=["dense", "mixed"])
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_shard=8, zero=1), Layout(pp=2, dp_shard=4, zero=1),
-     Layout(pp=2, stages=2, schedule="interleaved", dp_shard=4, zero=1)],
-)  # fmt: skip
+    [
+        Layout(dp_shard=8, zero=1),
+        Layout(pp=2, dp_shard=4, zero=1),
+        Layout(pp=2, stages=2, schedule="interleaved", dp_shard=4, zero=1),
+    ],
+)
 def test_every_further_layer_that_recomputes_costs_time_and_saves_memory(of, layout):
     wanted = job(of=of, seq_len=8192)
     most = of.num_hidden_layers // layout.pp
@@ -205,8 +209,11 @@ def test_better_machines_are_never_slower(name, part):
         links = tuple(replace(link, **{part: FASTER[part] * getattr(link, part)}) for link in LINKS)
         better = replace(cluster, links=links)
     else:
-        value = {"peak": tuple((dtype, 2 * flops) for dtype, flops in device.peak),
-                 "memory_bandwidth": 2 * device.memory_bandwidth, "launch": device.launch / 2}[part]  # fmt: skip
+        value = {
+            "peak": tuple((dtype, 2 * flops) for dtype, flops in device.peak),
+            "memory_bandwidth": 2 * device.memory_bandwidth,
+            "launch": device.launch / 2,
+        }[part]
         better = replace(cluster, device=replace(device, **{part: value}))
     before, after = (estimate(replace(wanted, cluster=one), SHAPES[name]) for one in (cluster, better))
     # Where the host is what is slow, its time counts as that of input gradients, which the next rank waits for.

@@ -9,8 +9,16 @@ from kumi.errors import ConfigError
 from kumi.plan.kernels import alignment, matmul_seconds, peak_flops, stream_seconds
 from kumi.spec.cluster import Device
 
-DEVICE = Device("test", "cuda", 80 * 2**30, peak=(("bfloat16", 1e15),), memory_bandwidth=3e12, stream=1.0,
-                matmul=(("bfloat16", 0.8),), processors=128)  # fmt: skip
+DEVICE = Device(
+    "test",
+    "cuda",
+    80 * 2**30,
+    peak=(("bfloat16", 1e15),),
+    memory_bandwidth=3e12,
+    stream=1.0,
+    matmul=(("bfloat16", 0.8),),
+    processors=128,
+)
 
 
 def seconds(rows, inner, columns, device=DEVICE):

@@ -80,8 +80,15 @@ META = [
 
 def meta(devices, seq_len, layout, recompute):
     """The estimate of a row of the table: 16 M tokens a step, eight stages a rank (the paper does not say how many)."""
-    wanted = planned("llama-3.1-405b", "h100-sxm", devices // 8, seq_len, 2**24 // seq_len, network="roce-3200",
-                     engine=ENGINES["torchtitan"])  # fmt: skip
+    wanted = planned(
+        "llama-3.1-405b",
+        "h100-sxm",
+        devices // 8,
+        seq_len,
+        2**24 // seq_len,
+        network="roce-3200",
+        engine=ENGINES["torchtitan"],
+    )
     return estimate(wanted, replace(layout, schedule="interleaved", stages=8, recompute=recompute))
 
 
@@ -106,9 +113,15 @@ def test_llama_3_405b_as_it_was_trained(devices, seq_len, layout, published):
 # (which selective recomputation leaves alone), nothing sent beside compute. Read in rioyokotalab/Megatron-Llama2:
 # scripts/abci/*/llama-2-*-dp*-tp*-pp*.sh and megatron/model/transformer.py.
 SWALLOW = replace(
-    ENGINES["megatron-lm"], name="Megatron-LM of 2023", kernels="eager", attention="flash", autograd=("norm", "gate"),
-    overlap_grads=False, overlap_params=False, overlap_pp=False,
-)  # fmt: skip
+    ENGINES["megatron-lm"],
+    name="Megatron-LM of 2023",
+    kernels="eager",
+    attention="flash",
+    autograd=("norm", "gate"),
+    overlap_grads=False,
+    overlap_params=False,
+    overlap_pp=False,
+)
 # The authors' fork of llama-recipes: FSDP1 around transformers' blocks, activations checkpointed (kotoba-tech/
 # kotoba-recipes, scripts/abci/*b/*.sh).
 RECIPES = replace(ENGINES["accelerate-fsdp"], name="llama-recipes")
@@ -223,8 +236,9 @@ def sites(tmp_path_factory):
     files["near"].write_text(SIDE_BY_SIDE)
 
     def seconds(count, **section):
-        wanted = planned("llama-2-7b", "h100-sxm", count, 4096, 192, engine=ENGINES["megatron-bridge"],
-                         devices_per_node=2, **section)  # fmt: skip
+        wanted = planned(
+            "llama-2-7b", "h100-sxm", count, 4096, 192, engine=ENGINES["megatron-bridge"], devices_per_node=2, **section
+        )
         found = estimate(wanted, Layout(tp=2, pp=count, recompute="selective"))
         assert found.fits
         return found.step_seconds
@@ -253,11 +267,20 @@ def test_sites_joined_by_something_like_the_internet_are_not(sites):
 # Headline figures of picotron: kernels of its own, attention fused
 
 SMOLLM = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 2048,
-    "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 24,
-    "vocab_size": 49152, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 24,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 def test_picotron_s_figures_lie_between_op_by_op_and_compiled_kernels():
@@ -275,14 +298,30 @@ def test_picotron_s_figures_lie_between_op_by_op_and_compiled_kernels():
 
 
 TITAN = Device(
-    "NVIDIA TITAN RTX", "cuda", 24 << 30, ("float32",), (("float32", 16.3e12),), 672e9, 0.85, (("", 0.85),),
-    processors=72, reserved=1 << 30,
-)  # fmt: skip
+    "NVIDIA TITAN RTX",
+    "cuda",
+    24 << 30,
+    ("float32",),
+    (("float32", 16.3e12),),
+    672e9,
+    0.85,
+    (("", 0.85),),
+    processors=72,
+    reserved=1 << 30,
+)
 GPT2 = {
-    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_embd": 768, "n_layer": 12,
-    "n_head": 12, "n_positions": 1024, "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 50257,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 def test_gpt2_on_two_devices_with_and_without_nvlink():

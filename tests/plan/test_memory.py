@@ -10,15 +10,7 @@ import pytest
 from kumi.plan.activations import ledger
 from kumi.plan.columns import columns
 from kumi.plan.engines import ENGINES
-from kumi.plan.memory import (
-    ROUNDING,
-    as_read,
-    host_memory,
-    microbatches_of,
-    rank_memory,
-    stage_memory,
-    usable,
-)  # fmt: skip
+from kumi.plan.memory import ROUNDING, as_read, host_memory, microbatches_of, rank_memory, stage_memory, usable
 from kumi.plan.stages import share
 from kumi.plan.states import held, state_bytes
 from kumi.plan.types import MemoryEstimate
@@ -126,8 +118,15 @@ def test_korthikanti_figure_1(model, microbatch, pp, stages, plain, selective):
     job = job_of(model, kind="fp16", engine=KORTHIKANTI, sequences=280)
     schedule = "interleaved" if stages > 1 else "1f1b"
     for parallel, how, said in ((False, "none", plain), (True, "selective", selective)):
-        layout = Layout(pp=pp, tp=8, microbatch=microbatch, sequence_parallel=parallel, recompute=how,
-                        schedule=schedule, stages=stages)  # fmt: skip
+        layout = Layout(
+            pp=pp,
+            tp=8,
+            microbatch=microbatch,
+            sequence_parallel=parallel,
+            recompute=how,
+            schedule=schedule,
+            stages=stages,
+        )
         x, part = share_of(job, layout)
         each = getattr(ledger(job, x).layers[0], how)[0]
         found = microbatch * 2048 * each * part.layers[0, 0] * part.in_flight[0]
@@ -202,11 +201,20 @@ def random_layouts(count):
         zero = int(one(0, 1, 2, 3))
         shard = 1 if zero == 0 else int(one(2, 4, 16))
         yield Layout(
-            pp=int(one(1, 2, 4)), dp_replicate=int(one(1, 2)), dp_shard=shard, cp=int(one(1, 2)), tp=int(one(1, 2, 8)),
-            ep=int(one(1, 2)), zero=zero, microbatch=int(one(1, 2)), recompute=str(one(*RECOMPUTE)),
-            recompute_layers=one(None, 1, 2), sequence_parallel=bool(one(True, False)), offload=str(one(*OFFLOAD)),
+            pp=int(one(1, 2, 4)),
+            dp_replicate=int(one(1, 2)),
+            dp_shard=shard,
+            cp=int(one(1, 2)),
+            tp=int(one(1, 2, 8)),
+            ep=int(one(1, 2)),
+            zero=zero,
+            microbatch=int(one(1, 2)),
+            recompute=str(one(*RECOMPUTE)),
+            recompute_layers=one(None, 1, 2),
+            sequence_parallel=bool(one(True, False)),
+            offload=str(one(*OFFLOAD)),
             schedule=str(one("1f1b", "gpipe", "zb-h1")),
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("engine", [KUMI, ENGINES["nanotron"], ENGINES["megatron-deepspeed"]])
@@ -237,8 +245,10 @@ def test_a_longer_axis_needs_less(axis):
 
 def test_recomputing_more_layers_keeps_less():
     job = job_of(LLAMA_8B, engine=ENGINES["megatron-lm"], seq_len=8192)
-    totals = [rank_memory(job, Layout(tp=8, recompute="full", recompute_layers=count)).activations
-              for count in (None, 24, 8, 0)]  # fmt: skip
+    totals = [
+        rank_memory(job, Layout(tp=8, recompute="full", recompute_layers=count)).activations
+        for count in (None, 24, 8, 0)
+    ]
     assert totals == sorted(totals)
     none = rank_memory(job, Layout(tp=8, recompute="full", recompute_layers=32))
     assert none == rank_memory(job, Layout(tp=8, recompute="full"))

@@ -173,8 +173,15 @@ def test_memory_between_few_and_all_layers_recomputed_is_never_too_low(of, offlo
         for capacity in np.quantile(one.first.max(axis=0), [0.0, 0.3, 0.7]):
             found = fit(rows, one, capacity)
             index = np.flatnonzero(found.fits & one.held)
-            layouts = [replace(rows.x.row(int(row)), recompute=WORDS["recompute"][one.recompute], offload=offload,
-                               recompute_layers=int(found.layers[row])) for row in index]  # fmt: skip
+            layouts = [
+                replace(
+                    rows.x.row(int(row)),
+                    recompute=WORDS["recompute"][one.recompute],
+                    offload=offload,
+                    recompute_layers=int(found.layers[row]),
+                )
+                for row in index
+            ]
             if layouts:
                 exact = estimate_many(wanted, layouts).memory
                 assert (exact <= found.peak[index] * near).all()
@@ -193,8 +200,9 @@ def test_states_leave_for_the_host_where_nothing_else_helps():
     found = search(tight, {"dp_replicate": 4})
     assert found.plans
     assert all(one.layout.offload != "none" for one in found.plans)
-    assert not search(replace(tight, cluster=replace(tight.cluster, host=replace(HOST, memory=1 << 20))),
-                      {"dp_replicate": 4}).plans  # fmt: skip
+    assert not search(
+        replace(tight, cluster=replace(tight.cluster, host=replace(HOST, memory=1 << 20))), {"dp_replicate": 4}
+    ).plans
 
 
 def test_stages_are_unequal_where_the_head_is_large():

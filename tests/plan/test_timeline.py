@@ -17,7 +17,11 @@ def test_two_ranks_by_hand():
     """Rank 0: F0 0-1, F1 1-2, then waits for B0, which rank 1 has done at 1.5 + 2 + 4 and sent half a second later."""
     found = run("1f1b", 2, 1, 2, [(1, 2, 1), (2, 3, 1)], 0.5)
     assert [(*span.action, span.start, span.end) for span in found.spans[0]] == [
-        ("F", 0, 0, 0, 1), ("F", 0, 1, 1, 2), ("B", 0, 0, 8, 11), ("B", 0, 1, 14, 17)]  # fmt: skip
+        ("F", 0, 0, 0, 1),
+        ("F", 0, 1, 1, 2),
+        ("B", 0, 0, 8, 11),
+        ("B", 0, 1, 14, 17),
+    ]
     assert [(span.start, span.end) for span in found.spans[1]] == [(1.5, 3.5), (3.5, 7.5), (7.5, 9.5), (9.5, 13.5)]
     assert (found.seconds, found.busy, found.idle, found.longest) == (17, (8, 12), (9, 5), 17)
 
@@ -73,8 +77,7 @@ def test_bubbles_are_those_of_the_papers(forward, inputs, weights, pp):
     assert bubble("1f1b") == pytest.approx((pp - 1) * one)
     assert bubble("interleaved", 3) == pytest.approx((pp - 1) * one / 3)
     # The zero-bubble papers count from a rank's first action to its last.
-    assert bubble("zb-h1", longest=True) == pytest.approx(
-        (pp - 1) * max(forward, inputs, forward + inputs - weights))  # fmt: skip
+    assert bubble("zb-h1", longest=True) == pytest.approx((pp - 1) * max(forward, inputs, forward + inputs - weights))
     assert bubble("zb-h2", longest=True) == pytest.approx((pp - 1) * max(0, forward + inputs - 2 * weights))
 
 

@@ -143,9 +143,12 @@ def test_a_pipeline_rank_sends_what_its_actions_make(layout):
     lists = actions(layout.schedule, layout.pp, layout.stages, microbatches)
     for rank, done in enumerate(lists):
         own = {one.stage for one in done}
-        made = Counter("forward" if one.kind == "F" else "backward" for one in done
-                       if (one.kind == "F" and one.stage != last and one.stage + 1 not in own)
-                       or (one.kind in "BI" and one.stage != 0 and one.stage - 1 not in own))  # fmt: skip
+        made = Counter(
+            "forward" if one.kind == "F" else "backward"
+            for one in done
+            if (one.kind == "F" and one.stage != last and one.stage + 1 not in own)
+            or (one.kind in "BI" and one.stage != 0 and one.stage - 1 not in own)
+        )
         listed = {one.when: one for one in collectives(wanted, layout, rank) if one.axis == "pp"}
         assert {when: one.count for when, one in listed.items()} == dict(made)
         size = 2 * layout.microbatch * wanted.batch.seq_len * wanted.model.hidden_size / layout.tp
@@ -172,11 +175,13 @@ def test_messages_of_one_kind_are_listed_once():
     ("layout", "links"),
     [
         (Layout(tp=4, dp_shard=2, zero=1), {"tp": "inside", "dp_shard": "network", "world": "network"}),
-        (Layout(dp_replicate=2, dp_shard=4, zero=3), {"dp_shard": "inside", "dp_replicate": "network",
-                                                      "world": "inside"}),
+        (
+            Layout(dp_replicate=2, dp_shard=4, zero=3),
+            {"dp_shard": "inside", "dp_replicate": "network", "world": "inside"},
+        ),
         (Layout(pp=2, dp_replicate=4), {"pp": "network", "dp": "inside", "world": "network"}),
     ],
-)  # fmt: skip
+)
 def test_messages_are_charged_to_the_link_that_their_group_crosses(layout, links):
     found = estimate(job(of=DENSE), layout).collectives
     assert {one.axis: one.link for one in found} == {axis: links[axis] for axis in {one.axis for one in found}}

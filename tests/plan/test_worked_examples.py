@@ -213,8 +213,10 @@ def test_more_sharding_takes_less_memory_and_more_traffic():
     made = [estimate(wanted, layout) for layout in layouts]
     peaks = [one.peak_memory for one in made]
     assert peaks == sorted(peaks, reverse=True)
-    full, middle = (sum(one.bytes * one.count for one in found.collectives if one.axis == "dp_shard")
-                    for found in (made[2], made[1]))  # fmt: skip
+    full, middle = (
+        sum(one.bytes * one.count for one in found.collectives if one.axis == "dp_shard")
+        for found in (made[2], made[1])
+    )
     assert full > 1.2 * middle
     hybrid = estimate(wanted, Layout(dp_replicate=2, dp_shard=8, zero=3))
     assert {one.axis: one.link for one in hybrid.collectives if one.axis == "dp_shard"}["dp_shard"].startswith("NVLink")

@@ -82,12 +82,19 @@ def test_sources_are_divided_whole_into_fit_and_check():
 
 def test_the_bars_that_are_reached_stay_reached():
     errors = {one["source"]: one for one in COMMITTED["sources"]}
-    for name, bar in (("sc21t1", 0.08), ("dgxc", 0.08), ("mlmh100", 0.08), ("bloom", 0.15), ("vtrain-m", 0.15),
-                      ("hag", 0.15)):  # fmt: skip
+    for name, bar in (
+        ("sc21t1", 0.08),
+        ("dgxc", 0.08),
+        ("mlmh100", 0.08),
+        ("bloom", 0.15),
+        ("vtrain-m", 0.15),
+        ("hag", 0.15),
+    ):
         assert errors[name]["time_mean_abs_error"] <= bar, name
     behind = {"mtnlg", "mlmh100"}
-    assert {name for name, one in errors.items()
-            if one["time_mean_abs_error"] > one["one_constant_mean_abs_error"]} == behind  # fmt: skip
+    assert {
+        name for name, one in errors.items() if one["time_mean_abs_error"] > one["one_constant_mean_abs_error"]
+    } == behind
     summary = COMMITTED["summary"]
     assert summary["memory_mean_abs_error"] <= 0.08
     assert summary["fits_recall"] >= 0.98

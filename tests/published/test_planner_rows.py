@@ -15,9 +15,24 @@ from kumi.plan.engines import ENGINES
 
 HERE = Path(__file__).parent
 CLUSTERS = HERE.parents[1] / "src" / "kumi" / "clusters"
-PLAIN = {"id": "new-1", "source": "a blog", "model_name": "something", "layers": "32", "hidden": "4096", "heads": "32",
-         "vocab": "32000", "seq_len": "2048", "gpu": "H100-80GB", "gpus": "8", "tp": "1", "pp": "1", "micro_batch": "2",
-         "global_batch": "32", "precision": "bf16", "step_time_s": "1.5"}  # fmt: skip
+PLAIN = {
+    "id": "new-1",
+    "source": "a blog",
+    "model_name": "something",
+    "layers": "32",
+    "hidden": "4096",
+    "heads": "32",
+    "vocab": "32000",
+    "seq_len": "2048",
+    "gpu": "H100-80GB",
+    "gpus": "8",
+    "tp": "1",
+    "pp": "1",
+    "micro_batch": "2",
+    "global_batch": "32",
+    "precision": "bf16",
+    "step_time_s": "1.5",
+}
 
 
 def case(**cells):

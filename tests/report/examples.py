@@ -17,11 +17,20 @@ from kumi.spec.schedule import actions, placement
 
 GIB = 2**30
 LLAMA_70B = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 8192,
-    "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80,
-    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 H100 = Device(
     "H100", "cuda", 80 * GIB, ("float32", "bfloat16"), (("bfloat16", 1e15), ("float32", 67e12)), 3.35e12, processors=132
 )
@@ -46,23 +55,37 @@ def one_device(**config: int) -> Job:
 
 def memory(**gib: float) -> MemoryEstimate:
     """Memory by kind from GiB."""
-    kinds = {"params": 0.0, "grads": 0.0, "optimizer": 0.0, "gathered": 0.0, "weights": 0.0, "activations": 0.0,
-             "head": 0.0} | gib  # fmt: skip
+    kinds = {
+        "params": 0.0,
+        "grads": 0.0,
+        "optimizer": 0.0,
+        "gathered": 0.0,
+        "weights": 0.0,
+        "activations": 0.0,
+        "head": 0.0,
+    } | gib
     return MemoryEstimate(**{kind: int(value * GIB) for kind, value in kinds.items()})
 
 
 def estimate(
-    layout: Layout,
-    time: dict[str, float],
-    stages: tuple[MemoryEstimate, ...],
-    collectives: tuple[Collective, ...] = (),
+    layout: Layout, time: dict[str, float], stages: tuple[MemoryEstimate, ...], collectives: tuple[Collective, ...] = ()
 ) -> Estimate:
     """An estimate of 1,048,576 tokens a step, its length the sum of `time`, on devices with 72 GiB usable."""
     seconds, tokens = sum(time.values()), 128 * 8192
     return Estimate(
-        layout, stages, 72 * GIB, seconds, tuple(time.items()), _stages(layout, time), collectives, tokens,
-        layout.world_size, 6 * 70e9 * tokens, 1e15, 0.08,
-    )  # fmt: skip
+        layout,
+        stages,
+        72 * GIB,
+        seconds,
+        tuple(time.items()),
+        _stages(layout, time),
+        collectives,
+        tokens,
+        layout.world_size,
+        6 * 70e9 * tokens,
+        1e15,
+        0.08,
+    )
 
 
 def _stages(layout: Layout, time: dict[str, float]) -> tuple[StageEstimate, ...]:
@@ -75,9 +98,18 @@ def _stages(layout: Layout, time: dict[str, float]) -> tuple[StageEstimate, ...]
 
 
 CHOSEN_STAGES = tuple(
-    memory(params=4, grads=8, optimizer=12, weights=2, activations=24 - 5 * rank, head=3 * (rank == 3), buffers=1,
-           reserved=4) for rank in range(4)
-)  # fmt: skip
+    memory(
+        params=4,
+        grads=8,
+        optimizer=12,
+        weights=2,
+        activations=24 - 5 * rank,
+        head=3 * (rank == 3),
+        buffers=1,
+        reserved=4,
+    )
+    for rank in range(4)
+)
 CHOSEN_TRAFFIC = (
     Collective("all_gather", "tp", 8, 128e6, 2560, "forward", "sequence parts", "NVLink", 1.0, 0.6),
     Collective("reduce_scatter", "tp", 8, 128e6, 2560, "backward", "sequence parts", "NVLink", 1.0, 0.4),
@@ -88,8 +120,20 @@ CHOSEN_TRAFFIC = (
 
 def best(**fields: Any) -> Estimate:
     """TP 8 x PP 4 x ZeRO-1 over 2: 10 s a step, 55 GiB."""
-    time = {"forward": 2.3, "backward": 4.6, "recompute": 0.3, "tp": 1.0, "cp": 0.0, "ep": 0.0, "pp": 0.0, "dp": 0.1,
-            "bubble": 1.5, "optimizer": 0.2, "offload": 0.0, "host": 0.0}  # fmt: skip
+    time = {
+        "forward": 2.3,
+        "backward": 4.6,
+        "recompute": 0.3,
+        "tp": 1.0,
+        "cp": 0.0,
+        "ep": 0.0,
+        "pp": 0.0,
+        "dp": 0.1,
+        "bubble": 1.5,
+        "optimizer": 0.2,
+        "offload": 0.0,
+        "host": 0.0,
+    }
     return replace(estimate(CHOSEN, time, CHOSEN_STAGES, CHOSEN_TRAFFIC), **fields)
 
 

@@ -86,8 +86,10 @@ def test_more_devices_than_anyone_has_are_refused_at_once():
 
 
 def faster(wanted, name):
-    links = (replace(link, bandwidth=1.1 * link.bandwidth * (link.name == name) or link.bandwidth)
-             for link in wanted.cluster.links)  # fmt: skip
+    links = (
+        replace(link, bandwidth=1.1 * link.bandwidth * (link.name == name) or link.bandwidth)
+        for link in wanted.cluster.links
+    )
     return replace(wanted, cluster=replace(wanted.cluster, links=tuple(links)))
 
 
@@ -106,8 +108,10 @@ def test_what_more_would_buy_is_no_less_than_what_it_buys(fields, pinned):
     best = report.best
     claimed = {lever.what: lever.seconds for lever in levers(report)}
     tokens = replace(wanted.batch, tokens_per_step=2 * wanted.batch.tokens_per_step)
-    bought = {f"10% more bandwidth on {link.name}": plain(faster(wanted, link.name), best.layout).step_seconds
-              for link in wanted.cluster.links}  # fmt: skip
+    bought = {
+        f"10% more bandwidth on {link.name}": plain(faster(wanted, link.name), best.layout).step_seconds
+        for link in wanted.cluster.links
+    }
     bought["twice the tokens a step"] = plain(replace(wanted, batch=tokens), best.layout).step_seconds / 2
     bought["memory enough to recompute nothing"] = plain(
         wanted, replace(best.layout, recompute="none", recompute_layers=None)

@@ -110,9 +110,13 @@ def test_verdicts():
 def test_what_one_would_expect_of_a_cluster():
     found = dict(expected_layouts(job()))
     assert list(found) == [
-        "DDP (a whole copy on every device)", "DeepSpeed ZeRO-2 over all devices", "FSDP (ZeRO-3) over all devices",
-        "HSDP (shards in a node, copies across)", "TP in the node, FSDP across", "Megatron-LM (TP x PP, ZeRO-1)",
-    ]  # fmt: skip
+        "DDP (a whole copy on every device)",
+        "DeepSpeed ZeRO-2 over all devices",
+        "FSDP (ZeRO-3) over all devices",
+        "HSDP (shards in a node, copies across)",
+        "TP in the node, FSDP across",
+        "Megatron-LM (TP x PP, ZeRO-1)",
+    ]
     assert all(layout.world_size == 64 for layout in found.values())
     assert found["HSDP (shards in a node, copies across)"].dp_replicate == 8
     assert found["TP in the node, FSDP across"].tp == 8

@@ -38,9 +38,7 @@ def extent(text):
 
 
 def test_each_part_of_a_report_has_its_picture():
-    assert list(pictures(full())) == [
-        "memory", "time", "timeline", "timeline-start", "traffic", "expected", "choices",
-    ]  # fmt: skip
+    assert list(pictures(full())) == ["memory", "time", "timeline", "timeline-start", "traffic", "expected", "choices"]
     alone = estimate(Layout(), {"forward": 1.0, "backward": 2.0}, (memory(params=10),))
     assert list(pictures(Report(one_device(), alone))) == ["memory", "time"]
 

@@ -82,9 +82,22 @@ def test_the_toml_of_a_layout_gives_the_layout_back(layout):
 
 
 def test_every_layout_that_differs_reads_differently():
-    changes = ({"tp": 2}, {"cp": 2}, {"ep": 2}, {"pp": 2}, {"dp_shard": 4}, {"dp_replicate": 2}, {"zero": 3},
-               {"microbatch": 2}, {"recompute": "none"}, {"schedule": "gpipe"}, {"stages": 2}, {"offload": "states"},
-               {"stage_layers": (20, 20, 20, 20)}, {"recompute_layers": 3})  # fmt: skip
+    changes = (
+        {"tp": 2},
+        {"cp": 2},
+        {"ep": 2},
+        {"pp": 2},
+        {"dp_shard": 4},
+        {"dp_replicate": 2},
+        {"zero": 3},
+        {"microbatch": 2},
+        {"recompute": "none"},
+        {"schedule": "gpipe"},
+        {"stages": 2},
+        {"offload": "states"},
+        {"stage_layers": (20, 20, 20, 20)},
+        {"recompute_layers": 3},
+    )
     said = {words.layout_words(replace(CHOSEN, **change)) for change in ({}, *changes)}
     assert len(said) == len(changes) + 1
     assert words.layout_words(Layout()) == "one device, microbatch 1"
@@ -92,17 +105,30 @@ def test_every_layout_that_differs_reads_differently():
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(0, "0 s"), (123.4, "123 s"), (12.34, "12.3 s"), (1, "1.00 s"), (0.9996, "1000 ms"), (0.31, "310 ms"),
-     (0.0042, "4.20 ms"), (0.000042, "0.042 ms")],
-)  # fmt: skip
+    [
+        (0, "0 s"),
+        (123.4, "123 s"),
+        (12.34, "12.3 s"),
+        (1, "1.00 s"),
+        (0.9996, "1000 ms"),
+        (0.31, "310 ms"),
+        (0.0042, "4.20 ms"),
+        (0.000042, "0.042 ms"),
+    ],
+)
 def test_seconds_have_three_digits_and_no_exponent(value, said):
     assert words.seconds(value) == said
 
 
 def test_nearly_all_is_not_called_all():
     assert [words.percent(share) for share in (0, 0.004, 0.25, 0.996, 1, 1.5)] == [
-        "0%", "0.4%", "25%", "99.6%", "100%", "150%",
-    ]  # fmt: skip
+        "0%",
+        "0.4%",
+        "25%",
+        "99.6%",
+        "100%",
+        "150%",
+    ]
 
 
 def test_equal_neighbouring_ranks_are_one_group():

@@ -26,10 +26,17 @@ def test_no_line_is_wider_than_the_terminal_and_no_cell_is_cut(width):
 def test_every_section_is_there():
     text = " ".join(shown(report()).split())
     for said in (
-        "TP 8 x PP 4 (1f1b) x ZeRO-1 over 2", "Memory of pp rank 0, the fullest", "activations 24 GiB 33%",
-        "pipeline bubble 1.50 s 15%", "tp over NVLink 5,120 573 GB 2.00 s 1.00 s 287 GB/s 450 GB/s", "within noise",
-        "3.00 s less exposed dp traffic", "Refused: tp=16", "Where rules of thumb mislead here", "[layout] pp = 4",
-    ):  # fmt: skip
+        "TP 8 x PP 4 (1f1b) x ZeRO-1 over 2",
+        "Memory of pp rank 0, the fullest",
+        "activations 24 GiB 33%",
+        "pipeline bubble 1.50 s 15%",
+        "tp over NVLink 5,120 573 GB 2.00 s 1.00 s 287 GB/s 450 GB/s",
+        "within noise",
+        "3.00 s less exposed dp traffic",
+        "Refused: tp=16",
+        "Where rules of thumb mislead here",
+        "[layout] pp = 4",
+    ):
         assert said in text
 
 

@@ -74,8 +74,11 @@ ILLEGAL = [
     (Layout(zero=4), "zero=4 is not a ZeRO stage"),
     (Layout(dp_replicate=2, zero=2), "set dp_shard = 2 and dp_replicate = 1"),
     (Layout(dp_shard=2), "zero=0 divides nothing, but dp_shard=2"),
-    (Layout(pp=2, dp_shard=2, zero=2), "zero=2 with pp=2: a pipeline's backwards alternate between its microbatches, "
-                                       "so that whole gradients stay until the last; set zero = 1 or 3, or pp = 1"),
+    (
+        Layout(pp=2, dp_shard=2, zero=2),
+        "zero=2 with pp=2: a pipeline's backwards alternate between its microbatches, "
+        "so that whole gradients stay until the last; set zero = 1 or 3, or pp = 1",
+    ),
     (Layout(recompute="some"), "recompute='some' is unknown; use none, selective, full"),
     (Layout(offload="gradients"), "offload='gradients' is unknown; use none, optimizer, states"),
     (Layout(microbatch=0), "microbatch=0 is not a degree"),
@@ -84,15 +87,24 @@ ILLEGAL = [
     (Layout(tp=8), "tp=8 does not divide num_attention_heads=4; use 1, 2 or 4"),
     (Layout(tp=3), "tp=3 does not divide num_key_value_heads=2, nor is it a multiple of it; use 1, 2 or 4"),
     (Layout(tp=3), "tp=3 does not divide intermediate_size=128; use 1, 2 or 4"),
-    (Layout(cp=3), "cp=3 cuts sequences into 2 x 3 pieces, a near and a far one for each rank, which do not divide "
-                   "seq_len=64; use 66, or another cp"),
+    (
+        Layout(cp=3),
+        "cp=3 cuts sequences into 2 x 3 pieces, a near and a far one for each rank, which do not divide "
+        "seq_len=64; use 66, or another cp",
+    ),
     (Layout(cp=64), "cp=64 cuts sequences into 2 x 64 pieces"),
-    (Layout(tp=3), "sequence_parallel cuts sequences into tp x cp = 3 pieces, which do not divide seq_len=64; use 63, "
-                   "or set sequence_parallel = false"),
+    (
+        Layout(tp=3),
+        "sequence_parallel cuts sequences into tp x cp = 3 pieces, which do not divide seq_len=64; use 63, "
+        "or set sequence_parallel = false",
+    ),
     (Layout(ep=2, dp_shard=2, zero=1), "ep=2, but the model has no experts; set ep = 1"),
     (Layout(expert_tp=2, tp=2), "expert_tp=2, but the model has no experts; set expert_tp = 1"),
-    (Layout(pp=12), "pp x stages = 12 x 1 is more than the 6 layers and the two stages that may have only the "
-                    "embedding or the head; use at most 8"),
+    (
+        Layout(pp=12),
+        "pp x stages = 12 x 1 is more than the 6 layers and the two stages that may have only the "
+        "embedding or the head; use at most 8",
+    ),
     (Layout(pp=2, stage_layers=(1, 2, 3)), "stage_layers has 3 entries for pp x stages = 2 stages; give one for each"),
     (Layout(pp=2, stage_layers=(3, 4)), "stage_layers adds up to 7 layers, the model has 6; divide these"),
     (Layout(pp=3, stage_layers=(3, 0, 3)), "stage_layers=[3, 0, 3]: only the first and last stage may have no layers"),
@@ -100,18 +112,25 @@ ILLEGAL = [
     (Layout(pp=2, stages=2), "schedule='1f1b' gives each rank 1 stage, not stages=2"),
     (Layout(pp=2, schedule="zb-v"), "schedule='zb-v' gives each rank 2 stages, not stages=1; set stages = 2"),
     (Layout(pp=2, schedule="interleaved"), "schedule='interleaved' needs 2 or more stages a rank, not stages=1"),
-    (Layout(pp=2, schedule="interleaved", stages=2, microbatch=8), "takes microbatches in groups of pp=2, which does "
-                                                                   "not divide the 3 of a step"),
+    (
+        Layout(pp=2, schedule="interleaved", stages=2, microbatch=8),
+        "takes microbatches in groups of pp=2, which does not divide the 3 of a step",
+    ),
     (Layout(pp=2, schedule="dualpipe", stages=2, microbatch=8), "needs at least 2 x pp = 4 microbatches a step, not 3"),
     (Layout(recompute_layers=2), "recompute_layers=2, but recompute='none'; set recompute = 'selective' or 'full'"),
-    (Layout(pp=2, recompute="full", recompute_layers=4), "recompute_layers=4, but no rank has more than 3 layers; use "
-                                                         "0 to 3, or leave it out"),
+    (
+        Layout(pp=2, recompute="full", recompute_layers=4),
+        "recompute_layers=4, but no rank has more than 3 layers; use 0 to 3, or leave it out",
+    ),
     (Layout(context="ulisses"), "context='ulisses' is unknown; use ring, ulysses"),
-    (Layout(cp=8, context="ulysses"), "context='ulysses' cannot deal the 4 heads of a tp rank, and their keys and "
-                                      "values, out to cp=8 ranks; use 1, 2 or 4 for cp, or context = 'ring'"),
+    (
+        Layout(cp=8, context="ulysses"),
+        "context='ulysses' cannot deal the 4 heads of a tp rank, and their keys and "
+        "values, out to cp=8 ranks; use 1, 2 or 4 for cp, or context = 'ring'",
+    ),
     (Layout(cp=4, tp=2, context="ulysses"), "the 2 heads of a tp rank, and their keys and values, out to cp=4 ranks"),
     (Layout(offload="states-nvme"), "offload='states-nvme' needs host.nvme and host.nvme_bandwidth of a node"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("layout", "sentence"), ILLEGAL)
@@ -136,10 +155,13 @@ def test_each_problem_of_the_batch_and_the_cluster_has_its_sentence(layout, batc
     [
         (Layout(ep=8, dp_shard=8, zero=1), "ep=8 does not divide num_experts=12; use 1, 2, 3, 4, 6 or 12"),
         (Layout(expert_tp=3, tp=3), "expert_tp=3 does not divide the experts' width of 32; use 1, 2, 4, 8, 16 or 32"),
-        (Layout(ep=4, dp_shard=2, zero=1), "ep x expert_tp = 4 does not divide the dp_shard x cp x tp = 2 ranks that "
-                                           "experts are dealt to; use a product that does, one of 1 or 2"),
+        (
+            Layout(ep=4, dp_shard=2, zero=1),
+            "ep x expert_tp = 4 does not divide the dp_shard x cp x tp = 2 ranks that "
+            "experts are dealt to; use a product that does, one of 1 or 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_problem_of_experts_has_its_sentence(layout, sentence):
     assert any(sentence in problem for problem in found(layout, model=MIXED)), found(layout, model=MIXED)
 
@@ -159,8 +181,10 @@ def test_data_parallelism_with_adamw_can_be_trained(kind):
     assert untrainable(job, Layout(dp_replicate=2, dp_shard=4, zero=3, microbatch=2, recompute="full")) == []
 
 
-@pytest.mark.parametrize(("schedule", "stages"), {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1,
-                                                  "zb-v": 2, "dualpipe": 2}.items())  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2}.items(),
+)
 def test_every_pipeline_can_be_trained(schedule, stages):
     assert untrainable(JOB, Layout(pp=2, schedule=schedule, stages=stages, stage_layers=(1,) * 2 * stages)) == []
 
@@ -175,13 +199,16 @@ def test_every_pipeline_can_be_trained(schedule, stages):
         (Layout(dp_shard=2, zero=1, offload="states"), {}, "offload='states' with zero=1 over 2 ranks: this version"),
         (Layout(zero=3, offload="states-nvme"), {}, "offload='states-nvme' with zero=3 over 1 ranks: this version"),
         (Layout(offload="activations", recompute="selective"), {}, "offload='activations' with recompute='selective'"),
-        (Layout(), {"optim": Optim(kind="muon")}, "optim.kind='muon': this version trains with adamw; plan it, or set "
-                                                  "optim.kind = 'adamw'"),
+        (
+            Layout(),
+            {"optim": Optim(kind="muon")},
+            "optim.kind='muon': this version trains with adamw; plan it, or set optim.kind = 'adamw'",
+        ),
         (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8': this version multiplies in float8 on CUDA"),
         (Layout(), {"precision": PRECISIONS["bf16-pure"]}, "precision.kind='bf16-pure': this version trains in bf16"),
         (Layout(), {"model": replace(MIXED, family="gpt")}, "a gpt model can be planned for but not trained"),
     ],
-)  # fmt: skip
+)
 def test_what_can_only_be_planned_is_said(layout, change, sentence):
     said = untrainable(replace(JOB, **change), layout)
     assert len(said) == 1

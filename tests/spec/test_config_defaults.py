@@ -13,10 +13,18 @@ from kumi.spec.families.keys import REQUIRED
 
 # Sizes that no config leaves out. Heads enough for the numbers of key heads that are assumed where none is given.
 SIZES = {
-    "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 128,
-    "n_embd": 64, "n_layer": 8, "n_head": 8, "n_routed_experts": 16, "num_experts_per_tok": 2,
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 128,
+    "n_embd": 64,
+    "n_layer": 8,
+    "n_head": 8,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-}  # fmt: skip
+}
 BESIDE = {
     **{name: {"num_experts": 16} for name in ("olmoe", "qwen2_moe", "qwen3_moe")},
     "gpt_oss": {"num_local_experts": 16},
@@ -49,8 +57,11 @@ def test_what_is_left_out_is_what_transformers_assumes(name):
 
 
 def test_all_that_is_missing_is_named_at_once():
-    with pytest.raises(ModelError, match=r"'vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', "
-                                         r"'num_attention_heads' are missing; a llama model"):  # fmt: skip
+    with pytest.raises(
+        ModelError,
+        match=r"'vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', "
+        r"'num_attention_heads' are missing; a llama model",
+    ):
         families.from_hf({"model_type": "llama"})
 
 
@@ -62,8 +73,11 @@ def test_keys_that_no_program_reads_are_accepted_where_they_are_true():
     assert spoken("gpt_neox", num_key_value_heads=128) == spoken("gpt_neox")
     assert spoken("falcon", intermediate_size=4096) == spoken("falcon")
     assert spoken("llama", max_sequence_length=2048, attention_dropout=0.1) == spoken("llama")
-    for name, key, wrong in (("gpt_neox", "num_key_value_heads", 8), ("falcon", "intermediate_size", 96),
-                             ("llama", "max_sequence_length", 4096)):  # fmt: skip
+    for name, key, wrong in (
+        ("gpt_neox", "num_key_value_heads", 8),
+        ("falcon", "intermediate_size", 96),
+        ("llama", "max_sequence_length", 4096),
+    ):
         with pytest.raises(ModelError, match=f"{key}={wrong} of a {name} model contradicts the rest"):
             spoken(name, **{key: wrong})
 

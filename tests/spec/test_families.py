@@ -135,16 +135,20 @@ REFUSED = [
     ({"rope_scaling": {"type": "linear"}}, r"'factor' is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "fctor": 1}}, r"'fctor'"),
     ({"rope_scaling": 3}, r"rope_scaling=3 of a llama model must be a table"),
-    ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
-     r"model_type='?\"?t5.* is not supported: it has an encoder beside its decoder; docs/models.md lists the \d+"),
+    (
+        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+        r"model_type='?\"?t5.* is not supported: it has an encoder beside its decoder; docs/models.md lists the \d+",
+    ),
     ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, r"not supported: it is an encoder"),
-    ({"architectures": ["CohereForCausalLM"], "model_type": "cohere"},
-     r"not supported: unlike those of cohere2 all its layers rotate and none has a window"),
+    (
+        {"architectures": ["CohereForCausalLM"], "model_type": "cohere"},
+        r"not supported: unlike those of cohere2 all its layers rotate and none has a window",
+    ),
     ({"architectures": ["MistralForCausalLM2"], "model_type": "mistral2"}, r"supported: kumi has no family of that"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification.* its head classifies"),
     ({"architectures": ["LlamaForCausaLM"]}, r"a model of type llama has another architecture"),
     ({"model_type": "qwen2"}, r"model_type='?\"?qwen2.* is not supported"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "words"), REFUSED, ids=[str(next(iter(change))) for change, _ in REFUSED])

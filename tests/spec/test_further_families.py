@@ -134,10 +134,13 @@ REFUSED = [
     ("Qwen3-VL-4B", {"vocab_size": 3}, r"vocab_size=3 differs from 151936 in text_config; remove one of them"),
     ("Qwen3-VL-4B", {"text_config": VL | {"use_sliding_window": True}}, r"use_sliding_window=True is not supported"),
     ("Qwen3-VL-4B", {"text_config": VL | {"deepstack": 1}}, r"'deepstack' \(1\) is not a key that kumi knows"),
-    ("gemma-3-4b", {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"},
-     r"model_type='gemma3_text' of the text_config of a mistral3 model is not supported; kumi knows mistral, minist"),
+    (
+        "gemma-3-4b",
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"},
+        r"model_type='gemma3_text' of the text_config of a mistral3 model is not supported; kumi knows mistral, minist",
+    ),
     ("Qwen2.5-VL-7B", {"audio_config": {}}, r"'audio_config' .* is not a key that kumi knows"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +171,18 @@ def test_a_ministral_with_windows_and_none():
 
 
 def test_queries_that_grow():
-    table = {"type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-             "max_position_embeddings": 262144, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
-             "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}  # fmt: skip
+    table = {
+        "type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "max_position_embeddings": 262144,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
     config = {key: value for key, value in CONFIGS["Ministral-8B"].items() if key not in ("rope_theta", "rope_scaling")}
     config |= {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "rope_parameters": table}
     found = families.from_hf(config)

@@ -48,10 +48,9 @@ def missing(action, rank, held, made):
     """What `action` takes in and `rank` does not have."""
     kind, stage, number = action
     last = sum(map(len, held)) - 1
-    wanted = {
-        "F": [("F", stage - 1)] if stage else [],
-        "W": [("B", stage)],
-    }.get(kind, [("F", stage), *([("B", stage + 1)] if stage < last else [])])
+    wanted = {"F": [("F", stage - 1)] if stage else [], "W": [("B", stage)]}.get(
+        kind, [("F", stage), *([("B", stage + 1)] if stage < last else [])]
+    )
     return [one for one in wanted if (rank, *one, number) not in made]
 
 
@@ -90,7 +89,11 @@ def test_actions_stay_in_the_schedules_order_and_every_message_has_both_ends(sha
 def test_the_turn_of_a_v_sends_nothing():
     found = [one.message for listed in work("zb-v", 2, 2, 3) for one in listed if isinstance(one, Send)]
     assert {(message.kind, message.stage) for message in found} == {
-        ("activation", 0), ("activation", 2), ("gradient", 1), ("gradient", 3)}  # fmt: skip
+        ("activation", 0),
+        ("activation", 2),
+        ("gradient", 1),
+        ("gradient", 3),
+    }
     assert all(message.source != message.target for message in found)
 
 

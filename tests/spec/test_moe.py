@@ -28,15 +28,32 @@ def numel_of(saved):
 
 def test_order_of_a_layer_with_experts():
     kinds = [op.kind for op in ledger.layer_ops(spec_of(), 0) if op.name.startswith("model.layers.0.mlp")]
-    assert kinds == ["router", "dispatch", "linear", "gate", "linear", "combine",
-                     "linear", "linear", "gate", "linear", "add", "add"]  # fmt: skip
+    assert kinds == [
+        "router",
+        "dispatch",
+        "linear",
+        "gate",
+        "linear",
+        "combine",
+        "linear",
+        "linear",
+        "gate",
+        "linear",
+        "add",
+        "add",
+    ]
 
 
 def test_every_token_passes_its_experts_and_all_others_once():
     ops = ops_of(spec_of())
     routed = {name for name, op in ops.items() if op.passes != 1}
-    assert routed == {"mlp.dispatch", "mlp.experts.gate_up_proj", "mlp.experts.gate", "mlp.experts.down_proj",
-                      "mlp.combine"}  # fmt: skip
+    assert routed == {
+        "mlp.dispatch",
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.gate",
+        "mlp.experts.down_proj",
+        "mlp.combine",
+    }
     assert {op.passes for name, op in ops.items() if name in routed} == {3}
     assert {name for name, op in ops.items() if op.experts} == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
 

@@ -20,29 +20,78 @@ from kumi.spec.model import Attention, LayerSpec, Mamba, MoE
 from planned import job_of
 
 _BOTH = {
-    "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
-    "chunk_size": 128, "conv_kernel": 4, "expand": 2, "head_dim": 128, "hidden_dropout": 0.0,
-    "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "mamba_hidden_act": "silu", "mamba_proj_bias": False,
-    "mlp_bias": False, "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "n_groups": 8, "num_logits_to_keep": 1,
-    "pad_token_id": 0, "rescale_prenorm_residual": True, "residual_in_fp32": False, "sliding_window": None,
-    "ssm_state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_limit": [0.0, inf],
-    "time_step_max": 0.1, "time_step_min": 0.001, "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True,
-    "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072,
-}  # fmt: skip
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_dropout": 0.0,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 8,
+    "num_logits_to_keep": 1,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, inf],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 131072,
+}
 NANO_9B = _BOTH | {
-    "eos_token_id": 12, "hidden_size": 4480, "intermediate_size": 15680, "mamba_head_dim": 80, "mamba_num_heads": 128,
-    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_hidden_layers": 56,
-    "max_position_embeddings": 131072, "num_attention_heads": 40, "num_key_value_heads": 8,
-}  # fmt: skip
+    "eos_token_id": 12,
+    "hidden_size": 4480,
+    "intermediate_size": 15680,
+    "mamba_head_dim": 80,
+    "mamba_num_heads": 128,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "num_hidden_layers": 56,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
 NANO_30B = _BOTH | {
-    "eos_token_id": 2, "hidden_size": 2688, "intermediate_size": 1856, "mamba_head_dim": 64, "mamba_num_heads": 64,
-    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_hidden_layers": 52,
-    "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144, "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
-    "norm_eps": 1e-05, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
-    "num_key_value_heads": 2, "partial_rotary_factor": 1.0, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+    "eos_token_id": 2,
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 64,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_hidden_layers": 52,
+    "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
     "topk_group": 1,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("config", "count"), [(NANO_9B, 8_888_227_328), (NANO_30B, 31_577_937_344)])
@@ -104,11 +153,13 @@ def test_what_is_refused(change, words):
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout(cp=2), "cp=2 cuts sequences, along all of which the model's Mamba layers pass their states on; "
-                       "set cp = 1"),
+        (
+            Layout(cp=2),
+            "cp=2 cuts sequences, along all of which the model's Mamba layers pass their states on; set cp = 1",
+        ),
         (Layout(tp=16), "tp=16 does not divide n_groups=8; use 1, 2, 4 or 8"),
     ],
-)  # fmt: skip
+)
 def test_layouts_that_are_refused(layout, words):
     job = job_of(families.from_hf(NANO_9B), seq_len=4096, sequences=8)
     job = replace(job, cluster=replace(job.cluster, devices_per_node=layout.world_size, nodes=1))

@@ -109,13 +109,19 @@ REFUSED = [
     (PLANNED["falcon-7b"][0], {"num_ln_in_parallel_attn": 2}, r"num_ln_in_parallel_attn=2 .* must be 1"),
     (PLANNED["falcon-7b"][0], {"new_decoder_architecture": True, "parallel_attn": False}, r"is no falcon model"),
     (PLANNED["phi-4"][0], {"rope_scaling": {"type": "longrope"}}, r"'short_factor', 'long_factor' are missing"),
-    (PLANNED["phi-4"][0], {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-     r"short_factor of a phi3 model has 1 numbers for 64 pairs"),
-    (PLANNED["phi-4"][0], {"rope_scaling": {"type": "longrope", "short_factor": [0.0], "long_factor": [1.0]}},
-     r"short_factor=\[0\.0\] of the rotary embedding must be numbers above 0"),
+    (
+        PLANNED["phi-4"][0],
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        r"short_factor of a phi3 model has 1 numbers for 64 pairs",
+    ),
+    (
+        PLANNED["phi-4"][0],
+        {"rope_scaling": {"type": "longrope", "short_factor": [0.0], "long_factor": [1.0]}},
+        r"short_factor=\[0\.0\] of the rotary embedding must be numbers above 0",
+    ),
     (PLANNED["gemma-3-1b"][0], {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar=0 of a gemma model must be above"),
     (PLANNED["gpt-oss-20b"][0], {"swiglu_limit": 0.0}, r"swiglu_limit=0\.0 of a gpt_oss model must be above 0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("config", "change", "words"), REFUSED, ids=[str(next(iter(row[1]))) for row in REFUSED])

@@ -109,8 +109,14 @@ def test_what_a_schedule_cannot_do_is_refused(shape, sentence):
 
 # The same orders in PyTorch.
 
-PYTORCH = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
-           "dualpipe": "DualPipeV", "zb-h1": "InterleavedZeroBubble"}  # fmt: skip
+PYTORCH = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe": "DualPipeV",
+    "zb-h1": "InterleavedZeroBubble",
+}
 
 
 def pytorch_order(schedule, pp, stages, microbatches):
@@ -123,11 +129,15 @@ def pytorch_order(schedule, pp, stages, microbatches):
     kind = get_schedule_class(PYTORCH[schedule])
     order = kind(stage if issubclass(kind, PipelineScheduleSingle) else [stage] * stages, microbatches).pipeline_order
     return tuple(
-        tuple(Action(one.computation_type.value, one.stage_index, one.microbatch_index)
-              for action in order[rank] if action is not None
-              for one in (action.sub_actions or (action,)) if one.computation_type.value in "FBIW")
+        tuple(
+            Action(one.computation_type.value, one.stage_index, one.microbatch_index)
+            for action in order[rank]
+            if action is not None
+            for one in (action.sub_actions or (action,))
+            if one.computation_type.value in "FBIW"
+        )
         for rank in range(pp)
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("schedule", [name for name in PYTORCH if name != "1f1b"])

@@ -79,9 +79,16 @@ def test_parts_of_experts_add_up(layout, copies):
 
 
 @pytest.mark.parametrize("model", [DENSE, TIED])
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, stages=2, schedule="zb-v"),
-                                    Layout(pp=2, stages=2, schedule="interleaved"),
-                                    Layout(pp=2, stage_layers=(1, 3))])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2),
+        Layout(pp=4),
+        Layout(pp=2, stages=2, schedule="zb-v"),
+        Layout(pp=2, stages=2, schedule="interleaved"),
+        Layout(pp=2, stage_layers=(1, 3)),
+    ],
+)
 def test_every_parameter_is_on_one_rank_and_a_tied_head_on_two(model, layout):
     if layout.stage_layers and model is TIED:
         layout = Layout(pp=2, stage_layers=(1, 4))

@@ -23,12 +23,14 @@ RULES = {
     "transposed": Weights((Rows(QKV, "attn.c_attn", transposed=True), Rename("self_attn.o_proj", "out", True))),
     "groups": Weights((Groups(QKV, "attn.query_key_value"),), prefixes=(("model.layers.", "h."), ("model.", "m."))),
     "stack": EXPERTS,
-    "pairs": Weights((
-        Pairs("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj"),
-        Pairs("mlp.experts.gate_up_proj_bias", "mlp.experts.gate_up_proj_bias"),
-        Rename("mlp.experts.down_proj", "mlp.experts.down_proj", transposed=True),
-    )),
-}  # fmt: skip
+    "pairs": Weights(
+        (
+            Pairs("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj"),
+            Pairs("mlp.experts.gate_up_proj_bias", "mlp.experts.gate_up_proj_bias"),
+            Rename("mlp.experts.down_proj", "mlp.experts.down_proj", transposed=True),
+        )
+    ),
+}
 
 
 def box(start, size):

@@ -153,7 +153,11 @@ def test_a_missing_rank_and_another_launch_are_not_committed(tmp_path):
     checkpoint.write_pieces(temporary, 1, [cut("w", w, [(2, 4)])], attempt="new")
     checkpoint.commit(temporary, folder, {}, ranks=2, attempt="new")
     assert sorted(path.name for path in folder.iterdir()) == [
-        "index.json", "meta.json", "shard_00000.safetensors", "shard_00001.safetensors"]  # fmt: skip
+        "index.json",
+        "meta.json",
+        "shard_00000.safetensors",
+        "shard_00001.safetensors",
+    ]
     with pytest.raises(SaveError, match="never overwritten"):
         checkpoint.save(folder, [], {})
 

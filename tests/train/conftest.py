@@ -11,8 +11,28 @@ import pytest
 
 from kumi.cli import main
 
-WORDS = ["the", "a", "model", "layer", "token", "rank", "step", "loss", "learns", "reads", "writes", "splits", "adds",
-         "of", "and", "over", "with", "small", "large", "fast"]  # fmt: skip
+WORDS = [
+    "the",
+    "a",
+    "model",
+    "layer",
+    "token",
+    "rank",
+    "step",
+    "loss",
+    "learns",
+    "reads",
+    "writes",
+    "splits",
+    "adds",
+    "of",
+    "and",
+    "over",
+    "with",
+    "small",
+    "large",
+    "fast",
+]
 
 
 def _documents(count):
@@ -25,20 +45,35 @@ def run_file(folder, **changes):
     """Writes run.toml for use in `folder`, where its data lies, changed by `section={...}` and
     `section__key=value`; its path."""
     sections = {
-        "model": {"init": "random", "config": {
-            "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-5}},
+        "model": {
+            "init": "random",
+            "config": {
+                "model_type": "llama",
+                "vocab_size": 320,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 64,
+                "rms_norm_eps": 1e-5,
+            },
+        },
         "cluster": {"devices_per_node": 1},
         "batch": {"seq_len": 32, "tokens_per_step": 256},
-        "data": {"tokenizer": {"vocab_size": 300}, "validation": 0.1, "workers": 1,
-                 "sources": [{"path": "documents.jsonl"}], "cache": "tokens"},
+        "data": {
+            "tokenizer": {"vocab_size": 300},
+            "validation": 0.1,
+            "workers": 1,
+            "sources": [{"path": "documents.jsonl"}],
+            "cache": "tokens",
+        },
         "optim": {"lr": 1e-2, "warmup_steps": 2},
         "precision": {"kind": "fp32"},
         "train": {"steps": 6, "out": "run"},
         "checkpoint": {"every": 2, "keep": 9},
         "log": {"every": 1},
-    }  # fmt: skip
+    }
     for key, value in changes.items():
         *path, last = key.split("__")
         node = sections

@@ -154,8 +154,9 @@ def test_adapters_are_read_beside_their_base(small, tmp_path):
 
     base, ids = small.folder / "run" / "hf", torch.tensor([[1, 2, 3]])
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
-    torch.nn.init.normal_(adapted.get_parameter(
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"))  # fmt: skip
+    torch.nn.init.normal_(
+        adapted.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight")
+    )
     adapted.save_pretrained(tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
     ours = kumi.load_decoder(tmp_path / "adapter", base=base)

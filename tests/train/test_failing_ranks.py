@@ -148,10 +148,19 @@ def under_agent(folder):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="test", rdzv_backend="static", start_method="fork",
-        rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs={"rank": 0}, max_restarts=0, monitor_interval=0.1,
-        local_addr="127.0.0.1", logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="test",
+        rdzv_backend="static",
+        start_method="fork",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": 0},
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),
+    )
     try:
         elastic_launch(config, agent_rank)(folder)
     except ChildFailedError as error:
@@ -202,9 +211,11 @@ def test_a_rank_that_fails(small, tmp_path, fault, way):
     shutil.rmtree(folder / "run")
     (folder / "run").mkdir()
     run = partial(
-        run_file, folder, cluster={"devices_per_node": 1 if way == "one" else 2},
+        run_file,
+        folder,
+        cluster={"devices_per_node": 1 if way == "one" else 2},
         checkpoint={"every": 2, "keep": 9, "asynchronous": fault == "save"},
-    )  # fmt: skip
+    )
     run(train__timeout_s=TIMEOUT_S if fault == "stop" else DEADLINE)
     before = shared_memory()
     with small_disk(folder / "run") if fault == "disk" else contextlib.nullcontext():

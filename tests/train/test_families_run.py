@@ -15,13 +15,33 @@ SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
 WIDE = {"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
 CONFIGS = {
     "gpt2": {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "gemma3_text": {**SIZES, **WIDE, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16,
-                    "layer_types": ["sliding_attention", "full_attention"]},
-    "gpt_oss": {**SIZES, **WIDE, "head_dim": 16, "sliding_window": 8, "num_local_experts": 4,
-                "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
-    "qwen2_moe": {**SIZES, **WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                  "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2},
-}  # fmt: skip
+    "gemma3_text": {
+        **SIZES,
+        **WIDE,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gpt_oss": {
+        **SIZES,
+        **WIDE,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+    },
+    "qwen2_moe": {
+        **SIZES,
+        **WIDE,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "decoder_sparse_step": 2,
+    },
+}
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -31,9 +31,13 @@ def long_run(folder):
         "max_position_embeddings": 64,
     }
     return run_file(
-        folder, model__config=wide, cluster__devices_per_node=2, layout={"zero": 3}, train__steps=STEPS,
+        folder,
+        model__config=wide,
+        cluster__devices_per_node=2,
+        layout={"zero": 3},
+        train__steps=STEPS,
         checkpoint={"every": 3, "keep": 2},
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

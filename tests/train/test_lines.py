@@ -11,8 +11,14 @@ from kumi.train.busy import CpuWait, explanation, waited_seconds
 from kumi.train.lines import WIDTH, legend, step_line
 from kumi.units import format_seconds
 
-FIGURES = {"perf/mfu": 0.4312, "perf/step_s": 1.254, "perf/estimated_step_s": 1.21, "perf/tokens_per_s": 397_000.0,
-           "mem/peak_bytes": 61.2 * 2**30, "mem/estimated_bytes": 60.94 * 2**30}  # fmt: skip
+FIGURES = {
+    "perf/mfu": 0.4312,
+    "perf/step_s": 1.254,
+    "perf/estimated_step_s": 1.21,
+    "perf/tokens_per_s": 397_000.0,
+    "mem/peak_bytes": 61.2 * 2**30,
+    "mem/estimated_bytes": 60.94 * 2**30,
+}
 
 
 def test_a_line_has_measured_beside_estimated():
@@ -30,18 +36,36 @@ magnitudes = st.floats(1e-9, 1e9)
 
 
 @given(
-    st.integers(1, 10**12), st.integers(0, 10**12), magnitudes, magnitudes, magnitudes, magnitudes, magnitudes,
-    st.none() | magnitudes, st.integers(0, 2**60), st.integers(0, 2**60), st.none() | st.floats(0, 1), magnitudes,
-    st.none() | st.integers(0, 10**9), st.booleans(),
-)  # fmt: skip
+    st.integers(1, 10**12),
+    st.integers(0, 10**12),
+    magnitudes,
+    magnitudes,
+    magnitudes,
+    magnitudes,
+    magnitudes,
+    st.none() | magnitudes,
+    st.integers(0, 2**60),
+    st.integers(0, 2**60),
+    st.none() | st.floats(0, 1),
+    magnitudes,
+    st.none() | st.integers(0, 10**9),
+    st.booleans(),
+)
 def test_a_line_is_never_longer(
     steps, step, loss, lr, norm, rate, time, estimate, peak, memory, mfu, left, skipped, busy
 ):
     entry = {
-        "step": step, "train/loss": loss, "train/lr": lr, "train/grad_norm": norm, "perf/tokens_per_s": rate,
-        "perf/step_s": time, "perf/estimated_step_s": estimate, "mem/peak_bytes": peak, "mem/estimated_bytes": memory,
+        "step": step,
+        "train/loss": loss,
+        "train/lr": lr,
+        "train/grad_norm": norm,
+        "perf/tokens_per_s": rate,
+        "perf/step_s": time,
+        "perf/estimated_step_s": estimate,
+        "mem/peak_bytes": peak,
+        "mem/estimated_bytes": memory,
         "perf/mfu": mfu,
-    }  # fmt: skip
+    }
     if skipped is not None:
         entry |= {"train/skipped_updates": skipped, "train/loss_scale": rate}
     said = "machine busy: load 1234.5/1024" if busy else ""

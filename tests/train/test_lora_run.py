@@ -27,8 +27,14 @@ def adapters(folder, **changes):
     """A run file that trains adapters of the model that the small run has exported."""
     lora = changes.pop("lora", {})
     model = {"source": "run/hf"}
-    return run_file(folder, model=model, train={"steps": 6, "out": "adapted"}, lora=SOME | lora,
-                    sample={"prompts": ["the model"], "max_new_tokens": 3}, **changes)  # fmt: skip
+    return run_file(
+        folder,
+        model=model,
+        train={"steps": 6, "out": "adapted"},
+        lora=SOME | lora,
+        sample={"prompts": ["the model"], "max_new_tokens": 3},
+        **changes,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,19 @@ import pytest
 from kumi.train.metrics import Metrics, truncate_metrics
 
 ENTRY = {
-    "step": 1, "tokens": 10, "train/loss": 2.5, "train/grad_norm": 1.0, "train/lr": 0.1, "perf/step_s": 1.0,
+    "step": 1,
+    "tokens": 10,
+    "train/loss": 2.5,
+    "train/grad_norm": 1.0,
+    "train/lr": 0.1,
+    "perf/step_s": 1.0,
     "perf/estimated_step_s": 0.8,
-    "perf/tokens_per_s": 10.0, "perf/mfu": None, "time/data_s": 0.0, "mem/peak_bytes": 1, "mem/estimated_bytes": 2,
-}  # fmt: skip
+    "perf/tokens_per_s": 10.0,
+    "perf/mfu": None,
+    "time/data_s": 0.0,
+    "mem/peak_bytes": 1,
+    "mem/estimated_bytes": 2,
+}
 
 
 def make(out, trackers=()):
@@ -28,8 +37,13 @@ def fake(monkeypatch, name, **functions):
 def test_trackers_get_the_numbers_of_every_entry(tmp_path, monkeypatch, kind):
     sent = []
     log = types.SimpleNamespace(log=lambda values, step: sent.append((step, values)))
-    fake(monkeypatch, kind, init=lambda **options: log, start_run=lambda **options: None,
-         log_metrics=lambda values, step: sent.append((step, values)))  # fmt: skip
+    fake(
+        monkeypatch,
+        kind,
+        init=lambda **options: log,
+        start_run=lambda **options: None,
+        log_metrics=lambda values, step: sent.append((step, values)),
+    )
     made = make(tmp_path, (kind,))
     made.step(ENTRY)
     made.close()

@@ -13,12 +13,28 @@ from kumi.cli import main
 from kumi.storage import checkpoint
 
 CONFIG = {
-    "model_type": "deepseek_v3", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "q_lora_rank": 16,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 8,
-    "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-    "n_group": 2, "topk_group": 1, "aux_loss_alpha": 0.01,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "aux_loss_alpha": 0.01,
+}
 BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 
 
@@ -70,14 +86,38 @@ def test_the_auxiliary_loss_is_reported_and_does_not_depend_on_microbatches(fold
             assert one[key] == pytest.approx(other[key], rel=2e-4)
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    ({"balance": "aux", "balance_coef": 0.0}, "model.balance='aux' with weight 0: the config.json of this deepseek_v3"),
-    ({"balance": "loss-free", "config": {"model_type": "mixtral", **{key: CONFIG[key] for key in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "max_position_embeddings", "rms_norm_eps")}, "num_key_value_heads": 2}},
-     "needs a router with a correction bias, which a mixtral model has not; set model.balance = 'aux'"),
-    ({"balance": "maybe"}, "auto"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            {"balance": "aux", "balance_coef": 0.0},
+            "model.balance='aux' with weight 0: the config.json of this deepseek_v3",
+        ),
+        (
+            {
+                "balance": "loss-free",
+                "config": {
+                    "model_type": "mixtral",
+                    **{
+                        key: CONFIG[key]
+                        for key in (
+                            "vocab_size",
+                            "hidden_size",
+                            "intermediate_size",
+                            "num_hidden_layers",
+                            "num_attention_heads",
+                            "max_position_embeddings",
+                            "rms_norm_eps",
+                        )
+                    },
+                    "num_key_value_heads": 2,
+                },
+            },
+            "needs a router with a correction bias, which a mixtral model has not; set model.balance = 'aux'",
+        ),
+        ({"balance": "maybe"}, "auto"),
+    ],
+)
 def test_what_is_refused(folder, capsys, model, words):
     assert train(folder, **model) == 2
     assert words in capsys.readouterr().err

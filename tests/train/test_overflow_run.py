@@ -46,8 +46,12 @@ def overflowing(small, tmp_path, monkeypatch):
     def train(steps, *words, overflows=True):
         monkeypatch.setattr(train_step, "clip_gradients", overflow if overflows else clip)
         with contextlib.chdir(folder):
-            file = run_file(folder, precision={"kind": "fp16"}, train={"steps": steps, "out": "run"},
-                            optim={"lr": 1e-3, "schedule": "constant", "warmup_steps": 2})  # fmt: skip
+            file = run_file(
+                folder,
+                precision={"kind": "fp16"},
+                train={"steps": steps, "out": "run"},
+                optim={"lr": 1e-3, "schedule": "constant", "warmup_steps": 2},
+            )
             return main(["train", str(file), "export.enabled=false", *words])
 
     return folder / "run", train

@@ -76,10 +76,13 @@ def test_a_degree_that_does_not_divide(refused):
     assert "LayoutError: dp=3 does not divide the 8 sequences of a step; use 1, 2, 4 or 8 for dp" in error
 
 
-@pytest.mark.parametrize(("sizes", "sentence"), [
-    ([1, 2], "stage_layers adds up to 3 layers, the model has 2; divide these"),
-    ([2], "stage_layers has 1 entries for pp x stages = 2 stages; give one for each"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ([1, 2], "stage_layers adds up to 3 layers, the model has 2; divide these"),
+        ([2], "stage_layers has 1 entries for pp x stages = 2 stages; give one for each"),
+    ],
+)
 def test_stages_that_are_not_those_of_the_model(refused, sizes, sentence):
     layout = {"pp": 2, "stage_layers": sizes}
     assert sentence in refused(new_run, cluster__devices_per_node=2, layout=layout)
@@ -156,9 +159,16 @@ def test_weights_that_are_not_there(refused):
         new_run(folder)
         (folder / "base").mkdir()
         shutil.copy(folder.parent / folder.name / "run.toml", folder / "base" / "unrelated.toml")
-        config = {"model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64,
-                  "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5,
-                  "max_position_embeddings": 64}  # fmt: skip
+        config = {
+            "model_type": "llama",
+            "vocab_size": 320,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 64,
+        }
         (folder / "base" / "config.json").write_text(json.dumps(config))
 
     assert "base has no .safetensors file; add the weights, or set model.init=random" in refused(

@@ -34,7 +34,10 @@ def test_a_run_leaves_what_it_promised(small):
     assert meta["sequences"] == 6 * 256 / 32
     assert 0.8 * 6 * 256 < meta["tokens"] < 6 * 256
     assert [folder.name for folder in checkpoint.list_complete(out / "checkpoints")] == [
-        "step_000002", "step_000004", "step_000006"]  # fmt: skip
+        "step_000002",
+        "step_000004",
+        "step_000006",
+    ]
     assert not (out / "checkpoints" / "drill").exists()
     assert (out / "config.toml").exists()
 

@@ -59,8 +59,21 @@ def torchrun(names, folder, program, **environ):
     with contextlib.ExitStack() as stack:
         agents = []
         for rank, name in reversed(list(enumerate(names))):
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
-                        "--node-rank", str(rank), "--master-addr", HEAD, "--master-port", "29511"]  # fmt: skip
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "2",
+                "--nproc-per-node",
+                "2",
+                "--node-rank",
+                str(rank),
+                "--master-addr",
+                HEAD,
+                "--master-port",
+                "29511",
+            ]
             command = ["ip", "netns", "exec", name, *launcher, *program]
             output = stack.enter_context(open(folder / f"node{rank}.txt", "w+"))
             agent = subprocess.Popen(

@@ -38,8 +38,14 @@ def rows(model):
 
 def train(folder, model, out, *overrides, sources=DOCUMENTS):
     data = {"tokenizer": model, "sources": sources, "workers": 1, "validation": 0.1, "cache": f"{out}-tokens"}
-    run = run_file(folder, model={"source": model}, data=data, optim={"lr": 1e-4},
-                   train={"steps": 2, "out": out}, checkpoint={"every": 0})  # fmt: skip
+    run = run_file(
+        folder,
+        model={"source": model},
+        data=data,
+        optim={"lr": 1e-4},
+        train={"steps": 2, "out": out},
+        checkpoint={"every": 0},
+    )
     with contextlib.chdir(folder):
         assert main(["train", str(run), *overrides]) == 0
     return losses(folder / out)

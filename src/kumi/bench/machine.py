@@ -100,12 +100,13 @@ def _sources(base: Device, dtype: str, ranks: int) -> dict[str, str]:
     sheet = base.kind == "cuda" and bool(base.peak)
     return {
         "peak_flops": f"data sheet of {base.name}" if sheet else f"kumi bench: the best matrix product, {together}",
-        "memory_bandwidth": f"data sheet of {base.name}" if sheet and base.memory_bandwidth
-                            else f"kumi bench: the better of a copy and an AdamW update, {together}",
+        "memory_bandwidth": f"data sheet of {base.name}"
+        if sheet and base.memory_bandwidth
+        else f"kumi bench: the better of a copy and an AdamW update, {together}",
         "matmul, attention, stream, launch": f"kumi bench, {together}; attention and stream in {dtype}",
         "memory": "what the system says, divided among the ranks" if base.kind == "cpu" else "what the driver says",
         "reserved": "kumi bench: held by a rank before any tensor",
-    }  # fmt: skip
+    }
 
 
 def _link(found: Found, kind: str, ranks: int) -> dict[str, Any]:

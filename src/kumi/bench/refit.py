@@ -50,9 +50,12 @@ def recalibrate(folders: Sequence[Path], cluster: str, out: Path) -> Calibration
 
 
 def run(
-    folders: Sequence[str], plan: str, overrides: Sequence[str], out: str | None,
+    folders: Sequence[str],
+    plan: str,
+    overrides: Sequence[str],
+    out: str | None,
     write_json: Callable[[Any], None] | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Refit the cluster that the run file `plan` names to the runs in `folders`, into the new file `out`, and print
     what moved, or hand it to `write_json`. Returns the exit code."""
     if out is None:

@@ -74,9 +74,11 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kumi", allow_abbrev=False, description="Train large language models on many GPUs.",
+        prog="kumi",
+        allow_abbrev=False,
+        description="Train large language models on many GPUs.",
         epilog="Start with: kumi init && kumi train run.toml",
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=f"kumi {__version__}")
     parser.set_defaults(run_verb=None)
     verbs = parser.add_subparsers(metavar="VERB")

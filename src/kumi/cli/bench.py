@@ -25,6 +25,8 @@ def run(arguments: Namespace) -> int:
     from kumi.bench import bench
 
     return bench(
-        out=None if arguments.out is None else Path(arguments.out), ranks=arguments.ranks, quick=arguments.quick,
+        out=None if arguments.out is None else Path(arguments.out),
+        ranks=arguments.ranks,
+        quick=arguments.quick,
         write_json=arguments.write_json if arguments.json else None,
-    )  # fmt: skip
+    )

@@ -13,9 +13,11 @@ from kumi.errors import OK, ConfigError
 def add(verbs: Any) -> None:
     """Declare the verb's arguments."""
     parser = add_verb(
-        verbs, "convert", "Convert weights, streaming",
+        verbs,
+        "convert",
+        "Convert weights, streaming",
         "kumi convert runs/quickstart/checkpoints/step_000400 out --to hf",
-    )  # fmt: skip
+    )
     parser.add_argument("source", metavar="SRC", help="a folder of Hugging Face, kumi or Megatron, or a hub id")
     parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
     parser.add_argument("--to", choices=["hf", "kumi", "megatron"], required=True, help="the format to write")
@@ -43,12 +45,25 @@ def run(arguments: Namespace) -> int:
 
     verify = arguments.verify or (arguments.push is not None and not arguments.unverified)
     message = convert(
-        arguments.source, arguments.target, to=arguments.to, verify=verify, dtype=arguments.dtype,
-        layout=arguments.layout, config=arguments.config, megatron=_megatron(arguments), base=arguments.base,
-    )  # fmt: skip
+        arguments.source,
+        arguments.target,
+        to=arguments.to,
+        verify=verify,
+        dtype=arguments.dtype,
+        layout=arguments.layout,
+        config=arguments.config,
+        megatron=_megatron(arguments),
+        base=arguments.base,
+    )
     print(message)
-    result = {"source": arguments.source, "target": arguments.target, "to": arguments.to, "verified": verify,
-              "message": message, "url": None}  # fmt: skip
+    result = {
+        "source": arguments.source,
+        "target": arguments.target,
+        "to": arguments.to,
+        "verified": verify,
+        "message": message,
+        "url": None,
+    }
     if arguments.push is not None:
         result["url"] = publish(
             arguments.target, arguments.push, public=arguments.public, unverified=arguments.unverified

@@ -88,8 +88,10 @@ def _write(texts: dict[str, str]) -> None:
     """Write new files. Raises RefusedError, before anything is written, where one of them exists."""
     for name in texts:
         if Path(name).exists() or Path(name).is_symlink():
-            raise RefusedError(f"init: {name} exists, and nothing is overwritten; remove it, or work in another folder "
-                               f"or with --out FILE.toml")  # fmt: skip
+            raise RefusedError(
+                f"init: {name} exists, and nothing is overwritten; remove it, or work in another folder "
+                f"or with --out FILE.toml"
+            )
     for name, text in texts.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         with open(name, "x", encoding="utf-8") as file:

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 def add(verbs: Any) -> None:
     """Declare the verb's arguments."""
     parser = add_verb(
-        verbs, "plan", "Choose the layout: what fits, how fast it is, and why",
+        verbs,
+        "plan",
+        "Choose the layout: what fits, how fast it is, and why",
         "kumi plan examples/models/llama-3-8b --gpus 16xh100-sxm --tokens 300B",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "run", metavar="RUN.toml|MODEL",
+        "run",
+        metavar="RUN.toml|MODEL",
         help=f"{RUN_HELP}, whose [data] and [train] may be missing; or a model, with --gpus: a folder with "
         f"config.json, or a hub id",
-    )  # fmt: skip
+    )
     add_overrides(parser)
     parser.add_argument(
         "--gpus",
@@ -88,9 +91,15 @@ def _plan(arguments: Namespace) -> int:
         return print_sizes(arguments, wanted, asked.pinned, unsupported)
     with showing("searching layouts", 1.0, "{:.0%}".format) as update:
         report = plan(
-            wanted, asked.pinned, top=arguments.top, front=bool(arguments.html or arguments.svg or arguments.json),
-            trainable=arguments.trainable, unsupported=unsupported, tokens=arguments.tokens, progress=update,
-        )  # fmt: skip
+            wanted,
+            asked.pinned,
+            top=arguments.top,
+            front=bool(arguments.html or arguments.svg or arguments.json),
+            trainable=arguments.trainable,
+            unsupported=unsupported,
+            tokens=arguments.tokens,
+            progress=update,
+        )
     _show(arguments, report, defaults)
     for file in write_files(arguments, config, report):
         print(f"wrote {file}")
@@ -112,8 +121,10 @@ def _check_adapters(config: PlanConfig, arguments: Namespace) -> None:
     """Raise ConfigError where another trainer is to train adapters: how it does that is not modelled."""
     other = arguments.export or (arguments.engine if arguments.engine != "kumi" else None)
     if config.lora is not None and other:
-        raise ConfigError(f"plan: {other} with [lora]: adapters are planned for kumi only; leave [lora] out to plan "
-                          f"what {other} takes for all weights")  # fmt: skip
+        raise ConfigError(
+            f"plan: {other} with [lora]: adapters are planned for kumi only; leave [lora] out to plan "
+            f"what {other} takes for all weights"
+        )
 
 
 def _engine(arguments: Namespace) -> Engine:

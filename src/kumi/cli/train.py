@@ -22,9 +22,10 @@ def add(verbs: Any) -> None:
         "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key has a new value"
     )
     parser.add_argument(
-        "--dry-run", action="store_true",
+        "--dry-run",
+        action="store_true",
         help="carry out a step of one rank without devices: memory, FLOPs and messages beside the planner's",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--rank", metavar="R", help="with --dry-run: which rank, or all-stages; default: one of the fullest"
     )

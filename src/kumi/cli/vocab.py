@@ -12,9 +12,11 @@ from kumi.errors import OK
 def add(verbs: Any) -> None:
     """Declare the verb's arguments."""
     parser = add_verb(
-        verbs, "vocab", "Add tokens to a model's tokenizer, embeddings and head",
+        verbs,
+        "vocab",
+        "Add tokens to a model's tokenizer, embeddings and head",
         "kumi vocab extend org/name out --learn 8000 --data texts.jsonl",
-    )  # fmt: skip
+    )
     parser.add_argument("action", choices=["extend"], help="write a new folder with more tokens")
     parser.add_argument("base", metavar="BASE", help="a Hugging Face folder, a kumi checkpoint, or a hub id")
     parser.add_argument("out", metavar="OUT", help="the Hugging Face folder to write; it must not exist")
@@ -28,9 +30,11 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--text-key", default="text", metavar="KEY", help="the field that holds the text; default text")
     parser.add_argument(
-        "--init", choices=["pieces", "weighted", "mean"], default="pieces",
+        "--init",
+        choices=["pieces", "weighted", "mean"],
+        default="pieces",
         help="how new rows begin: the mean of the old pieces, weighted by their bytes, or the mean of all; marks: mean",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--pad-to-multiple-of", type=positive, default=1, metavar="M", help="make vocab_size a multiple of M"
     )
@@ -43,9 +47,14 @@ def run(arguments: Namespace) -> int:
     from kumi.convert.vocab import Request, extend, lines
 
     request = Request(
-        arguments.add, arguments.special, arguments.learn, arguments.data, arguments.text_key, arguments.init,
+        arguments.add,
+        arguments.special,
+        arguments.learn,
+        arguments.data,
+        arguments.text_key,
+        arguments.init,
         arguments.pad_to_multiple_of,
-    )  # fmt: skip
+    )
     report = extend(arguments.base, arguments.out, request, verify=arguments.verify)
     if arguments.json:
         arguments.write_json(report)

@@ -28,13 +28,17 @@ def choose_balance(model: ModelSpec, section: ModelSection) -> Balance:
     experts = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, MoE)), None)
     if experts is None:
         if kind not in ("auto", "none") or coef is not None:
-            raise ConfigError(f"model.balance={kind!r} with balance_coef={coef} is for routed experts, of which this "
-                              f"{model.family} model has none; remove both")  # fmt: skip
+            raise ConfigError(
+                f"model.balance={kind!r} with balance_coef={coef} is for routed experts, of which this "
+                f"{model.family} model has none; remove both"
+            )
         return Balance()
     if model.lora is not None:
         if kind not in ("auto", "none"):
-            raise ConfigError(f"model.balance={kind!r} with [lora]: routers are frozen, and their experts as busy as "
-                              f"they were; remove it")  # fmt: skip
+            raise ConfigError(
+                f"model.balance={kind!r} with [lora]: routers are frozen, and their experts as busy as "
+                f"they were; remove it"
+            )
         return Balance()
     if kind == "auto":
         wanted = experts.router_aux_loss_coef if coef is None else coef
@@ -43,11 +47,15 @@ def choose_balance(model: ModelSpec, section: ModelSection) -> Balance:
         return Balance()
     if kind == "loss-free":
         if not experts.has_correction_bias:
-            raise ConfigError(f"model.balance='loss-free' needs a router with a correction bias, which a "
-                              f"{model.family} model has not; set model.balance = 'aux'")  # fmt: skip
+            raise ConfigError(
+                f"model.balance='loss-free' needs a router with a correction bias, which a "
+                f"{model.family} model has not; set model.balance = 'aux'"
+            )
         return Balance(kind, BIAS_STEP if coef is None else coef)
     coef = experts.router_aux_loss_coef if coef is None else coef
     if not coef:
-        raise ConfigError(f"model.balance={kind!r} with weight 0: the config.json of this {model.family} model names "
-                          f"none; set model.balance_coef, or model.balance = 'none'")  # fmt: skip
+        raise ConfigError(
+            f"model.balance={kind!r} with weight 0: the config.json of this {model.family} model names "
+            f"none; set model.balance_coef, or model.balance = 'none'"
+        )
     return Balance("aux", coef, kind == "sequence-aux" or experts.seq_aux)

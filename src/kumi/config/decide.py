@@ -61,8 +61,11 @@ def _why_anew(job: Job, pinned: Pins, before: RunPlan) -> str:
 
 def _change(before: Layout, now: Layout, reason: str) -> str:
     """Return `key: old -> new` for each field that differs, with the reason; "" where none does."""
-    fields = [f"{name}: {getattr(before, name)!r} -> {getattr(now, name)!r}" for name in spelled(before) | spelled(now)
-              if getattr(before, name) != getattr(now, name)]  # fmt: skip
+    fields = [
+        f"{name}: {getattr(before, name)!r} -> {getattr(now, name)!r}"
+        for name in spelled(before) | spelled(now)
+        if getattr(before, name) != getattr(now, name)
+    ]
     if not fields:
         return ""
     return f"{', '.join(fields)}, because {reason}; losses are equal up to rounding only"

@@ -58,9 +58,15 @@ def adapters(section: LoraSection) -> Lora:
     """The adapters that `section` describes."""
     wanted = section.target_modules
     return Lora(
-        section.r, section.alpha, (wanted,) if isinstance(wanted, str) else wanted, section.dropout,
-        section.use_rslora, section.use_dora, section.init, section.quantize.removeprefix("none"),
-    )  # fmt: skip
+        section.r,
+        section.alpha,
+        (wanted,) if isinstance(wanted, str) else wanted,
+        section.dropout,
+        section.use_rslora,
+        section.use_dora,
+        section.init,
+        section.quantize.removeprefix("none"),
+    )
 
 
 def comm(config: PlanConfig) -> Comm:

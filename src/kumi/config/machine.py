@@ -128,9 +128,11 @@ def _visible(gpus: list[dict[str, str]], names: str | None) -> list[dict[str, st
         name = name.strip()
         matches = [gpu for gpu in gpus if gpu["index"] == name or (name[:4] == "GPU-" and gpu["uuid"].startswith(name))]
         if name.startswith("MIG-") or any(gpu["mig.mode.current"] == "Enabled" for gpu in matches):
-            raise ConfigError(f"this machine's GPU {name!r} is divided by MIG, and kumi does not know what its parts "
-                              f"are; describe one of them in a file (docs/hardware.md) and name it as "
-                              f"cluster.source")  # fmt: skip
+            raise ConfigError(
+                f"this machine's GPU {name!r} is divided by MIG, and kumi does not know what its parts "
+                f"are; describe one of them in a file (docs/hardware.md) and name it as "
+                f"cluster.source"
+            )
         if len(matches) != 1 or matches[0] in chosen:
             break
         chosen += matches

@@ -46,15 +46,17 @@ def load_plan_or_model(run: RunFile, gpus: str | None, overrides: Overrides) -> 
 
 def plan_of_model(
     source: str, cluster: Mapping[str, Any] | None, overrides: Overrides
-) -> tuple[PlanConfig, dict[str, int]]:  # fmt: skip
+) -> tuple[PlanConfig, dict[str, int]]:
     """Return the plan of the model `source` on the `cluster` (a [cluster] section), with the values of the keys that
     neither it nor `overrides` give. Raises ConfigError where the machines are not given."""
     tree: dict[str, Any] = {"model": {"source": source}}
     tree |= {} if cluster is None else {"cluster": dict(cluster)}
     with_overrides(tree, overrides)
     if "source" not in tree.get("cluster", {}):
-        raise ConfigError(f"{source} is a model; say on which machines to plan it, such as --gpus 8xh100-sxm, or "
-                          f"cluster.source=auto for this one")  # fmt: skip
+        raise ConfigError(
+            f"{source} is a model; say on which machines to plan it, such as --gpus 8xh100-sxm, or "
+            f"cluster.source=auto for this one"
+        )
     partial = plan_from_dict(tree | {"batch": {"seq_len": 1, "tokens_per_step": 1} | tree.get("batch", {})})
     defaults = _batch_defaults(partial, tree.setdefault("batch", {}))
     tree["batch"] |= defaults
@@ -81,8 +83,10 @@ def parse_gpus(text: str) -> dict[str, Any]:
     """
     match = re.fullmatch(r"(\d+)[x*](.+)", text.strip())
     if match is None or int(match[1]) == 0:
-        raise ConfigError(f"--gpus {text}: write a number and a name, such as 16xh100-sxm; names are "
-                          f"{', '.join(presets())}, or a cluster file")  # fmt: skip
+        raise ConfigError(
+            f"--gpus {text}: write a number and a name, such as 16xh100-sxm; names are "
+            f"{', '.join(presets())}, or a cluster file"
+        )
     count, name = int(match[1]), match[2] if match[2].endswith(".toml") else match[2].lower()
     if not name.endswith(".toml") and name not in presets():
         raise ConfigError(f"--gpus {text}: {match[2]!r} is unknown; {_suggestion(name, match[1])}")
@@ -90,8 +94,9 @@ def parse_gpus(text: str) -> dict[str, Any]:
     if count < size:
         return {"source": name, "devices_per_node": count}
     if count % size:
-        raise ConfigError(f"--gpus {text}: {name} has nodes of {size}; use {count // size * size} or "
-                          f"{(count // size + 1) * size}")  # fmt: skip
+        raise ConfigError(
+            f"--gpus {text}: {name} has nodes of {size}; use {count // size * size} or {(count // size + 1) * size}"
+        )
     return {"source": name, "nodes": count // size}
 
 

@@ -120,8 +120,9 @@ def cached(processor: Processor) -> Measured | None:
     """Return what was measured on `processor` before; None where nothing was, or the file cannot be used."""
     try:
         written = read_object(_folder(), processor.file)
-        seconds = {str(what): {str(way): float(one) for way, one in ways.items()}
-                   for what, ways in written["seconds"].items()}  # fmt: skip
+        seconds = {
+            str(what): {str(way): float(one) for way, one in ways.items()} for what, ways in written["seconds"].items()
+        }
         measured = Measured(parse(written["numerics"]), seconds)
         return measured if measured.complete else None
     except (ModelError, KeyError, TypeError, ValueError, AttributeError):
@@ -130,8 +131,13 @@ def cached(processor: Processor) -> Measured | None:
 
 def keep(processor: Processor, measured: Measured) -> None:
     """Write `measured` to the cache. Where that cannot be written, the next start measures again."""
-    text = {"cpu": processor.name, "torch": processor.torch, "threads": processor.threads,
-            "numerics": str(measured.numerics), "seconds": measured.seconds}  # fmt: skip
+    text = {
+        "cpu": processor.name,
+        "torch": processor.torch,
+        "threads": processor.threads,
+        "numerics": str(measured.numerics),
+        "seconds": measured.seconds,
+    }
     folder = _folder()
     if not folder.is_absolute():
         return  # a user without a home

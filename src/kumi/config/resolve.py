@@ -165,8 +165,9 @@ def resolve(
     choose_balance(asked.job.model, config.model)
     decision = decide(asked, None if begun is None else begun.plan)
     written = pinned_to(spelled_out(config, asked.job), decision.estimate.layout)
-    run = ResolvedRun(written, hf_config, source, asked.job, decision.estimate, snapshots, decision.pinned,
-                      decision.change, begun)  # fmt: skip
+    run = ResolvedRun(
+        written, hf_config, source, asked.job, decision.estimate, snapshots, decision.pinned, decision.change, begun
+    )
     wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:
         wrong.append("comm.async_tp=true with [lora]: regions with adapters gather before they multiply; set it false")

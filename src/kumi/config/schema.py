@@ -308,9 +308,10 @@ class CommSection(Section):
         1000, description="Steps of a start that come before, with gradients as they are."
     )
     bucket_mb: Annotated[Number, Field(gt=0)] | None = Field(
-        None, description="Size of the messages, in MiB, in which gradients of whole replicas are summed while the "
-        "backward pass goes on; by default PyTorch's 25."
-    )  # fmt: skip
+        None,
+        description="Size of the messages, in MiB, in which gradients of whole replicas are summed while the "
+        "backward pass goes on; by default PyTorch's 25.",
+    )
     prefetch: Positive | None = Field(
         None, description="How many layers ahead divided parameters are gathered; by default the next one."
     )

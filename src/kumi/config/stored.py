@@ -25,10 +25,7 @@ NUMERICS = "precision.numerics"
 # For each key whose default is not what earlier versions did: the keys, with their values, that were in force in runs
 # which said nothing of them. Add an entry with every such key; tests/train/test_earlier_versions.py resumes a run of a
 # version that knew none of them.
-BEFORE: dict[str, dict[str, Any]] = {
-    "optim.warmup_ratio": {"optim.warmup_steps": 0},
-    NUMERICS: {NUMERICS: "reference"},
-}
+BEFORE: dict[str, dict[str, Any]] = {"optim.warmup_ratio": {"optim.warmup_steps": 0}, NUMERICS: {NUMERICS: "reference"}}
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,26 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 
 # Keys of PEFT's LoRA configuration that are written as they are there by default.
 _DEFAULTS: dict[str, Any] = {
-    "alora_invocation_tokens": None, "auto_mapping": None, "bias": "none", "exclude_modules": None,
-    "inference_mode": True, "init_lora_weights": True, "layer_replication": None, "layers_pattern": None,
-    "layers_to_transform": None, "loftq_config": {}, "lora_bias": False, "megatron_config": None,
-    "megatron_core": "megatron.core", "modules_to_save": None, "peft_type": "LORA", "revision": None,
-    "target_parameters": None, "task_type": "CAUSAL_LM", "trainable_token_indices": None,
-}  # fmt: skip
+    "alora_invocation_tokens": None,
+    "auto_mapping": None,
+    "bias": "none",
+    "exclude_modules": None,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "revision": None,
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+}
 
 
 @dataclass(frozen=True)
@@ -95,9 +109,15 @@ def _rows(part: Part) -> Tensor:
 
 
 def write_adapter(
-    folder: Path, spec: ModelSpec, read: Callable[[str], Tensor], *, base: str | None, card: str = "",
-    tokenizer: Path | None = None, replace: bool = False,
-) -> None:  # fmt: skip
+    folder: Path,
+    spec: ModelSpec,
+    read: Callable[[str], Tensor],
+    *,
+    base: str | None,
+    card: str = "",
+    tokenizer: Path | None = None,
+    replace: bool = False,
+) -> None:
     """Write `folder`, the adapters of `spec`, whose tensors `read` gives by their native names, in float32.
 
     `base` is what the configuration says of the model that they belong to: a folder, or a hub id with its revision.
@@ -201,8 +221,19 @@ def adapter_card(*, name: str, base: str, lora: Lora, facts: Mapping[str, str]) 
     published = hub.split(base)  # a folder here is no model there
     above = {} if published is None else {"base_model": published[0], "base_model_relation": "adapter"}
     header = {"library_name": "peft", **above, "tags": ["kumi", "lora"]}
-    return "\n".join([
-        "---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()), "---", "",
-        f"# {name}", "", f"{kind} adapters of {base}, written by kumi {kumi.__version__}.", "", "| | |", "|---|---|",
-        *rows, "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "---",
+            *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()),
+            "---",
+            "",
+            f"# {name}",
+            "",
+            f"{kind} adapters of {base}, written by kumi {kumi.__version__}.",
+            "",
+            "| | |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )

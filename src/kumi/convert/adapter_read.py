@@ -22,16 +22,39 @@ from kumi.spec.ledger import ops
 from kumi.spec.model import ModelSpec
 
 # Keys of the configuration that say nothing about what the adapters compute.
-_BESIDE = ("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
-           "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
-           "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
-           "fan_in_fan_out")  # fmt: skip
+_BESIDE = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "fan_in_fan_out",
+)
 # Keys that are read, with the types of their values.
 _READ: dict[str, tuple[type, ...]] = {
-    "peft_type": (str,), "bias": (str,), "r": (int, float), "lora_alpha": (int, float), "use_rslora": (bool,),
-    "use_dora": (bool,), "rank_pattern": (dict,), "alpha_pattern": (dict,), "base_model_name_or_path": (str,),
-    "revision": (str,), "fan_in_fan_out": (bool,),
-}  # fmt: skip
+    "peft_type": (str,),
+    "bias": (str,),
+    "r": (int, float),
+    "lora_alpha": (int, float),
+    "use_rslora": (bool,),
+    "use_dora": (bool,),
+    "rank_pattern": (dict,),
+    "alpha_pattern": (dict,),
+    "base_model_name_or_path": (str,),
+    "revision": (str,),
+    "fan_in_fan_out": (bool,),
+}
 _WORDS: dict[type, str] = {str: "a text", int: "a number", bool: "true or false", dict: "a table"}
 # A rank is at most a matrix's width; alpha is published up to 512.
 _MOST = 1e6
@@ -91,8 +114,10 @@ def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
         ending = next((one for one in _ENDINGS if name.endswith(f".{one}")), "")
         module = name.removeprefix(PREFIX).removesuffix(f".{ending}")
         if not ending or not name.startswith(PREFIX) or module not in known:
-            raise ModelError(f"{folder / WEIGHTS}: {name!r} is no adapter of a matrix in the layers of this "
-                             f"{spec.family} model; kumi would drop it, so merge with peft instead")  # fmt: skip
+            raise ModelError(
+                f"{folder / WEIGHTS}: {name!r} is no adapter of a matrix in the layers of this "
+                f"{spec.family} model; kumi would drop it, so merge with peft instead"
+            )
         found.setdefault(module, {})[ending] = read_entry(entry_of(span)).float()
     if not found:
         raise ModelError(f"{folder / WEIGHTS}: holds no adapters; fetch the file again")
@@ -104,7 +129,7 @@ def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
 
 def _natives(
     folder: Path, config: Mapping[str, Any], module: Module, tensors: Mapping[str, Tensor]
-) -> dict[str, Adapter]:  # fmt: skip
+) -> dict[str, Adapter]:
     """The adapter of `module`, as those of its pieces."""
     dora = bool(config.get("use_dora"))
     r = _number(folder, config, "r", "rank_pattern", module.name)
@@ -113,8 +138,10 @@ def _natives(
     wanted |= {"lora_magnitude_vector": (module.rows,)} if dora else {}
     shapes = {ending: tuple(tensor.shape) for ending, tensor in tensors.items()}
     if shapes != wanted:
-        raise ModelError(f"{folder / WEIGHTS}: {module.name!r} has {shapes}, its model and {CONFIG} say {wanted}; the "
-                         f"files belong to different models")  # fmt: skip
+        raise ModelError(
+            f"{folder / WEIGHTS}: {module.name!r} has {shapes}, its model and {CONFIG} say {wanted}; the "
+            f"files belong to different models"
+        )
     scale = alpha / (sqrt(r) if config.get("use_rslora") else r)
     a, b = tensors["lora_A.weight"], tensors["lora_B.weight"]
     magnitude = tensors.get("lora_magnitude_vector")
@@ -134,8 +161,10 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, pattern: str, mod
             found = value
             break
     if not _has_type(found, _READ[key]) or not 0 < found <= _MOST or (key == "r" and int(found) != found):
-        raise ModelError(f"{folder / CONFIG}: {key}={brief(found)} of {module} is no positive number of at most "
-                         f"{_MOST:.0f}; correct it")  # fmt: skip
+        raise ModelError(
+            f"{folder / CONFIG}: {key}={brief(found)} of {module} is no positive number of at most "
+            f"{_MOST:.0f}; correct it"
+        )
     return found
 
 
@@ -155,8 +184,10 @@ def as_trained(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -
     held = {name: one for name, one in adapters.items() if bool(one.b.any()) or name in wanted}
     other = sorted(set(wanted) ^ set(held))
     if other:
-        raise ModelError(f"lora.source: {folder} and lora.target_modules disagree about {other[0]} and "
-                         f"{len(other) - 1} more; name the modules that the adapters have")  # fmt: skip
+        raise ModelError(
+            f"lora.source: {folder} and lora.target_modules disagree about {other[0]} and "
+            f"{len(other) - 1} more; name the modules that the adapters have"
+        )
     joined = {name: own for own in _joined(spec, wanted) for name in own}
     for name in wanted:
         one = _apart(held[name], joined[name].index(name), len(joined[name]), lora.r)

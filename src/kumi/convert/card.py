@@ -53,13 +53,27 @@ def model_card(
     rows = {"architecture": FAMILIES[model.family].ARCHITECTURE, "parameters": f"{num_params(model):,}"}
     rows |= {"base commit": origin.commit} if origin.commit else {}
     table = ["| | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in (rows | dict(facts)).items())]
-    return "\n".join([
-        "---", *lines, "---", "", f"# {name}", "",
-        f"A {format_count(num_params(model))} parameter language model, written by kumi {kumi.__version__}.", "",
-        *table, "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-        'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")',
-        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")', "```", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "---",
+            *lines,
+            "---",
+            "",
+            f"# {name}",
+            "",
+            f"A {format_count(num_params(model))} parameter language model, written by kumi {kumi.__version__}.",
+            "",
+            *table,
+            "",
+            "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")',
+            'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
+            "```",
+            "",
+        ]
+    )
 
 
 def mark_verified(folder: Path, how: str) -> None:
@@ -76,11 +90,15 @@ def check_verified(folder: Path) -> None:
     text = _text(folder) if (folder / "README.md").is_file() else ""
     noted = re.search(rf"^\| {re.escape(DIGEST)} \| (\w+) \|$", text, re.M)
     if noted is None:
-        raise RefusedError(f"{folder}: its README.md does not say that it was verified; write it again with --verify, "
-                           f"or push it as it is with --unverified")  # fmt: skip
+        raise RefusedError(
+            f"{folder}: its README.md does not say that it was verified; write it again with --verify, "
+            f"or push it as it is with --unverified"
+        )
     if noted[1] != digest(folder):
-        raise RefusedError(f"{folder}: its files are not those that were verified; write it again with --verify, or "
-                           f"push it as it is with --unverified")  # fmt: skip
+        raise RefusedError(
+            f"{folder}: its files are not those that were verified; write it again with --verify, or "
+            f"push it as it is with --unverified"
+        )
 
 
 def digest(folder: Path) -> str:

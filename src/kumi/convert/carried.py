@@ -42,8 +42,10 @@ def of_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str
         return {}
     if not Path(source).is_dir():
         names = ", ".join(f"{beginning}*" for beginning in spec.weights.carried)
-        raise ModelError(f"{folder}: the tensors {names} that its model carries along are in {source}, which is no "
-                         f"folder (any more); put it back")  # fmt: skip
+        raise ModelError(
+            f"{folder}: the tensors {names} that its model carries along are in {source}, which is no "
+            f"folder (any more); put it back"
+        )
     return carried(source, spec)
 
 

@@ -29,10 +29,17 @@ FORMATS = ("hf", "kumi", "megatron")
 
 
 def convert(
-    src: str | Path, dst: str | Path, *, to: str, verify: bool = True, dtype: str | None = None,
-    layout: str | None = None, config: str | Path | None = None, megatron: Options | None = None,
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str,
+    verify: bool = True,
+    dtype: str | None = None,
+    layout: str | None = None,
+    config: str | Path | None = None,
+    megatron: Options | None = None,
     base: str | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """What was done, in a sentence: the model in `src` (any format) is in the new folder `dst`, in one of `FORMATS`.
 
     Weights keep their dtype unless `dtype` says otherwise. A `layout` such as "tp=2,pp=2" cuts a checkpoint of kumi
@@ -109,8 +116,16 @@ def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
     origin = origin_of(source.folder)
     made = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
     card = model_card(name=target.name, model=source.spec, facts=made, origin=origin)
-    hf.write(target, source.spec, source.reader, base_config=source.config, dtype=dtypes,
-             tokenizer_folder=source.tokenizer, card=card, carried=source.carried)  # fmt: skip
+    hf.write(
+        target,
+        source.spec,
+        source.reader,
+        base_config=source.config,
+        dtype=dtypes,
+        tokenizer_folder=source.tokenizer,
+        card=card,
+        carried=source.carried,
+    )
 
 
 def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layout: Layout) -> None:
@@ -118,19 +133,38 @@ def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layou
     size = sum(entry.numel * ITEMSIZE[dtypes[entry.name]] for entry in tensors(source.spec))
     free_space_check(target, size + sum(span.nbytes for span in source.carried.values()), "the model")
     tokenizer = None if source.tokenizer is None else str(source.tokenizer.absolute())
-    native.write_model(target, source.spec, source.reader, dtypes=dtypes, layout=layout, beside=source.carried,
-                       meta={"hf_config": dict(source.config), "tokenizer": tokenizer,
-                             "origin": origin_of(source.folder).plain()})  # fmt: skip
+    native.write_model(
+        target,
+        source.spec,
+        source.reader,
+        dtypes=dtypes,
+        layout=layout,
+        beside=source.carried,
+        meta={"hf_config": dict(source.config), "tokenizer": tokenizer, "origin": origin_of(source.folder).plain()},
+    )
 
 
 def _write_megatron(source: Source, target: Path, dtypes: Mapping[str, str], options: Options | None) -> list[str]:
     """Writes it, and says what Megatron will not have or not compute of the model."""
     from kumi.convert import megatron_write
 
-    notes = megatron_write.write(target, source.spec, source.reader, dtypes=dtypes, config=source.config,
-                                 tokenizer=source.tokenizer, options=options)  # fmt: skip
-    left = [f"left out, for Megatron has no place for them: {len(source.carried)} tensors that are carried along, such "
-            f"as {next(iter(source.carried))}"] if source.carried else []  # fmt: skip
+    notes = megatron_write.write(
+        target,
+        source.spec,
+        source.reader,
+        dtypes=dtypes,
+        config=source.config,
+        tokenizer=source.tokenizer,
+        options=options,
+    )
+    left = (
+        [
+            f"left out, for Megatron has no place for them: {len(source.carried)} tensors that are carried along, such "
+            f"as {next(iter(source.carried))}"
+        ]
+        if source.carried
+        else []
+    )
     return [*left, *notes]
 
 
@@ -141,8 +175,10 @@ def parse_layout(text: str, spec: ModelSpec) -> Layout:
     for word in text.split(","):
         key, _, value = (part.strip() for part in word.partition("="))
         if key not in known or not value.isdecimal() or key in found:
-            raise LayoutError(f"--layout {text}: {word!r} is none of {', '.join(known)} with a number, each once; "
-                              f"write it as in tp=2,pp=2")  # fmt: skip
+            raise LayoutError(
+                f"--layout {text}: {word!r} is none of {', '.join(known)} with a number, each once; "
+                f"write it as in tp=2,pp=2"
+            )
         found[key] = int(value)
     layout = replace(Layout(), **found)  # type: ignore[arg-type]
     wrong = misfits(spec, layout)

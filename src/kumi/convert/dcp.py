@@ -115,8 +115,9 @@ class Checkpoint:
         head = archive.content
         if not isinstance(head, pickles.Head) or head.storage.dtype != dtype or head.shape != chunk.extent:
             found = (head.storage.dtype, head.shape) if isinstance(head, pickles.Head) else type(head).__name__
-            raise RefusedError(f"{where} is {found}, its metadata say {(dtype, chunk.extent)}; the files do not belong "
-                               f"together")  # fmt: skip
+            raise RefusedError(
+                f"{where} is {found}, its metadata say {(dtype, chunk.extent)}; the files do not belong together"
+            )
         record = archive.find(head.storage.record)
         size = head.storage.count * dtype.itemsize
         if record is None or record[1] != size or record[0] + size > chunk.blob.length or not _fits(head):
@@ -206,12 +207,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _check_apart(folder: Path, tensors: Mapping[str, Stored]) -> None:
     """Nothing, or RefusedError where two pieces of tensors have bytes in common."""
-    spans = sorted((chunk.blob.file, chunk.blob.offset, chunk.blob.offset + chunk.blob.length, name)
-                   for name, stored in tensors.items() for chunk in stored.chunks)  # fmt: skip
+    spans = sorted(
+        (chunk.blob.file, chunk.blob.offset, chunk.blob.offset + chunk.blob.length, name)
+        for name, stored in tensors.items()
+        for chunk in stored.chunks
+    )
     for (file, _, end, name), (other_file, begin, _, other) in pairwise(spans):
         if file == other_file and begin < end:
-            raise RefusedError(f"{folder / file}: {name!r} and {other!r} are both said to have its byte {begin}; copy "
-                               f"the checkpoint again")  # fmt: skip
+            raise RefusedError(
+                f"{folder / file}: {name!r} and {other!r} are both said to have its byte {begin}; copy "
+                f"the checkpoint again"
+            )
 
 
 def _tensor(
@@ -224,10 +230,14 @@ def _tensor(
         raise RefusedError(f"{folder / '.metadata'}: {name!r} is not described as a tensor ({error})") from None
     problem = "dims differ" if any(len(start) != len(shape) for start, _ in boxes) else tiling_problem(boxes, shape)
     if problem or not isinstance(dtype, torch.dtype):
-        raise RefusedError(f"{folder}: the pieces of {name!r} {shape} do not make it whole: {problem or dtype}; the "
-                           f"checkpoint is incomplete or damaged")  # fmt: skip
-    chunks = tuple(Chunk(start, extent, _blob(folder, name, where.get(MetadataIndex(name, start)), sizes))
-                   for start, extent in boxes)  # fmt: skip
+        raise RefusedError(
+            f"{folder}: the pieces of {name!r} {shape} do not make it whole: {problem or dtype}; the "
+            f"checkpoint is incomplete or damaged"
+        )
+    chunks = tuple(
+        Chunk(start, extent, _blob(folder, name, where.get(MetadataIndex(name, start)), sizes))
+        for start, extent in boxes
+    )
     return Stored(dtype, shape, chunks)
 
 
@@ -251,6 +261,8 @@ def _blob(folder: Path, name: str, info: Any, sizes: dict[str, int]) -> Blob:
             raise RefusedError(f"{folder / file}: the file is missing, and {name!r} in it; copy the checkpoint again")
         sizes[file] = path.stat().st_size
     if offset + length > sizes[file]:
-        raise RefusedError(f"{folder / file}: has {sizes[file]} bytes, but {name!r} reaches to {offset + length}; the "
-                           f"file is truncated")  # fmt: skip
+        raise RefusedError(
+            f"{folder / file}: has {sizes[file]} bytes, but {name!r} reaches to {offset + length}; the "
+            f"file is truncated"
+        )
     return Blob(file, offset, length)

@@ -68,8 +68,9 @@ def write(
     """
     stop = threading.Event()
     with ThreadPoolExecutor(max(1, len(groups))) as pool:
-        jobs = [pool.submit(_pieces, folder, number, group, file_bytes, wrote, stop)
-                for number, group in enumerate(groups)]  # fmt: skip
+        jobs = [
+            pool.submit(_pieces, folder, number, group, file_bytes, wrote, stop) for number, group in enumerate(groups)
+        ]
         try:
             for job in as_completed(jobs):
                 job.result()

@@ -40,8 +40,10 @@ def entries(folder: Path, spans: Mapping[str, Span], found: Mapping[str, Any]) -
     if kind == "mxfp4":
         return _mxfp4(spans)
     readable = " and ".join(quantised.READABLE)
-    raise ModelError(f"{folder}: the weights are quantised by {kind!r}, which kumi does not read; it reads {readable}: "
-                     f"name the model before that, or dequantise it first")  # fmt: skip
+    raise ModelError(
+        f"{folder}: the weights are quantised by {kind!r}, which kumi does not read; it reads {readable}: "
+        f"name the model before that, or dequantise it first"
+    )
 
 
 def _fp8(folder: Path, spans: Mapping[str, Span], how: Mapping[str, Any]) -> dict[str, Entry]:
@@ -63,8 +65,10 @@ def _fp8(folder: Path, spans: Mapping[str, Span], how: Mapping[str, Any]) -> dic
         wanted = () if block is None else (-(-rows // block[0]), -(-columns // block[1]))
         if scale is None or scale.dtype not in _SCALES or scale.shape != wanted or len(span.shape) != 2:
             have = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
-            raise ModelError(f"{folder}: {scales[name]!r} is {have}; {name!r} {span.shape} in blocks of {block} needs "
-                             f"numbers {wanted}")  # fmt: skip
+            raise ModelError(
+                f"{folder}: {scales[name]!r} is {have}; {name!r} {span.shape} in blocks of {block} needs "
+                f"numbers {wanted}"
+            )
         found[name] = _decoded(span, span.shape, _fp8_rows(span, scale, block or [rows, columns]))
     return found
 
@@ -76,8 +80,10 @@ def _block(folder: Path, how: Mapping[str, Any]) -> list[int] | None:
         return block
     if block is None and "weight_block_size" in how:
         return None
-    raise ModelError(f"{folder}: fp8 weights with weight_block_size {block!r}; kumi reads those with a scale for each "
-                     f"block of rows and columns, as [128, 128], or null: one for each matrix")  # fmt: skip
+    raise ModelError(
+        f"{folder}: fp8 weights with weight_block_size {block!r}; kumi reads those with a scale for each "
+        f"block of rows and columns, as [128, 128], or null: one for each matrix"
+    )
 
 
 def _fp8_rows(span: Span, scale: Span, block: list[int]) -> Callable[[int, int], Tensor]:
@@ -103,8 +109,9 @@ def _mxfp4(spans: Mapping[str, Span]) -> dict[str, Entry]:
         fits = len(shape) == 4 and shape[3] == _GROUP // 2 and scales is not None and scales.shape == shape[:3]
         if scales is None or not fits or (blocks.dtype, scales.dtype) != ("U8", "U8"):
             have = "missing" if scales is None else f"{scales.dtype} {scales.shape}"
-            raise ModelError(f"{blocks.file}: {blocks.name!r} {blocks.dtype} {shape} does not go with {name}_scales, "
-                             f"which is {have}")  # fmt: skip
+            raise ModelError(
+                f"{blocks.file}: {blocks.name!r} {blocks.dtype} {shape} does not go with {name}_scales, which is {have}"
+            )
         experts, rows, groups, _ = shape
         found[name] = _decoded(blocks, (experts, groups * _GROUP, rows), _mxfp4_rows(blocks, scales), name)
     return found

@@ -46,8 +46,10 @@ def entry_of(span: Span) -> Entry:
     """A tensor that is stored as it is; ModelError where its dtype is none of weights."""
     dtype = DTYPES.get(span.dtype)
     if dtype is None:
-        raise ModelError(f"{span.file}: {span.name!r} has dtype {span.dtype}; kumi reads {', '.join(DTYPES)}: "
-                         f"export the model without quantisation")  # fmt: skip
+        raise ModelError(
+            f"{span.file}: {span.name!r} has dtype {span.dtype}; kumi reads {', '.join(DTYPES)}: "
+            f"export the model without quantisation"
+        )
     return Entry(span.file, span.name, span.shape, dtype, span.offset)
 
 

@@ -149,8 +149,10 @@ def _equal(one: Stored, other: Stored) -> bool:
 
 
 def _untied(spec: ModelSpec, head: Entry) -> ModelError:
-    return ModelError(f"{head.file}: {head.name!r} differs from {stored_name(spec, EMBEDDING)!r}, but config.json ties "
-                      f"them; set tie_word_embeddings to false")  # fmt: skip
+    return ModelError(
+        f"{head.file}: {head.name!r} differs from {stored_name(spec, EMBEDDING)!r}, but config.json ties "
+        f"them; set tie_word_embeddings to false"
+    )
 
 
 def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
@@ -163,8 +165,10 @@ def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
         if name.endswith(spec.weights.ignored):
             continue
         if name != stored_name(spec, HEAD) or not spec.tie_word_embeddings:
-            raise ModelError(f"{found[name].file}: {name!r} {found[name].shape} has no place in the {spec.family} "
-                             f"model of this config.json; kumi would drop it")  # fmt: skip
+            raise ModelError(
+                f"{found[name].file}: {name!r} {found[name].shape} has no place in the {spec.family} "
+                f"model of this config.json; kumi would drop it"
+            )
         if found[name].shape != wanted[stored_name(spec, EMBEDDING)]:
             raise _untied(spec, found[name])
     return stored
@@ -190,11 +194,15 @@ def _stored(folder: str | Path, spec: ModelSpec, param: Param, found: Mapping[st
             raise ModelError(f"{folder}: {part.name!r} is missing from the weights; {hint}")
         entry = found[part.name]
         if entry.shape != part.shape:
-            raise ModelError(f"{folder}: {part.name!r} is {entry.shape} in {entry.file.name}, {part.shape} in the "
-                             f"model of config.json; the two files belong to different models")  # fmt: skip
+            raise ModelError(
+                f"{folder}: {part.name!r} is {entry.shape} in {entry.file.name}, {part.shape} in the "
+                f"model of config.json; the two files belong to different models"
+            )
         if entry.dtype != found[kept[0].name].dtype:
-            raise ModelError(f"{folder}: {part.name!r} is {entry.dtype}, {kept[0].name!r} {found[kept[0].name].dtype}; "
-                             f"parts of one tensor must have one dtype")  # fmt: skip
+            raise ModelError(
+                f"{folder}: {part.name!r} is {entry.dtype}, {kept[0].name!r} {found[kept[0].name].dtype}; "
+                f"parts of one tensor must have one dtype"
+            )
     return Stored(param.shape, found[kept[0].name].dtype, tuple((part, found[part.name]) for part in kept))
 
 

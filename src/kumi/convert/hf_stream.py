@@ -30,9 +30,7 @@ def jobs(folder: Path, shards: Mapping[str, Layout], spec: ModelSpec, reader: Re
     return found
 
 
-def _by_file(
-    own: list[Part], where: Mapping[str, tuple[Path, Layout]]
-) -> Iterator[tuple[list[Part], Path, Layout]]:  # fmt: skip
+def _by_file(own: list[Part], where: Mapping[str, tuple[Path, Layout]]) -> Iterator[tuple[list[Part], Path, Layout]]:
     found: dict[Path, list[Part]] = {}
     for part in own:
         found.setdefault(where[part.name][0], []).append(part)

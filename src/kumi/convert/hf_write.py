@@ -30,11 +30,18 @@ if TYPE_CHECKING:
 
 # Files that go with a tokenizer, copied as they are.
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
     "tiktoken.model",
     *PROCESSOR_FILES,
-)  # fmt: skip
+)
 
 # Of every tensor its shape, and the parts of it that files hold.
 _Wanted = Mapping[str, tuple[tuple[int, ...], tuple[Part, ...]]]

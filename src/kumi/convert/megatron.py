@@ -39,8 +39,12 @@ RUN_CONFIG = "run_config.yaml"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYER_KEY = re.compile(r"decoder\.layers\.\d+\.")
 # Tensors that are no part of the model, by how their names begin, and what they are.
-_LEFT_OUT = {"optimizer.": "optimizer state", "chained_": "optimizer state", "rng_state": "random number generators",
-             "mtp.": "layers for multi-token prediction"}  # fmt: skip
+_LEFT_OUT = {
+    "optimizer.": "optimizer state",
+    "chained_": "optimizer state",
+    "rng_state": "random number generators",
+    "mtp.": "layers for multi-token prediction",
+}
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,10 @@ def _config(
         return megatron_args.to_config(vars(common["args"])), None
     if (inner / RUN_CONFIG).is_file():
         return megatron_args.to_config(megatron_args.from_run_config(_run_config(inner / RUN_CONFIG))), None
-    raise ModelError(f"{inner}: has neither Megatron-LM's arguments nor {RUN_CONFIG}, so that nothing says what the "
-                     f"model is; give its config.json with --config")  # fmt: skip
+    raise ModelError(
+        f"{inner}: has neither Megatron-LM's arguments nor {RUN_CONFIG}, so that nothing says what the "
+        f"model is; give its config.json with --config"
+    )
 
 
 def _common(inner: Path, saved: dcp.Checkpoint) -> dict[str, Any]:
@@ -189,12 +195,16 @@ def check(folder: Path, spec: ModelSpec, found: Mapping[str, dcp.Stored]) -> tup
     what it holds besides and is left out."""
     names = {name for name in found if not name.startswith(tuple(_LEFT_OUT))}
     if "decoder.final_norm.weight" in names:
-        raise ModelError(f"{folder}: written by Megatron-Core's HybridModel, with one sublayer an index; kumi reads "
-                         f"those of GPTModel")  # fmt: skip
+        raise ModelError(
+            f"{folder}: written by Megatron-Core's HybridModel, with one sublayer an index; kumi reads "
+            f"those of GPTModel"
+        )
     vocab = found[VOCABULARY[0]].shape[0] if VOCABULARY[0] in names and found[VOCABULARY[0]].shape else spec.vocab_size
     if vocab < spec.vocab_size:
-        raise ModelError(f"{folder}: {VOCABULARY[0]!r} has {vocab} rows, vocab_size={spec.vocab_size} in the model's "
-                         f"config.json; the two belong to different models")  # fmt: skip
+        raise ModelError(
+            f"{folder}: {VOCABULARY[0]!r} has {vocab} rows, vocab_size={spec.vocab_size} in the model's "
+            f"config.json; the two belong to different models"
+        )
     by_layer = any(_LAYER_KEY.match(name) for name in names)
     halves = any(name.endswith(("_w", "_v")) for name in names)
     ways = [Keys(not by_layer, vocab, local, halves) for local in (False, True)]
@@ -214,12 +224,16 @@ def _same(folder: Path, spec: ModelSpec, wanted: Mapping[str, Dims], found: Mapp
             )
             raise ModelError(f"{folder}: {name!r} is missing from the checkpoint of this {spec.family} model{hint}")
         if found[name] != shape:
-            raise ModelError(f"{folder}: {name!r} is {found[name]} in the checkpoint, {shape} in the model of its "
-                             f"configuration; the two belong to different models")  # fmt: skip
+            raise ModelError(
+                f"{folder}: {name!r} is {found[name]} in the checkpoint, {shape} in the model of its "
+                f"configuration; the two belong to different models"
+            )
     unknown = sorted(found.keys() - wanted.keys())
     if unknown:
-        raise ModelError(f"{folder}: {unknown[0]!r} {found[unknown[0]]} has no place in the {spec.family} model of its "
-                         f"configuration; kumi would drop it")  # fmt: skip
+        raise ModelError(
+            f"{folder}: {unknown[0]!r} {found[unknown[0]]} has no place in the {spec.family} model of its "
+            f"configuration; kumi would drop it"
+        )
 
 
 def _dtype(folder: Path, spec: ModelSpec, param: Param, keys: Keys, saved: dcp.Checkpoint) -> str:
@@ -228,8 +242,10 @@ def _dtype(folder: Path, spec: ModelSpec, param: Param, keys: Keys, saved: dcp.C
     strange = [name for dtype, name in dtypes.items() if dtype not in _DTYPES]
     if strange or len(dtypes) > 1:
         name = (strange or sorted(dtypes.values()))[0]
-        raise ModelError(f"{folder}: {name!r} is {saved.tensors[name].dtype}; kumi reads parameters in one of "
-                         f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}")  # fmt: skip
+        raise ModelError(
+            f"{folder}: {name!r} is {saved.tensors[name].dtype}; kumi reads parameters in one of "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
+        )
     return str(next(iter(dtypes))).removeprefix("torch.")
 
 

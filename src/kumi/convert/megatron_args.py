@@ -17,16 +17,33 @@ from kumi.spec.model import ModelSpec, Rope
 
 # Arguments that Megatron-LM's --use-checkpoint-args leaves as they are, and what they are where they are not given.
 NOT_TAKEN: dict[str, Any] = {
-    "norm_epsilon": 1e-5, "qk_layernorm": False, "use_rope_scaling": False, "rope_scaling_factor": 8.0,
-    "rotary_seq_len_interpolation_factor": None, "window_size": None, "window_attn_skip_freq": None,
-    "softmax_type": "vanilla", "moe_router_num_groups": None, "moe_router_group_topk": None,
-    "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rope_type": None, "rotary_scaling_factor": 1.0, "mscale": 1.0,
+    "norm_epsilon": 1e-5,
+    "qk_layernorm": False,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None,
+    "window_size": None,
+    "window_attn_skip_freq": None,
+    "softmax_type": "vanilla",
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "multi_latent_attention": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": None,
+    "rotary_scaling_factor": 1.0,
+    "mscale": 1.0,
     "mscale_all_dim": 0.0,
-}  # fmt: skip
+}
 # Fields of TransformerConfig, and the arguments that set them where these have another name.
-NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts",
-         "layernorm_zero_centered_gamma": "apply_layernorm_1p"}  # fmt: skip
+NAMES = {
+    "layernorm_epsilon": "norm_epsilon",
+    "num_moe_experts": "num_experts",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+}
 _REMEDY = "give the model's config.json with --config"
 
 
@@ -123,22 +140,40 @@ def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
 
 # What an argument must be in the models that have no config.json: others change what the model computes.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "swiglu": (True,), "normalization": ("RMSNorm",), "add_bias_linear": (False,), "apply_layernorm_1p": (False, None),
-    "position_embedding_type": ("rope",), "rotary_percent": (1.0, None), "rotary_interleaved": (False, None),
-    "heterogeneous_layers_config_path": (None,), "hybrid_override_pattern": (None,), "hybrid_layer_pattern": (None,),
-    "softmax_type": ("vanilla", None), "window_attn_skip_freq": (None,), "mtp_num_layers": (None, 0),
-    "glu_linear_offset": (0, None), "activation_func_clamp_value": (None,), "softmax_scale": (None,),
-    "no_rope_freq": (None,), "moe_shared_expert_gate": (False, None), "moe_latent_size": (None,),
-    "apply_residual_connection_post_layernorm": (False, None), "linear_attention_freq": (None,),
-    "layernorm_zero_centered_gamma": (False, None), "qk_l2_norm": (False, None), "attention_output_gate": (False, None),
-}  # fmt: skip
+    "swiglu": (True,),
+    "normalization": ("RMSNorm",),
+    "add_bias_linear": (False,),
+    "apply_layernorm_1p": (False, None),
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (1.0, None),
+    "rotary_interleaved": (False, None),
+    "heterogeneous_layers_config_path": (None,),
+    "hybrid_override_pattern": (None,),
+    "hybrid_layer_pattern": (None,),
+    "softmax_type": ("vanilla", None),
+    "window_attn_skip_freq": (None,),
+    "mtp_num_layers": (None, 0),
+    "glu_linear_offset": (0, None),
+    "activation_func_clamp_value": (None,),
+    "softmax_scale": (None,),
+    "no_rope_freq": (None,),
+    "moe_shared_expert_gate": (False, None),
+    "moe_latent_size": (None,),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "linear_attention_freq": (None,),
+    "layernorm_zero_centered_gamma": (False, None),
+    "qk_l2_norm": (False, None),
+    "attention_output_gate": (False, None),
+}
 
 
 def _check(args: Mapping[str, Any]) -> None:
     for name, allowed in _NEUTRAL.items():
         if name in args and args[name] not in allowed:
-            raise ModelError(f"the checkpoint's arguments say {name}={args[name]!r}, which no model that kumi "
-                             f"recognises by its arguments has; {_REMEDY}")  # fmt: skip
+            raise ModelError(
+                f"the checkpoint's arguments say {name}={args[name]!r}, which no model that kumi "
+                f"recognises by its arguments has; {_REMEDY}"
+            )
     for name in ("swiglu", "normalization"):
         _given(args, name)
 
@@ -185,9 +220,12 @@ def _rope(args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("use_rope_scaling"):
         low, high, original = megatron_model.LLAMA3
         table: dict[str, Any] | None = {
-            "rope_type": "llama3", "factor": float(args.get("rope_scaling_factor") or 8.0), "low_freq_factor": low,
-            "high_freq_factor": high, "original_max_position_embeddings": original,
-        }  # fmt: skip
+            "rope_type": "llama3",
+            "factor": float(args.get("rope_scaling_factor") or 8.0),
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        }
     else:
         table = {"rope_type": "linear", "factor": float(stretched)} if stretched not in (None, 1) else None
     return {"rope_theta": theta, "rope_scaling": table}
@@ -202,8 +240,10 @@ def _window(args: Mapping[str, Any]) -> int | None:
 def _dense(args: Mapping[str, Any]) -> dict[str, Any]:
     if _window(args) is not None:
         if args.get("qk_layernorm") or args.get("add_qkv_bias"):
-            raise ModelError(f"the checkpoint's arguments say window_size={args['window_size']!r} beside a norm or "
-                             f"bias of queries and keys; {_REMEDY}")  # fmt: skip
+            raise ModelError(
+                f"the checkpoint's arguments say window_size={args['window_size']!r} beside a norm or "
+                f"bias of queries and keys; {_REMEDY}"
+            )
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": _window(args)}
     if args.get("qk_layernorm"):
         bias = bool(args.get("add_qkv_bias"))
@@ -217,25 +257,45 @@ def _dense(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
     softmax = args.get("moe_router_score_function", "softmax") == "softmax"
-    if not softmax or args.get("moe_shared_expert_intermediate_size") or args.get("moe_router_num_groups") or (
-        args.get("moe_router_topk_scaling_factor") not in (None, 1.0)
-    ):  # fmt: skip
-        raise ModelError(f"the checkpoint's arguments describe experts with sigmoid scores, groups, a scaling factor "
-                         f"or a shared expert beside grouped attention; {_REMEDY}")  # fmt: skip
+    if (
+        not softmax
+        or args.get("moe_shared_expert_intermediate_size")
+        or args.get("moe_router_num_groups")
+        or (args.get("moe_router_topk_scaling_factor") not in (None, 1.0))
+    ):
+        raise ModelError(
+            f"the checkpoint's arguments describe experts with sigmoid scores, groups, a scaling factor "
+            f"or a shared expert beside grouped attention; {_REMEDY}"
+        )
     width = args.get("moe_ffn_hidden_size") or _given(args, "ffn_hidden_size")
     pre_softmax, every = bool(args.get("moe_router_pre_softmax")), args.get("moe_layer_freq") in (1, None)
     sparse = _sparse(args)
     count, topk = args["num_experts"], _given(args, "moe_router_topk")
     if not args.get("qk_layernorm") and not args.get("add_qkv_bias") and not pre_softmax and (every or all(sparse)):
-        return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": count,
-                "num_experts_per_tok": topk, "intermediate_size": width, "sliding_window": _window(args)}  # fmt: skip
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": count,
+            "num_experts_per_tok": topk,
+            "intermediate_size": width,
+            "sliding_window": _window(args),
+        }
     if not args.get("qk_layernorm") or args.get("add_qkv_bias") or _window(args) is not None:
-        raise ModelError(f"the checkpoint's arguments describe experts as in no family that kumi recognises by its "
-                         f"arguments; {_REMEDY}")  # fmt: skip
-    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": count,
-            "num_experts_per_tok": topk, "moe_intermediate_size": width, "norm_topk_prob": not pre_softmax,
-            "decoder_sparse_step": 1, "mlp_only_layers": [i for i, one in enumerate(sparse) if not one],
-            "attention_bias": False}  # fmt: skip
+        raise ModelError(
+            f"the checkpoint's arguments describe experts as in no family that kumi recognises by its "
+            f"arguments; {_REMEDY}"
+        )
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": count,
+        "num_experts_per_tok": topk,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": not pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, one in enumerate(sparse) if not one],
+        "attention_bias": False,
+    }
 
 
 def _sparse(args: Mapping[str, Any]) -> list[bool]:
@@ -254,28 +314,40 @@ def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
     first = sparse.index(True) if True in sparse else len(sparse)
     width = _given(args, "moe_ffn_hidden_size", "ffn_hidden_size")
     shared = args.get("moe_shared_expert_intermediate_size") or 0
-    if not args.get("num_experts") or not all(sparse[first:]) or shared % width or not args.get("qk_layernorm") or (
-        sigmoid != bool(args.get("moe_router_enable_expert_bias"))
-    ):  # fmt: skip
+    if (
+        not args.get("num_experts")
+        or not all(sparse[first:])
+        or shared % width
+        or not args.get("qk_layernorm")
+        or (sigmoid != bool(args.get("moe_router_enable_expert_bias")))
+    ):
         raise ModelError(f"the checkpoint's arguments describe latent attention as in no DeepSeek model; {_REMEDY}")
     groups = args.get("moe_router_num_groups")
     version = "V3" if sigmoid else "V2"
     return {
-        "architectures": [f"Deepseek{version}ForCausalLM"], "model_type": f"deepseek_{version.lower()}",
-        "q_lora_rank": args.get("q_lora_rank"), "kv_lora_rank": _given(args, "kv_lora_rank"),
-        "qk_nope_head_dim": _given(args, "qk_head_dim"), "qk_rope_head_dim": _given(args, "qk_pos_emb_head_dim"),
-        "v_head_dim": _given(args, "v_head_dim"), "head_dim": None,
+        "architectures": [f"Deepseek{version}ForCausalLM"],
+        "model_type": f"deepseek_{version.lower()}",
+        "q_lora_rank": args.get("q_lora_rank"),
+        "kv_lora_rank": _given(args, "kv_lora_rank"),
+        "qk_nope_head_dim": _given(args, "qk_head_dim"),
+        "qk_rope_head_dim": _given(args, "qk_pos_emb_head_dim"),
+        "v_head_dim": _given(args, "v_head_dim"),
+        "head_dim": None,
         "num_key_value_heads": args["num_attention_heads"],
-        "n_routed_experts": args["num_experts"], "n_shared_experts": shared // width,
-        "num_experts_per_tok": _given(args, "moe_router_topk"), "moe_intermediate_size": width,
-        "first_k_dense_replace": first, "moe_layer_freq": 1,
-        "n_group": groups, "topk_group": args.get("moe_router_group_topk"),
+        "n_routed_experts": args["num_experts"],
+        "n_shared_experts": shared // width,
+        "num_experts_per_tok": _given(args, "moe_router_topk"),
+        "moe_intermediate_size": width,
+        "first_k_dense_replace": first,
+        "moe_layer_freq": 1,
+        "n_group": groups,
+        "topk_group": args.get("moe_router_group_topk"),
         "topk_method": "noaux_tc" if sigmoid else "group_limited_greedy" if groups else "greedy",
         "scoring_func": "sigmoid" if sigmoid else "softmax",
         "norm_topk_prob": sigmoid or not args.get("moe_router_pre_softmax"),
         "routed_scaling_factor": float(args.get("moe_router_topk_scaling_factor") or 1.0),
         **_latent_rope(args),
-    }  # fmt: skip
+    }
 
 
 def _latent_rope(args: Mapping[str, Any]) -> dict[str, Any]:

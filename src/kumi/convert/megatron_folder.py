@@ -27,7 +27,10 @@ def newest(folder: Path) -> Path:
     if (inner / METADATA).is_file():
         return inner
     if any(inner.glob("mp_rank_*")):
-        raise ModelError(f"{inner}: a checkpoint in Megatron's old format (mp_rank_..., pickled for one layout); load "
-                         f"it in Megatron-LM and save it with --ckpt-format torch_dist")  # fmt: skip
-    raise ModelError(f"{inner}: has no {METADATA}; kumi reads Megatron's torch_dist checkpoints (--ckpt-format "
-                     f"torch_dist)")  # fmt: skip
+        raise ModelError(
+            f"{inner}: a checkpoint in Megatron's old format (mp_rank_..., pickled for one layout); load "
+            f"it in Megatron-LM and save it with --ckpt-format torch_dist"
+        )
+    raise ModelError(
+        f"{inner}: has no {METADATA}; kumi reads Megatron's torch_dist checkpoints (--ckpt-format torch_dist)"
+    )

@@ -92,8 +92,12 @@ def write(
         common = _common(spec, keys, dtypes)
         _write_tensors(inner, targets, reader, dtypes, _objects(spec, keys, common), title=str(folder))
         torch.save(common, inner / COMMON)
-        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
-                   "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
+        backend = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
         _write_json(inner / "metadata.json", backend)
         (part / LATEST).write_text("0", encoding="utf-8")
         (part / "hf").mkdir()
@@ -108,12 +112,16 @@ def write(
 
 def _notes(spec: ModelSpec, args: argparse.Namespace | None) -> list[str]:
     """What Megatron will not compute as the model does, and what it does not take from the checkpoint."""
-    notes = [f"Megatron-Core's GPTModel will not compute this model: {problem}"
-             for problem in megatron_model.problems(spec)]  # fmt: skip
+    notes = [
+        f"Megatron-Core's GPTModel will not compute this model: {problem}" for problem in megatron_model.problems(spec)
+    ]
     if args is None:
         return notes
-    notes += [f"Megatron-LM has {name}={value:g} built in for latent attention, this model {getattr(args, name):g}"
-              for name, value in BUILT_IN.items() if getattr(args, name, value) != value]  # fmt: skip
+    notes += [
+        f"Megatron-LM has {name}={value:g} built in for latent attention, this model {getattr(args, name):g}"
+        for name, value in BUILT_IN.items()
+        if getattr(args, name, value) != value
+    ]
     given = to_give(args)
     if given:
         notes.append(f"Megatron-LM's --use-checkpoint-args does not take these from it; give them too: {given}")
@@ -123,8 +131,11 @@ def _notes(spec: ModelSpec, args: argparse.Namespace | None) -> list[str]:
 def _common(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> dict[str, Any]:
     """The state that is no tensor, as Megatron-LM saves it."""
     args = to_args(spec, dtype=dtypes["model.embed_tokens.weight"], padded_vocab=keys.vocab)
-    content = {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False,
-               "chained_optim_avoid_prefix": True}  # fmt: skip
+    content = {
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
     found: dict[str, Any] = {"iteration": 0, "checkpoint_version": 3.0, "content_metadata": content}
     return found if args is None else {"args": args, **found}
 
@@ -148,15 +159,22 @@ def _targets(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> list[_Ta
             target.made_of.append((param, part))
             dtype = kinds.setdefault(part.name, dtypes[param.name])
             if dtype != dtypes[param.name]:
-                raise ModelError(f"{param.name!r} is {dtypes[param.name]}, and Megatron's {part.name!r}, which it is a "
-                                 f"part of, {dtype}; parts of one tensor must have one dtype")  # fmt: skip
+                raise ModelError(
+                    f"{param.name!r} is {dtypes[param.name]}, and Megatron's {part.name!r}, which it is a "
+                    f"part of, {dtype}; parts of one tensor must have one dtype"
+                )
     return list(found.values())
 
 
 def _write_tensors(
-    folder: Path, targets: Sequence[_Target], reader: Reader, dtypes: Mapping[str, str],
-    objects: Iterable[tuple[str, Any]], *, title: str,
-) -> None:  # fmt: skip
+    folder: Path,
+    targets: Sequence[_Target],
+    reader: Reader,
+    dtypes: Mapping[str, str],
+    objects: Iterable[tuple[str, Any]],
+    *,
+    title: str,
+) -> None:
     """Writes the distributed checkpoint, a file or more for each of some threads."""
     sizes = [prod(one.extent) * ITEMSIZE[dtypes[one.made_of[0][0].name]] for one in targets]
     lock, done = threading.Lock(), 0

@@ -73,8 +73,10 @@ def open_beside(folder: Path, base: str | None = None) -> Beside:
     if saved is None:
         return Beside(folder, source, adapter_read.read_adapters(folder, source.spec))
     if (path / "config.json").exists() and digest(path) != saved.checkpoint.meta["base_digest"]:
-        raise ConfigError(f"{folder}: holds adapters of another model than {path} holds now; restore it, or name it "
-                          f"with --base FOLDER")  # fmt: skip
+        raise ConfigError(
+            f"{folder}: holds adapters of another model than {path} holds now; restore it, or name it "
+            f"with --base FOLDER"
+        )
     return Beside(folder, source, _trained(saved, source.spec))
 
 

@@ -84,8 +84,9 @@ def check(saved: SavedModel, spec: ModelSpec) -> None:
     dtypes = {name: saved.checkpoint.tensors[name].dtype_name for name in wanted}
     other = [name for name, dtype in dtypes.items() if "float" not in dtype]
     if other:
-        raise ModelError(f"{saved.checkpoint.folder}: {other[0]!r} is torch.{dtypes[other[0]]}; "
-                         f"weights are floating-point numbers")  # fmt: skip
+        raise ModelError(
+            f"{saved.checkpoint.folder}: {other[0]!r} is torch.{dtypes[other[0]]}; weights are floating-point numbers"
+        )
 
 
 def reader(saved: SavedModel, spec: ModelSpec) -> Reader:

@@ -65,8 +65,13 @@ def origin_of(folder: Path, name: str | None = None, commit: str | None = None) 
 
 def from_plain(data: Mapping[str, Any]) -> Origin:
     """The origin that `plain` wrote."""
-    return Origin(data.get("base_model"), data.get("commit"), data.get("license") or {}, _words(data.get("datasets")),
-                  data.get("relation"))  # fmt: skip
+    return Origin(
+        data.get("base_model"),
+        data.get("commit"),
+        data.get("license") or {},
+        _words(data.get("datasets")),
+        data.get("relation"),
+    )
 
 
 def card_header(folder: Path) -> dict[str, Any]:

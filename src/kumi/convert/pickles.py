@@ -29,8 +29,21 @@ LIMIT = 2**31
 
 
 # What reading a damaged pickle or archive may raise.
-_DAMAGED = (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, ArithmeticError, AttributeError, ImportError,
-            LookupError, MemoryError, NotImplementedError, OSError, RecursionError, TypeError, ValueError)  # fmt: skip
+_DAMAGED = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    EOFError,
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class Unread:
@@ -83,14 +96,33 @@ def _layout(*_: object) -> torch.layout:
 
 _DTYPES = {
     name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16",
-                 "int8", "uint8", "bool")
-}  # fmt: skip
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
+}
 _STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-}  # fmt: skip
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
 
 _PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
@@ -116,16 +148,28 @@ _PLAIN: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
 }
 _METADATA: dict[tuple[str, str], Any] = {
-    **{(metadata.__name__, name): getattr(metadata, name)
-       for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-                    "BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")},
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "BytesStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
     # A subclass of it in megatron-core up to 0.15, with nothing that is needed here.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     # Megatron-Core keeps how it saved beside what it saved.
-    **{("torch.distributed.checkpoint.planner", name): Unread
-       for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")},
-}  # fmt: skip
+    **{
+        ("torch.distributed.checkpoint.planner", name): Unread
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    },
+}
 # Packages whose objects say how a run was started; they are passed over, and nothing of them is loaded.
 _PASSED_OVER = ("megatron.", "transformer_engine.", "nemo.", "signal.", "enum.", "numpy.", "datetime.")
 
@@ -142,8 +186,10 @@ class _Restricted(pickle.Unpickler):
             return found
         if f"{module}.".startswith(_PASSED_OVER) and "." not in name:
             return Unread
-        raise RefusedError(f"{self._name}: its pickle asks for {module}.{name}, which no Megatron checkpoint needs; it "
-                           f"is not opened, for it may run commands")  # fmt: skip
+        raise RefusedError(
+            f"{self._name}: its pickle asks for {module}.{name}, which no Megatron checkpoint needs; it "
+            f"is not opened, for it may run commands"
+        )
 
     def persistent_load(self, pid: Any) -> Storage:
         """The storage that a tensor's head names."""

@@ -28,8 +28,10 @@ def publish(folder: str | Path, name: str, *, public: bool = False, unverified: 
     """
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise RefusedError(f"{looked_for(folder)}: holds neither a Hugging Face model (config.json) nor adapters "
-                           f"(adapter_config.json); write one with kumi convert --to hf")  # fmt: skip
+        raise RefusedError(
+            f"{looked_for(folder)}: holds neither a Hugging Face model (config.json) nor adapters "
+            f"(adapter_config.json); write one with kumi convert --to hf"
+        )
     hub.check_push(name, "--push")
     if not unverified:
         check_verified(folder)

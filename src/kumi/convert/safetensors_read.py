@@ -22,9 +22,27 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 # Bits of an element, by the format's names of dtypes.
 BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6,
-    "F4": 4, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "C64": 64,
-}  # fmt: skip
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
+    "U16": 16,
+    "U8": 8,
+    "BOOL": 8,
+    "C64": 64,
+}
 _MAX_SIZE = 2**60
 
 
@@ -98,8 +116,9 @@ def _compare(folder: Path, name: str, spans: Mapping[str, Span], weight_map: Map
         if tensor not in weight_map:
             raise ModelError(f"{folder}: {name} holds {tensor!r}, which {INDEX} does not name; fetch the model again")
         if weight_map[tensor] != name:
-            raise ModelError(f"{folder}: {tensor!r} is in {name}, and in {weight_map[tensor]} by {INDEX}; fetch the "
-                             f"model again")  # fmt: skip
+            raise ModelError(
+                f"{folder}: {tensor!r} is in {name}, and in {weight_map[tensor]} by {INDEX}; fetch the model again"
+            )
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -117,8 +136,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _no_weights(folder: Path) -> ModelError:
     if any(folder.glob("pytorch_model*.bin")):
-        return ModelError(f"{folder}: the weights are pickled (.bin), which kumi does not open; use transformers: "
-                          f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new)")  # fmt: skip
+        return ModelError(
+            f"{folder}: the weights are pickled (.bin), which kumi does not open; use transformers: "
+            f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new)"
+        )
     return ModelError(f"{folder}: there is neither {SINGLE} nor {INDEX}; a model folder has one of them")
 
 

@@ -86,8 +86,10 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
     if native.is_checkpoint(folder):
         return _open_native(folder)
     if (folder / "adapter_config.json").exists():
-        raise ModelError(f"{folder}: a LoRA adapter, which is no model by itself: merge it into its model first, with "
-                         f"`kumi convert {folder} MERGED --to hf`, and name the merged folder")  # fmt: skip
+        raise ModelError(
+            f"{folder}: a LoRA adapter, which is no model by itself: merge it into its model first, with "
+            f"`kumi convert {folder} MERGED --to hf`, and name the merged folder"
+        )
     if candidates := models_in_run(folder):
         raise ModelError(f"{folder}: a run's folder, which holds several models; name one of them: {candidates}")
     raise ModelError(

@@ -89,8 +89,10 @@ def _logits_agree(source: Source, written: Source) -> str:
     theirs, whose = _other_logits(source, written, prompts)
     difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
     if not difference <= TOLERANCE * max(1.0, largest):
-        raise ModelError(f"{written.folder}: its logits by kumi differ from {whose} by {difference:g}, of at most "
-                         f"{largest:g}; all tensors are equal: please report this model")  # fmt: skip
+        raise ModelError(
+            f"{written.folder}: its logits by kumi differ from {whose} by {difference:g}, of at most "
+            f"{largest:g}; all tensors are equal: please report this model"
+        )
     return f"largest logit difference {difference:g} from {whose}"
 
 

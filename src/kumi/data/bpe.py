@@ -121,9 +121,13 @@ def _run(job: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "kumi.data.bpe"]
     # In a group of its own, so that a Ctrl-C in the terminal reaches the program alone, which stops this one.
     done = subprocess.run(
-        command, input=json.dumps(job | {"parent": os.getpid()}).encode(), stdout=subprocess.PIPE, env=environment,
-        check=False, process_group=0,
-    )  # fmt: skip
+        command,
+        input=json.dumps(job | {"parent": os.getpid()}).encode(),
+        stdout=subprocess.PIPE,
+        env=environment,
+        check=False,
+        process_group=0,
+    )
     if done.returncode == ConfigError.exit_code:
         raise ConfigError(done.stdout.decode())
     if done.returncode != 0:

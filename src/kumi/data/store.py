@@ -30,15 +30,31 @@ META, FAULTS, FILES = "meta.json", "faults.jsonl", "files.jsonl"
 
 _COUNT, _TEXT, _NUMBER, _NONE = (int,), (str,), (int, float), type(None)
 _TYPES: dict[str, tuple[type, ...]] = {
-    "sources": (list,), "tokenizer": (dict,), "vocab_size": _COUNT, "eos_id": _COUNT, "bos_id": (int, _NONE),
-    "validation": _NUMBER, "unigram_entropy": _NUMBER, "fingerprint": _TEXT,
-}  # fmt: skip
+    "sources": (list,),
+    "tokenizer": (dict,),
+    "vocab_size": _COUNT,
+    "eos_id": _COUNT,
+    "bos_id": (int, _NONE),
+    "validation": _NUMBER,
+    "unigram_entropy": _NUMBER,
+    "fingerprint": _TEXT,
+}
 _SOURCE_TYPES: dict[str, tuple[type, ...]] = {
-    "name": _TEXT, "path": _TEXT, "weight": _NUMBER, "train": (str, _NONE), "validation": (str, _NONE),
-    "train_documents": _COUNT, "train_tokens": _COUNT, "validation_documents": _COUNT, "validation_tokens": _COUNT,
-    "faults": (dict,), "special_tokens_in_text": _COUNT, "unigram_entropy": _NUMBER, "train_digest": _TEXT,
+    "name": _TEXT,
+    "path": _TEXT,
+    "weight": _NUMBER,
+    "train": (str, _NONE),
+    "validation": (str, _NONE),
+    "train_documents": _COUNT,
+    "train_tokens": _COUNT,
+    "validation_documents": _COUNT,
+    "validation_tokens": _COUNT,
+    "faults": (dict,),
+    "special_tokens_in_text": _COUNT,
+    "unigram_entropy": _NUMBER,
+    "train_digest": _TEXT,
     "validation_digest": _TEXT,
-}  # fmt: skip
+}
 _OPTIONAL = ("train_checksums", "validation_checksums")
 
 

@@ -61,12 +61,17 @@ def placement(layout: Layout, cluster: ClusterSpec, *, experts: bool) -> dict[st
         "axes": [asdict(_placed(cluster, one)) for one in found],
         "rules": _rules(found, size),
         "drawn": [
-            {"node": node, "ranks": [{"rank": rank} | {one.name: one.index(rank) for one in found if one.name != "zero"}
-                                     for rank in range(node * size, node * size + min(size, RANKS))]}
+            {
+                "node": node,
+                "ranks": [
+                    {"rank": rank} | {one.name: one.index(rank) for one in found if one.name != "zero"}
+                    for rank in range(node * size, node * size + min(size, RANKS))
+                ],
+            }
             for node in drawn
         ],
         "warnings": list(_warnings(cluster, found)),
-    }  # fmt: skip
+    }
 
 
 def _axes(layout: Layout, *, experts: bool) -> Iterator[Axis]:
@@ -116,9 +121,11 @@ def _warnings(cluster: ClusterSpec, found: list[Axis]) -> Iterator[str]:
         instead = f" instead of {inside.name} ({rate(inside.bandwidth)})" if inside else ""
         fitting = max(degree for degree in divisors(size) if degree <= one.degree)
         use = f"{one.name} = {fitting}" + f" or another divisor of {size}" * (size > 1)
-        yield (f"{one.name}={one.degree} leaves the node of {plural(size, 'device')}: the activations of every layer "
-               f"cross {crossed.name} ({rate(crossed.bandwidth)} a device){instead}; use {use}, "
-               f"and pp, cp or dp_shard across nodes")  # fmt: skip
+        yield (
+            f"{one.name}={one.degree} leaves the node of {plural(size, 'device')}: the activations of every layer "
+            f"cross {crossed.name} ({rate(crossed.bandwidth)} a device){instead}; use {use}, "
+            f"and pp, cp or dp_shard across nodes"
+        )
 
 
 def render_placement(found: dict[str, Any]) -> RenderableType:
@@ -171,8 +178,11 @@ def _box(node: dict[str, Any], found: dict[str, Any]) -> RenderableType:
     ranks, size = node["ranks"], found["ranks_per_node"]
     width = max(2, len(str(found["nodes"] * size - 1)))
     label = max(map(len, ranks[0]))
-    rows = [_line(ranks[start : start + ACROSS], name, label, width)
-            for start in range(0, len(ranks), ACROSS) for name in ranks[0]]  # fmt: skip
+    rows = [
+        _line(ranks[start : start + ACROSS], name, label, width)
+        for start in range(0, len(ranks), ACROSS)
+        for name in ranks[0]
+    ]
     left = [Text(f"and {size - len(ranks):,} ranks more")] if size > len(ranks) else []
     first = node["node"] * size
     title = f"node {node['node']}: " + (f"ranks {first} to {first + size - 1}" if size > 1 else f"rank {first}")

@@ -151,30 +151,40 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     ranks = cluster["devices_per_node"] * cluster["nodes"]
     dp = layout["dp_replicate"] * layout["dp_shard"]
     words = {"pp": f" ({layout['schedule']})", "cp": f" ({layout['context']})" if layout["context"] != "ring" else ""}
-    axes = [f"{axis} {layout[axis]}{words.get(axis, '')}"
-            for axis in (*AXES, "ep", "expert_tp") if layout[axis] > 1]  # fmt: skip
+    axes = [f"{axis} {layout[axis]}{words.get(axis, '')}" for axis in (*AXES, "ep", "expert_tp") if layout[axis] > 1]
     kinds = [f"{kind} {format_bytes(size)}" for kind, size in memory.items() if kind != "total" and size]
     offload = f", {layout['offload']} offloaded" if layout["offload"] != "none" else ""
-    trained = "" if model["trained_parameters"] == model["parameters"] else (
-        f" of which {format_count(model['trained_parameters'])}, in adapters, are trained"
-    )  # fmt: skip
+    trained = (
+        ""
+        if model["trained_parameters"] == model["parameters"]
+        else (f" of which {format_count(model['trained_parameters'])}, in adapters, are trained")
+    )
     length = [("length", f"{batch['steps']} steps, {format_count(batch['tokens'])} tokens")] if "steps" in batch else []
     return [
         ("run", f"{found['name']} -> {found['out']}" if "out" in found else f"{found['name']}, only planned"),
-        ("model", f"{model['family']}, {format_count(model['parameters'])} parameters{trained}, "
-                  f"{model['layers']} layers of {model['hidden_size']}, vocabulary {model['vocab_size']}, "
-                  f"{model['init']} weights"),
+        (
+            "model",
+            f"{model['family']}, {format_count(model['parameters'])} parameters{trained}, "
+            f"{model['layers']} layers of {model['hidden_size']}, vocabulary {model['vocab_size']}, "
+            f"{model['init']} weights",
+        ),
         *(("", note) for note in model["notes"]),
         ("machines", f"{ranks} x {cluster['device']}, {format_bytes(cluster['memory_bytes'])} each"),
-        ("layout", f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "
-                   f"recompute {layout['recompute']}{offload}"),
+        (
+            "layout",
+            f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "
+            f"recompute {layout['recompute']}{offload}",
+        ),
         ("precision", f"{precision['compute']} compute, {precision['param']} weights, {precision['reduce']} reduction"),
         *([("numerics", _shown(found["numerics"]))] if "numerics" in found else []),
-        ("step", f"{format_count(batch['tokens_per_step'])} tokens = {dp} data-parallel ranks x "
-                 f"{batch['microbatches']} microbatches x {layout['microbatch']} sequences x {batch['seq_len']}"),
+        (
+            "step",
+            f"{format_count(batch['tokens_per_step'])} tokens = {dp} data-parallel ranks x "
+            f"{batch['microbatches']} microbatches x {layout['microbatch']} sequences x {batch['seq_len']}",
+        ),
         *length,
         ("memory", f"{format_bytes(memory['total'])} a rank estimated: {', '.join(kinds)}"),
-    ]  # fmt: skip
+    ]
 
 
 def _shown(numerics: dict[str, Any]) -> str:

@@ -84,10 +84,16 @@ def messages(found: Measured, job: Job, layout: Layout, pp_rank: int) -> list[di
             odd.setdefault(key[:2], []).append(key)
     for (kind, axis), keys in odd.items():
         ours, theirs = ({key: found[key] for key in keys if key in found} for found in (sent, _counts(listed)))
-        rows.append(_row(
-            (kind, axis, 0), sum(ours.values()), _bytes(ours), sum(theirs.values()), _bytes(theirs),
-            ", ".join(dict.fromkeys(word for key in keys if key in listed for word in listed[key][2])),
-        ))  # fmt: skip
+        rows.append(
+            _row(
+                (kind, axis, 0),
+                sum(ours.values()),
+                _bytes(ours),
+                sum(theirs.values()),
+                _bytes(theirs),
+                ", ".join(dict.fromkeys(word for key in keys if key in listed for word in listed[key][2])),
+            )
+        )
     return rows
 
 
@@ -99,16 +105,21 @@ def _bytes(counts: Mapping[Key, int]) -> int:
     return sum(count * key[2] for key, count in counts.items())
 
 
-def _row(
-    key: Key, sent: int, sent_bytes: int, listed: int, listed_bytes: int, what: str
-) -> dict[str, Any]:  # fmt: skip
+def _row(key: Key, sent: int, sent_bytes: int, listed: int, listed_bytes: int, what: str) -> dict[str, Any]:
     """`agrees`: as often and as much, or, in other portions, as much to a hundredth."""
     same = sent == listed and sent_bytes == listed_bytes
     near = key[2] == 0 and listed_bytes > 0 and abs(sent_bytes / listed_bytes - 1) < 0.01
     return {
-        "kind": key[0], "axis": key[1], "bytes": key[2], "sent": sent, "listed": listed, "sent_bytes": sent_bytes,
-        "listed_bytes": listed_bytes, "what": what, "agrees": same or near,
-    }  # fmt: skip
+        "kind": key[0],
+        "axis": key[1],
+        "bytes": key[2],
+        "sent": sent,
+        "listed": listed,
+        "sent_bytes": sent_bytes,
+        "listed_bytes": listed_bytes,
+        "what": what,
+        "agrees": same or near,
+    }
 
 
 def _sent(counts: Mapping[Message, int], groups: Mapping[str, tuple[str, ...]], listed: set[Key]) -> dict[Key, int]:

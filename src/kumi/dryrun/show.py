@@ -49,8 +49,9 @@ def _memory(memory: dict[str, Any]) -> Table:
     for kind, sizes in memory["kinds"].items():
         if sizes["measured"] or sizes["planned"]:
             table.add_row(kind, format_bytes(sizes["measured"]), format_bytes(sizes["planned"]), "")
-    table.add_row("total", format_bytes(memory["measured"]), format_bytes(memory["planned"]),
-                  f"{memory['difference']:+.1%}")  # fmt: skip
+    table.add_row(
+        "total", format_bytes(memory["measured"]), format_bytes(memory["planned"]), f"{memory['difference']:+.1%}"
+    )
     return table
 
 

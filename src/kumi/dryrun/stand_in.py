@@ -116,7 +116,7 @@ def ring_without_attention(flops: Counter[str]) -> dict[Any, Callable[..., Any]]
 
     def back(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], *how: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         flops["ring_attention_backward"] += 2 * bounds[-1] * q[0, ..., 0].numel() * (3 * q.shape[3] + 2 * v.shape[3])
         return INSIDE[backward](grad, q, k, v, out, lse, bounds, *how, plan=_nothing)
 

@@ -83,8 +83,10 @@ def remove_tree(path: Path) -> None:
 def refuse_link(path: Path | str, remedy: str = "") -> None:
     """Raise RefusedError when `path` is a link; `remedy` says what else can be done about it."""
     if os.path.islink(path):
-        raise RefusedError(f"{path}: is a link to {os.readlink(path)}; kumi writes through no link in a folder of its "
-                           f"own: put the file or folder itself there, or remove the link{remedy}")  # fmt: skip
+        raise RefusedError(
+            f"{path}: is a link to {os.readlink(path)}; kumi writes through no link in a folder of its "
+            f"own: put the file or folder itself there, or remove the link{remedy}"
+        )
 
 
 def _not_regular(path: Path | str) -> RefusedError:

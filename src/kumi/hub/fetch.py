@@ -69,13 +69,17 @@ def fetch_weights(snapshot: Snapshot) -> None:
             _download(snapshot.name, snapshot.commit, wanted, bool(away))
         except Exception as error:  # of many kinds, as in `_from_hub`
             said = away or reach.meaning(error, snapshot.name, snapshot.revision)
-            raise ConfigError(f"{snapshot.name}: the hub did not give its weights ({said}); what came is kept, and "
-                              f"the same command goes on from there") from None  # fmt: skip
+            raise ConfigError(
+                f"{snapshot.name}: the hub did not give its weights ({said}); what came is kept, and "
+                f"the same command goes on from there"
+            ) from None
     missing = [file for file in wanted if not (snapshot.folder / file).is_file()]
     if missing:
-        raise ModelError(f"{snapshot.name}: {missing[0]} is not in the repository at commit {snapshot.commit[:12]}, or "
-                         f"not in the local cache; kumi fetches no pickled weights (.bin): store them as safetensors "
-                         f"with transformers' save_pretrained")  # fmt: skip
+        raise ModelError(
+            f"{snapshot.name}: {missing[0]} is not in the repository at commit {snapshot.commit[:12]}, or "
+            f"not in the local cache; kumi fetches no pickled weights (.bin): store them as safetensors "
+            f"with transformers' save_pretrained"
+        )
 
 
 def fetch_config(source: str, key: str) -> Path:
@@ -101,8 +105,10 @@ def _weight_files(snapshot: Snapshot) -> list[str]:
         raise ModelError(f"{index}: not a weight index ({error!r}); name another revision") from None
     for file in files:
         if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
-            raise ModelError(f"{index}: names {brief(file)} as a file of weights; kumi takes safetensors files that "
-                             f"lie beside the index")  # fmt: skip
+            raise ModelError(
+                f"{index}: names {brief(file)} as a file of weights; kumi takes safetensors files that "
+                f"lie beside the index"
+            )
     if not files:
         raise ModelError(f"{index}: names no files; name another revision")
     return files
@@ -140,7 +146,10 @@ def _download(name: str, revision: str | None, wanted: Sequence[str], cached: bo
 
     return str(
         snapshot_download(
-            name, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(_ELSEWHERE),
+            name,
+            revision=revision,
+            allow_patterns=list(wanted),
+            ignore_patterns=list(_ELSEWHERE),
             local_files_only=cached,
         )
-    )  # fmt: skip
+    )

@@ -44,9 +44,12 @@ def push(folder: Path, name: str, *, public: bool = False, flag: str = "--push")
         url = str(api.create_repo(name, private=not public, exist_ok=True))
         _check_private(bool(api.repo_info(name).private), name, public, flag)
         api.upload_folder(
-            repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name} with kumi",
-            delete_patterns=list(_STALE), ignore_patterns=[".*"],
-        )  # fmt: skip
+            repo_id=name,
+            folder_path=folder,
+            commit_message=f"Upload {folder.name} with kumi",
+            delete_patterns=list(_STALE),
+            ignore_patterns=[".*"],
+        )
     except RefusedError:
         raise
     except Exception as error:  # the hub client raises many kinds, all of which mean the same here
@@ -59,5 +62,7 @@ def push(folder: Path, name: str, *, public: bool = False, flag: str = "--push")
 
 def _check_private(private: bool, name: str, public: bool, flag: str) -> None:
     if not private and not public:
-        raise RefusedError(f"{flag} {name}: the repository is there already, and public; say so with --public (in a "
-                           f"run file: export.public=true), or name another one")  # fmt: skip
+        raise RefusedError(
+            f"{flag} {name}: the repository is there already, and public; say so with --public (in a "
+            f"run file: export.public=true), or name another one"
+        )

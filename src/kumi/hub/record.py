@@ -38,5 +38,7 @@ def recorded(out: Path, key: str, source: str) -> str | None:
     except KeyError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise RefusedError(f"{file}: damaged ({error}), so that it is not known which commit the run began from; "
-                           f"restore it, or delete it to go on from the newest") from None  # fmt: skip
+        raise RefusedError(
+            f"{file}: damaged ({error}), so that it is not known which commit the run began from; "
+            f"restore it, or delete it to go on from the newest"
+        ) from None

@@ -129,8 +129,9 @@ def _fitting(failure: Failure) -> bytes:
     keep = _REPORT_BYTES
     while len(text := json.dumps(asdict(failure)).encode()) > _REPORT_BYTES:
         keep //= 2
-        failure = Failure(failure.rank, failure.at, failure.kinds, failure.message[:keep], failure.trace[-keep:],
-                          failure.echo)  # fmt: skip
+        failure = Failure(
+            failure.rank, failure.at, failure.kinds, failure.message[:keep], failure.trace[-keep:], failure.echo
+        )
     return text
 
 

@@ -209,9 +209,14 @@ def _connect(host: str, port: int, size: int, serves: bool) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(
-        host, port, size, is_master=serves, multi_tenant=serves, wait_for_workers=False,
+        host,
+        port,
+        size,
+        is_master=serves,
+        multi_tenant=serves,
+        wait_for_workers=False,
         timeout=timedelta(seconds=_ARRIVAL_SECONDS),
-    )  # fmt: skip
+    )
 
 
 def _end(meeting: Meeting, error: Exception) -> NoReturn:

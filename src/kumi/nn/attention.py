@@ -26,9 +26,15 @@ class Attention(nn.Module):
     """Projections, optional query and key norms, rotation, attention, output projection."""
 
     def __init__(
-        self, hidden_size: int, spec: model.Attention, eps: float, *, device: torch.device | None, dtype: torch.dtype,
+        self,
+        hidden_size: int,
+        spec: model.Attention,
+        eps: float,
+        *,
+        device: torch.device | None,
+        dtype: torch.dtype,
         zero_centered: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.spec, self.region = spec, WHOLE
         self.around: list[Around] = []
@@ -74,9 +80,14 @@ class Attention(nn.Module):
 
 
 def attend(
-    segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None,
+    segments: Segments,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    sinks: Tensor | None = None,
     scores: Scores = PLAIN,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E'), each position over its
     document's past and, where there are `sinks` (H,), over nothing with that score; `scores` says what becomes of
     products of queries with keys."""
@@ -121,9 +132,14 @@ def _without_kernels(
 
 
 def _by_all_scores(
-    document_ids: Tensor | None, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None,
+    document_ids: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
     scores: Scores,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As `attend`, in its simplest words, on devices that nothing is known of. All S x S scores are held."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     found = torch.einsum("bshe,bthe->bhst", q.to(wide(q.dtype)), k.to(wide(q.dtype))) * scores.factor(q.shape[3])

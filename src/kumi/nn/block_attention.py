@@ -77,9 +77,7 @@ def join(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def arranged(
-    k: Tensor, v: Tensor, positions: Tensor, bounds: Sequence[int], scores: Scores, *, backward: bool
-) -> Part:  # fmt: skip
+def arranged(k: Tensor, v: Tensor, positions: Tensor, bounds: Sequence[int], scores: Scores, *, backward: bool) -> Part:
     """Keys `k` (B, M, K, E), at the `positions` (M,) of rows in which documents begin at `bounds`, and values `v`
     (B, M, K, E') as a part for the pass forward or `backward`."""
     keys = k.permute(0, 2, 3, 1).to(wide(k.dtype)).contiguous() * scores.key_factor(k.shape[-1])
@@ -177,9 +175,16 @@ def grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 def backward(
-    queries: Tensor, part: Part, along: tuple[Block, ...], grad: Tensor, lse: Tensor, delta: Tensor,
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor,
-) -> None:  # fmt: skip
+    queries: Tensor,
+    part: Part,
+    along: tuple[Block, ...],
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+) -> None:
     """Adds to `grad_q` (B, K, G, N, E), `grad_k` (B, K, M, E) and `grad_v` (B, K, M, E') what comes through `part`.
 
     `grad` (B, K, G, N, E') is the gradient of the result, `delta` (B, K, G, N) its products with the result, and `lse`

@@ -24,9 +24,14 @@ from kumi.nn.scores import PLAIN, SCHEMA, Scores
 
 
 def blockwise(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int | None, sinks: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    window: int | None,
+    sinks: Tensor | None = None,
     scores: Scores = PLAIN,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
     `bounds`, `window` and `sinks` are those of `kumi.nn.cpu_attention.packed_attention`.
@@ -57,7 +62,7 @@ def _forward(
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], window: int, *how: Any
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads, dtype, scores = k.shape[2], wide(q.dtype), Scores(*how)
     queries, grads, sums = split(q, kv_heads), split(grad, kv_heads), split(lse[..., None], kv_heads)[..., 0]
     delta = split((grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True), kv_heads)[..., 0]
@@ -98,13 +103,18 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 _TENSORS, _WHERE = "Tensor q, Tensor k, Tensor v", "int[] bounds, int window"
 # The operator as PyTorch's dispatcher knows it.
-OPERATOR = define("block_attention", f"({_TENSORS}, {_WHERE}, Tensor? sinks=None, {SCHEMA}) -> (Tensor, Tensor)",
-                  _forward, fake_with_sums)  # fmt: skip
+OPERATOR = define(
+    "block_attention",
+    f"({_TENSORS}, {_WHERE}, Tensor? sinks=None, {SCHEMA}) -> (Tensor, Tensor)",
+    _forward,
+    fake_with_sums,
+)
 _BACKWARD = define(
     "block_attention_backward",
     f"(Tensor grad, {_TENSORS}, Tensor out, Tensor lse, {_WHERE}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    _backward, fake_gradients,
-)  # fmt: skip
+    _backward,
+    fake_gradients,
+)
 torch.library.register_autograd("kumi::block_attention", _differentiate, setup_context=_save)
 register_flop_formula(torch.ops.kumi.block_attention)(attention_flops)
 register_flop_formula(torch.ops.kumi.block_attention_backward)(attention_backward_flops)

@@ -60,9 +60,14 @@ class _Mask(NamedTuple):
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], window: int | None, sinks: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Sequence[int],
+    window: int | None,
+    sinks: Tensor | None = None,
     scores: Scores = PLAIN,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
     `bounds` are the tokens, numbered through the batch, at which documents begin, and T at the end; a row begins one.
@@ -82,9 +87,15 @@ def _attention(
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    window: int,
+    sinks: Tensor | None = None,
     *how: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shares = _shares(bounds, window)
     parts = [partial(_gradients, *x, share, window, sinks, *how) for *x, share in _divided((grad, q, k, v), shares)]
     *of_inputs, of_sinks = zip(*side_by_side(parts), strict=True)
@@ -133,9 +144,15 @@ def _forward(
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    window: int,
+    sinks: Tensor | None = None,
     *how: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scores = Scores(*how)
     queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k, scores)
     plain_keys = keys if scores.softcap is None else keys * scores.softcap
@@ -233,9 +250,15 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    window: int,
+    sinks: Tensor | None = None,
     *how: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     of_inputs = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return *of_inputs, q.new_empty(0, dtype=wide(q.dtype)) if sinks is None else torch.empty_like(sinks)
 
@@ -280,8 +303,13 @@ def _define(name: str, schema: str, function: Any, fake: Any, flops: Any) -> Non
 
 _INPUTS = f"Tensor q, Tensor k, Tensor v, int[] bounds, int window, Tensor? sinks=None, {SCHEMA}"
 _define("kumi::packed_attention", f"({_INPUTS}) -> Tensor", _attention, _fake, attention_flops)
-_define("kumi::packed_attention_backward", f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-        _backward, _fake_backward, attention_backward_flops)  # fmt: skip
+_define(
+    "kumi::packed_attention_backward",
+    f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    attention_backward_flops,
+)
 torch.library.register_autograd("kumi::packed_attention", _differentiate, setup_context=_save)
 
 # The operator as PyTorch's dispatcher knows it.

@@ -119,8 +119,9 @@ OPERATOR = define("flash_attention", f"({_INPUTS}, int[] bounds, float? scale) -
 _BACKWARD = define(
     "flash_attention_backward",
     f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, int[] bounds, float? scale) -> (Tensor, Tensor, Tensor)",
-    _backward, _fake_backward,
-)  # fmt: skip
+    _backward,
+    _fake_backward,
+)
 torch.library.register_autograd("kumi::flash_attention", _differentiate, setup_context=_save)
 register_flop_formula(torch.ops.kumi.flash_attention)(attention_flops)
 register_flop_formula(torch.ops.kumi.flash_attention_backward)(attention_backward_flops)

@@ -115,9 +115,16 @@ class Model(nn.Module):
     belongs to the embedding."""
 
     def __init__(
-        self, spec: ModelSpec, layers: Sequence[int], *, table: bool, first: bool, norm: bool,
-        device: torch.device | None, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ModelSpec,
+        layers: Sequence[int],
+        *,
+        table: bool,
+        first: bool,
+        norm: bool,
+        device: torch.device | None,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if table:
@@ -146,9 +153,15 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, spec: ModelSpec, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32,
-        layers: Sequence[int] | None = None, embedding: bool = True, head: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ModelSpec,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        layers: Sequence[int] | None = None,
+        embedding: bool = True,
+        head: bool = True,
+    ) -> None:
         super().__init__()
         families.check_trained(spec)
         device = torch.device(device) if device is not None else None
@@ -169,15 +182,27 @@ class Decoder(nn.Module):
 
     @overload
     def forward(
-        self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None,
-        labels: Tensor | None = None, token_weights: None = None, loss: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        token_weights: None = None,
+        loss: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor: ...
 
     @overload
     def forward(
-        self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None,
-        labels: Tensor, token_weights: Tensor, loss: None = None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor,
+        token_weights: Tensor,
+        loss: None = None,
+    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self,
@@ -235,8 +260,10 @@ class Decoder(nn.Module):
         """Nothing, when each of the rows (B, S), where it is one document, has learned positions enough; ModelError."""
         known, length = self.spec.learned_positions, input_ids.shape[1]
         if self.has_embedding and known and document_ids is None and length > known:
-            raise ModelError(f"a row of {length} tokens is longer than the {known} positions that this "
-                             f"{self.spec.family} model has embeddings for; give at most {known}")  # fmt: skip
+            raise ModelError(
+                f"a row of {length} tokens is longer than the {known} positions that this "
+                f"{self.spec.family} model has embeddings for; give at most {known}"
+            )
 
     def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """What goes into the first layer, in the compute dtype, of tokens and positions (B, S)."""

@@ -73,7 +73,7 @@ def takes(q: Tensor, v: Tensor) -> bool:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor, scale: float | None = None
-) -> None:  # fmt: skip
+) -> None:
     """Merges into `out` (B, N, H, E') and `lse` (B, N, H), in the dtype of scores, 0 and -inf where nothing was seen
     yet, what `q` (B, N, H, E) sees of `k` (B, M, K, E) and `v` (B, M, K, E'), with scores multiplied by `scale`."""
     for rows, queries, keys, causal, marks in tiles:
@@ -85,9 +85,18 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor,
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float | None = None,
-) -> None:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: tuple[Tile, ...],
+    out: Tensor,
+    lse: Tensor,
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    scale: float | None = None,
+) -> None:
     """Adds to `grad_q`, `grad_k` and `grad_v`, in the dtype of scores, what comes through these keys. `grad`, `out` and
     `lse` are those of the result over all parts."""
     for rows, queries, keys, causal, marks in tiles:
@@ -102,7 +111,7 @@ def backward(
 
 def with_sinks(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor, bounds: Tensor, scale: float | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Causal attention (B, S, H, E') within the documents that begin at `bounds` (int32) and the `window`, where each
     query also looks at nothing, with its head's score in `sinks` (H,); the others are multiplied by `scale`."""
     sight = Sight(True, Marks(bounds, q.shape[1]), window, scale)
@@ -144,8 +153,9 @@ def tiles(bounds: tuple[int, ...], rows: int, own: Tensor, other: Tensor, device
         return tuple(Tile(slice(None), slice(*queries), slice(*keys)) for queries, keys in found[0])
     return tuple(
         Tile(slice(row, row + 1), slice(*queries), slice(*keys))
-        for row, one in enumerate(found) for queries, keys in one
-    )  # fmt: skip
+        for row, one in enumerate(found)
+        for queries, keys in one
+    )
 
 
 def _own(ids: Tensor, device: torch.device) -> Tile:
@@ -205,7 +215,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Ten
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     own, (grad, v, out) = v.shape[-1], (_wide(x, q.shape[-1]) for x in (grad, v, out))
     causal, marks, window, scale = sight
     how: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}

@@ -137,10 +137,18 @@ def block_size(count: int) -> int:
     return -(-count // unit) * unit
 
 
-TIMES = define("grouped_times", "(Tensor rows, Tensor matrices, Tensor counts) -> Tensor", _times,
-                lambda rows, matrices, counts: rows.new_empty(rows.shape[0], matrices.shape[2]))  # fmt: skip
-OUTER = define("grouped_outer", "(Tensor grad, Tensor rows, Tensor counts) -> Tensor", _outer,
-                lambda grad, rows, counts: rows.new_empty(counts.shape[0], grad.shape[1], rows.shape[1]))  # fmt: skip
+TIMES = define(
+    "grouped_times",
+    "(Tensor rows, Tensor matrices, Tensor counts) -> Tensor",
+    _times,
+    lambda rows, matrices, counts: rows.new_empty(rows.shape[0], matrices.shape[2]),
+)
+OUTER = define(
+    "grouped_outer",
+    "(Tensor grad, Tensor rows, Tensor counts) -> Tensor",
+    _outer,
+    lambda grad, rows, counts: rows.new_empty(counts.shape[0], grad.shape[1], rows.shape[1]),
+)
 
 
 @register_flop_formula(torch.ops.kumi.grouped_times)

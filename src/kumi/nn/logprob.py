@@ -77,7 +77,7 @@ AS_THEY_ARE = Shaping()
 
 def log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE, shaping: Shaping = AS_THEY_ARE
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Float32 log-probability (T,) of each of `labels` (T,) given `hidden` (T, D) and the head `weight` (V, D).
 
     Positions labelled -100 give 0 and no gradient.
@@ -87,9 +87,14 @@ def log_probs(
 
 
 def weighted_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, vocabulary: Vocabulary = WHOLE,
-    device_kind: str | None = None, shaping: Shaping = AS_THEY_ARE,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    vocabulary: Vocabulary = WHOLE,
+    device_kind: str | None = None,
+    shaping: Shaping = AS_THEY_ARE,
+) -> tuple[Tensor, Tensor]:
     """sum_t token_weights_t * log_prob_t as a float32 scalar, and the log-probs (T,), detached.
 
     Chunks are those of a device of `device_kind`, by default the one that the tensors are on.
@@ -104,7 +109,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary, shaping: Shaping
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
         ctx.vocabulary, ctx.shaping = vocabulary, shaping
         hidden = vocabulary.gather(hidden)
@@ -131,9 +136,16 @@ class _LogProbs(torch.autograd.Function):
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, vocabulary: Vocabulary,
-        needs_grad: bool, device_kind: str | None, shaping: Shaping,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        token_weights: Tensor,
+        vocabulary: Vocabulary,
+        needs_grad: bool,
+        device_kind: str | None,
+        shaping: Shaping,
+    ) -> tuple[Tensor, Tensor]:
         hidden = vocabulary.gather(hidden)
         log_prob = hidden.new_empty(len(labels), dtype=wide(hidden.dtype))
         gradients = _gradients(hidden, weight) if needs_grad else None
@@ -195,7 +207,7 @@ def _gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _log_prob(
     room: _Room, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vocabulary, shaping: Shaping
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Log-probs (C,) of `labels`, 0 where ignored; leaves the logits and probabilities of all tokens in `room`.
 
     log p_y = l_y - (l_max - log p_max): of all logits the largest gives the log-sum-exp most accurately.
@@ -222,9 +234,15 @@ def _log_prob(
 
 
 def _backward(
-    room: _Room, grad_weight: Tensor | None, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor,
-    vocabulary: Vocabulary, shaping: Shaping,
-) -> Tensor:  # fmt: skip
+    room: _Room,
+    grad_weight: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: Tensor,
+    vocabulary: Vocabulary,
+    shaping: Shaping,
+) -> Tensor:
     """The chunk's gradient of sum(scale * log_prob) with respect to `hidden`; adds that of `weight` to `grad_weight`,
     where there is one.
 

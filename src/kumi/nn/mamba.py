@@ -71,9 +71,7 @@ class Convolution(nn.Module):
     """silu of a convolution over time, each channel by itself: a position sees the latest `conv_kernel` of its
     document, itself included."""
 
-    def __init__(
-        self, channels: int, spec: model.Mamba, *, device: torch.device | None, dtype: torch.dtype
-    ) -> None:  # fmt: skip
+    def __init__(self, channels: int, spec: model.Mamba, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, spec.conv_kernel, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if spec.conv_bias else None
@@ -162,13 +160,18 @@ def _block_backward(
     return of_x, of_taps.T.unsqueeze(1), grad.sum((0, 1))
 
 
-CONVOLUTION = define("mamba_convolution", "(Tensor x, Tensor weight, Tensor? bias, Tensor? numbers) -> Tensor",
-                     _convolution, lambda x, *_: torch.empty_like(x))  # fmt: skip
+CONVOLUTION = define(
+    "mamba_convolution",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? numbers) -> Tensor",
+    _convolution,
+    lambda x, *_: torch.empty_like(x),
+)
 CONVOLUTION_BACKWARD = define(
-    "mamba_convolution_backward", "(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor? numbers) -> Tensor[]",
+    "mamba_convolution_backward",
+    "(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor? numbers) -> Tensor[]",
     _convolution_backward,
     lambda grad, x, weight, *_: [torch.empty_like(x), torch.empty_like(weight), weight.new_empty(len(weight))],
-)  # fmt: skip
+)
 
 
 @register_flop_formula(torch.ops.kumi.mamba_convolution)
@@ -190,7 +193,7 @@ class GatedNorm(nn.Module):
 
     def __init__(
         self, channels: int, size: int, eps: float, *, device: torch.device | None, dtype: torch.dtype
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.size, self.eps = size, eps
         self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))

@@ -156,9 +156,18 @@ def _steps() -> dict[str, Callable[[], object]]:
 
 def _layer(kind: str) -> tuple[Decoder, Tensor]:
     """A decoder of one layer in the number format `kind`, and tokens for it."""
-    config = {"model_type": "llama", "vocab_size": HIDDEN, "hidden_size": HIDDEN, "intermediate_size": FFN,
-              "num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-              "max_position_embeddings": TOKENS, "rms_norm_eps": 1e-5, "hidden_act": "silu"}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "vocab_size": HIDDEN,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": TOKENS,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
     decoder = Decoder(families.from_hf(config), dtype=_DTYPES[kind])
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -55,9 +55,15 @@ class LayerNorm(nn.Module):
     """
 
     def __init__(
-        self, size: int, eps: float, *, bias: bool, device: torch.device | None, dtype: torch.dtype,
+        self,
+        size: int,
+        eps: float,
+        *,
+        bias: bool,
+        device: torch.device | None,
+        dtype: torch.dtype,
         zero_centered: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.eps, self.zero_centered = eps, zero_centered
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))

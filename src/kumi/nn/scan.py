@@ -261,9 +261,15 @@ def _span(inputs: Inputs, steps: Tensor, rate: Tensor, place: _Place) -> _Span:
     last = sums[:, :, :, -1:]
     entering, leaving, through = (part.exp().to(steps.dtype) for part in (sums, last - sums, last[:, :, :, 0]))
     return _Span(
-        _chunks(inputs.x, place, inputs) * step[..., None], b, c, sums, inside, (entering * begun)[..., None],
-        (leaving * ended)[..., None], (through * unbroken)[..., None, None],
-    )  # fmt: skip
+        _chunks(inputs.x, place, inputs) * step[..., None],
+        b,
+        c,
+        sums,
+        inside,
+        (entering * begun)[..., None],
+        (leaving * ended)[..., None],
+        (through * unbroken)[..., None, None],
+    )
 
 
 def _same_document(inputs: Inputs, place: _Place) -> tuple[Tensor, Tensor | int, Tensor | int, Tensor | int]:
@@ -312,14 +318,22 @@ def _states(inputs: Inputs, steps: Tensor, rate: Tensor, places: list[_Place]) -
     return found
 
 
-_INPUTS = ("Tensor x, Tensor b, Tensor c, Tensor dt, Tensor dt_bias, Tensor a_log, Tensor d, Tensor? numbers, "
-           "int chunk, float low, float high")  # fmt: skip
-SCAN = define("mamba_scan", f"({_INPUTS}) -> Tensor", _scan,
-              lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))  # fmt: skip
+_INPUTS = (
+    "Tensor x, Tensor b, Tensor c, Tensor dt, Tensor dt_bias, Tensor a_log, Tensor d, Tensor? numbers, "
+    "int chunk, float low, float high"
+)
+SCAN = define(
+    "mamba_scan",
+    f"({_INPUTS}) -> Tensor",
+    _scan,
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
 SCAN_BACKWARD = define(
-    "mamba_scan_backward", f"(Tensor grad, {_INPUTS}) -> Tensor[]", _scan_backward,
+    "mamba_scan_backward",
+    f"(Tensor grad, {_INPUTS}) -> Tensor[]",
+    _scan_backward,
     lambda grad, *inputs: [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:7]],
-)  # fmt: skip
+)
 
 
 def _products(x: tuple[int, ...], b: tuple[int, ...], chunk: int) -> tuple[int, int, int]:

@@ -22,9 +22,15 @@ class Attend(Protocol):
     """Attention of a batch."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None,
-        scores: Scores = PLAIN, /,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
+        scores: Scores = PLAIN,
+        /,
+    ) -> Tensor:
         """(B, S, H, E'), of each query `q` (B, S, H, E) over its past in `k` (B, S, K, E) and `v` (B, S, K, E').
 
         `sinks` (H,): the score of looking nowhere, as if each query saw one more key, whose value is zero. `scores`

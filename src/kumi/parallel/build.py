@@ -31,9 +31,15 @@ from kumi.spec.precision import Precision
 
 
 def build(
-    spec: ModelSpec, mesh: Mesh, precision: Precision, *, weights: int | Reader, compile: bool = False,
-    comm: Comm = PLAIN, adapters: int | Reader = 0,
-) -> nn.Module:  # fmt: skip
+    spec: ModelSpec,
+    mesh: Mesh,
+    precision: Precision,
+    *,
+    weights: int | Reader,
+    compile: bool = False,
+    comm: Comm = PLAIN,
+    adapters: int | Reader = 0,
+) -> nn.Module:
     """The decoder of `spec` on `mesh`, called like `kumi.nn.Decoder`; a rank holds its own part of it only.
 
     `weights` is a seed, from which every layout draws the same values, or a function that reads one part of a tensor,
@@ -102,9 +108,8 @@ def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
 
 
 def _prepare(
-    decoder: Decoder, mesh: Mesh, precision: Precision, recomputed: Sequence[nn.Module], *, compile: bool,
-    comm: Comm,
-) -> None:  # fmt: skip
+    decoder: Decoder, mesh: Mesh, precision: Precision, recomputed: Sequence[nn.Module], *, compile: bool, comm: Comm
+) -> None:
     """Makes a decoder, or a stage of one, compute as the layout says; its memory comes after. Of its layers those in
     `recomputed` are."""
     decoder.compute_dtype = getattr(torch, precision.compute)

@@ -75,12 +75,24 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
     return operator
 
 
-GATHER = define("gather_tokens", "(Tensor x, int size, str group) -> Tensor", _gather,
-                lambda x, size, group: _room(x, x.shape[0] * size))  # fmt: skip
-SCATTER = define("scatter_tokens", "(Tensor x, int size, str group) -> Tensor", _scatter,
-                 lambda x, size, group: _room(x, x.shape[0] // size))  # fmt: skip
-SUM = define("sum_tokens", "(Tensor x, str group) -> Tensor", _sum,
-             lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))  # fmt: skip
+GATHER = define(
+    "gather_tokens",
+    "(Tensor x, int size, str group) -> Tensor",
+    _gather,
+    lambda x, size, group: _room(x, x.shape[0] * size),
+)
+SCATTER = define(
+    "scatter_tokens",
+    "(Tensor x, int size, str group) -> Tensor",
+    _scatter,
+    lambda x, size, group: _room(x, x.shape[0] // size),
+)
+SUM = define(
+    "sum_tokens",
+    "(Tensor x, str group) -> Tensor",
+    _sum,
+    lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

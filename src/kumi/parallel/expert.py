@@ -126,9 +126,7 @@ def reorder(rows: Tensor, order: Tensor) -> Tensor:
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.options = received, sent, group.group_name
         out: Tensor = ROWS(rows, sent, received, group.group_name)
         return out
@@ -151,10 +149,18 @@ def _tell(counts: Tensor, group: str) -> Tensor:
 
 
 # What selective recomputation keeps, so that nothing is sent again.
-ROWS = define("exchange_rows", "(Tensor rows, int[] sent, int[] received, str group) -> Tensor", _exchange,
-              lambda rows, sent, received, group: rows.new_empty(sum(received), rows.shape[1]))  # fmt: skip
-COUNTS = define("exchange_counts", "(Tensor counts, str group) -> Tensor", _tell,
-                lambda counts, group: torch.empty_like(counts, memory_format=torch.contiguous_format))  # fmt: skip
+ROWS = define(
+    "exchange_rows",
+    "(Tensor rows, int[] sent, int[] received, str group) -> Tensor",
+    _exchange,
+    lambda rows, sent, received, group: rows.new_empty(sum(received), rows.shape[1]),
+)
+COUNTS = define(
+    "exchange_counts",
+    "(Tensor counts, str group) -> Tensor",
+    _tell,
+    lambda counts, group: torch.empty_like(counts, memory_format=torch.contiguous_format),
+)
 
 
 class _Reorder(torch.autograd.Function):

@@ -161,7 +161,7 @@ def keep_on_host(layers: Sequence[Surrounded], device: torch.device) -> Flow:
 
 def _moving(
     flow: Flow, last: list[Visit | None], first: bool, inner: Callable[..., Any], x: Tensor, where: Where
-) -> Any:  # fmt: skip
+) -> Any:
     if not torch.is_grad_enabled():
         return inner(x, where)
     tables = [table.untyped_storage().data_ptr() for pair in where.tables.values() for table in pair]

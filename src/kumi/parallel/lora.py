@@ -103,7 +103,7 @@ def _now(moment: Moment, inner: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _at(
     moment: Moment, inner: Callable[..., Any], *args: Any, moment_of_forward: tuple[int, int], **kwargs: Any
-) -> Any:  # fmt: skip
+) -> Any:
     before = moment.number, moment.microbatch
     moment.number, moment.microbatch = moment_of_forward
     try:
@@ -130,9 +130,13 @@ def to_pack(model: nn.Module) -> dict[str, Linear]:
 
 
 def fill_packed(
-    layers: Mapping[str, Linear], spec: ModelSpec, mesh: Mesh, precision: Precision, base: int | Reader,
+    layers: Mapping[str, Linear],
+    spec: ModelSpec,
+    mesh: Mesh,
+    precision: Precision,
+    base: int | Reader,
     adapters: int | Reader,
-) -> None:  # fmt: skip
+) -> None:
     """Packs the matrices of `layers`, one after the other, so that only one is there in full at a time."""
     read, known = _drawn(spec, base) if isinstance(base, int) else base, by_name(spec)
     for name, layer in layers.items():

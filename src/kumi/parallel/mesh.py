@@ -39,10 +39,7 @@ NAMES = (*AXES, "zero", "expert_dp", "ep", "expert_tp", *TOGETHER)
 # A group of GPUs does one thing after the other. What should go on at the same time has groups of its own there:
 # weights that are gathered and gradients that are summed beside what layers exchange, and the gradients that stages
 # send opposite to their activations.
-BESIDE = {
-    "weights": ("dp_replicate", "dp_shard", "zero", "expert_dp", "data", "expert_data"),
-    "back": ("pp_back",),
-}
+BESIDE = {"weights": ("dp_replicate", "dp_shard", "zero", "expert_dp", "data", "expert_data"), "back": ("pp_back",)}
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,13 @@ DECODER_COLUMNS = ("input_ids", "labels", "position_ids", "document_ids")
 
 
 def forward_backward(
-    model: nn.Module, mesh: Mesh, objective: Objective, batches: Iterable[Mapping[str, Tensor]], units: float,
+    model: nn.Module,
+    mesh: Mesh,
+    objective: Objective,
+    batches: Iterable[Mapping[str, Tensor]],
+    units: float,
     record: Record | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return this rank's part of the loss, a scalar; gradients are then complete.
 
     `batches` are this data-parallel rank's microbatches, whole rows; `units` is what the objective counts in the whole

@@ -96,9 +96,14 @@ class HostAdamW:
 
 
 def init_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: Container[str], optim: Optim, mesh: Mesh,
-    folder: Path | None = None, *, bucket: int = BUCKET,
-) -> Optimizer:  # fmt: skip
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    decayed: Container[str],
+    optim: Optim,
+    mesh: Mesh,
+    folder: Path | None = None,
+    *,
+    bucket: int = BUCKET,
+) -> Optimizer:
     """As `init_adamw`, with the states where the layout's `offload` says.
 
     `folder` is where states on drives go, in files that have no name and vanish with the process. A bucket has `bucket`
@@ -145,7 +150,7 @@ def _cut(groups: Sequence[dict[str, Any]], size: int) -> Iterator[Bucket]:
 
 def _states(
     groups: Sequence[dict[str, Any]], buckets: Sequence[Bucket], drives: Drives | None
-) -> dict[Tensor, dict[str, Tensor]]:  # fmt: skip
+) -> dict[Tensor, dict[str, Tensor]]:
     """The states of every parameter, zero; their elements lie in files as they do in buckets."""
     places = {
         span.parameter: bucket.first + span.place for bucket in buckets for span in bucket.spans if not span.start
@@ -228,9 +233,12 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 
 def _fetch(
-    optimizer: HostAdamW, bucket: Bucket, room: Room, streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
+    optimizer: HostAdamW,
+    bucket: Bucket,
+    room: Room,
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
     pool: ThreadPoolExecutor,
-) -> _Coming:  # fmt: skip
+) -> _Coming:
     """Begins to bring `bucket` to `room`."""
     read = None
     if optimizer.drives is not None:

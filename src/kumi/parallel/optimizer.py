@@ -74,9 +74,13 @@ class AdamW:
 
 
 def update(
-    group: dict[str, Any], parameters: Sequence[Tensor], gradients: Sequence[Tensor], means: Sequence[Tensor],
-    squares: Sequence[Tensor], steps: Sequence[Tensor],
-) -> None:  # fmt: skip
+    group: dict[str, Any],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    steps: Sequence[Tensor],
+) -> None:
     """AdamW's update of `parameters`, in place, with the settings of `group`; `steps` count this one already."""
     torch._fused_adamw_(
         list(parameters),

@@ -59,9 +59,7 @@ class OverlappedRegion(SharedRegion):
         weights = [layer.weight.to(x.dtype) for layer in layers]
         made: tuple[Tensor, ...] = _Enter.apply(x, self.group, layers, *weights)  # type: ignore[no-untyped-call]
         biases = [layer.bias for layer in layers]
-        return tuple(
-            out if bias is None else out + bias.to(x.dtype) for out, bias in zip(made, biases, strict=True)
-        )  # fmt: skip
+        return tuple(out if bias is None else out + bias.to(x.dtype) for out, bias in zip(made, biases, strict=True))
 
     def leave(self, x: Tensor, layer: Linear) -> Tensor:
         weight = layer.weight.to(x.dtype)
@@ -75,7 +73,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, group: dist.ProcessGroup, layers: Sequence[Linear], *weights: Tensor
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.layers = group, layers
         return tuple(PRODUCTS(x, list(weights), group.size(), group.group_name))
@@ -89,8 +87,9 @@ class _Enter(torch.autograd.Function):
         whole = x.new_empty(x.shape[0] * group.size(), x.shape[1])
         coming = None if later is not None else _begin(whole, x, group)
         joined = grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
-        of_x = SCATTERED(joined, weights[0].T if len(weights) == 1 else torch.cat(weights).T, group.size(),
-                         group.group_name)  # fmt: skip
+        of_x = SCATTERED(
+            joined, weights[0].T if len(weights) == 1 else torch.cat(weights).T, group.size(), group.group_name
+        )
         if later is not None:
             later.append(partial(_finish, ctx.layers, x, grads, group))
             return (of_x, *[None] * (2 + len(weights)))

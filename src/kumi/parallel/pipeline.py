@@ -96,9 +96,14 @@ def forward(model: nn.Module, mesh: Mesh, microbatches: Sequence[Inputs]) -> lis
 
 
 def _start(
-    model: nn.Module, mesh: Mesh, microbatches: Sequence[Inputs], steps: Sequence[Step], *, learn: bool,
+    model: nn.Module,
+    mesh: Mesh,
+    microbatches: Sequence[Inputs],
+    steps: Sequence[Step],
+    *,
+    learn: bool,
     record: Record | None,
-) -> _Run:  # fmt: skip
+) -> _Run:
     final = {step.stage: step for step in steps if isinstance(step, Action)}
     last, stages = mesh.layout.pp * mesh.layout.stages - 1, stages_of(model)
     return _Run(mesh, stages, last, microbatches, final, learn, record)

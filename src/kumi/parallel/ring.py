@@ -81,8 +81,10 @@ class _Ring:
         """Begins to send `mine` to the next rank and to receive as much from the one before."""
         coming = torch.empty_like(mine)
         onward, before = (self.index + 1) % self.size, (self.index - 1) % self.size
-        ends = [dist.P2POp(dist.isend, mine, group=self.group, group_peer=onward),
-                dist.P2POp(dist.irecv, coming, group=self.group, group_peer=before)]  # fmt: skip
+        ends = [
+            dist.P2POp(dist.isend, mine, group=self.group, group_peer=onward),
+            dist.P2POp(dist.irecv, coming, group=self.group, group_peer=before),
+        ]
         return _Underway(mine, coming, dist.batch_isend_irecv(ends))
 
 
@@ -121,7 +123,7 @@ Plan = Callable[..., tuple[Block, ...]]
 
 def _rounds(
     ring: _Ring, both: Tensor, bounds: list[int], window: int, rows: int, plan: Callable[..., Seen]
-) -> Iterator[tuple[Tensor, Tensor, Seen]]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Seen]]:
     """Round by round, keys and values at hand of `both`, one flat tensor that goes on to the next rank meanwhile, the
     keys' positions, and which queries see which of them."""
     for turn in range(ring.size):
@@ -133,9 +135,16 @@ def _rounds(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, group: str, sinks: Tensor | None = None,
-    *how: Any, plan: Plan = _plan,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    window: int,
+    group: str,
+    sinks: Tensor | None = None,
+    *how: Any,
+    plan: Plan = _plan,
+) -> tuple[Tensor, Tensor]:
     scores = Scores(*how)
     if plan is _plan and _fused(q, v, bounds, window, scores):
         return _fused_forward(q, k, v, bounds, group, sinks, scores.scale)
@@ -152,9 +161,18 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], window: int, group: str,
-    *how: Any, plan: Plan = _plan,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: list[int],
+    window: int,
+    group: str,
+    *how: Any,
+    plan: Plan = _plan,
+) -> tuple[Tensor, Tensor, Tensor]:
     scores = Scores(*how)
     if plan is _plan and _fused(q, v, bounds, window, scores):
         return _fused_backward(grad, q, k, v, out, lse, bounds, group, scores.scale)
@@ -206,7 +224,7 @@ def _tiles(
 
 def _fused_forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: list[int], group: str, sinks: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """As `_forward`, by fused kernels."""
     q, sizes = q.contiguous(), _Sizes(k.shape, v.shape)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide(q.dtype))
@@ -219,9 +237,16 @@ def _fused_forward(
 
 
 def _fused_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], group: str,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: list[int],
+    group: str,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `_backward`, by fused kernels."""
     grad, q, ring, sizes, scores = grad.contiguous(), q.contiguous(), _ring(group), _Sizes(k.shape, v.shape), lse.dtype
     grad_q = torch.zeros_like(q, dtype=scores)
@@ -260,9 +285,12 @@ def _define(name: str, schema: str, function: Any, fake: Any) -> None:
 
 
 _HOW = "int[] bounds, int window, str group"
-_define("kumi::ring_attention",
-        f"(Tensor q, Tensor k, Tensor v, {_HOW}, Tensor? sinks=None, {SCHEMA}) -> (Tensor, Tensor)",
-        _forward, fake_with_sums)  # fmt: skip
+_define(
+    "kumi::ring_attention",
+    f"(Tensor q, Tensor k, Tensor v, {_HOW}, Tensor? sinks=None, {SCHEMA}) -> (Tensor, Tensor)",
+    _forward,
+    fake_with_sums,
+)
 _define(
     "kumi::ring_attention_backward",
     f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}, {SCHEMA})"

@@ -31,18 +31,7 @@ from kumi.nn.linear import Linear, add_gradients
 from kumi.nn.lora import LoraLinear, complete_all
 from kumi.nn.norm import RMSNorm
 from kumi.nn.region import Region
-from kumi.parallel.collectives import (
-    GATHER,
-    SCATTER,
-    SUM,
-    define,
-    fan_out,
-    gather,
-    gathered,
-    scatter,
-    scattered,
-    total,
-)
+from kumi.parallel.collectives import GATHER, SCATTER, SUM, define, fan_out, gather, gathered, scatter, scattered, total
 from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.vocab import VocabularyPart
@@ -109,9 +98,7 @@ def _cut_norms(decoder: Decoder) -> Iterator[RMSNorm]:
             yield norm
 
 
-def _norm_of_parts(
-    group: dist.ProcessGroup, x: Tensor, weight: Tensor, eps: float, zero_centered: bool
-) -> Tensor:  # fmt: skip
+def _norm_of_parts(group: dist.ProcessGroup, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """The norm over all ranks' parts of the last dim, given this rank's."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     size = x.shape[-1] * group.size()
@@ -183,9 +170,7 @@ class _SummedLinear(torch.autograd.Function):
     """A matrix whose results are summed over the ranks, each of which gets all tokens' or, `divide`, its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, layer: Linear, group: dist.ProcessGroup, divide: bool
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear, group: dist.ProcessGroup, divide: bool) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.layer, ctx.group, ctx.divide, ctx.shape = layer, group, divide, x.shape
         out: Tensor = SUMMED_LINEAR(x, weight, divide, group.size(), group.group_name)
@@ -238,22 +223,22 @@ class _GatheredLinears(torch.autograd.Function):
         return (of_x, None, None, *[grad.T @ whole for grad in grads], *of_biases)
 
 
-def _linears(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str
-) -> list[Tensor]:  # fmt: skip
+def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str) -> list[Tensor]:
     whole = GATHER(x, size, group)
     return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
-def _fake_linears(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str
-) -> list[Tensor]:  # fmt: skip
+def _fake_linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], size: int, group: str) -> list[Tensor]:
     return [x.new_empty(x.shape[0] * size, weight.shape[0]) for weight in weights]
 
 
 # One operator, whose results selective recomputation keeps: what is gathered for them is not gathered again.
-LINEARS = define("gathered_linears", "(Tensor x, Tensor[] weights, Tensor?[] biases, int size, str group) -> Tensor[]",
-                 _linears, _fake_linears)  # fmt: skip
+LINEARS = define(
+    "gathered_linears",
+    "(Tensor x, Tensor[] weights, Tensor?[] biases, int size, str group) -> Tensor[]",
+    _linears,
+    _fake_linears,
+)
 
 
 def _flops(x: tuple[int, ...], weights: list[tuple[int, ...]], biases: Any, size: int, *_: Any, **__: Any) -> int:
@@ -275,17 +260,21 @@ def _fake_summed_linear(x: Tensor, weight: Tensor, divide: bool, size: int, grou
 
 
 # One operator here, too: selective recomputation keeps the sum, not what goes into it.
-SUMMED_LINEAR = define("summed_linear", "(Tensor x, Tensor weight, bool divide, int size, str group) -> Tensor",
-                       _summed_linear, _fake_summed_linear)  # fmt: skip
-register_flop_formula(torch.ops.kumi.summed_linear)(
-    lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight)
-)  # fmt: skip
+SUMMED_LINEAR = define(
+    "summed_linear",
+    "(Tensor x, Tensor weight, bool divide, int size, str group) -> Tensor",
+    _summed_linear,
+    _fake_summed_linear,
+)
+register_flop_formula(torch.ops.kumi.summed_linear)(lambda x, weight, *_, **__: 2 * prod(x[:-1]) * prod(weight))
 
 
 def _put_off(
-    pairs: Sequence[tuple[nn.Parameter, nn.Parameter | None]], x: Tensor, grads: Sequence[Tensor],
+    pairs: Sequence[tuple[nn.Parameter, nn.Parameter | None]],
+    x: Tensor,
+    grads: Sequence[Tensor],
     group: dist.ProcessGroup,
-) -> Callable[[], None]:  # fmt: skip
+) -> Callable[[], None]:
     """What is left to do for the weights of several matrices: one gathering of their input for all."""
 
     @torch.no_grad()

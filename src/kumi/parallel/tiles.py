@@ -171,9 +171,7 @@ class _Tile:
         return tuple(F.linear(rows, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True))
 
 
-def _tile_of(
-    tiling: Tiling, number: int, down: Tensor, first: Sequence[Tensor | None], dtype: torch.dtype
-) -> _Tile:  # fmt: skip
+def _tile_of(tiling: Tiling, number: int, down: Tensor, first: Sequence[Tensor | None], dtype: torch.dtype) -> _Tile:
     """Tile `number`, given the matrix `down` and those of gate and up with their biases."""
     count = len(first) // 2
     weights = tuple(tiling.gather(tiling.rows(one, number), dtype) for one in first[:count] if one is not None)

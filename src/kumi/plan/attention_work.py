@@ -71,8 +71,10 @@ def _scores(rows: Rows, cost: Cost, op: Op, flops: Floats, scores: Floats) -> No
     width = op.source.size / op.heads
     length = rows.job.batch.seq_len
     dtype = rows.job.precision.compute
-    shapes = ((length / rows.cp, np.asarray(width), np.asarray(length)),
-              (length / rows.cp, np.asarray(length), np.asarray(width)))  # fmt: skip
+    shapes = (
+        (length / rows.cp, np.asarray(width), np.asarray(length)),
+        (length / rows.cp, np.asarray(length), np.asarray(width)),
+    )
     # Products of one head are dealt out together with those of the others: a head alone is the least it can take.
     alone = np.asarray(sum(matmul_seconds(rows.device, dtype, *shape) for shape in shapes))
     aligned = float(alignment(np.asarray(width))) if width % 8 == 0 else ODD_HEADS

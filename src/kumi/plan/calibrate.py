@@ -106,8 +106,10 @@ def calibrate(runs: Sequence[MeasuredRun], estimator: Estimator = estimate) -> C
 
     chosen = identifiable(slopes(residuals, start), LEAST_INFLUENCE)
     if not len(chosen):
-        raise ConfigError(f"calibrate: the steps of {', '.join(run.name for run in runs)} depend on no constant of the "
-                          f"cluster; give a run with more work in it")  # fmt: skip
+        raise ConfigError(
+            f"calibrate: the steps of {', '.join(run.name for run in runs)} depend on no constant of the "
+            f"cluster; give a run with more work in it"
+        )
     lower, upper = zip(*(_factor_bounds(every[index]) for index in chosen), strict=True)
 
     def chosen_residuals(factors: Floats) -> Floats:

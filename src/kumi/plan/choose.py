@@ -55,9 +55,11 @@ def choose_layout(job: Job, pinned: Pins) -> Estimate:
     only = pinned_layout(job, pinned)
     if only is not None and (reasons := untrained(job, only)):
         raise LayoutError(leading(reasons, pinned))
-    found = alone(job, only) if only is not None else search(
-        job, {**TRAINED, **pinned}, top=1, front=False, accept=accepted(job, unasked(pinned))
-    )  # fmt: skip
+    found = (
+        alone(job, only)
+        if only is not None
+        else search(job, {**TRAINED, **pinned}, top=1, front=False, accept=accepted(job, unasked(pinned)))
+    )
     if found.plans:
         return found.plans[0]
     if not found.count:

@@ -141,8 +141,13 @@ def _zb_h2(x: _Rows) -> Floats:
     q, k = x.others, np.minimum(x.after, 2 * x.others)
     up, down = q - np.ceil(k / 2), q - np.floor(k / 2)
     odd = k % 2
-    ways = [(q, up, 0, q + up), (q - k, q, 0, 2 * q), (q, q, -k, 2 * q),
-            (q - odd, down, 0, q + up), (q, down, -odd, q + up)]  # fmt: skip
+    ways = [
+        (q, up, 0, q + up),
+        (q - k, q, 0, 2 * q),
+        (q, q, -k, 2 * q),
+        (q - odd, down, 0, q + up),
+        (q, down, -odd, q + up),
+    ]
     trip = ((q + 1) * (x.forward + x.inputs) + x.weights + 2 * q * x.send) / (2 * q + 1)
     return x.longest(ways) + x.after * np.maximum(0.0, np.maximum(trip, x.send) - x.work)
 
@@ -150,20 +155,39 @@ def _zb_h2(x: _Rows) -> Floats:
 def _zb_v(x: _Rows) -> Floats:
     q, k = x.others, np.minimum(x.after, 2 * x.others)
     less = 2 * q - k
-    few = [(less, less, 0, 4 * q), (np.maximum(0, less - k), 2 * q, -2 * np.maximum(0, k - q), 4 * q + k),
-           (2 * q, np.maximum(0, less - k), -2 * np.minimum(k, q), 4 * q)]  # fmt: skip
-    many = [(0, q, 0, 5 * q - 2), (1, 0, q - 1, 3 * q - 2), (0, 1, q - 1, 3 * q), (0, 2 * q, -2 * q, 6 * q - 2),
-            (2 * q, -q, -1, 3 * q), (2 * q - 1, 1 - q, 0, 3 * q - 2), (q - 1, 1, 0, 5 * q - 2),
-            (2 * q, 0, -2 * q - 1, 4 * q), (2 * q - 1, 1, -2 * q, 4 * q - 2), (q, 0, -1, 5 * q),
-            (q - 1, q + 1, -2 * q, 6 * q - 2), (q, q, -2 * q - 1, 6 * q)]  # fmt: skip
+    few = [
+        (less, less, 0, 4 * q),
+        (np.maximum(0, less - k), 2 * q, -2 * np.maximum(0, k - q), 4 * q + k),
+        (2 * q, np.maximum(0, less - k), -2 * np.minimum(k, q), 4 * q),
+    ]
+    many = [
+        (0, q, 0, 5 * q - 2),
+        (1, 0, q - 1, 3 * q - 2),
+        (0, 1, q - 1, 3 * q),
+        (0, 2 * q, -2 * q, 6 * q - 2),
+        (2 * q, -q, -1, 3 * q),
+        (2 * q - 1, 1 - q, 0, 3 * q - 2),
+        (q - 1, 1, 0, 5 * q - 2),
+        (2 * q, 0, -2 * q - 1, 4 * q),
+        (2 * q - 1, 1, -2 * q, 4 * q - 2),
+        (q, 0, -1, 5 * q),
+        (q - 1, q + 1, -2 * q, 6 * q - 2),
+        (q, q, -2 * q - 1, 6 * q),
+    ]
     found: Floats = np.where(less > 0, x.longest(few), x.longest(many)) + _slow_v(x)
     return found
 
 
 def _dualpipe(x: _Rows) -> Floats:
     q = x.others
-    ways = [(q, 0, 0, 3 * q), (q, q, -q, 4 * q), (-1, 2 * q, -q, 6 * q), (-1, q, 0, 5 * q), (2 * q, -q, -q, 3 * q),
-            (2 * q, 0, -2 * q, 4 * q)]  # fmt: skip
+    ways = [
+        (q, 0, 0, 3 * q),
+        (q, q, -q, 4 * q),
+        (-1, 2 * q, -q, 6 * q),
+        (-1, q, 0, 5 * q),
+        (2 * q, -q, -q, 3 * q),
+        (2 * q, 0, -2 * q, 4 * q),
+    ]
     return x.longest(ways) + _slow_v(x)
 
 

@@ -92,9 +92,14 @@ def _simulated(job: Job, layout: Layout, x: Columns, found: Step, stages: Sequen
     send, microbatches = send_seconds(job, x), job.batch.microbatches(layout)
     durations = [(one.forward, one.backward_input, one.backward_weight) for one in stages]
     length = makespan(
-        layout.schedule, layout.pp, layout.stages, microbatches, durations, float(send[0]),
+        layout.schedule,
+        layout.pp,
+        layout.stages,
+        microbatches,
+        durations,
+        float(send[0]),
         blocking=not job.engine.overlap_pp,
-    )  # fmt: skip
+    )
     messages, bubble = waits(x, np.array([length]), microbatches * found.work.max(axis=0), send)
     return kinds | {"pp": float(messages[0]), "bubble": float(bubble[0])}
 

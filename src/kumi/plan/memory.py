@@ -85,13 +85,15 @@ def stage_memory(job: Job, x: Columns, share: Share, known: Content | None = Non
     stay, in_hand = _stay(job, x, share, kept), _in_hand(job, x, share, kept)
     logits, head_gradient = _logits(job, x, share), _head_gradient(job, x, share)
     grads = known.states["grads"]
-    sizes = known.states | _fullest({
-        "grads": (np.where(_grads_begin_empty(job, x), 0.0, grads), grads, grads),
-        "gathered": (passing.loss, passing.layer, passing.end),
-        "optimizer": (optimizer, optimizer, optimizer + known.update),
-        "activations": (stay, stay + in_hand, np.zeros(len(x))),
-        "head": (logits + head_gradient, _later(job, x, logits), np.zeros(len(x))),
-    })  # fmt: skip
+    sizes = known.states | _fullest(
+        {
+            "grads": (np.where(_grads_begin_empty(job, x), 0.0, grads), grads, grads),
+            "gathered": (passing.loss, passing.layer, passing.end),
+            "optimizer": (optimizer, optimizer, optimizer + known.update),
+            "activations": (stay, stay + in_hand, np.zeros(len(x))),
+            "head": (logits + head_gradient, _later(job, x, logits), np.zeros(len(x))),
+        }
+    )
     sizes["weights"] = _weight_copies(job, x, own, share)
     sizes["buffers"] = known.buffers
     if x.offload.any():

@@ -269,8 +269,15 @@ COMMON = ("1f1b", "gpipe", "interleaved")
 def effort(layout: Layout) -> int:
     """How many techniques `layout` takes to run: what is equally fast is better simple. Offloading counts twice, as it
     leans on host and bus, which others use, too, and so do schedules that few trainers have."""
-    used = (layout.pp > 1, layout.cp > 1, layout.tp > 1, layout.ep > 1, layout.offload != "none",
-            layout.dp_replicate > 1 and layout.dp_shard > 1, layout.recompute != "none")  # fmt: skip
+    used = (
+        layout.pp > 1,
+        layout.cp > 1,
+        layout.tp > 1,
+        layout.ep > 1,
+        layout.offload != "none",
+        layout.dp_replicate > 1 and layout.dp_shard > 1,
+        layout.recompute != "none",
+    )
     rare = (layout.offload != "none", layout.schedule not in COMMON)
     return 4 * sum((*used, *rare)) + layout.zero + (layout.stages > 1) + bool(layout.stage_layers)
 

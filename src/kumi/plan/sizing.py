@@ -55,9 +55,7 @@ def size(job: Job, pinned: Pins, nodes: int, tokens: float, unsupported: Unsuppo
     if not found.plans:
         return None
     best = found.plans[0]
-    return Size(
-        **vars(training(tokens, best, job.cluster)), nodes=nodes, devices=job.cluster.devices, best=best
-    )  # fmt: skip
+    return Size(**vars(training(tokens, best, job.cluster)), nodes=nodes, devices=job.cluster.devices, best=best)
 
 
 def sizes(job: Job, pinned: Pins, tokens: float, days: float, unsupported: Unsupported | None = None) -> list[Size]:

@@ -68,8 +68,11 @@ def _legal(job: Job, parts: list[dict[str, Ints]]) -> Columns:
     """The legal rows of `parts`, with nothing recomputed and nothing offloaded."""
     named = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     rows = len(named["pp"])
-    plain = {"recompute": np.zeros(rows, np.int64), "offload": np.zeros(rows, np.int64),
-             "recompute_layers": np.full(rows, -1)}  # fmt: skip
+    plain = {
+        "recompute": np.zeros(rows, np.int64),
+        "offload": np.zeros(rows, np.int64),
+        "recompute_layers": np.full(rows, -1),
+    }
     found = Columns(**named, **plain)
     return found.take(legal(job, found))
 
@@ -126,8 +129,11 @@ def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]
         left = {"interleaved"} | ({"gpipe"} if pinned.get("schedule") != "gpipe" else set())
         pairs = [(name, 2 if name in V_SHAPED else 1) for name in SCHEDULES if name not in left]
         pairs += [("interleaved", stages) for stages in range(2, most + 1)]
-    wanted = [pair for pair in pairs if all(pinned.get(name, value) == value for name, value in
-                                            zip(("schedule", "stages"), pair, strict=True))]  # fmt: skip
+    wanted = [
+        pair
+        for pair in pairs
+        if all(pinned.get(name, value) == value for name, value in zip(("schedule", "stages"), pair, strict=True))
+    ]
     return [(SCHEDULES.index(name), stages) for name, stages in wanted]
 
 

@@ -59,8 +59,9 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
                 first, end = (even_first(len(of_layer), last_stage + 1, at) for at in (stage, stage + 1))
             layers += np.where(chunk < x.stages, before[:, end] - before[:, first], 0)
     head = np.where(turns, rank == 0, rank == x.pp - 1)
-    return Share(layers, (rank == 0).astype(np.float64), head.astype(np.float64),
-                 in_flight(x.schedule, x.pp, x.stages, m, rank))  # fmt: skip
+    return Share(
+        layers, (rank == 0).astype(np.float64), head.astype(np.float64), in_flight(x.schedule, x.pp, x.stages, m, rank)
+    )
 
 
 def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:

@@ -150,9 +150,7 @@ def _of_param(job: Job, param: Param, x: Columns, matrix: Floats) -> Elements:
         each, none = job.precision.itemsize(frozen=True, quantized=param.quantized), np.zeros(len(x))
         return Elements(whole, part * degree, part, whole * matrix, none, none, none, none, each * whole, each * part)
     none = np.zeros(len(x))
-    return Elements(
-        whole, part * degree, part, whole * matrix, states, whole, part * degree, part, none, none
-    )  # fmt: skip
+    return Elements(whole, part * degree, part, whole * matrix, states, whole, part * degree, part, none, none)
 
 
 def is_pure(job: Job) -> bool:
@@ -227,8 +225,11 @@ def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
     # The buffer that the last layer came in goes when another unit comes, and that of the unit whose gradients were
     # summed last when others are.
     came, again = shards | (microbatches == 1), (x.zero >= 2) & (microbatches > 1)
-    summed_last = np.where(own.embedding.trained_padded > 0, own.embedding.trained_padded,
-                           np.maximum(root.trained_padded, layer.trained_padded))  # fmt: skip
+    summed_last = np.where(
+        own.embedding.trained_padded > 0,
+        own.embedding.trained_padded,
+        np.maximum(root.trained_padded, layer.trained_padded),
+    )
     waiting = compute * np.where(came, layer.padded, 0.0) + reduce * np.where(again, summed_last, 0.0)
     in_layer = in_loss + compute * (np.where(shards, layer.padded, 0.0) + root.trained + layer.trained)
     if not job.engine.head_stays:
@@ -237,11 +238,16 @@ def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
     whole_grads = compute * (root.trained + own.embedding.trained)
     at_end = np.where(shards, compute * root.padded, every) + whole_grads + summed * last
     active = (divided(x) > 1) & (shards | (not job.engine.half_weights))
-    return Gathered(*(np.where(active, size, 0.0) for size in (
-        np.where(shards, compute * (root.padded + own.largest_padded), every),
-        kept,
-        compute * (root.trained + own.largest_trained),
-        in_loss + kept + waiting,
-        in_layer + kept + summed * layer.trained_padded,
-        at_end + kept,
-    )))  # fmt: skip
+    return Gathered(
+        *(
+            np.where(active, size, 0.0)
+            for size in (
+                np.where(shards, compute * (root.padded + own.largest_padded), every),
+                kept,
+                compute * (root.trained + own.largest_trained),
+                in_loss + kept + waiting,
+                in_layer + kept + summed * layer.trained_padded,
+                at_end + kept,
+            )
+        )
+    )

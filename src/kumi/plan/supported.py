@@ -18,9 +18,15 @@ Unsupported = Callable[[Job, Layout], list[str]]
 
 # Values of what is not pinned. What is said of all their combinations is said of whatever the search would try.
 OPEN: dict[str, tuple[Any, ...]] = {
-    "pp": (1, 2), "dp_replicate": (1, 2), "dp_shard": (1, 2), "cp": (1, 2), "tp": (1, 2), "ep": (1, 2),
-    "zero": (0, 1, 2, 3), "recompute": RECOMPUTE,
-}  # fmt: skip
+    "pp": (1, 2),
+    "dp_replicate": (1, 2),
+    "dp_shard": (1, 2),
+    "cp": (1, 2),
+    "tp": (1, 2),
+    "ep": (1, 2),
+    "zero": (0, 1, 2, 3),
+    "recompute": RECOMPUTE,
+}
 
 
 def accepted(job: Job, unsupported: Unsupported | None) -> Callable[[Layout], bool] | None:

@@ -125,8 +125,7 @@ def _two_ways(microbatches: int, durations: Durations, sends: Sequence[float], b
     """Seconds of all forwards, then all backwards: each way, all stages and links once, and the slowest of them once
     more for each further microbatch."""
     found = 0.0
-    ways = [([one[0] for one in durations], [*sends, 0.0]),
-            ([one[1] + one[2] for one in durations], [0.0, *sends])]  # fmt: skip
+    ways = [([one[0] for one in durations], [*sends, 0.0]), ([one[1] + one[2] for one in durations], [0.0, *sends])]
     for stages, after in ways:
         slowest = max(work + send if blocking else max(work, send) for work, send in zip(stages, after, strict=True))
         found += sum(stages) + sum(after) + (microbatches - 1) * slowest

@@ -41,9 +41,10 @@ def traffic(job: Job, layout: Layout, exposed: dict[str, float], pp_rank: int = 
         totals[_kind(one)] = totals.get(_kind(one), 0.0) + one.seconds
     return tuple(
         replace(one, exposed=one.seconds * min(1.0, exposed.get(_kind(one), 0.0) / totals[_kind(one)]))
-        if totals[_kind(one)] else one
+        if totals[_kind(one)]
+        else one
         for one in priced
-    )  # fmt: skip
+    )
 
 
 def collectives(job: Job, layout: Layout, pp_rank: int = 0) -> tuple[Collective, ...]:
@@ -98,8 +99,9 @@ def _data(own: _Own) -> Iterator[Collective]:
     job, layout, times = own.job, own.layout, own.microbatches
     reduced, whole = float(job.engine.grad_reduce_itemsize), float(job.itemsize)
     different = {id(ops): ops for _, ops in own.units}
-    sizes = {key: (*_sizes(job, layout, ops), *_sizes(job, layout, ops, trained=True))
-             for key, ops in different.items()}  # fmt: skip
+    sizes = {
+        key: (*_sizes(job, layout, ops), *_sizes(job, layout, ops, trained=True)) for key, ops in different.items()
+    }
     units = [(name, sizes[id(ops)]) for name, ops in own.units]
     shards = layout.dp_shard * layout.cp
     experts = max(1, shards * layout.tp // (layout.ep * layout.expert_tp))
@@ -118,9 +120,7 @@ def _data(own: _Own) -> Iterator[Collective]:
     for (name, alike), count in every.items():
         gathers, reduces = gathered[name, alike], count if layout.zero == 1 else count * times
         dense, expert, of_dense, of_expert = alike
-        for size, trained, degree, what in (
-            (dense, of_dense, shards, name), (expert, of_expert, experts, "experts")
-        ):  # fmt: skip
+        for size, trained, degree, what in ((dense, of_dense, shards, name), (expert, of_expert, experts, "experts")):
             yield Collective("all_gather", "dp_shard", degree, whole * size, gathers, when, what)
             yield Collective("reduce_scatter", "dp_shard", degree, reduced * trained, reduces, "backward", what)
             share = reduced * trained / degree
@@ -137,9 +137,7 @@ def _sizes(job: Job, layout: Layout, ops: Sequence[Op], *, trained: bool = False
     """Elements of the dense parameters of `ops` and of those of routed experts as they travel: cut by tp and ep, and
     padded so that all ranks that divide them have equally many. `trained`: of those that are."""
     x = columns([layout])
-    dense, routed = (
-        elements(job, [op for op in ops if bool(op.experts) == routed], x) for routed in (False, True)
-    )  # fmt: skip
+    dense, routed = (elements(job, [op for op in ops if bool(op.experts) == routed], x) for routed in (False, True))
     found = (dense.trained_padded, routed.trained_padded) if trained else (dense.padded, routed.padded)
     return float(found[0][0]), float(found[1][0])
 
@@ -178,15 +176,17 @@ def _around(own: _Own, found: Regions, times: int, again: int) -> Iterator[Colle
     for width in found.enter:
         yield _message(own, entering[0], width, entering[1], "forward", "activations")
         yield _message(own, entering[0], width, kept, "recompute", "activations")
-        yield _message(own, "reduce_scatter" if own.sequence_parallel else "all_reduce", width, times, "backward",
-                       "activations")  # fmt: skip
+        yield _message(
+            own, "reduce_scatter" if own.sequence_parallel else "all_reduce", width, times, "backward", "activations"
+        )
         if own.job.model.lora is None:
             yield _message(own, entering[0], width, entering[1], "backward", "inputs of weight gradients")
     for width in found.share:
         yield _message(own, entering[0], width, entering[1], "forward", "activations")
         yield _message(own, entering[0], width, again, "recompute", "activations")
-        yield _message(own, "reduce_scatter" if own.sequence_parallel else "all_reduce", width, times, "backward",
-                       "activations")  # fmt: skip
+        yield _message(
+            own, "reduce_scatter" if own.sequence_parallel else "all_reduce", width, times, "backward", "activations"
+        )
     for number, width in enumerate(found.leave):
         # What ends a layer gives nothing that its backward pass reads.
         ends = found.ends and number == len(found.leave) - 1 and not own.job.engine.recompute_whole
@@ -221,8 +221,11 @@ def _adapters(own: _Own, ops: Sequence[Op], times: int, again: int) -> Iterator[
             widths[-1] += ranks.get(op.name, 0)
         before = op if style(op) == "column" else None
     for width in widths:
-        for kind, count, when in (("all_gather", times, "forward"), ("all_gather", kept, "recompute"),
-                                  ("reduce_scatter", times, "backward")):  # fmt: skip
+        for kind, count, when in (
+            ("all_gather", times, "forward"),
+            ("all_gather", kept, "recompute"),
+            ("reduce_scatter", times, "backward"),
+        ):
             yield _message(own, kind, width, count, when, "adapters")
 
 

@@ -119,7 +119,9 @@ class Estimate:
         found = asdict(self)
         found["time"] = dict(self.time)
         return found | {
-            "fits": self.fits, "peak_memory": self.peak_memory, "mfu": self.mfu,
+            "fits": self.fits,
+            "peak_memory": self.peak_memory,
+            "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_device": self.tokens_per_second_per_device,
-        }  # fmt: skip
+        }

@@ -183,8 +183,11 @@ class _Work(Rows):
 
     def _head(self, cost: Cost, op: Op) -> None:
         columns = np.ceil(op.target.size / self.tp)
-        shapes = ((self.tokens, op.source.size, columns), (self.tokens, columns, op.source.size),
-                  (columns, self.tokens, op.source.size))  # fmt: skip
+        shapes = (
+            (self.tokens, op.source.size, columns),
+            (self.tokens, columns, op.source.size),
+            (columns, self.tokens, op.source.size),
+        )
         one = [matmul_seconds(self.device, self.job.precision.compute, *map(np.asarray, shape)) for shape in shapes]
         cost.forward += one[0]
         cost.backward += one[1]

@@ -160,11 +160,15 @@ def _time(best: Estimate) -> str:
 def _stages(best: Estimate) -> str:
     rows = [
         [
-            str(index), str(stage.rank), f"{stage.first}-{stage.last - 1}" if stage.last > stage.first else "none",
-            words.seconds(stage.forward), words.seconds(stage.backward_input), words.seconds(stage.backward_weight),
+            str(index),
+            str(stage.rank),
+            f"{stage.first}-{stage.last - 1}" if stage.last > stage.first else "none",
+            words.seconds(stage.forward),
+            words.seconds(stage.backward_input),
+            words.seconds(stage.backward_weight),
         ]
         for index, stage in enumerate(best.stages)
-    ]  # fmt: skip
+    ]
     columns = ["stage.", "rank", "layers", "forward", "gradient of inputs", "gradient of weights"]
     return table("Stages, and what a microbatch takes in each.", columns, rows)
 
@@ -172,12 +176,17 @@ def _stages(best: Estimate) -> str:
 def _traffic(report: Report) -> str:
     rows = [
         [
-            row.name, ", ".join(row.kinds), f"{row.count:,}", words.volume(row.sent),
-            words.seconds(row.busy), words.seconds(row.exposed), words.rate(row.sent / row.busy) if row.busy else "-",
+            row.name,
+            ", ".join(row.kinds),
+            f"{row.count:,}",
+            words.volume(row.sent),
+            words.seconds(row.busy),
+            words.seconds(row.exposed),
+            words.rate(row.sent / row.busy) if row.busy else "-",
             words.rate(row.bandwidth) if row.bandwidth else "unknown",
         ]
         for row in traffic(report.job, report.best)
-    ]  # fmt: skip
+    ]
     columns = ["axis and link.", "messages.", "how many", "bytes", "busy", "exposed", "pace", "link has"]
     return table("What a rank sends in a step.", columns, rows)
 
@@ -196,8 +205,9 @@ def _others(report: Report) -> str:
     for other in report.others:
         found = gap(report.best, other)
         need = f"within the model's error ({needs(found)})" if found.noise else needs(found)
-        rows.append([words.layout_words(other.layout), words.seconds(other.step_seconds),
-                     format_bytes(other.peak_memory), need])  # fmt: skip
+        rows.append(
+            [words.layout_words(other.layout), words.seconds(other.step_seconds), format_bytes(other.peak_memory), need]
+        )
     best = report.best
     chosen = [
         words.layout_words(best.layout),

@@ -42,9 +42,11 @@ def plan(
     if unsupported is not None:
         refuse_unsupported(job, pinned, unsupported)
     unsupported = unasked(pinned) if trainable else unsupported
-    found = alone(job, only) if only is not None else search(
-        job, every, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress
-    )  # fmt: skip
+    found = (
+        alone(job, only)
+        if only is not None
+        else search(job, every, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress)
+    )
     if not found.plans:
         raise _no_plan(job, pinned, found, fixed, unsupported)
     best, *others = found.plans

@@ -102,19 +102,25 @@ def _states_rule(job: Job, estimate: Estimate, name: str, optimizer: int, why: s
 def eight_bytes(job: Job, estimate: Estimate) -> Rule | None:
     """8 bytes a parameter: bf16 Adam that keeps no float32 masters."""
     return _states_rule(
-        job, estimate, "model states take 8 bytes a parameter (2 + 2 + 4, Adam in bf16)", 4,
+        job,
+        estimate,
+        "model states take 8 bytes a parameter (2 + 2 + 4, Adam in bf16)",
+        4,
         f"weights and moments are kept in {job.precision.param}",
         ", and {gathered} of weights and gradients are whole in passing",
-    )  # fmt: skip
+    )
 
 
 def sixteen_bytes(job: Job, estimate: Estimate) -> Rule | None:
     """16 bytes a parameter (Rajbhandari et al., 2020, arXiv:1910.02054)."""
     return _states_rule(
-        job, estimate, "model states take 16 bytes a parameter (2 + 2 + 12, mixed precision)", 12,
+        job,
+        estimate,
+        "model states take 16 bytes a parameter (2 + 2 + 12, mixed precision)",
+        12,
         f"{words.holder(estimate.layout)} keeps {{kept}}",
         ", and holds {gathered} more in passing, whole layers and gradients",
-    )  # fmt: skip
+    )
 
 
 def sixteen_activations(job: Job, estimate: Estimate) -> Rule:
@@ -139,9 +145,11 @@ def no_logits(job: Job, estimate: Estimate) -> Rule:
     memory = estimate.memory[max(range(len(estimate.memory)), key=lambda rank: estimate.memory[rank].head)]
     tokens = estimate.layout.microbatch * job.batch.seq_len // estimate.layout.cp
     return _bytes(
-        "activations are those of the layers", memory.activations, memory.activations + memory.head,
+        "activations are those of the layers",
+        memory.activations,
+        memory.activations + memory.head,
         f"logits and loss take {format_bytes(memory.head)}, for {tokens:,} tokens x {job.model.vocab_size:,} words",
-    )  # fmt: skip
+    )
 
 
 def recompute_third(job: Job, estimate: Estimate) -> Rule | None:
@@ -149,9 +157,11 @@ def recompute_third(job: Job, estimate: Estimate) -> Rule | None:
     if estimate.layout.recompute == "none":
         return None
     return _shares(
-        "recomputation costs 33% more compute", 1 / 3, spent(estimate, "recompute") / spent(estimate, *words.COMPUTE),
+        "recomputation costs 33% more compute",
+        1 / 3,
+        spent(estimate, "recompute") / spent(estimate, *words.COMPUTE),
         f"{estimate.layout.recompute} recompute runs again only what it dropped",
-    )  # fmt: skip
+    )
 
 
 def gathered_once(job: Job, estimate: Estimate) -> Rule | None:
@@ -180,10 +190,12 @@ def reduced_once(job: Job, estimate: Estimate) -> Rule | None:
     layers = job.model.num_hidden_layers / layout.pp
     said = 2 * (layout.tp - 1) / layout.tp * 2 * tokens * job.model.hidden_size * layers
     return _volumes(
-        "tensor parallelism makes one all-reduce a layer", said, found,
+        "tensor parallelism makes one all-reduce a layer",
+        said,
+        found,
         f"a layer sums after attention and after its MLP, forward and backward; with what else tp sends it is worth "
         f"{found / said:.1f} all-reduces",
-    )  # fmt: skip
+    )
 
 
 def bubble(job: Job, estimate: Estimate) -> Rule | None:
@@ -195,8 +207,10 @@ def bubble(job: Job, estimate: Estimate) -> Rule | None:
     said = (layout.pp - 1) / (count + layout.pp - 1)
     return _shares(
         f"a pipeline idles (p-1)/(m+p-1) of a step, p = {layout.pp} and m = {count}",
-        said, spent(estimate, "bubble") / estimate.step_seconds, _bubble_reason(estimate),
-    )  # fmt: skip
+        said,
+        spent(estimate, "bubble") / estimate.step_seconds,
+        _bubble_reason(estimate),
+    )
 
 
 def _bubble_reason(estimate: Estimate) -> str:
@@ -222,10 +236,12 @@ def equal_stages(job: Job, estimate: Estimate) -> Rule | None:
     memory = estimate.memory[rank]
     average = sum(item.activations for item in estimate.memory) / len(estimate.memory)
     return _bytes(
-        "every stage holds its share of the layers and so of the memory", mean, memory.total,
+        "every stage holds its share of the layers and so of the memory",
+        mean,
+        memory.total,
         f"rank {rank} holds {format_bytes(memory.activations)} of activations against {format_bytes(average)} on "
         f"average: early stages keep more microbatches, the outer ones hold the embedding and the head",
-    )  # fmt: skip
+    )
 
 
 def no_latency(job: Job, estimate: Estimate) -> Rule | None:
@@ -236,11 +252,13 @@ def no_latency(job: Job, estimate: Estimate) -> Rule | None:
     worst = max(known, key=_lost)
     said = worst.sent / (worst.bandwidth * worst.efficiency)
     return Rule(
-        f"traffic along {worst.axis} takes its bytes over the bandwidth of {worst.link}", said, worst.busy,
+        f"traffic along {worst.axis} takes its bytes over the bandwidth of {worst.link}",
+        said,
+        worst.busy,
         (words.seconds(said), words.seconds(worst.busy)),
         f"{words.plural(worst.count, 'message')} of {words.volume(worst.sent / worst.count)} on average: each waits "
         f"for its hops first, and small ones do not fill the link",
-    )  # fmt: skip
+    )
 
 
 def _lost(item: Traffic) -> float:
@@ -248,6 +266,14 @@ def _lost(item: Traffic) -> float:
 
 
 RULES: tuple[Callable[[Job, Estimate], Rule | None], ...] = (
-    eight_bytes, sixteen_bytes, sixteen_activations, no_logits, recompute_third, gathered_once, reduced_once, bubble,
-    equal_stages, no_latency,
-)  # fmt: skip
+    eight_bytes,
+    sixteen_bytes,
+    sixteen_activations,
+    no_logits,
+    recompute_third,
+    gathered_once,
+    reduced_once,
+    bubble,
+    equal_stages,
+    no_latency,
+)

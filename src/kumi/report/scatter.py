@@ -94,8 +94,9 @@ def choices(report: Report) -> str:
     true = [(across(time), up(size)) for time, size in zip(seconds, memory, strict=True)]
     places = _apart(true)
     marks += [*_frame(across, up), *_limit(up, usable)]
-    marks += [svg.line(*place, *moved, opacity=0.5) for place, moved in zip(true, places, strict=True)
-              if place != moved]  # fmt: skip
+    marks += [
+        svg.line(*place, *moved, opacity=0.5) for place, moved in zip(true, places, strict=True) if place != moved
+    ]
     marks += [_mark(point.mark, *place, point.name) for point, place in reversed([*zip(found, places, strict=True)])]
     marks += _numbers(places, [(x, up(usable) + 4) for x in range(66, int(svg.RIGHT), 6)])
     names, bottom = _names(found, top + 382)
@@ -115,8 +116,11 @@ def _apart(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return where to draw marks that belong at `places`: there, or nearby where an earlier mark would be covered."""
     drawn: list[tuple[float, float]] = []
     for x, y in places:
-        rings = ((x + radius * cos(angle), y + radius * sin(angle)) for radius in (WIDE, 2 * WIDE, 3 * WIDE)
-                 for angle in (pi / 4 * eighth for eighth in range(8)))  # fmt: skip
+        rings = (
+            (x + radius * cos(angle), y + radius * sin(angle))
+            for radius in (WIDE, 2 * WIDE, 3 * WIDE)
+            for angle in (pi / 4 * eighth for eighth in range(8))
+        )
         free = (
             place
             for place in ((x, y), *rings)
@@ -170,8 +174,16 @@ def _mark(kind: str, x: float, y: float, hint: str) -> str:
 def _free(x: float, y: float, half: float, taken: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """The place around a mark for a number of width 2 `half` that is furthest from all that is there."""
     side = 9 + half
-    places = [(x + side, y + 4), (x - side, y + 4), (x, y - 10), (x, y + 18), (x + side, y - 7), (x - side, y - 7),
-              (x + side, y + 16), (x - side, y + 16)]  # fmt: skip
+    places = [
+        (x + side, y + 4),
+        (x - side, y + 4),
+        (x, y - 10),
+        (x, y + 18),
+        (x + side, y - 7),
+        (x - side, y - 7),
+        (x + side, y + 16),
+        (x - side, y + 16),
+    ]
 
     def room(place: tuple[float, float]) -> float:
         return min(hypot(max(0.0, abs(place[0] - at[0]) - half - at[2]), place[1] - at[1]) for at in taken)

@@ -173,9 +173,14 @@ def _traffic(report: Report) -> RenderableType:
         pace = words.rate(row.sent / row.busy) if row.busy else "-"
         has = words.rate(row.bandwidth) if row.bandwidth else "unknown"
         table.add_row(
-            row.name, f"{row.count:,}", words.volume(row.sent), words.seconds(row.busy),
-            words.seconds(row.exposed), pace, has,
-        )  # fmt: skip
+            row.name,
+            f"{row.count:,}",
+            words.volume(row.sent),
+            words.seconds(row.busy),
+            words.seconds(row.exposed),
+            pace,
+            has,
+        )
     return table
 
 
@@ -192,8 +197,9 @@ def _others(report: Report) -> RenderableType:
     for other in report.others:
         found = gap(report.best, other)
         need = "within noise" if found.noise else needs(found)
-        table.add_row(words.layout_words(other.layout), words.seconds(other.step_seconds),
-                      format_bytes(other.peak_memory), need)  # fmt: skip
+        table.add_row(
+            words.layout_words(other.layout), words.seconds(other.step_seconds), format_bytes(other.peak_memory), need
+        )
     return table
 
 

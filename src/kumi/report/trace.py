@@ -37,6 +37,12 @@ def _events(timeline: Timeline, first: int) -> Iterator[dict[str, Any]]:
     for rank, spans in enumerate(timeline.spans, first):
         for (kind, stage, microbatch), start, end in spans:
             yield {
-                "ph": "X", "pid": rank, "tid": rank, "name": f"{kind}{microbatch}", "cat": NAMES[kind],
-                "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": {"stage": stage, "microbatch": microbatch},
-            }  # fmt: skip
+                "ph": "X",
+                "pid": rank,
+                "tid": rank,
+                "name": f"{kind}{microbatch}",
+                "cat": NAMES[kind],
+                "ts": 1e6 * start,
+                "dur": 1e6 * (end - start),
+                "args": {"stage": stage, "microbatch": microbatch},
+            }

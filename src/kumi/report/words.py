@@ -9,15 +9,42 @@ from kumi.spec.cluster import ClusterSpec
 from kumi.spec.layout import Layout
 
 # What `MemoryEstimate` and `Estimate.time` call a kind, as a reader would. The letter draws a stage in the terminal.
-MEMORY = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states",
-          "gathered": "gathered in passing", "weights": "cast weights", "activations": "activations",
-          "head": "logits and loss", "buffers": "buffers", "reserved": "context, allocator"}  # fmt: skip
-LETTERS = {"params": "P", "grads": "G", "optimizer": "O", "gathered": "u", "weights": "w", "activations": "A",
-           "head": "L", "buffers": "b", "reserved": "c"}  # fmt: skip
-TIME = {"forward": "forward", "backward": "backward", "recompute": "recomputation", "tp": "exposed tp traffic",
-        "cp": "exposed cp traffic", "ep": "exposed ep traffic", "pp": "exposed pp traffic",
-        "dp": "exposed dp traffic", "bubble": "pipeline bubble", "optimizer": "optimizer",
-        "offload": "exposed offload traffic", "host": "waiting for the host"}  # fmt: skip
+MEMORY = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer states",
+    "gathered": "gathered in passing",
+    "weights": "cast weights",
+    "activations": "activations",
+    "head": "logits and loss",
+    "buffers": "buffers",
+    "reserved": "context, allocator",
+}
+LETTERS = {
+    "params": "P",
+    "grads": "G",
+    "optimizer": "O",
+    "gathered": "u",
+    "weights": "w",
+    "activations": "A",
+    "head": "L",
+    "buffers": "b",
+    "reserved": "c",
+}
+TIME = {
+    "forward": "forward",
+    "backward": "backward",
+    "recompute": "recomputation",
+    "tp": "exposed tp traffic",
+    "cp": "exposed cp traffic",
+    "ep": "exposed ep traffic",
+    "pp": "exposed pp traffic",
+    "dp": "exposed dp traffic",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "offload": "exposed offload traffic",
+    "host": "waiting for the host",
+}
 COMPUTE, TRAFFIC = ("forward", "backward"), ("tp", "cp", "ep", "pp", "dp")
 # What one writes of every layout; the rest only where it is not the default, which a search over it then finds again.
 CORE = ("pp", "dp_replicate", "dp_shard", "tp", "zero", "microbatch", "recompute")

@@ -64,8 +64,9 @@ def _latent(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op]:
     # The latent is a view of what its projection made, and keeps all of that.
     whole = (Activation((latent_and_key,)), Activation((), "float32"))
     yield replace(norm(f"{name}.kv_a_layernorm", "rmsnorm", latent), saved=whole)
-    yield linear(f"{name}.kv_b_proj", latent, Dim("kv_heads", count * kv_width, kv_width),
-                 saved=(Activation((latent,)),))  # fmt: skip
+    yield linear(
+        f"{name}.kv_b_proj", latent, Dim("kv_heads", count * kv_width, kv_width), saved=(Activation((latent,)),)
+    )
     yield Op(f"{name}.rope", "rope", queries, queries)
     keys = Dim("kv_heads", queries.size, queries.unit)
     yield _attention(name, queries, values, (keys, Dim("kv_heads", values.size, values.unit)))
@@ -79,8 +80,17 @@ def _attention(
     count = Dim("heads", queries.count)
     kept = (*(Activation((dim,)) for dim in (queries, *kv, values)), Activation((count,), "float32"))
     params = (Param(f"{name}.sinks", (count,)),) if sinks else ()
-    return Op(f"{name}.attention", "attention", queries, values, params, kept, heads=count.size,
-              kv_size=kv[0].size + kv[1].size, window=window)  # fmt: skip
+    return Op(
+        f"{name}.attention",
+        "attention",
+        queries,
+        values,
+        params,
+        kept,
+        heads=count.size,
+        kv_size=kv[0].size + kv[1].size,
+        window=window,
+    )
 
 
 # Class of `LayerSpec.attention` -> its operations on the normalised input, given the model, the spec and their prefix.

@@ -37,9 +37,17 @@ def problems(model: ModelSpec, layout: Layout, cluster: ClusterSpec, batch: Batc
     wrong = list(_words(layout))
     if wrong:
         return wrong
-    wrong = [*_zero(layout), *_cluster(layout, cluster), *_offload(layout, cluster.host), *_tensor(model, layout),
-             *_sequence(layout, batch), *_context(model, layout), *_experts(model, layout),
-             *_quantized(model, layout), *_length(model, batch)]  # fmt: skip
+    wrong = [
+        *_zero(layout),
+        *_cluster(layout, cluster),
+        *_offload(layout, cluster.host),
+        *_tensor(model, layout),
+        *_sequence(layout, batch),
+        *_context(model, layout),
+        *_experts(model, layout),
+        *_quantized(model, layout),
+        *_length(model, batch),
+    ]
     cut = list(_batch(layout, batch))
     shape = [*_stages(model, layout), *_schedule(layout, 2 * layout.pp if cut else batch.microbatches(layout))]
     return [*wrong, *cut, *(shape or _recompute(model, layout))]
@@ -47,8 +55,12 @@ def problems(model: ModelSpec, layout: Layout, cluster: ClusterSpec, batch: Batc
 
 def misfits(model: ModelSpec, layout: Layout) -> list[str]:
     """What keeps `layout` from dividing the tensors of `model`, whatever they are computed on."""
-    return list(_words(layout)) or [*_zero(layout), *_tensor(model, layout), *_experts(model, layout),
-                                    *_stages(model, layout)]  # fmt: skip
+    return list(_words(layout)) or [
+        *_zero(layout),
+        *_tensor(model, layout),
+        *_experts(model, layout),
+        *_stages(model, layout),
+    ]
 
 
 def untrainable(job: Job, layout: Layout) -> list[str]:
@@ -68,21 +80,28 @@ def untrained(job: Job, layout: Layout) -> list[str]:
 def _untrained_axes(model: ModelSpec, layout: Layout) -> Iterator[str]:
     rows = -(-model.vocab_size // layout.tp)
     if rows * (layout.tp - 1) >= model.vocab_size:
-        yield (f"tp={layout.tp} leaves ranks without any of the vocab_size={model.vocab_size} tokens, of which others "
-               f"have {rows} each; use a smaller tp")  # fmt: skip
+        yield (
+            f"tp={layout.tp} leaves ranks without any of the vocab_size={model.vocab_size} tokens, of which others "
+            f"have {rows} each; use a smaller tp"
+        )
     if not cuts(model).experts or not _experts_are_legal(model, layout):
         return
     if layout.tp > 1 and not layout.sequence_parallel:
-        yield (f"sequence_parallel=false with tp={layout.tp}: this version sends each rank's own tokens to experts; "
-               f"set sequence_parallel = true, or tp = 1")  # fmt: skip
+        yield (
+            f"sequence_parallel=false with tp={layout.tp}: this version sends each rank's own tokens to experts; "
+            f"set sequence_parallel = true, or tp = 1"
+        )
     parts = zero_degree(layout, routed=True)
     if layout.zero and layout.dp_shard * layout.cp == 1 and parts > 1:
-        yield (f"zero={layout.zero} would divide the experts only, over {parts} tp ranks: dp_shard x cp is 1; "
-               f"set zero = 0")  # fmt: skip
+        yield (
+            f"zero={layout.zero} would divide the experts only, over {parts} tp ranks: dp_shard x cp is 1; set zero = 0"
+        )
     for size in sorted({model.hidden_size, *(2 * width // layout.expert_tp for width in cuts(model).width)}):
         if layout.zero and size % parts:
-            yield (f"zero={layout.zero} divides each expert's matrices over {parts} ranks, which do not divide their "
-                   f"{size} rows; use a larger ep, or another dp_shard")  # fmt: skip
+            yield (
+                f"zero={layout.zero} divides each expert's matrices over {parts} ranks, which do not divide their "
+                f"{size} rows; use a larger ep, or another dp_shard"
+            )
 
 
 def _experts_are_legal(model: ModelSpec, layout: Layout) -> bool:
@@ -96,8 +115,10 @@ def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
     if job.optim.kind != "adamw":
         yield f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
     if job.precision.kind not in TRAINED_PRECISIONS:
-        yield (f"precision.kind='{job.precision.kind}': this version trains in {', '.join(TRAINED_PRECISIONS)} only; "
-               f"plan it, or set one of these")  # fmt: skip
+        yield (
+            f"precision.kind='{job.precision.kind}': this version trains in {', '.join(TRAINED_PRECISIONS)} only; "
+            f"plan it, or set one of these"
+        )
 
 
 def divisors(number: int) -> list[int]:
@@ -181,34 +202,46 @@ def _words(layout: Layout) -> Iterator[str]:
 
 def _zero(layout: Layout) -> Iterator[str]:
     if layout.zero > 0 and layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1:
-        yield (f"zero={layout.zero} divides states over dp_shard, which is 1; "
-               f"set dp_shard = {layout.dp_replicate} and dp_replicate = 1")  # fmt: skip
+        yield (
+            f"zero={layout.zero} divides states over dp_shard, which is 1; "
+            f"set dp_shard = {layout.dp_replicate} and dp_replicate = 1"
+        )
     elif layout.zero == 0 and layout.dp_shard > 1:
-        yield (f"zero=0 divides nothing, but dp_shard={layout.dp_shard}; "
-               f"set zero = 1, 2 or 3, or dp_replicate = {layout.dp} and dp_shard = 1")  # fmt: skip
+        yield (
+            f"zero=0 divides nothing, but dp_shard={layout.dp_shard}; "
+            f"set zero = 1, 2 or 3, or dp_replicate = {layout.dp} and dp_shard = 1"
+        )
     if layout.zero == 2 and layout.pp > 1:
-        yield (f"zero=2 with pp={layout.pp}: a pipeline's backwards alternate between its microbatches, so that whole "
-               f"gradients stay until the last; set zero = 1 or 3, or pp = 1")  # fmt: skip
+        yield (
+            f"zero=2 with pp={layout.pp}: a pipeline's backwards alternate between its microbatches, so that whole "
+            f"gradients stay until the last; set zero = 1 or 3, or pp = 1"
+        )
 
 
 def _cluster(layout: Layout, cluster: ClusterSpec) -> Iterator[str]:
     if layout.world_size != cluster.devices:
-        yield (f"the layout needs {layout.world_size} devices (pp {layout.pp} x dp_replicate {layout.dp_replicate} x "
-               f"dp_shard {layout.dp_shard} x cp {layout.cp} x tp {layout.tp}), the cluster has {cluster.devices}; "
-               f"degrees must multiply to {cluster.devices}")  # fmt: skip
+        yield (
+            f"the layout needs {layout.world_size} devices (pp {layout.pp} x dp_replicate {layout.dp_replicate} x "
+            f"dp_shard {layout.dp_shard} x cp {layout.cp} x tp {layout.tp}), the cluster has {cluster.devices}; "
+            f"degrees must multiply to {cluster.devices}"
+        )
 
 
 def _offload(layout: Layout, host: Host) -> Iterator[str]:
     for place, missing in host_lacks(host).items():
         if missing and (layout.offload.endswith("-nvme") if place == "nvme" else layout.offload != "none"):
-            yield (f"offload='{layout.offload}' needs {missing} of a node, which the cluster's description does not "
-                   f"give; write it into a cluster file, or set offload = 'none'")  # fmt: skip
+            yield (
+                f"offload='{layout.offload}' needs {missing} of a node, which the cluster's description does not "
+                f"give; write it into a cluster file, or set offload = 'none'"
+            )
 
 
 def host_lacks(host: Host) -> dict[str, str]:
     """What must be known, and is not, to move something to the host and to its NVMe drives; empty where all is."""
-    known = {"host": {"host.memory": host.memory, "host.device_bandwidth": host.device_bandwidth},
-             "nvme": {"host.nvme": host.nvme, "host.nvme_bandwidth": host.nvme_bandwidth}}  # fmt: skip
+    known = {
+        "host": {"host.memory": host.memory, "host.device_bandwidth": host.device_bandwidth},
+        "nvme": {"host.nvme": host.nvme, "host.nvme_bandwidth": host.nvme_bandwidth},
+    }
     return {place: " and ".join(name for name, value in values.items() if not value) for place, values in known.items()}
 
 
@@ -227,28 +260,33 @@ def _tensor(model: ModelSpec, layout: Layout) -> Iterator[str]:
 def _sequence(layout: Layout, batch: BatchSpec) -> Iterator[str]:
     cp, tp = layout.cp, layout.tp
     if cp > 1 and batch.seq_len % (2 * cp):
-        yield (f"cp={cp} cuts sequences into 2 x {cp} pieces, a near and a far one for each rank, which do not divide "
-               f"seq_len={batch.seq_len}; use {_multiple(batch.seq_len, 2 * cp)}, or another cp")  # fmt: skip
+        yield (
+            f"cp={cp} cuts sequences into 2 x {cp} pieces, a near and a far one for each rank, which do not divide "
+            f"seq_len={batch.seq_len}; use {_multiple(batch.seq_len, 2 * cp)}, or another cp"
+        )
     if tp > 1 and layout.sequence_parallel and batch.seq_len % (tp * cp):
-        yield (f"sequence_parallel cuts sequences into tp x cp = {tp * cp} pieces, which do not divide "
-               f"seq_len={batch.seq_len}; use {_multiple(batch.seq_len, tp * cp)}, or "
-               f"set sequence_parallel = false")  # fmt: skip
+        yield (
+            f"sequence_parallel cuts sequences into tp x cp = {tp * cp} pieces, which do not divide "
+            f"seq_len={batch.seq_len}; use {_multiple(batch.seq_len, tp * cp)}, or "
+            f"set sequence_parallel = false"
+        )
 
 
 def _context(model: ModelSpec, layout: Layout) -> Iterator[str]:
     """Ulysses deals the heads of a tp rank out to its cp ranks, and copies key-value heads that these outnumber."""
     need, cp, tp = cuts(model), layout.cp, layout.tp
     if cp > 1 and need.whole_rows:
-        yield (f"cp={cp} cuts sequences, along all of which the model's Mamba layers pass their states on; "
-               f"set cp = 1")  # fmt: skip
+        yield (f"cp={cp} cuts sequences, along all of which the model's Mamba layers pass their states on; set cp = 1")
         return
     if cp == 1 or layout.context != "ulysses" or any(count % tp for count in need.heads):
         return
     if not (heads := gcd(*(count // tp for count in need.heads))) or need.deals_heads(cp, tp):
         return
     use = _choices([degree for degree in divisors(heads) if need.deals_heads(degree, tp)])
-    yield (f"context='ulysses' cannot deal the {heads} heads of a tp rank, and their keys and values, out to cp={cp} "
-           f"ranks; use {use} for cp, or context = 'ring'")  # fmt: skip
+    yield (
+        f"context='ulysses' cannot deal the {heads} heads of a tp rank, and their keys and values, out to cp={cp} "
+        f"ranks; use {use} for cp, or context = 'ring'"
+    )
 
 
 def _multiple(number: int, of: int) -> int:
@@ -264,15 +302,21 @@ def _experts(model: ModelSpec, layout: Layout) -> Iterator[str]:
                 yield f"{name}={getattr(layout, name)}, but the model has no experts; set {name} = 1"
         return
     if any(count % ep for count in need.experts):
-        yield (f"ep={ep} does not divide num_experts={_choices(list(need.experts))}; "
-               f"use {_choices(divisors(gcd(*need.experts)))}")  # fmt: skip
+        yield (
+            f"ep={ep} does not divide num_experts={_choices(list(need.experts))}; "
+            f"use {_choices(divisors(gcd(*need.experts)))}"
+        )
     if any(count % expert_tp for count in need.width):
-        yield (f"expert_tp={expert_tp} does not divide the experts' width of {_choices(list(need.width))}; "
-               f"use {_choices(divisors(gcd(*need.width)))}")  # fmt: skip
+        yield (
+            f"expert_tp={expert_tp} does not divide the experts' width of {_choices(list(need.width))}; "
+            f"use {_choices(divisors(gcd(*need.width)))}"
+        )
     ranks = layout.dp_shard * layout.cp * layout.tp
     if ranks % (ep * expert_tp):
-        yield (f"ep x expert_tp = {ep * expert_tp} does not divide the dp_shard x cp x tp = {ranks} ranks that experts "
-               f"are dealt to; use a product that does, one of {_choices(divisors(ranks))}")  # fmt: skip
+        yield (
+            f"ep x expert_tp = {ep * expert_tp} does not divide the dp_shard x cp x tp = {ranks} ranks that experts "
+            f"are dealt to; use a product that does, one of {_choices(divisors(ranks))}"
+        )
 
 
 def _quantized(model: ModelSpec, layout: Layout) -> Iterator[str]:
@@ -280,14 +324,18 @@ def _quantized(model: ModelSpec, layout: Layout) -> Iterator[str]:
     quantize = "" if model.lora is None else model.lora.quantize
     for name, most in WHOLE_WHEN_QUANTIZED.items() if quantize else ():
         if getattr(layout, name) > most:
-            yield (f"{name}={getattr(layout, name)} with lora.quantize='{quantize}': quantised matrices are whole on "
-                   f"every rank; set {name} = {most}, with dp_replicate or pp instead")  # fmt: skip
+            yield (
+                f"{name}={getattr(layout, name)} with lora.quantize='{quantize}': quantised matrices are whole on "
+                f"every rank; set {name} = {most}, with dp_replicate or pp instead"
+            )
 
 
 def _length(model: ModelSpec, batch: BatchSpec) -> Iterator[str]:
     if batch.seq_len > model.max_position_embeddings:
-        yield (f"seq_len={batch.seq_len} is longer than max_position_embeddings={model.max_position_embeddings}; "
-               f"shorten seq_len or extend the model's rope")  # fmt: skip
+        yield (
+            f"seq_len={batch.seq_len} is longer than max_position_embeddings={model.max_position_embeddings}; "
+            f"shorten seq_len or extend the model's rope"
+        )
 
 
 def _batch(layout: Layout, batch: BatchSpec) -> Iterator[str]:
@@ -295,11 +343,15 @@ def _batch(layout: Layout, batch: BatchSpec) -> Iterator[str]:
         near = _multiple(batch.tokens_per_step, batch.seq_len)
         yield f"seq_len={batch.seq_len} does not divide tokens_per_step={batch.tokens_per_step}; use {near}"
     elif batch.sequences % layout.dp:
-        yield (f"dp={layout.dp} does not divide the {_sequences(batch.sequences)} of a step; "
-               f"use {_choices(divisors(batch.sequences))} for dp, or change tokens_per_step")  # fmt: skip
+        yield (
+            f"dp={layout.dp} does not divide the {_sequences(batch.sequences)} of a step; "
+            f"use {_choices(divisors(batch.sequences))} for dp, or change tokens_per_step"
+        )
     elif batch.sequences // layout.dp % layout.microbatch:
-        yield (f"microbatch={layout.microbatch} does not divide the {_sequences(batch.sequences // layout.dp)} "
-               f"that each rank has in a step; use {_choices(divisors(batch.sequences // layout.dp))}")  # fmt: skip
+        yield (
+            f"microbatch={layout.microbatch} does not divide the {_sequences(batch.sequences // layout.dp)} "
+            f"that each rank has in a step; use {_choices(divisors(batch.sequences // layout.dp))}"
+        )
 
 
 def _sequences(count: int) -> str:
@@ -317,8 +369,10 @@ def _stages(model: ModelSpec, layout: Layout) -> Iterator[str]:
         if any(size < 0 for size in given) or any(size < 1 for size in given[1:-1]):
             yield f"stage_layers={list(given)}: only the first and last stage may have no layers; give others 1 or more"
     elif count > layers + 2:
-        yield (f"pp x stages = {layout.pp} x {layout.stages} is more than the {layers} layers and the two stages that "
-               f"may have only the embedding or the head; use at most {layers + 2}")  # fmt: skip
+        yield (
+            f"pp x stages = {layout.pp} x {layout.stages} is more than the {layers} layers and the two stages that "
+            f"may have only the embedding or the head; use at most {layers + 2}"
+        )
 
 
 def _schedule(layout: Layout, microbatches: int) -> Iterator[str]:

@@ -52,30 +52,44 @@ def refusals(comm: Comm, layout: Layout, microbatches: int, cluster: ClusterSpec
     divided, whole = layout.zero > 0, layout.zero == 0 and layout.pp * layout.stages == 1
     where, compress = f"zero={layout.zero} and pp={layout.pp}", comm.compress
     if compress in _DTYPES and layout.zero == 1 and microbatches > 1:
-        yield (f"comm.compress='{compress}' with zero=1 would add the {microbatches} microbatches of a step up in "
-               f"{_DTYPES[compress]}, too; set layout.zero = 2 or 3, or comm.compress = 'none'")  # fmt: skip
+        yield (
+            f"comm.compress='{compress}' with zero=1 would add the {microbatches} microbatches of a step up in "
+            f"{_DTYPES[compress]}, too; set layout.zero = 2 or 3, or comm.compress = 'none'"
+        )
     if compress == "powersgd" and not whole:
-        yield (f"comm.compress='powersgd' with {where}: it is for gradients of whole replicas; set layout.zero = 0 and "
-               f"layout.pp = 1, or comm.compress = 'bf16' or 'none'")  # fmt: skip
+        yield (
+            f"comm.compress='powersgd' with {where}: it is for gradients of whole replicas; set layout.zero = 0 and "
+            f"layout.pp = 1, or comm.compress = 'bf16' or 'none'"
+        )
     if comm.bucket_mb is not None and not whole:
-        yield (f"comm.bucket_mb={comm.bucket_mb:g} with {where}: it is for gradients of whole replicas; set "
-               f"layout.zero = 0 and layout.pp = 1, or leave it out")  # fmt: skip
+        yield (
+            f"comm.bucket_mb={comm.bucket_mb:g} with {where}: it is for gradients of whole replicas; set "
+            f"layout.zero = 0 and layout.pp = 1, or leave it out"
+        )
     if comm.prefetch is not None and not divided and layout.world_size > 1:
-        yield (f"comm.prefetch={comm.prefetch} with zero=0: nothing is gathered; set layout.zero = 1, 2 or 3, or "
-               f"leave it out")  # fmt: skip
+        yield (
+            f"comm.prefetch={comm.prefetch} with zero=0: nothing is gathered; set layout.zero = 1, 2 or 3, or "
+            f"leave it out"
+        )
     if comm.async_tp:
         yield from _untrained_overlap(layout, cluster)
 
 
 def _untrained_overlap(layout: Layout, cluster: ClusterSpec | None) -> Iterator[str]:
     if layout.tp == 1 or not layout.sequence_parallel:
-        yield (f"comm.async_tp=true with tp={layout.tp} and sequence_parallel={str(layout.sequence_parallel).lower()}: "
-               f"no tokens are gathered; set layout.tp > 1 and layout.sequence_parallel = true, or comm.async_tp = "
-               f"false")  # fmt: skip
+        yield (
+            f"comm.async_tp=true with tp={layout.tp} and sequence_parallel={str(layout.sequence_parallel).lower()}: "
+            f"no tokens are gathered; set layout.tp > 1 and layout.sequence_parallel = true, or comm.async_tp = "
+            f"false"
+        )
     if cluster is not None and cluster.device.kind != "cuda":
-        yield (f"comm.async_tp=true on {cluster.device.name}: products and messages overlap on CUDA devices only; set "
-               f"comm.async_tp = false")  # fmt: skip
+        yield (
+            f"comm.async_tp=true on {cluster.device.name}: products and messages overlap on CUDA devices only; set "
+            f"comm.async_tp = false"
+        )
     elif cluster is not None and layout.tp > cluster.devices_per_node:
-        yield (f"comm.async_tp=true with tp={layout.tp} on nodes of {cluster.devices_per_node} devices, which read "
-               f"each other's memory within a node only; set layout.tp <= {cluster.devices_per_node}, or "
-               f"comm.async_tp = false")  # fmt: skip
+        yield (
+            f"comm.async_tp=true with tp={layout.tp} on nodes of {cluster.devices_per_node} devices, which read "
+            f"each other's memory within a node only; set layout.tp <= {cluster.devices_per_node}, or "
+            f"comm.async_tp = false"
+        )

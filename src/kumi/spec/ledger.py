@@ -19,9 +19,28 @@ from kumi.spec.mlp_ops import mlp_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Activation, Dim, Op, Param, block_norm
 
-__all__ = ["Activation", "Dim", "Op", "Param", "active_params", "buffers", "decayed", "embedding_ops", "forward_flops",
-           "head_ops", "kind_ops", "layer_ops", "logit_chunk", "num_params", "ops", "params", "tensors", "train_flops",
-           "trained_params", "unique_ops"]  # fmt: skip
+__all__ = [
+    "Activation",
+    "Dim",
+    "Op",
+    "Param",
+    "active_params",
+    "buffers",
+    "decayed",
+    "embedding_ops",
+    "forward_flops",
+    "head_ops",
+    "kind_ops",
+    "layer_ops",
+    "logit_chunk",
+    "num_params",
+    "ops",
+    "params",
+    "tensors",
+    "train_flops",
+    "trained_params",
+    "unique_ops",
+]
 
 
 # The token table, which is the head's too where they are tied, and the head.

@@ -43,5 +43,14 @@ def _scan(name: str, mamba: Mamba, channels: Dim, shared: Dim, heads: Dim) -> Op
     inits = {"A_log": "log_index", "D": "ones", "dt_bias": "step"}
     params = tuple(Param(f"{name}.{leaf}", (heads,), init) for leaf, init in inits.items())
     kept = tuple(Activation((dim,)) for dim in (channels, shared, shared, heads))
-    return Op(f"{name}.scan", "scan", channels, channels, params, kept, heads=mamba.num_heads,
-              kv_size=2 * shared.size, chunk=mamba.chunk_size)  # fmt: skip
+    return Op(
+        f"{name}.scan",
+        "scan",
+        channels,
+        channels,
+        params,
+        kept,
+        heads=mamba.num_heads,
+        kv_size=2 * shared.size,
+        chunk=mamba.chunk_size,
+    )

@@ -93,8 +93,10 @@ def parts(spec: ModelSpec, param: Param, keys: Keys) -> tuple[Part, ...]:
     matched = _LAYER.fullmatch(param.name)
     found = None if matched is None else _in_layer(spec, param, matched[2], int(matched[1]), keys)
     if not found:
-        raise ModelError(f"{param.name!r} of this {spec.family} model has no place in a Megatron-Core GPT checkpoint; "
-                         f"convert to hf or kumi instead")  # fmt: skip
+        raise ModelError(
+            f"{param.name!r} of this {spec.family} model has no place in a Megatron-Core GPT checkpoint; "
+            f"convert to hf or kumi instead"
+        )
     return tuple(_placed(part, int(matched[1]) if matched else 0, spec, keys) for part in found)
 
 
@@ -123,8 +125,17 @@ def _modules(layer: LayerSpec, keys: Keys) -> Iterator[tuple[str, int]]:
     """The modules of a layer that have an extra state, with the number of experts where each of these has one."""
     attention = ["core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm"]
     if isinstance(layer.attention, LatentAttention):
-        attention = ["core_attention", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
-                     "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"]  # fmt: skip
+        attention = [
+            "core_attention",
+            "linear_proj",
+            "linear_q_proj",
+            "linear_q_down_proj",
+            "linear_q_up_proj",
+            "linear_kv_down_proj",
+            "linear_kv_up_proj",
+            "q_layernorm",
+            "kv_layernorm",
+        ]
     yield from ((f"self_attention.{name}", 0) for name in attention)
     yield from ((name, 0) for name in ("input_layernorm", "pre_mlp_layernorm"))
     if not isinstance(layer.mlp, MoE):
@@ -235,8 +246,16 @@ def _placed(part: Part, index: int, spec: ModelSpec, keys: Keys) -> Part:
     if not keys.homogeneous:
         return Part(f"decoder.layers.{index}.{part.name}", *_rest(part))
     layers = spec.num_hidden_layers
-    return Part(f"decoder.layers.{part.name}", (layers, *part.shape), part.start, part.extent, (layers, *part.view),
-                (index, *part.at), (1, *part.size), (0, *(dim + 1 for dim in part.order)))  # fmt: skip
+    return Part(
+        f"decoder.layers.{part.name}",
+        (layers, *part.shape),
+        part.start,
+        part.extent,
+        (layers, *part.view),
+        (index, *part.at),
+        (1, *part.size),
+        (0, *(dim + 1 for dim in part.order)),
+    )
 
 
 def _rest(part: Part) -> tuple[Shape, Shape, Shape, Shape, Shape, Shape, Shape]:

@@ -7,8 +7,25 @@ from math import prod
 
 from kumi.spec.model import ModelSpec
 
-KINDS = ("embedding", "positions", "norm", "linear", "rope", "attention", "gate", "activation", "add", "router",
-         "dispatch", "combine", "log_prob", "lora", "convolution", "scan", "gated_norm")  # fmt: skip
+KINDS = (
+    "embedding",
+    "positions",
+    "norm",
+    "linear",
+    "rope",
+    "attention",
+    "gate",
+    "activation",
+    "add",
+    "router",
+    "dispatch",
+    "combine",
+    "log_prob",
+    "lora",
+    "convolution",
+    "scan",
+    "gated_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -149,13 +166,7 @@ class Op:
 
 
 def linear(
-    name: str,
-    source: Dim,
-    target: Dim,
-    *,
-    bias: bool = False,
-    saved: tuple[Activation, ...] = (),
-    kind: str = "linear",
+    name: str, source: Dim, target: Dim, *, bias: bool = False, saved: tuple[Activation, ...] = (), kind: str = "linear"
 ) -> Op:
     """The matrix product `name`, its weight stored as (target, source)."""
     weight = Param(f"{name}.weight", (target, source))
@@ -164,9 +175,15 @@ def linear(
 
 
 def norm(
-    name: str, style: str, dim: Dim, *, weight: Dim | None = None, keeps_input: bool = True, bias: bool = True,
+    name: str,
+    style: str,
+    dim: Dim,
+    *,
+    weight: Dim | None = None,
+    keeps_input: bool = True,
+    bias: bool = True,
     init: str = "ones",
-) -> Op:  # fmt: skip
+) -> Op:
     """The normalisation `name` of `dim`, "rmsnorm" or "layernorm", with parameters of `weight` (else of `dim`).
 
     A layer norm has a bias unless `bias` is off; `init` is how the weight starts.

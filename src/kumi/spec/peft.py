@@ -19,11 +19,12 @@ from kumi.spec.weights import files
 # Where modules have other names in transformers 5, which is what PEFT sees, than tensors in files: what those of files
 # begin with, and those in memory.
 _IN_MEMORY = {
-    "nemotron_h": ("backbone.", "model."), "gemma3": ("language_model.model.", "model.language_model."),
+    "nemotron_h": ("backbone.", "model."),
+    "gemma3": ("language_model.model.", "model.language_model."),
     "mistral3": ("language_model.model.", "model.language_model."),
     "qwen2_5_vl": ("model.", "model.language_model."),
     "nemotron_h_omni": ("language_model.backbone.", "language_model.model."),
-}  # fmt: skip
+}
 
 
 def with_adapters(spec: ModelSpec, lora: Lora) -> ModelSpec:

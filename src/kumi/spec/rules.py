@@ -76,7 +76,9 @@ class Weights:
 PLAIN = Weights()
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # One matrix in one file for each matrix of each expert.
-EXPERTS = Weights((
-    Stack("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
-    Stack("mlp.experts.down_proj", ("mlp.experts.{}.down_proj.weight",)),
-))  # fmt: skip
+EXPERTS = Weights(
+    (
+        Stack("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
+        Stack("mlp.experts.down_proj", ("mlp.experts.{}.down_proj.weight",)),
+    )
+)

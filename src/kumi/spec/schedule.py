@@ -119,11 +119,7 @@ def dualpipe(rank: int, pp: int, stages: int, microbatches: int) -> Pattern:
     block a forward and a full backward of the other direction stand together, whose messages can hide each other."""
     down, up, far = 0, 1, pp - 1 - rank
     pair = rank + 1
-    warm = (
-        *(("F", down),) * (2 * far),
-        *(("F", down), ("F", up)) * pair,
-        *(("I", up), ("W", up), ("F", up)) * far,
-    )
+    warm = (*(("F", down),) * (2 * far), *(("F", down), ("F", up)) * pair, *(("I", up), ("W", up), ("F", up)) * far)
     block = (("F", down), ("B", up), ("F", up), ("B", down))
     alternate = tuple(("B" if index < pair else "I", (up, down)[index % 2]) for index in range(2 * pair))
     late = [*(chunk for kind, chunk in alternate if kind == "I"), *[down] * far]
@@ -155,14 +151,20 @@ def refusal(schedule: str, pp: int, stages: int, microbatches: int) -> str | Non
     if schedule == "interleaved" and stages < 2:
         return f"schedule='interleaved' needs 2 or more stages a rank, not stages={stages}; set stages = 2, or 1f1b"
     if schedule not in (*V_SHAPED, "interleaved") and stages != 1:
-        return (f"schedule='{schedule}' gives each rank 1 stage, not stages={stages}; "
-                f"set stages = 1, or schedule = 'interleaved'")  # fmt: skip
+        return (
+            f"schedule='{schedule}' gives each rank 1 stage, not stages={stages}; "
+            f"set stages = 1, or schedule = 'interleaved'"
+        )
     if schedule == "interleaved" and microbatches % pp:
-        return (f"schedule='interleaved' takes microbatches in groups of pp={pp}, which does not divide the "
-                f"{microbatches} of a step; change microbatch or tokens_per_step, or use 1f1b")  # fmt: skip
+        return (
+            f"schedule='interleaved' takes microbatches in groups of pp={pp}, which does not divide the "
+            f"{microbatches} of a step; change microbatch or tokens_per_step, or use 1f1b"
+        )
     if schedule == "dualpipe" and microbatches < 2 * pp:
-        return (f"schedule='dualpipe' needs at least 2 x pp = {2 * pp} microbatches a step, not {microbatches}; "
-                f"use a smaller microbatch, more tokens_per_step, or zb-v")  # fmt: skip
+        return (
+            f"schedule='dualpipe' needs at least 2 x pp = {2 * pp} microbatches a step, not {microbatches}; "
+            f"use a smaller microbatch, more tokens_per_step, or zb-v"
+        )
     return None
 
 

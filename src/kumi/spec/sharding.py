@@ -29,8 +29,16 @@ from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE, Precision
 from kumi.spec.schedule import placement
 
-AXIS = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "groups": "tp", "ffn": "tp", "experts": "ep", "layers": "pp",
-        "seq": "cp"}  # fmt: skip
+AXIS = {
+    "vocab": "tp",
+    "heads": "tp",
+    "kv_heads": "tp",
+    "groups": "tp",
+    "ffn": "tp",
+    "experts": "ep",
+    "layers": "pp",
+    "seq": "cp",
+}
 
 
 def style(op: Op) -> str:

@@ -16,8 +16,12 @@ from kumi.spec.sharding import zero_degree
 BUCKET, ROOMS = 8 * 2**20, 3
 
 # What tiles are trained with.
-_WITH_TILES = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "recompute": ("none", "full"),
-               "offload": ("none", "optimizer", "optimizer-nvme", "activations")}  # fmt: skip
+_WITH_TILES = {
+    "tp": (1,),
+    "schedule": ("1f1b", "gpipe", "interleaved"),
+    "recompute": ("none", "full"),
+    "offload": ("none", "optimizer", "optimizer-nvme", "activations"),
+}
 
 # What products in float8 are trained with: all else multiplies elsewhere than in its layers.
 _WITH_FLOAT8 = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "tiles": (1,)}
@@ -41,33 +45,45 @@ def untrained_float8(job: Job, layout: Layout) -> Iterator[str]:
     if job.precision.products != "float8":
         return
     if job.cluster.device.kind != "cuda" or "float8" not in job.cluster.device.dtypes:
-        yield (f"precision.kind='fp8': this version multiplies in float8 on CUDA devices that have it, which "
-               f"{job.cluster.device.name or 'this one'} does not say of itself; plan it, or set "
-               f"precision.kind = 'bf16'")  # fmt: skip
+        yield (
+            f"precision.kind='fp8': this version multiplies in float8 on CUDA devices that have it, which "
+            f"{job.cluster.device.name or 'this one'} does not say of itself; plan it, or set "
+            f"precision.kind = 'bf16'"
+        )
     for name, allowed in _WITH_FLOAT8.items():
         if getattr(layout, name) not in allowed:
             words = " or ".join(repr(word) for word in allowed)
-            yield (f"precision.kind='fp8' with {name}={getattr(layout, name)!r}: set {name} = {words}, or "
-                   f"precision.kind = 'bf16'")  # fmt: skip
+            yield (
+                f"precision.kind='fp8' with {name}={getattr(layout, name)!r}: set {name} = {words}, or "
+                f"precision.kind = 'bf16'"
+            )
     tokens = layout.microbatch * job.batch.seq_len // layout.cp
     if tokens % 16:
-        yield (f"precision.kind='fp8' with {tokens} tokens of a microbatch on a rank: products in float8 take "
-               f"multiples of 16; change batch.seq_len or layout.microbatch")  # fmt: skip
+        yield (
+            f"precision.kind='fp8' with {tokens} tokens of a microbatch on a rank: products in float8 take "
+            f"multiples of 16; change batch.seq_len or layout.microbatch"
+        )
 
 
 def _offload(model: ModelSpec, layout: Layout) -> Iterator[str]:
     offload, ranks = layout.offload, layout.dp_shard * layout.cp
     instead = f"offload = '{offload.replace('states', 'optimizer')}'"
     if offload.startswith("states") and (layout.zero != 3 or ranks == 1):
-        yield (f"offload='{offload}' with zero={layout.zero} over {ranks} ranks: this version keeps parameters on the "
-               f"host where zero = 3 divides them over several; set this, or {instead}")  # fmt: skip
+        yield (
+            f"offload='{offload}' with zero={layout.zero} over {ranks} ranks: this version keeps parameters on the "
+            f"host where zero = 3 divides them over several; set this, or {instead}"
+        )
     elif offload.startswith("states") and _has_experts(model) and _copies_of_experts(layout) == 1:
-        yield (f"offload='{offload}' with ep={layout.ep} and expert_tp={layout.expert_tp}: this version keeps on the "
-               f"device what no two ranks hold, as here all experts; use a smaller ep x expert_tp, or "
-               f"{instead}")  # fmt: skip
+        yield (
+            f"offload='{offload}' with ep={layout.ep} and expert_tp={layout.expert_tp}: this version keeps on the "
+            f"device what no two ranks hold, as here all experts; use a smaller ep x expert_tp, or "
+            f"{instead}"
+        )
     if offload == "activations" and layout.recompute == "selective":
-        yield ("offload='activations' with recompute='selective': this version moves what layers keep whole; "
-               "set recompute = 'none' or 'full'")  # fmt: skip
+        yield (
+            "offload='activations' with recompute='selective': this version moves what layers keep whole; "
+            "set recompute = 'none' or 'full'"
+        )
 
 
 def _has_experts(model: ModelSpec) -> bool:
@@ -90,10 +106,14 @@ def _tiles(model: ModelSpec, layout: Layout) -> Iterator[str]:
     ranks = layout.dp_shard * layout.cp if layout.zero == 3 else 1
     whole = gcd(*widths)
     if model.hidden_size % ranks or whole % ranks:
-        yield (f"tiles={layout.tiles} with zero=3 over {ranks} ranks, which do not divide hidden_size="
-               f"{model.hidden_size} and intermediate_size={whole}; set tiles = 1, or other degrees")  # fmt: skip
+        yield (
+            f"tiles={layout.tiles} with zero=3 over {ranks} ranks, which do not divide hidden_size="
+            f"{model.hidden_size} and intermediate_size={whole}; set tiles = 1, or other degrees"
+        )
     elif whole // ranks % layout.tiles:
         most = whole // ranks
         use = ", ".join(str(tiles) for tiles in range(1, min(most, 64) + 1) if most % tiles == 0)
-        yield (f"tiles={layout.tiles} does not divide the {most} columns of intermediate_size={whole} that each of "
-               f"{ranks} ranks has; use {use}")  # fmt: skip
+        yield (
+            f"tiles={layout.tiles} does not divide the {most} columns of intermediate_size={whole} that each of "
+            f"{ranks} ranks has; use {use}"
+        )

@@ -101,9 +101,7 @@ def _whole(param: Param, name: str, *, transposed: bool = False) -> Part:
     return Part(name, stored, (0,) * dims, shape, stored, (0,) * dims, stored, order)
 
 
-def _apply(
-    spec: ModelSpec, rule: Rule, param: Param, prefix: str, inner: str, stacked: bool
-) -> tuple[Part, ...]:  # fmt: skip
+def _apply(spec: ModelSpec, rule: Rule, param: Param, prefix: str, inner: str, stacked: bool) -> tuple[Part, ...]:
     """What `rule` says about `param`; nothing where it does not fit."""
     natives = (rule.native,) if isinstance(rule, Rename | Stack | Pairs) else rule.natives
     index = next((i for i, native in enumerate(natives) if inner == native or inner.startswith(f"{native}.")), None)
@@ -154,10 +152,18 @@ def _pairs(param: Param, name: str) -> tuple[Part, ...]:
     shape, view = (count, *rest, rows), (count, *rest, half, 2)
     order = (0, dims + 1, *range(1, dims + 1), dims + 2)
     return tuple(
-        Part(name, shape, (0, which * half, *(0,) * dims), (count, half, *rest), view, (*(0,) * (dims + 2), which),
-             (*view[:-1], 1), order)
+        Part(
+            name,
+            shape,
+            (0, which * half, *(0,) * dims),
+            (count, half, *rest),
+            view,
+            (*(0,) * (dims + 2), which),
+            (*view[:-1], 1),
+            order,
+        )
         for which in (0, 1)
-    )  # fmt: skip
+    )
 
 
 def _stack(spec: ModelSpec, rule: Stack, param: Param, prefix: str) -> tuple[Part, ...]:
@@ -165,8 +171,16 @@ def _stack(spec: ModelSpec, rule: Stack, param: Param, prefix: str) -> tuple[Par
     height = rows // len(rule.pieces)
     shape = (height, columns)
     return tuple(
-        Part(stored_name(spec, prefix + piece.format(expert)), shape, (expert, index * height, 0), (1, *shape), shape,
-             (0, 0), shape, (0, 1))
+        Part(
+            stored_name(spec, prefix + piece.format(expert)),
+            shape,
+            (expert, index * height, 0),
+            (1, *shape),
+            shape,
+            (0, 0),
+            shape,
+            (0, 1),
+        )
         for expert in range(count)
         for index, piece in enumerate(rule.pieces)
-    )  # fmt: skip
+    )

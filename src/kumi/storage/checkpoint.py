@@ -32,15 +32,37 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "AsyncSaver", "Checkpoint", "Piece", "StoredTensor", "clean", "commit", "free_space_check", "latest",
-    "list_complete", "open", "rotate", "save", "step_folder", "step_of", "temporary_folder", "write_pieces",
-]  # fmt: skip
+    "AsyncSaver",
+    "Checkpoint",
+    "Piece",
+    "StoredTensor",
+    "clean",
+    "commit",
+    "free_space_check",
+    "latest",
+    "list_complete",
+    "open",
+    "rotate",
+    "save",
+    "step_folder",
+    "step_of",
+    "temporary_folder",
+    "write_pieces",
+]
 
 
 def save(
-    folder: Path | str, pieces: Sequence[Piece], meta: Mapping[str, Any], *, rank: int = 0, ranks: int = 1,
-    attempt: str = "", timeout: float = 600.0, keep: int | None = None, protect: Sequence[Path | str] = (),
-) -> None:  # fmt: skip
+    folder: Path | str,
+    pieces: Sequence[Piece],
+    meta: Mapping[str, Any],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    attempt: str = "",
+    timeout: float = 600.0,
+    keep: int | None = None,
+    protect: Sequence[Path | str] = (),
+) -> None:
     """Nothing, when this rank's pieces, and on rank 0 the whole checkpoint `folder`, are on the disk.
 
     Every rank calls it; only rank 0 waits for the others (`timeout` seconds), by looking at the files, without a
@@ -75,15 +97,26 @@ class AsyncSaver:
         self._error: BaseException | None = None
 
     def save(
-        self, folder: Path | str, pieces: Sequence[Piece], meta: Mapping[str, Any], *,
-        keep: int | None = None, protect: Sequence[Path | str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path | str,
+        pieces: Sequence[Piece],
+        meta: Mapping[str, Any],
+        *,
+        keep: int | None = None,
+        protect: Sequence[Path | str] = (),
+    ) -> None:
         """Nothing, when the previous save has ended (its SaveError is raised here) and a copy of `pieces` is taken."""
         self.wait()
         frozen = json.loads(json.dumps(meta))
         copies = self._snapshot(pieces)
-        options = {"rank": self._rank, "ranks": self._ranks, "attempt": self._attempt, "timeout": self._timeout,
-                   "keep": keep, "protect": tuple(protect)}  # fmt: skip
+        options = {
+            "rank": self._rank,
+            "ranks": self._ranks,
+            "attempt": self._attempt,
+            "timeout": self._timeout,
+            "keep": keep,
+            "protect": tuple(protect),
+        }
         # A daemon, so that a process that has to die is not held up; an unfinished checkpoint is never seen.
         self._thread = threading.Thread(
             target=self._run, args=(Path(folder), copies, frozen, options), name="kumi-save", daemon=True

@@ -36,14 +36,33 @@ _SEAL = ',\n"crc32": "%08x"}\n'
 
 # By torch's names of dtypes: safetensors' names, and the bytes of an element.
 DTYPES = {
-    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 ITEMSIZE = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class Piece(NamedTuple):
@@ -77,9 +96,15 @@ def write_pieces(folder: Path | str, rank: int, pieces: Sequence[Piece], *, atte
 
 
 def commit(
-    temporary: Path | str, folder: Path | str, meta: Mapping[str, Any], *,
-    ranks: int, attempt: str = "", timeout: float = 0.0, beside: Collection[str] = (),
-) -> Path:  # fmt: skip
+    temporary: Path | str,
+    folder: Path | str,
+    meta: Mapping[str, Any],
+    *,
+    ranks: int,
+    attempt: str = "",
+    timeout: float = 0.0,
+    beside: Collection[str] = (),
+) -> Path:
     """`folder`, complete: `temporary` with the parts of all `ranks` and `meta` (anything JSON can hold), renamed.
 
     Files in it stay that have names in `beside`. For rank 0 alone. Waits up to `timeout` seconds for the other ranks.
@@ -181,8 +206,16 @@ def lay_out(blanks: Sequence[Blank]) -> tuple[list[dict[str, Any]], bytes]:
         key, dtype, size = _key(blank), DTYPES[blank.dtype], blank.nbytes
         assert key not in header, f"{key} is given twice by one rank"
         header[key] = {"dtype": dtype, "shape": list(blank.extent), "data_offsets": [offset, offset + size]}
-        entries.append({"name": blank.name, "dtype": dtype, "shape": list(blank.shape), "start": list(blank.start),
-                        "extent": list(blank.extent), "offset": offset})  # fmt: skip
+        entries.append(
+            {
+                "name": blank.name,
+                "dtype": dtype,
+                "shape": list(blank.shape),
+                "start": list(blank.start),
+                "extent": list(blank.extent),
+                "offset": offset,
+            }
+        )
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -202,10 +235,12 @@ def write_index(shard: Path, rank: int, entries: Sequence[Mapping[str, Any]], he
 def _write_shard(file: BinaryIO, pieces: Sequence[Piece]) -> tuple[list[dict[str, Any]], bytes]:
     """The index entries and the header of a safetensors file with `pieces`, once they are in `file`."""
     data = {(piece.name, tuple(piece.start)): piece.data for piece in pieces}
-    entries, header = lay_out([
-        Blank(piece.name, piece.shape, tuple(piece.start), tuple(piece.data.shape), dtype_name(piece.data.dtype))
-        for piece in pieces
-    ])  # fmt: skip
+    entries, header = lay_out(
+        [
+            Blank(piece.name, piece.shape, tuple(piece.start), tuple(piece.data.shape), dtype_name(piece.data.dtype))
+            for piece in pieces
+        ]
+    )
     _write_all(file, memoryview(header))
     for entry in entries:
         entry["crc32"] = _write_tensor(file, data[entry["name"], tuple(entry["start"])])

@@ -206,7 +206,11 @@ def _sample(run: ResolvedRun, decoder: Decoder) -> None:
     for prompt in sample.prompts:
         ids = tokenizer.encode(prompt)
         new = generate(
-            decoder, ids, sample.max_new_tokens, temperature=sample.temperature, seed=run.config.train.seed,
+            decoder,
+            ids,
+            sample.max_new_tokens,
+            temperature=sample.temperature,
+            seed=run.config.train.seed,
             stop={tokenizer.eos_id},
-        )  # fmt: skip
+        )
         print(f"sample     {prompt!r} -> {tokenizer.decode(new)!r}")

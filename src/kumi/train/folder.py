@@ -31,14 +31,48 @@ from kumi.files.output import open_kept, open_new, refuse_link
 CHECKPOINTS, DATA, LOCK = "checkpoints", "data", ".lock"
 CONFIG_DRAFT, PLAN_DRAFT = "config.part", "plan.part"
 # What a run writes here. Others' files may lie beside it once the run has begun, links among them.
-OWN = (LOCK, CONFIG, CONFIG_DRAFT, PLAN, PLAN_DRAFT, CHECKPOINTS, DATA, "sources.json", "metrics.jsonl", "logs", "hf",
-       "hf.unverified", "adapter", "adapter.unverified", "offload", "probe.safetensors", "tensorboard",
-       "wandb")  # fmt: skip
+OWN = (
+    LOCK,
+    CONFIG,
+    CONFIG_DRAFT,
+    PLAN,
+    PLAN_DRAFT,
+    CHECKPOINTS,
+    DATA,
+    "sources.json",
+    "metrics.jsonl",
+    "logs",
+    "hf",
+    "hf.unverified",
+    "adapter",
+    "adapter.unverified",
+    "offload",
+    "probe.safetensors",
+    "tensorboard",
+    "wandb",
+)
 
 # What may differ between a run and its continuation: nothing here changes what is learned.
-FREE = ("cluster", "layout", "eval", "checkpoint", "log", "export", "sample", "data.workers", "data.cache",
-        "data.on_error", "train.out", "train.compile", "train.trace_step",
-        "train.timeout_s", "train.offload_dir", "comm.bucket_mb", "comm.prefetch", "precision.numerics")  # fmt: skip
+FREE = (
+    "cluster",
+    "layout",
+    "eval",
+    "checkpoint",
+    "log",
+    "export",
+    "sample",
+    "data.workers",
+    "data.cache",
+    "data.on_error",
+    "train.out",
+    "train.compile",
+    "train.trace_step",
+    "train.timeout_s",
+    "train.offload_dir",
+    "comm.bucket_mb",
+    "comm.prefetch",
+    "precision.numerics",
+)
 
 
 def checkpoint_root(out: Path) -> Path:

@@ -172,8 +172,15 @@ def _restore(run: ResolvedRun, store: Store, mesh: Mesh) -> tuple[Parts, TrainSt
         weights = weights_reader(run.source, run.base)
     if saved is None and run.config.lora is not None and run.config.lora.source is not None:
         adapters = adapters_reader(Path(os.path.expanduser(run.config.lora.source)), run.model)
-    model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm,
-                  adapters=adapters)  # fmt: skip
+    model = build(
+        run.model,
+        mesh,
+        run.precision,
+        weights=weights,
+        compile=run.config.train.compile,
+        comm=run.comm,
+        adapters=adapters,
+    )
     folder = Path(os.path.expanduser(run.config.train.offload_dir or run.out / "offload"))
     optimizer = init_optimizer(bare(model).named_parameters(), decayed(run.model), run.optim, mesh, folder)
     if saved is not None:

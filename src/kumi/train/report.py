@@ -80,8 +80,11 @@ class Reporter:
         if self._metrics is not None:
             entropy = self._parts.store.unigram_entropy
             entry = {
-                "step": step, "eval/loss": found.loss, "eval/tokens": found.tokens, "eval/unigram_entropy": entropy
-            }  # fmt: skip
+                "step": step,
+                "eval/loss": found.loss,
+                "eval/tokens": found.tokens,
+                "eval/unigram_entropy": entropy,
+            }
             self._metrics.note(
                 f"step {step} | validation loss {found.loss:.4f} on {found.tokens} held-out tokens "
                 f"(unigram entropy {entropy:.4f})",
@@ -134,8 +137,10 @@ class Reporter:
         if result.scale is not None:
             scaling = {"train/skipped_updates": result.scale.skipped, "train/loss_scale": result.scale.scale}
         if result.experts is not None:
-            experts = {"train/aux_loss": float(result.experts.aux_loss),
-                       "train/busiest_expert": float(result.experts.busiest)}  # fmt: skip
+            experts = {
+                "train/aux_loss": float(result.experts.aux_loss),
+                "train/busiest_expert": float(result.experts.busiest),
+            }
         return {
             "step": result.step,
             "tokens": self._tokens,

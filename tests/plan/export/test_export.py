@@ -73,8 +73,15 @@ def test_megatron_s_degrees_and_batch_multiply(name):
     work, layout, _ = EXAMPLES[name]
     text = files(name, "megatron-lm")["megatron_lm.sh"]
     options = bash_options(text)
-    keys = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
-            "micro-batch-size", "global-batch-size", "seq-length", "num-layers")  # fmt: skip
+    keys = (
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
+        "context-parallel-size",
+        "micro-batch-size",
+        "global-batch-size",
+        "seq-length",
+        "num-layers",
+    )
     number = {key: int(options[key][0]) for key in keys}
     launch = dict(re.findall(r"--(nnodes|nproc-per-node) (\d+)", text))
     world = int(launch.get("nnodes", 1)) * int(launch["nproc-per-node"])
@@ -120,8 +127,10 @@ def test_recomputed_layers_of_a_rank_are_counted_per_stage():
     some = replace(layout, recompute="full", recompute_layers=10)
     options = bash_options(export(work, some, "megatron-lm")["megatron_lm.sh"])
     assert [*options["recompute-method"], *options["recompute-num-layers"]] == ["block", "2"]
-    assert any("recompute_layers=7" in reason and "multiple of 5" in reason
-               for reason in unsupported(work, replace(some, recompute_layers=7), "megatron-lm"))  # fmt: skip
+    assert any(
+        "recompute_layers=7" in reason and "multiple of 5" in reason
+        for reason in unsupported(work, replace(some, recompute_layers=7), "megatron-lm")
+    )
 
 
 def test_a_plan_for_megatron_recomputes_what_megatron_does():
@@ -151,9 +160,16 @@ def test_gradients_travel_as_the_planned_engine_has_them():
 
 def test_megatron_bridge_has_the_same_model_and_layout():
     recipe = files("interleaved", "megatron-bridge")["megatron_bridge_recipe.py"]
-    for line in ("num_layers=80", "virtual_pipeline_model_parallel_size=5", "tensor_model_parallel_size=8",
-                 "global_batch_size=256", "params_dtype=torch.bfloat16", "rope_scaling_factor=8.0",
-                 "activation_func=torch.nn.functional.silu", "should_pad_vocab=True"):  # fmt: skip
+    for line in (
+        "num_layers=80",
+        "virtual_pipeline_model_parallel_size=5",
+        "tensor_model_parallel_size=8",
+        "global_batch_size=256",
+        "params_dtype=torch.bfloat16",
+        "rope_scaling_factor=8.0",
+        "activation_func=torch.nn.functional.silu",
+        "should_pad_vocab=True",
+    ):
         assert f"    {line},\n" in recipe
     latent = files("mla", "megatron-bridge")["megatron_bridge_recipe.py"]
     assert "from megatron.bridge.models.mla_provider import MLAModelProvider\n" in latent
@@ -174,8 +190,10 @@ def test_deepspeed_s_batch_multiplies(name):
 
 
 def test_deepspeed_moves_states_where_the_plan_has_them():
-    zero = {name: json.loads(files(name, "deepspeed")["ds_config.json"])["zero_optimization"]
-            for name in ("offload-optimizer", "offload", "nvme", "fsdp")}  # fmt: skip
+    zero = {
+        name: json.loads(files(name, "deepspeed")["ds_config.json"])["zero_optimization"]
+        for name in ("offload-optimizer", "offload", "nvme", "fsdp")
+    }
     assert zero["offload-optimizer"]["offload_optimizer"]["device"] == "cpu"
     assert "offload_param" not in zero["offload-optimizer"]
     assert zero["offload"]["offload_param"]["device"] == "cpu"
@@ -222,21 +240,60 @@ def test_torchtitan_holds_logits_as_the_planned_engine_does():
 
 # The keys of nanotron's repository (v0.5), whose parser refuses others and is in no package.
 NANOTRON = {
-    "general": {"project", "run", "seed", "step", "consumed_train_samples", "benchmark_csv_path",
-                "ignore_sanity_checks"},
-    "parallelism": {"dp", "pp", "tp", "pp_engine", "tp_mode", "tp_linear_async_communication", "recompute_layer",
-                    "moe_layer_recompute", "tp_recompute_allgather", "expert_parallel_size", "context_parallel_size"},
+    "general": {
+        "project",
+        "run",
+        "seed",
+        "step",
+        "consumed_train_samples",
+        "benchmark_csv_path",
+        "ignore_sanity_checks",
+    },
+    "parallelism": {
+        "dp",
+        "pp",
+        "tp",
+        "pp_engine",
+        "tp_mode",
+        "tp_linear_async_communication",
+        "recompute_layer",
+        "moe_layer_recompute",
+        "tp_recompute_allgather",
+        "expert_parallel_size",
+        "context_parallel_size",
+    },
     "model": {"model_config", "init_method", "dtype", "make_vocab_size_divisible_by", "ddp_bucket_cap_mb"},
-    "tokens": {"sequence_length", "train_steps", "micro_batch_size", "batch_accumulation_per_replica",
-               "val_check_interval", "limit_val_batches", "limit_test_batches"},
-    "optimizer": {"optimizer_factory", "zero_stage", "weight_decay", "clip_grad", "accumulate_grad_in_fp32",
-                  "learning_rate_scheduler", "weight_decay_exclude_named_params"},
+    "tokens": {
+        "sequence_length",
+        "train_steps",
+        "micro_batch_size",
+        "batch_accumulation_per_replica",
+        "val_check_interval",
+        "limit_val_batches",
+        "limit_test_batches",
+    },
+    "optimizer": {
+        "optimizer_factory",
+        "zero_stage",
+        "weight_decay",
+        "clip_grad",
+        "accumulate_grad_in_fp32",
+        "learning_rate_scheduler",
+        "weight_decay_exclude_named_params",
+    },
     "tokenizer": {"tokenizer_name_or_path", "tokenizer_revision", "tokenizer_max_length"},
-    "checkpoints": {"checkpoints_path", "checkpoint_interval", "save_initial_state", "save_final_state",
-                    "resume_checkpoint_path", "load_lr_scheduler", "load_optimizer",
-                    "checkpoints_path_is_shared_file_system"},
+    "checkpoints": {
+        "checkpoints_path",
+        "checkpoint_interval",
+        "save_initial_state",
+        "save_final_state",
+        "resume_checkpoint_path",
+        "load_lr_scheduler",
+        "load_optimizer",
+        "checkpoints_path_is_shared_file_system",
+    },
     "logging": {"log_level", "log_level_replica", "iteration_step_info_interval"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, able) in EXAMPLES.items() if "nanotron" in able])
@@ -284,8 +341,11 @@ def test_every_reason_is_named_at_once():
     ("trainer", "change", "words"),
     [
         ("megatron-lm", {"zero": 3, "pp": 2, "dp_shard": 4}, "Megatron-FSDP goes with tp, cp and ep, not with pp"),
-        ("megatron-lm", {"pp": 2, "dp_shard": 4, "zero": 1, "schedule": "interleaved", "stages": 3, "microbatch": 16},
-         "1 microbatches: Megatron interleaves them in groups of pp=2; use a multiple of 2"),
+        (
+            "megatron-lm",
+            {"pp": 2, "dp_shard": 4, "zero": 1, "schedule": "interleaved", "stages": 3, "microbatch": 16},
+            "1 microbatches: Megatron interleaves them in groups of pp=2; use a multiple of 2",
+        ),
         ("deepspeed", {"cp": 2, "dp_shard": 4, "zero": 3}, "cp=2: DeepSpeed divides sequences"),
         ("megatron-lm", {"cp": 2, "context": "ulysses"}, "context='ulysses': exports know the ring only"),
         ("deepspeed", {"ep": 2, "dp_shard": 8, "zero": 3}, "AutoEP knows mixtral, .* not llama; set ep = 1"),
@@ -295,27 +355,35 @@ def test_every_reason_is_named_at_once():
         ("torchtitan", {"dp_shard": 8, "zero": 1}, "use 0, 2 or 3"),
         ("torchtitan", {"pp": 4, "dp_shard": 2, "zero": 3, "schedule": "zb-h2"}, "schedule=zb-h2: torchtitan"),
         ("torchtitan", {"pp": 4, "dp_shard": 2, "zero": 3, "schedule": "zb-v"}, "runs it with 2 a rank"),
-        ("torchtitan", {"tp": 8, "dp_shard": 1, "zero": 0, "recompute": "full", "recompute_layers": 3},
-         "recompute_layers=3: torchtitan recomputes in all layers or in none"),
+        (
+            "torchtitan",
+            {"tp": 8, "dp_shard": 1, "zero": 0, "recompute": "full", "recompute_layers": 3},
+            "recompute_layers=3: torchtitan recomputes in all layers or in none",
+        ),
         ("nanotron", {"dp_shard": 8, "zero": 2}, "zero=2: nanotron divides optimizer states at most; use 0 or 1"),
         ("nanotron", {"pp": 4, "dp_shard": 2, "zero": 1, "stages": 2, "schedule": "interleaved"}, "set stages = 1"),
         ("nanotron", {"tp": 2, "cp": 2, "dp_shard": 2, "zero": 1}, "cp=2: nanotron's Llama has no such axis"),
         ("nanotron", {"dp_shard": 8, "zero": 1, "offload": "optimizer"}, "offload=optimizer: nanotron does not keep"),
         ("torchtitan", {"dp_replicate": 8, "microbatch": 3}, "24 sequences of 4096 tokens"),
     ],
-)  # fmt: skip
+)
 def test_what_a_trainer_cannot_do_is_said_with_what_it_can(trainer, change, words):
     reasons = unsupported(job(LLAMA2_7B, 8, 64), Layout(**change), trainer)
     assert any(re.search(words, reason) for reason in reasons), reasons
 
 
 FOREIGN = {
-    "capped": {"attention": {"softcap": 50.0}}, "scaled": {"attention": {"score_scale": 0.1}},
-    "biased": {"attention": {"alibi": True, "rope": None}}, "neighbours": {"rope": {"interleave": True}},
-    "no norms before": {"layer": {"pre_norms": False, "post_norms": True}}, "logits": {"logit_softcap": 30.0},
-    "embeddings": {"embedding_scale": 8.0}, "positions": {"learned_positions": 64},
-    "longrope": {"rope": {"scaling": "longrope"}}, "tables": {"attention": {"rope": None}, "learned_positions": 64},
-}  # fmt: skip
+    "capped": {"attention": {"softcap": 50.0}},
+    "scaled": {"attention": {"score_scale": 0.1}},
+    "biased": {"attention": {"alibi": True, "rope": None}},
+    "neighbours": {"rope": {"interleave": True}},
+    "no norms before": {"layer": {"pre_norms": False, "post_norms": True}},
+    "logits": {"logit_softcap": 30.0},
+    "embeddings": {"embedding_scale": 8.0},
+    "positions": {"learned_positions": 64},
+    "longrope": {"rope": {"scaling": "longrope"}},
+    "tables": {"attention": {"rope": None}, "learned_positions": 64},
+}
 
 
 @pytest.mark.parametrize("trainer", ["torchtitan", "nanotron", "megatron-lm", "megatron-bridge"])
@@ -326,8 +394,10 @@ def test_what_a_trainer_s_layers_lack_is_never_dropped(name, trainer):
     attention = replace(layer.attention, rope=replace(layer.attention.rope, **of_rope))
     layer = replace(layer, attention=replace(attention, **change.pop("attention", {})), **of_layer)
     layout = Layout(dp_shard=8, zero=1 if trainer == "nanotron" else 3)
-    plain, found = (set(unsupported(job(one, 8, 64), layout, trainer))
-                    for one in (LLAMA2_7B, replace(LLAMA2_7B, layers=(layer,) * 32, **change)))  # fmt: skip
+    plain, found = (
+        set(unsupported(job(one, 8, 64), layout, trainer))
+        for one in (LLAMA2_7B, replace(LLAMA2_7B, layers=(layer,) * 32, **change))
+    )
     # Megatron-LM has learned positions, and nothing else of these.
     assert bool(found - plain) == (trainer in ("torchtitan", "nanotron") or name not in ("tables", "positions"))
 

@@ -35,11 +35,7 @@ def parsed(script, trainers, folder, wanted=lambda files: True):
             for file, text in files.items():
                 (folder / trainer / name / file).write_text(text)
     assert names
-    command = [
-        PYTHON,
-        str(PARSERS / f"{script}.py"),
-        *(str(folder / trainer / name) for trainer, name in names),
-    ]
+    command = [PYTHON, str(PARSERS / f"{script}.py"), *(str(folder / trainer / name) for trainer, name in names)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if found.returncode == MISSING:
         pytest.skip(found.stdout.strip())
@@ -69,9 +65,10 @@ def megatron(name):
         "hidden": work.model.hidden_size,
         "heads": work.model.layers[0].attention.num_attention_heads,
         "kv_heads": work.model.layers[0].attention.num_key_value_heads,
-        "recompute": ["full", "block" if some else "uniform", some // layout.stages if some else 1] if full
+        "recompute": ["full", "block" if some else "uniform", some // layout.stages if some else 1]
+        if full
         else [None if layout.recompute == "none" else "selective", None, None],
-    }  # fmt: skip
+    }
 
 
 def test_megatron_core_builds_its_configuration(tmp_path):
@@ -86,11 +83,20 @@ def test_megatron_reads_and_validates_the_run(tmp_path, script, trainer):
     for (_, name), found in parsed(script, [trainer], tmp_path).items():
         work, layout, _ = EXAMPLES[name]
         fsdp = {2: "optim_grads", 3: "optim_grads_params"}.get(layout.zero)
-        agree(found, megatron(name) | {
-            "world": layout.world_size, "dp": layout.dp, "seq_len": work.batch.seq_len, "lr": work.optim.lr,
-            "distributed_optimizer": layout.zero > 0, "fsdp": fsdp,
-            "instances": layout.dp_replicate if layout.zero else 1, "dtype": f"torch.{work.precision.compute}",
-        })  # fmt: skip
+        agree(
+            found,
+            megatron(name)
+            | {
+                "world": layout.world_size,
+                "dp": layout.dp,
+                "seq_len": work.batch.seq_len,
+                "lr": work.optim.lr,
+                "distributed_optimizer": layout.zero > 0,
+                "fsdp": fsdp,
+                "instances": layout.dp_replicate if layout.zero else 1,
+                "dtype": f"torch.{work.precision.compute}",
+            },
+        )
         if found.get("stages"):
             assert found["stages"] == [last - first for first, last in bounds(layout, work.model)]
 
@@ -98,13 +104,19 @@ def test_megatron_reads_and_validates_the_run(tmp_path, script, trainer):
 def test_deepspeed_reads_the_configuration(tmp_path):
     for (_, name), found in parsed("deepspeed_config", ["deepspeed"], tmp_path).items():
         work, layout, _ = EXAMPLES[name]
-        agree(found, {
-            **degrees(layout, "dp", "tp", "ep", "zero", "microbatch"), "world": layout.world_size,
-            "sequences": work.batch.sequences, "microbatches": work.batch.microbatches(layout),
-            "bf16": work.precision.compute == "bfloat16", "fp16": work.precision.compute == "float16",
-            "lr": work.optim.lr if work.optim.kind == "adamw" else None,
-            "offload_param": {"states": "cpu", "states-nvme": "nvme"}.get(layout.offload),
-        })  # fmt: skip
+        agree(
+            found,
+            {
+                **degrees(layout, "dp", "tp", "ep", "zero", "microbatch"),
+                "world": layout.world_size,
+                "sequences": work.batch.sequences,
+                "microbatches": work.batch.microbatches(layout),
+                "bf16": work.precision.compute == "bfloat16",
+                "fp16": work.precision.compute == "float16",
+                "lr": work.optim.lr if work.optim.kind == "adamw" else None,
+                "offload_param": {"states": "cpu", "states-nvme": "nvme"}.get(layout.offload),
+            },
+        )
 
 
 def test_accelerate_launches_the_configuration(tmp_path):
@@ -113,9 +125,14 @@ def test_accelerate_launches_the_configuration(tmp_path):
         expected = {"world": layout.world_size, "zero": layout.zero, "script": "run_clm.py"}
         if layout.zero:
             expected |= degrees(layout, "dp_replicate", "dp_shard", "tp", "cp")
-            expected |= {"version": 2, "total": layout.world_size, "recompute": layout.recompute == "full",
-                         "offload": layout.offload == "states", "offload_activations": layout.offload == "activations",
-                         "wrap": "transformer_auto_wrap_policy"}  # fmt: skip
+            expected |= {
+                "version": 2,
+                "total": layout.world_size,
+                "recompute": layout.recompute == "full",
+                "offload": layout.offload == "states",
+                "offload_activations": layout.offload == "activations",
+                "wrap": "transformer_auto_wrap_policy",
+            }
         agree(found, expected)
 
 
@@ -123,10 +140,17 @@ def test_transformers_reads_the_script_s_arguments(tmp_path):
     for (trainer, name), found in parsed("training_arguments", ["deepspeed", "accelerate-fsdp"], tmp_path).items():
         work, layout, _ = EXAMPLES[name]
         itself = layout.recompute == "full" and not (trainer == "accelerate-fsdp" and layout.zero)
-        agree(found, {
-            "microbatch": layout.microbatch, "microbatches": work.batch.microbatches(layout), "recompute": itself,
-            "optimizer": OPTIMIZERS[work.optim.kind], "betas": list(work.optim.betas), "steps": STEPS,
-        })  # fmt: skip
+        agree(
+            found,
+            {
+                "microbatch": layout.microbatch,
+                "microbatches": work.batch.microbatches(layout),
+                "recompute": itself,
+                "optimizer": OPTIMIZERS[work.optim.kind],
+                "betas": list(work.optim.betas),
+                "steps": STEPS,
+            },
+        )
         # The rates agree but for where the warm-up and the decay count their first step from.
         planned = [work.optim.lr_at(step, STEPS) for step in range(STEPS)]
         assert found["top_rate"] == pytest.approx(max(planned), rel=0.02)
@@ -138,14 +162,21 @@ def test_torchtitan_builds_the_planned_model_and_mesh(tmp_path):
     for (_, name), found in parsed("torchtitan_config", ["torchtitan"], tmp_path).items():
         work, layout, _ = EXAMPLES[name]
         stages = [last - first for first, last in bounds(layout, work.model)] if layout.pp > 1 else None
-        agree(found, {
-            **degrees(layout, "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "microbatch"),
-            "world": layout.world_size, "reshard": reshard[layout.zero], "stages": stages,
-            "microbatches": work.batch.microbatches(layout), "sequences": work.batch.sequences,
-            "seq_len": work.batch.seq_len, "params": num_params(work.model),
-            "recompute": {"none": "NoneType", "selective": "SelectiveAC", "full": "FullAC"}[layout.recompute],
-            "accumulation": 1 if layout.pp > 1 else work.batch.microbatches(layout),
-        })  # fmt: skip
+        agree(
+            found,
+            {
+                **degrees(layout, "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "microbatch"),
+                "world": layout.world_size,
+                "reshard": reshard[layout.zero],
+                "stages": stages,
+                "microbatches": work.batch.microbatches(layout),
+                "sequences": work.batch.sequences,
+                "seq_len": work.batch.seq_len,
+                "params": num_params(work.model),
+                "recompute": {"none": "NoneType", "selective": "SelectiveAC", "full": "FullAC"}[layout.recompute],
+                "accumulation": 1 if layout.pp > 1 else work.batch.microbatches(layout),
+            },
+        )
 
 
 def test_nanotron_reads_the_release_s_file(tmp_path):
@@ -154,9 +185,16 @@ def test_nanotron_reads_the_release_s_file(tmp_path):
     for (_, name), facts in found.items():
         work, layout, _ = EXAMPLES[name]
         engine = "AllForwardAllBackward" if layout.schedule == "gpipe" else "OneForwardOneBackward"
-        agree(facts, {
-            **degrees(layout, "dp", "pp", "tp", "zero", "microbatch"), "sequences": work.batch.sequences,
-            "microbatches": work.batch.microbatches(layout), "seq_len": work.batch.seq_len,
-            "layers": work.model.num_hidden_layers, "engine": f"{engine}PipelineEngine", "model": "LlamaConfig",
-            "mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
-        })  # fmt: skip
+        agree(
+            facts,
+            {
+                **degrees(layout, "dp", "pp", "tp", "zero", "microbatch"),
+                "sequences": work.batch.sequences,
+                "microbatches": work.batch.microbatches(layout),
+                "seq_len": work.batch.seq_len,
+                "layers": work.model.num_hidden_layers,
+                "engine": f"{engine}PipelineEngine",
+                "model": "LlamaConfig",
+                "mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
+            },
+        )

@@ -40,8 +40,10 @@ def load_base(folder: Path | None) -> Base:
     path = folder / "tokenizer.json"
     if not path.is_file():
         given = "a SentencePiece model (tokenizer.model) alone" if (folder / "tokenizer.model").exists() else "none"
-        raise ConfigError(f"{folder}: kumi extends tokenizer.json, and there is {given}; make one with transformers: "
-                          f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")  # fmt: skip
+        raise ConfigError(
+            f"{folder}: kumi extends tokenizer.json, and there is {given}; make one with transformers: "
+            f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
     try:
         raw = read_bytes(folder, path.name, ConfigError, TOKENIZER.size)
         base = parsed(folder, strict_json(raw, TOKENIZER), raw.decode("utf-8"))

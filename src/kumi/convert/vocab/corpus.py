@@ -50,8 +50,10 @@ def read_corpus(paths: Sequence[str], text_key: str, limit: int = SAMPLE) -> Cor
                 kept[drawn * _HELD_OUT < min(share, 1)].append(item.text)
     measure, learn = (tuple(kept[True]), tuple(kept[False]))
     if not learn and not measure:
-        raise ConfigError(f"--data: {', '.join(paths)} holds no text under the key {text_key!r} ({faults} records "
-                          f"cannot be read); name files with documents")  # fmt: skip
+        raise ConfigError(
+            f"--data: {', '.join(paths)} holds no text under the key {text_key!r} ({faults} records "
+            f"cannot be read); name files with documents"
+        )
     # Of a handful of documents none may be left for one of the two; then both are the same.
     return Corpus(learn or measure, measure or learn, faults)
 
@@ -67,8 +69,10 @@ def words(base: Base, texts: Iterable[str]) -> Counter[str]:
             found.update(word for word in cut if "▁" not in word[1:])
             found.update(part for word in cut if "▁" in word[1:] for part in _AT_BLANKS.findall(word))
     if cutter is None and found and not any("▁" in word for word in found):
-        raise ConfigError(f"--learn: {base.folder} has no rule for where words begin, so that whole texts would become "
-                          f"tokens; name the new tokens with --add")  # fmt: skip
+        raise ConfigError(
+            f"--learn: {base.folder} has no rule for where words begin, so that whole texts would become "
+            f"tokens; name the new tokens with --add"
+        )
     return found
 
 

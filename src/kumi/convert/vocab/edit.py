@@ -29,8 +29,10 @@ def extended(base: Base, pieces: Sequence[Piece], tokens: Sequence[Wanted]) -> B
         if _as_wanted(base, found, pieces, tokens):
             _check_spelled_back(found, tokens)
             return found
-    raise ConfigError(f"{base.folder}: the tokenizers library would give tokens of this {base.kind} tokenizer other "
-                      f"ids once some are added, for it leaves ids out or has one twice; number them anew")  # fmt: skip
+    raise ConfigError(
+        f"{base.folder}: the tokenizers library would give tokens of this {base.kind} tokenizer other "
+        f"ids once some are added, for it leaves ids out or has one twice; number them anew"
+    )
 
 
 def _data(base: Base, pieces: Sequence[Piece], tokens: Sequence[Wanted], *, explicit: bool) -> dict[str, Any]:
@@ -75,8 +77,10 @@ def _check_spelled_back(new: Base, tokens: Sequence[Wanted]) -> None:
     for token in tokens:
         found = new.backend.decode([new.vocab[token.text]], skip_special_tokens=False)
         if found != token.text:
-            raise ConfigError(f"{token.where}: this tokenizer's decoder would spell {token.text!r} as {found!r}, "
-                              f"for letters such as ü in added tokens are bytes to it; use --learn")  # fmt: skip
+            raise ConfigError(
+                f"{token.where}: this tokenizer's decoder would spell {token.text!r} as {found!r}, "
+                f"for letters such as ü in added tokens are bytes to it; use --learn"
+            )
 
 
 def write_files(base: Base, new: Base, tokens: Sequence[Wanted], folder: Path, names: Sequence[str]) -> list[str]:

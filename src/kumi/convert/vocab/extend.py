@@ -56,14 +56,18 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     source = open_source(located(base, "vocab"))
     tokenizer = load_base(source.tokenizer)
     _check_sizes(source, tokenizer)
-    tokens = [*(token for file in request.add for token in read_wanted(file, special=False)),
-              *(token for file in request.special for token in read_wanted(file, special=True))]  # fmt: skip
+    tokens = [
+        *(token for file in request.add for token in read_wanted(file, special=False)),
+        *(token for file in request.special for token in read_wanted(file, special=True)),
+    ]
     check_wanted(tokens, tokenizer)
     corpus = read_corpus(request.data, request.text_key) if request.data else None
     pieces = _learnt(tokenizer, request, corpus, tokens)
     if not pieces and not tokens:
-        raise ConfigError(f"--learn {request.learn}: nothing in {', '.join(request.data)} occurs twice that is not one "
-                          f"token already; give more text")  # fmt: skip
+        raise ConfigError(
+            f"--learn {request.learn}: nothing in {', '.join(request.data)} occurs twice that is not one "
+            f"token already; give more text"
+        )
     new = [_new_piece(tokenizer, piece, request.init) for piece in pieces]
     new += [_new_token(tokenizer, token, request.init) for token in tokens]
     place = _place(source.spec, tokenizer, len(new), request.multiple)
@@ -90,8 +94,10 @@ def _check_request(request: Request) -> None:
 
 def _check_sizes(source: Source, tokenizer: Base) -> None:
     if tokenizer.size > source.spec.vocab_size:
-        raise ModelError(f"{tokenizer.folder}: the tokenizer has {tokenizer.size} entries and the model "
-                         f"{source.spec.vocab_size} rows; they belong to different models")  # fmt: skip
+        raise ModelError(
+            f"{tokenizer.folder}: the tokenizer has {tokenizer.size} entries and the model "
+            f"{source.spec.vocab_size} rows; they belong to different models"
+        )
 
 
 def _learnt(tokenizer: Base, request: Request, corpus: Corpus | None, tokens: Sequence[Wanted]) -> list[Piece]:
@@ -136,9 +142,11 @@ def _check_carried(source: Source, place: rows.Place) -> None:
     """Nothing, unless a tensor that is only copied has a row for every token, too."""
     for name, span in source.carried.items():
         if place.old in span.shape and place.new != place.old:
-            raise ModelError(f"{source.folder}: {name!r} {span.shape} is carried along, and has a row for every token, "
-                             f"as it seems; kumi does not extend it: add at most {place.old - place.first} tokens, for "
-                             f"which there are rows")  # fmt: skip
+            raise ModelError(
+                f"{source.folder}: {name!r} {span.shape} is carried along, and has a row for every token, "
+                f"as it seems; kumi does not extend it: add at most {place.old - place.first} tokens, for "
+                f"which there are rows"
+            )
 
 
 def _check_meanings(config: Mapping[str, Any], place: rows.Place, inside: str = "") -> None:
@@ -149,14 +157,21 @@ def _check_meanings(config: Mapping[str, Any], place: rows.Place, inside: str = 
         numbers = value if isinstance(value, list) else [value]
         taken = [one for one in numbers if isinstance(one, int) and place.first <= one < place.first + place.count]
         if re.search(r"_token_(id|index)s?$", key) and taken:
-            raise ModelError(f"config.json: {inside}{key}={value} is an id that the tokenizer has no token for, and "
-                             f"that a new one would get; add at most {min(taken) - place.first} tokens")  # fmt: skip
+            raise ModelError(
+                f"config.json: {inside}{key}={value} is an id that the tokenizer has no token for, and "
+                f"that a new one would get; add at most {min(taken) - place.first} tokens"
+            )
 
 
 def _write(
-    source: Source, target: Path, spec: ModelSpec, tokenizers: tuple[Base, Base, Sequence[Wanted]], place: rows.Place,
-    new: Sequence[New], report: Mapping[str, Any],
-) -> list[str]:  # fmt: skip
+    source: Source,
+    target: Path,
+    spec: ModelSpec,
+    tokenizers: tuple[Base, Base, Sequence[Wanted]],
+    place: rows.Place,
+    new: Sequence[New],
+    report: Mapping[str, Any],
+) -> list[str]:
     """Write the folder; the names of the tokenizer's files that were left out."""
     old, wide, tokens = tokenizers
     reader = rows.extended_reader(source, place, [one.shares for one in new])
@@ -165,8 +180,16 @@ def _write(
     with tempfile.TemporaryDirectory(prefix="kumi-vocab-") as folder:
         names = (*hf_write.TOKENIZER_FILES, "generation_config.json")
         left_out = write_files(old, wide, tokens, Path(folder), names)
-        hf_write.write(target, spec, reader, base_config=source.config, dtype=source.dtypes, tokenizer_folder=folder,
-                       card=card, carried=source.carried)  # fmt: skip
+        hf_write.write(
+            target,
+            spec,
+            reader,
+            base_config=source.config,
+            dtype=source.dtypes,
+            tokenizer_folder=folder,
+            card=card,
+            carried=source.carried,
+        )
     return left_out
 
 

@@ -47,12 +47,16 @@ def learn(base: Base, words: Mapping[str, int], count: int, taken: Iterable[str]
     frequent pairs that of the lowest ids comes first, as in the library's trainer.
     """
     if base.kind != "BPE":
-        raise ConfigError(f"--learn: {base.folder} is a {base.kind} tokenizer, whose tokens are not made by merges; "
-                          f"name the new tokens with --add")  # fmt: skip
+        raise ConfigError(
+            f"--learn: {base.folder} is a {base.kind} tokenizer, whose tokens are not made by merges; "
+            f"name the new tokens with --add"
+        )
     model = base.data["model"]
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise ConfigError(f"--learn: {base.folder} marks where words end or go on, which kumi does not continue; name "
-                          f"the new tokens with --add")  # fmt: skip
+        raise ConfigError(
+            f"--learn: {base.folder} marks where words end or go on, which kumi does not continue; name "
+            f"the new tokens with --add"
+        )
     state = _State(base, frozenset(taken))
     for word, times in sorted(words.items()):
         state.add(word, times)

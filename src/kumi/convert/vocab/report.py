@@ -26,9 +26,15 @@ class New:
 
 
 def reported(
-    base: str | Path, out: Path, old: Base, wide: Base, new: Sequence[New], place: Place, corpus: Corpus | None,
+    base: str | Path,
+    out: Path,
+    old: Base,
+    wide: Base,
+    new: Sequence[New],
+    place: Place,
+    corpus: Corpus | None,
     init: str,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What is done, as data: sizes, rows, every new token, and fertility where there is a corpus."""
     end = place.first + place.count
     found: dict[str, Any] = {
@@ -54,8 +60,14 @@ def reported(
 def _entry(old: Base, wide: Base, number: int, one: New) -> dict[str, Any]:
     spelled = [old.backend.id_to_token(part) for part, _ in one.shares]
     text = wide.backend.decode([number], skip_special_tokens=False)
-    return {"id": number, "token": one.text, "text": text, "kind": one.kind, "made_of": spelled,
-            "shares": [round(share, 6) for _, share in one.shares]}  # fmt: skip
+    return {
+        "id": number,
+        "token": one.text,
+        "text": text,
+        "kind": one.kind,
+        "made_of": spelled,
+        "shares": [round(share, 6) for _, share in one.shares],
+    }
 
 
 def facts(report: Mapping[str, Any]) -> dict[str, str]:

@@ -47,8 +47,11 @@ def extended_reader(source: Source, place: Place, shares: Sequence[Shares]) -> R
             source.reader.read_into(name, start, out)
 
     def cut(name: str, row: int) -> int:
-        return min(row + max(1, _BLOCK // fresh[name][1].numel()), place.new) if name in fresh else (
-            source.reader.cut(name, row))  # fmt: skip
+        return (
+            min(row + max(1, _BLOCK // fresh[name][1].numel()), place.new)
+            if name in fresh
+            else (source.reader.cut(name, row))
+        )
 
     return Reader(source.reader.dtypes, read_into, cut)
 
@@ -103,8 +106,11 @@ def check_rows(source: Source, written: Source, place: Place) -> str | None:
     """The first tensor of `written` that is not, bit for bit, what `source` has of it; None where all are."""
     wide = tables(source)
     for param in tensors(source.spec):
-        spans = [(0, param.shape[0])] if param.name not in wide else [
-            (0, place.first), (place.first + place.count, place.old)]  # fmt: skip
+        spans = (
+            [(0, param.shape[0])]
+            if param.name not in wide
+            else [(0, place.first), (place.first + place.count, place.old)]
+        )
         for begin, end in spans:
             if begin < end and not _same(source.reader, written.reader, param.name, param.shape, begin, end):
                 return param.name

@@ -68,7 +68,9 @@ def _check_spelling(token: Wanted) -> None:
         raise ConfigError(f"{token.where}: {token.text!r} is empty or blank; every line names a token")
     odd = next((letter for letter in token.text if unicodedata.category(letter) in ("Cc", "Cs", "Cn")), None)
     if odd is not None:
-        raise ConfigError(f"{token.where}: {token.text!r} has the character U+{ord(odd):04X}, which is a control "
-                          f"character or none at all; take it out")  # fmt: skip
+        raise ConfigError(
+            f"{token.where}: {token.text!r} has the character U+{ord(odd):04X}, which is a control "
+            f"character or none at all; take it out"
+        )
     if len(token.text) > _LONGEST:
         raise ConfigError(f"{token.where}: a token of {len(token.text)} characters; one may have {_LONGEST}")

@@ -42,11 +42,15 @@ def _degrees(layout: Layout) -> Iterator[str]:
     if layout.ep > 1:
         yield f"ep={layout.ep}: {NAME} has no expert parallelism; set ep = 1"
     if layout.zero == 0 and layout.tp * layout.cp > 1:
-        yield (f"zero=0 with tp={layout.tp}, cp={layout.cp}: {NAME} combines tp and cp with FSDP2 only; "
-               f"set zero = 3 and dp_shard > 1")  # fmt: skip
+        yield (
+            f"zero=0 with tp={layout.tp}, cp={layout.cp}: {NAME} combines tp and cp with FSDP2 only; "
+            f"set zero = 3 and dp_shard > 1"
+        )
     elif layout.tp * layout.cp > 1 and layout.dp_replicate > 1 and layout.dp_shard == 1:
-        yield (f"dp_replicate={layout.dp_replicate} with tp={layout.tp}, cp={layout.cp}: {NAME} has copies "
-               f"only where dp_shard > 1; set dp_shard = {layout.dp_replicate} and dp_replicate = 1")  # fmt: skip
+        yield (
+            f"dp_replicate={layout.dp_replicate} with tp={layout.tp}, cp={layout.cp}: {NAME} has copies "
+            f"only where dp_shard > 1; set dp_shard = {layout.dp_replicate} and dp_replicate = 1"
+        )
     elif layout.zero and layout.dp_shard * layout.cp == 1 and layout.world_size > 1:
         yield "dp_shard=1: FSDP2 has no ranks to divide over; set dp_shard > 1, or zero = 0"
 
@@ -56,8 +60,10 @@ def _offload(layout: Layout) -> Iterator[str]:
     if layout.offload == "states" and layout.zero == 0:
         yield "offload=states with zero=0: FSDP2 moves what it divides; set zero = 3"
     if layout.offload == "activations" and (layout.recompute != "full" or layout.zero == 0):
-        yield (f"offload=activations: {NAME} moves the inputs of recomputed layers under FSDP2; set recompute = 'full' "
-               f"and zero = 3")  # fmt: skip
+        yield (
+            f"offload=activations: {NAME} moves the inputs of recomputed layers under FSDP2; set recompute = 'full' "
+            f"and zero = 3"
+        )
 
 
 def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
@@ -75,7 +81,7 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
     return {
         FILE: to_yaml(configuration(job, layout), head),
         LAUNCH: f"#!/usr/bin/env bash\n{comment(head)}set -euo pipefail\n\n{arguments}\n{launch}",
-    }  # fmt: skip
+    }
 
 
 def _without_recompute(layout: Layout) -> Layout:
@@ -86,8 +92,10 @@ def _without_recompute(layout: Layout) -> Layout:
 def notes(job: Job, layout: Layout) -> list[str]:
     """What accelerate does differently from the plan, though it carries it out."""
     if layout.zero and job.precision.compute != "float32" and not reduces_in_half(job):
-        return [f"Gradients: under mixed_precision {MIXED[job.precision.compute]} FSDP2 reduces them in it, which the "
-                f"plan does in float32; it halves their traffic."]  # fmt: skip
+        return [
+            f"Gradients: under mixed_precision {MIXED[job.precision.compute]} FSDP2 reduces them in it, which the "
+            f"plan does in float32; it halves their traffic."
+        ]
     return []
 
 

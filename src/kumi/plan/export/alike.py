@@ -61,18 +61,18 @@ def uncommon(model: ModelSpec, found: Alike) -> dict[str, bool]:
     attention, moe, rope = found.attention, found.moe, found.attention.rope
     grouped = isinstance(attention, Attention)
     return {
-        "scores scaled otherwise, capped or biased by distance":
-            grouped and (attention.score_scale is not None or attention.softcap is not None or attention.alibi),
+        "scores scaled otherwise, capped or biased by distance": grouped
+        and (attention.score_scale is not None or attention.softcap is not None or attention.alibi),
         "neighbouring dimensions that are turned together": rope is not None and rope.interleave,
         "queries that grow with their position": rope is not None and rope.query_growth != 0,
         "layers that normalise only what they add": not found.layer.pre_norms,
         "norms that multiply by 1 + weight": model.zero_centered_norm,
-        "scaled embeddings, layers or logits":
-            (model.embedding_scale, model.residual_scale, model.logit_scale) != (1.0, 1.0, 1.0),
+        "scaled embeddings, layers or logits": (model.embedding_scale, model.residual_scale, model.logit_scale)
+        != (1.0, 1.0, 1.0),
         "capped logits": model.logit_softcap is not None,
         "learned positions": model.learned_positions > 0,
         "ungated or clamped experts": moe is not None and (not moe.gated or moe.act_limit is not None),
-    }  # fmt: skip
+    }
 
 
 def runs(flags: Sequence[object]) -> str:

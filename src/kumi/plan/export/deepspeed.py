@@ -21,8 +21,12 @@ FILE, LAUNCH = "ds_config.json", "deepspeed.sh"
 # Families whose experts AutoEP finds by itself; it divides them over the data-parallel ranks.
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 # layout.offload -> device of the optimizer states, device of the parameters.
-OFFLOAD = {"optimizer": ("cpu", None), "states": ("cpu", "cpu"), "optimizer-nvme": ("nvme", None),
-           "states-nvme": ("nvme", "nvme")}  # fmt: skip
+OFFLOAD = {
+    "optimizer": ("cpu", None),
+    "states": ("cpu", "cpu"),
+    "optimizer-nvme": ("nvme", None),
+    "states-nvme": ("nvme", "nvme"),
+}
 
 
 def unsupported(job: Job, layout: Layout) -> list[str]:
@@ -42,11 +46,15 @@ def _degrees(job: Job, layout: Layout) -> Iterator[str]:
     if layout.pp > 1:
         yield f"pp={layout.pp}: {NAME} builds pipelines from a PipelineModule in the training script; set pp = 1"
     if layout.cp > 1:
-        yield (f"cp={layout.cp}: {NAME} divides sequences (Ulysses) by calls in the training script, not in its "
-               f"configuration; set cp = 1")  # fmt: skip
+        yield (
+            f"cp={layout.cp}: {NAME} divides sequences (Ulysses) by calls in the training script, not in its "
+            f"configuration; set cp = 1"
+        )
     if layout.zero and layout.dp_replicate > 1:
-        yield (f"dp_replicate={layout.dp_replicate} with zero={layout.zero}: {NAME} divides states over all data "
-               f"ranks; set dp_shard = {layout.dp} and dp_replicate = 1")  # fmt: skip
+        yield (
+            f"dp_replicate={layout.dp_replicate} with zero={layout.zero}: {NAME} divides states over all data "
+            f"ranks; set dp_shard = {layout.dp} and dp_replicate = 1"
+        )
     yield from _experts(job, layout)
 
 
@@ -79,8 +87,10 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
     ]
     nodes, per_node = machines(job, layout)
     hosts = "" if nodes == 1 else f'--hostfile "${{HOSTFILE:?}}" --num_nodes {nodes} '
-    launch = (f'deepspeed {hosts}--num_gpus {per_node} "${{SCRIPT:-run_clm.py}}" \\\n'
-              f'    --deepspeed {FILE} "${{ARGS[@]}}" "$@"\n')  # fmt: skip
+    launch = (
+        f'deepspeed {hosts}--num_gpus {per_node} "${{SCRIPT:-run_clm.py}}" \\\n'
+        f'    --deepspeed {FILE} "${{ARGS[@]}}" "$@"\n'
+    )
     shell = hugging_face.shell_arguments(job, layout, steps)
     return {
         FILE: to_json(configuration(job, layout)),

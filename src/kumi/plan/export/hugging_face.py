@@ -29,8 +29,10 @@ def problems(layout: Layout, trainer: str) -> Iterator[str]:
     if layout.recompute == "full" and layout.recompute_layers is not None:
         yield f"recompute_layers={layout.recompute_layers}: transformers recomputes all layers or none"
     if layout.tp > 1 and layout.sequence_parallel:
-        yield (f"sequence_parallel with tp={layout.tp}: {trainer} keeps whole sequences between the tensor-parallel "
-               f"regions of transformers' models; set sequence_parallel = false")  # fmt: skip
+        yield (
+            f"sequence_parallel with tp={layout.tp}: {trainer} keeps whole sequences between the tensor-parallel "
+            f"regions of transformers' models; set sequence_parallel = false"
+        )
 
 
 def shell_arguments(job: Job, layout: Layout, steps: int) -> str:

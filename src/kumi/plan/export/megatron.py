@@ -47,14 +47,18 @@ def _schedule(job: Job, layout: Layout) -> Iterator[str]:
     if layout.schedule == "1f1b" and layout.stages > 1:
         yield f"stages={layout.stages}: {NAME} runs several stages a rank interleaved; set schedule = 'interleaved'"
     if layout.schedule == "interleaved" and layout.stages > 1 and job.batch.microbatches(layout) % layout.pp:
-        yield (f"{job.batch.microbatches(layout)} microbatches: {NAME} interleaves them in groups of pp={layout.pp}; "
-               f"use a multiple of {layout.pp}")  # fmt: skip
+        yield (
+            f"{job.batch.microbatches(layout)} microbatches: {NAME} interleaves them in groups of pp={layout.pp}; "
+            f"use a multiple of {layout.pp}"
+        )
 
 
 def _states(job: Job, layout: Layout) -> Iterator[str]:
     if layout.zero > 1 and layout.pp > 1:
-        yield (f"zero={layout.zero} with pp={layout.pp}: Megatron-FSDP goes with tp, cp and ep, not with pp; "
-               f"set zero = 1 or pp = 1")  # fmt: skip
+        yield (
+            f"zero={layout.zero} with pp={layout.pp}: Megatron-FSDP goes with tp, cp and ep, not with pp; "
+            f"set zero = 1 or pp = 1"
+        )
     if layout.zero > 1 and job.optim.kind == "muon":
         yield f"zero={layout.zero} with muon: Megatron-FSDP has adam and sgd; set zero = 1"
 
@@ -65,8 +69,10 @@ def _recompute(layout: Layout) -> Iterator[str]:
     if layout.recompute == "selective":
         yield f"recompute_layers={layout.recompute_layers}: {NAME} recomputes selectively in all layers or in none"
     elif layout.recompute == "full" and layout.recompute_layers % layout.stages:
-        yield (f"recompute_layers={layout.recompute_layers}: {NAME} counts them for each of a rank's "
-               f"{layout.stages} stages; use a multiple of {layout.stages}")  # fmt: skip
+        yield (
+            f"recompute_layers={layout.recompute_layers}: {NAME} counts them for each of a rank's "
+            f"{layout.stages} stages; use a multiple of {layout.stages}"
+        )
 
 
 def _offload(job: Job, layout: Layout) -> Iterator[str]:
@@ -86,8 +92,10 @@ def _degrees(job: Job, layout: Layout) -> Iterator[str]:
     if layout.cp > 1 and job.batch.seq_len % (2 * layout.cp):
         yield f"seq_len={job.batch.seq_len}: {NAME} cuts it into 2 x cp={2 * layout.cp} pieces; use a multiple of them"
     if layout.ep > 1 and layout.dp_shard * layout.cp * layout.tp % (layout.ep * layout.expert_tp):
-        yield (f"ep={layout.ep} x expert_tp={layout.expert_tp} does not divide dp_shard x cp x tp = "
-               f"{layout.dp_shard * layout.cp * layout.tp}; {NAME} takes experts' ranks from these")  # fmt: skip
+        yield (
+            f"ep={layout.ep} x expert_tp={layout.expert_tp} does not divide dp_shard x cp x tp = "
+            f"{layout.dp_shard * layout.cp * layout.tp}; {NAME} takes experts' ranks from these"
+        )
 
 
 def _experts(job: Job, layout: Layout) -> Iterator[str]:
@@ -106,8 +114,10 @@ def notes(job: Job, layout: Layout) -> list[str]:
     """What Megatron-Core does differently from the plan, though it carries it out."""
     if layout.recompute != "selective" or job.engine.selective == "attention":
         return []
-    return ["Recomputation: Megatron makes norms (and the experts' gated products) again; gated products of dense "
-            "layers and rotations, which the plan makes again too, are kept, which takes more memory."]  # fmt: skip
+    return [
+        "Recomputation: Megatron makes norms (and the experts' gated products) again; gated products of dense "
+        "layers and rotations, which the plan makes again too, are kept, which takes more memory."
+    ]
 
 
 def fields(job: Job, layout: Layout) -> dict[str, Any]:

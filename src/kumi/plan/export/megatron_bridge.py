@@ -86,8 +86,11 @@ def _positions(job: Job) -> dict[str, Any]:
         return {"position_embedding_type": "learned_absolute" if job.model.learned_positions else "none"}
     if _latent(job):
         return {"position_embedding_type": "rope"}
-    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rope.rope_theta,
-                             "rotary_percent": rope.partial_rotary_factor}  # fmt: skip
+    found: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": rope.rope_theta,
+        "rotary_percent": rope.partial_rotary_factor,
+    }
     if rope.scaling == "llama3":
         found |= {"rope_scaling": True, "rope_scaling_factor": rope.factor}
     if rope.scaling == "linear":
@@ -98,18 +101,30 @@ def _positions(job: Job) -> dict[str, Any]:
 def _parts(job: Job, layout: Layout, steps: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """The other sections of the container: name -> (class, keyword arguments)."""
     return {
-        "train": ("TrainingConfig", {"train_iters": steps, "micro_batch_size": layout.microbatch,
-                                     "global_batch_size": job.batch.sequences}),
+        "train": (
+            "TrainingConfig",
+            {"train_iters": steps, "micro_batch_size": layout.microbatch, "global_batch_size": job.batch.sequences},
+        ),
         "optimizer": ("OptimizerConfig", _optimizer(job, layout)),
         "scheduler": ("SchedulerConfig", _scheduler(job, steps)),
         "ddp": ("DistributedDataParallelConfig", _data_parallel(job, layout)),
-        "dataset": ("GPTDatasetConfig", {"seq_length": job.batch.seq_len, "random_seed": 1234, "blend": None,
-                                         "split": "1,0,0", "reset_position_ids": False, "reset_attention_mask": False,
-                                         "eod_mask_loss": False, "num_workers": 1}),
+        "dataset": (
+            "GPTDatasetConfig",
+            {
+                "seq_length": job.batch.seq_len,
+                "random_seed": 1234,
+                "blend": None,
+                "split": "1,0,0",
+                "reset_position_ids": False,
+                "reset_attention_mask": False,
+                "eod_mask_loss": False,
+                "num_workers": 1,
+            },
+        ),
         "tokenizer": ("TokenizerConfig", {"tokenizer_type": "NullTokenizer", "vocab_size": job.model.vocab_size}),
         "checkpoint": ("CheckpointConfig", {"save": None, "ckpt_format": _checkpoint_format(layout)}),
         "dist": ("DistributedInitConfig", {"use_megatron_fsdp": layout.zero > 1}),
-    }  # fmt: skip
+    }
 
 
 def _checkpoint_format(layout: Layout) -> str:
@@ -139,15 +154,25 @@ def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
         "min_lr": floor(optim),
         "weight_decay": optim.weight_decay,
         "clip_grad": optim.grad_clip,
-        **({"sgd_momentum": optim.betas[0]} if optim.kind == "sgd" else
-           {"adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "adam_eps": optim.eps}),
+        **(
+            {"sgd_momentum": optim.betas[0]}
+            if optim.kind == "sgd"
+            else {"adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "adam_eps": optim.eps}
+        ),
         "bf16": job.precision.compute == "bfloat16",
         "fp16": job.precision.compute == "float16",
         "params_dtype": TORCH[job.precision.compute],
         "use_distributed_optimizer": layout.zero > 0,
-        **({"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True,
-            "overlap_cpu_optimizer_d2h_h2d": True} if moved else {}),
-    }  # fmt: skip
+        **(
+            {
+                "optimizer_cpu_offload": True,
+                "use_precision_aware_optimizer": True,
+                "overlap_cpu_optimizer_d2h_h2d": True,
+            }
+            if moved
+            else {}
+        ),
+    }
 
 
 def _scheduler(job: Job, steps: int) -> dict[str, Any]:

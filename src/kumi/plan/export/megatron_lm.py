@@ -85,9 +85,14 @@ def options(job: Job, layout: Layout, steps: int) -> dict[str, dict[str, Any]]:
             "no-gradient-accumulation-fusion": layout.zero > 1 or job.precision.compute == "float32",
         },
         "optimizer": _optimizer(job, steps),
-        "data: put your own here": {"mock-data": True, "split": "1,0,0", "eval-iters": 0, "log-interval": 1,
-                                    "log-throughput": True},
-    }  # fmt: skip
+        "data: put your own here": {
+            "mock-data": True,
+            "split": "1,0,0",
+            "eval-iters": 0,
+            "log-interval": 1,
+            "log-throughput": True,
+        },
+    }
 
 
 def _named(fields: dict[str, Any]) -> dict[str, Any]:

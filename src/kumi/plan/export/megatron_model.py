@@ -22,9 +22,11 @@ def problems(model: ModelSpec) -> Iterator[str]:
     """What of `model` Megatron-Core's GPT model cannot be told to be."""
     found = alike(model)
     if found is None:
-        yield ("the layers differ in more than windows and experts, or are not attention with an mlp each; "
-               "Megatron-Core's GPT model has one kind of layer (windows by --window-attn-skip-freq, experts by "
-               "--moe-layer-freq)")  # fmt: skip
+        yield (
+            "the layers differ in more than windows and experts, or are not attention with an mlp each; "
+            "Megatron-Core's GPT model has one kind of layer (windows by --window-attn-skip-freq, experts by "
+            "--moe-layer-freq)"
+        )
         return
     yield from _block_problems(model, found)
     if found.dense is not None:
@@ -50,8 +52,10 @@ def _block_problems(model: ModelSpec, found: Alike) -> Iterator[str]:
 def _mlp_problems(mlp: MLP) -> Iterator[str]:
     known = mlp.hidden_act == "silu" if mlp.gated else mlp.hidden_act in (*GELU, *SQUARED_RELU)
     if not known:
-        yield (f"hidden_act='{mlp.hidden_act}' with{'' if mlp.gated else 'out'} a gate: Megatron-LM has SwiGLU (gated "
-               f"silu), and gelu and squared relu without a gate")  # fmt: skip
+        yield (
+            f"hidden_act='{mlp.hidden_act}' with{'' if mlp.gated else 'out'} a gate: Megatron-LM has SwiGLU (gated "
+            f"silu), and gelu and squared relu without a gate"
+        )
 
 
 def _moe_problems(moe: MoE) -> Iterator[str]:
@@ -63,8 +67,10 @@ def _moe_problems(moe: MoE) -> Iterator[str]:
         yield "norm_topk_prob=false with sigmoid scores: Megatron-Core always normalises sigmoid scores"
     best, theirs = 2 if moe.has_correction_bias else 1, moe.num_experts_per_tok // moe.topk_group
     if moe.n_group > 1 and best != theirs:
-        yield (f"a group of experts is as good as the sum of its {best} best; Megatron-Core adds up the {theirs} best "
-               f"(num_experts_per_tok / topk_group)")  # fmt: skip
+        yield (
+            f"a group of experts is as good as the sum of its {best} best; Megatron-Core adds up the {theirs} best "
+            f"(num_experts_per_tok / topk_group)"
+        )
 
 
 def _attention_problems(attention: Attention) -> Iterator[str]:
@@ -77,16 +83,24 @@ def _attention_problems(attention: Attention) -> Iterator[str]:
 def _bias_problems(found: Alike) -> Iterator[str]:
     qkv, others = biases(found)
     if len(others) > 1 or (not qkv and True in others):
-        yield ("biases on some of the matrices only; Megatron-Core has them on all, on the query, key and value "
-               "projection alone, or on none")  # fmt: skip
+        yield (
+            "biases on some of the matrices only; Megatron-Core has them on all, on the query, key and value "
+            "projection alone, or on none"
+        )
 
 
 def _scale_problems(model: ModelSpec, found: Alike) -> Iterator[str]:
     """Factors and bounds that Megatron-Core's GPT model has no words for, and norms without a bias."""
-    factors = {"embeddings are": model.embedding_scale, "logits are": model.logit_scale,
-               "what attention and mlp add is": model.residual_scale}  # fmt: skip
-    yield from (f"{what} multiplied by {factor:g}; Megatron-Core's GPT model multiplies by 1"
-                for what, factor in factors.items() if factor != 1.0)  # fmt: skip
+    factors = {
+        "embeddings are": model.embedding_scale,
+        "logits are": model.logit_scale,
+        "what attention and mlp add is": model.residual_scale,
+    }
+    yield from (
+        f"{what} multiplied by {factor:g}; Megatron-Core's GPT model multiplies by 1"
+        for what, factor in factors.items()
+        if factor != 1.0
+    )
     if model.logit_softcap is not None or (isinstance(found.attention, Attention) and found.attention.softcap):
         yield "scores or logits are bounded by a tanh; Megatron-Core's GPT model bounds neither"
     if isinstance(found.attention, Attention) and found.attention.score_scale is not None:
@@ -119,8 +133,10 @@ def _rope_problems(rope: Rope | None, *, latent: bool) -> Iterator[str]:
         yield f"positions stretched by {rope.factor}: Megatron-LM takes a whole factor"
     built_in = (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings)
     if rope.scaling == "llama3" and built_in != LLAMA3:
-        yield (f"llama3 positions with low_freq_factor, high_freq_factor, original_max_position_embeddings = "
-               f"{built_in}: Megatron-Core has {LLAMA3} built in")  # fmt: skip
+        yield (
+            f"llama3 positions with low_freq_factor, high_freq_factor, original_max_position_embeddings = "
+            f"{built_in}: Megatron-Core has {LLAMA3} built in"
+        )
 
 
 def fields(model: ModelSpec) -> dict[str, Any]:

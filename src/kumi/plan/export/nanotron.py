@@ -39,15 +39,19 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 def _model(model: ModelSpec) -> Iterator[str]:
     found = alike(model)
     if found is None or found.moe is not None or not isinstance(found.attention, Attention):
-        yield ("experts, latent attention, or layers that differ or are not attention with an mlp each: kumi writes "
-               "nanotron's Llama, whose layers are alike")  # fmt: skip
+        yield (
+            "experts, latent attention, or layers that differ or are not attention with an mlp each: kumi writes "
+            "nanotron's Llama, whose layers are alike"
+        )
         return
     wrong = [what for what, there in _foreign(model, found, found.attention).items() if there]
     if wrong:
         yield f"nanotron's Llama has no {', '.join(wrong)}"
     if found.attention.rope is not None and found.attention.rope.scaling is not None:
-        yield (f"rope_scaling={found.attention.rope.scaling}: nanotron's Llama turns without it; leave it out of "
-               f"config.json where the model is trained from the start")  # fmt: skip
+        yield (
+            f"rope_scaling={found.attention.rope.scaling}: nanotron's Llama turns without it; leave it out of "
+            f"config.json where the model is trained from the start"
+        )
 
 
 def _foreign(model: ModelSpec, found: Alike, attention: Attention) -> dict[str, bool]:
@@ -62,11 +66,12 @@ def _foreign(model: ModelSpec, found: Alike, attention: Attention) -> dict[str, 
         "attention sinks": attention.sinks,
         "positions but rotary ones": attention.rope is None,
         "partly turned heads": attention.rotary_dim not in (0, attention.head_dim),
-        "heads of another size than hidden_size / num_attention_heads":
-            attention.head_dim * attention.num_attention_heads != model.hidden_size,
+        "heads of another size than hidden_size / num_attention_heads": attention.head_dim
+        * attention.num_attention_heads
+        != model.hidden_size,
         "other order of norms, attention and mlp": layer.parallel or layer.post_norms or model.embedding_norm,
         **uncommon(model, found),
-    }  # fmt: skip
+    }
 
 
 def _degrees(layout: Layout) -> Iterator[str]:
@@ -74,8 +79,10 @@ def _degrees(layout: Layout) -> Iterator[str]:
         if getattr(layout, axis) > 1:
             yield f"{axis}={getattr(layout, axis)}: {NAME}'s Llama has no such axis; set {axis} = 1"
     if layout.zero and layout.dp_replicate > 1:
-        yield (f"dp_replicate={layout.dp_replicate} with zero=1: {NAME} divides states over all data ranks; "
-               f"set dp_shard = {layout.dp} and dp_replicate = 1")  # fmt: skip
+        yield (
+            f"dp_replicate={layout.dp_replicate} with zero=1: {NAME} divides states over all data ranks; "
+            f"set dp_shard = {layout.dp} and dp_replicate = 1"
+        )
 
 
 def _pipeline(layout: Layout) -> Iterator[str]:
@@ -111,9 +118,12 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
     head = [
         title(job, layout, NAME),
         MADE_UP,
-        *(["Stages: nanotron divides layers by its own count of costs, which may differ from the plan's."]
-          if layout.pp > 1 else []),
-    ]  # fmt: skip
+        *(
+            ["Stages: nanotron divides layers by its own count of costs, which may differ from the plan's."]
+            if layout.pp > 1
+            else []
+        ),
+    ]
     line = f"$ CUDA_DEVICE_MAX_CONNECTIONS=1 {torchrun(job, layout)} run_train.py --config-file"
     repository = [
         "For nanotron's repository (v0.5)." + (f" Release 0.4 lacks {' and '.join(missing)}." if missing else "")
@@ -133,10 +143,13 @@ def configuration(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
     return {
         **_shared(job, layout, steps, model),
         "parallelism": {**_parallelism(job, layout), "recompute_layer": layout.recompute == "full"},
-        "optimizer": {**_optimizer(job, layout, steps), "optimizer_factory": adam,
-                      "weight_decay_exclude_named_params": [".*norm.*", ".*bias"]},
+        "optimizer": {
+            **_optimizer(job, layout, steps),
+            "optimizer_factory": adam,
+            "weight_decay_exclude_named_params": [".*norm.*", ".*bias"],
+        },
         "data_stages": [{"name": "planned", "start_training_step": 1, "data": _data()}],
-    }  # fmt: skip
+    }
 
 
 def configuration_04(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
@@ -219,8 +232,12 @@ def _optimizer(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
 
 def _adam(job: Job) -> dict[str, Any]:
     optim = job.optim
-    return {"adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "adam_eps": optim.eps,
-            "torch_adam_is_fused": True}  # fmt: skip
+    return {
+        "adam_beta1": optim.betas[0],
+        "adam_beta2": optim.betas[1],
+        "adam_eps": optim.eps,
+        "torch_adam_is_fused": True,
+    }
 
 
 def _learning_rate(job: Job, steps: int) -> dict[str, Any]:

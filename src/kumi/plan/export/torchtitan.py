@@ -21,8 +21,13 @@ from kumi.spec.model import ModelSpec
 
 NAME = "torchtitan"
 FILE = "kumi_torchtitan.py"
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
-             "dualpipe": "DualPipeV"}  # fmt: skip
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe": "DualPipeV",
+}
 RESHARD = {0: "default", 2: "never", 3: "always"}
 RECOMPUTE = {"none": Code("None"), "selective": Code("SelectiveAC.Config()"), "full": Code("FullAC.Config()")}
 
@@ -50,8 +55,10 @@ def _schedule(job: Job, layout: Layout) -> Iterator[str]:
         return
     stages = {"1f1b": 1, "gpipe": 1, "zb-v": 2, "dualpipe": 2}.get(layout.schedule)
     if stages is not None and layout.stages != stages:
-        yield (f"stages={layout.stages} with schedule={layout.schedule}: {NAME} runs it with {stages} a rank; "
-               f"set stages = {stages}")  # fmt: skip
+        yield (
+            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} runs it with {stages} a rank; "
+            f"set stages = {stages}"
+        )
     if layout.schedule == "interleaved" and layout.stages < 2:
         yield f"stages={layout.stages} with schedule=interleaved: {NAME} wants 2 or more; set schedule = '1f1b'"
     yield from _microbatches(job.batch.microbatches(layout), layout)
@@ -77,8 +84,10 @@ def _degrees(job: Job, layout: Layout) -> Iterator[str]:
     if layout.expert_tp > 1:
         yield f"expert_tp={layout.expert_tp}: {NAME} keeps experts whole; set expert_tp = 1"
     if layout.ep > 1 and layout.dp_shard * layout.cp * layout.tp % layout.ep:
-        yield (f"ep={layout.ep} does not divide dp_shard x cp x tp = {layout.dp_shard * layout.cp * layout.tp}, whose "
-               f"ranks {NAME} gives experts to")  # fmt: skip
+        yield (
+            f"ep={layout.ep} does not divide dp_shard x cp x tp = {layout.dp_shard * layout.cp * layout.tp}, whose "
+            f"ranks {NAME} gives experts to"
+        )
 
 
 def _recompute(layout: Layout) -> Iterator[str]:
@@ -103,17 +112,21 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
     optim = job.optim
     body = _TEMPLATE.format(
         head=comment(head),
-        recompute="" if layout.recompute == "none" else
-            f"from torchtitan.distributed.activation_checkpoint import {RECOMPUTE[layout.recompute].split('.')[0]}\n",
+        recompute=""
+        if layout.recompute == "none"
+        else f"from torchtitan.distributed.activation_checkpoint import {RECOMPUTE[layout.recompute].split('.')[0]}\n",
         model=model_code(job.model),
         loss=_CHUNKED if job.engine.logit_bytes == 0 else _PLAIN,
         wrapper="ChunkedLossWrapper, " if job.engine.logit_bytes == 0 else "",
-        optimizer=python_call("default_adamw", {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps,
-                                                "weight_decay": optim.weight_decay}, 8),
+        optimizer=python_call(
+            "default_adamw",
+            {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay},
+            8,
+        ),
         activation_checkpoint=RECOMPUTE[layout.recompute],
         compiled=job.engine.kernels == "compiled",
         **calls,
-    )  # fmt: skip
+    )
     return {FILE: body}
 
 

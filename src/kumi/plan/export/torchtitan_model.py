@@ -15,8 +15,10 @@ def problems(model: ModelSpec) -> Iterator[str]:
     """What of `model` torchtitan's Llama 3 and Qwen 3 are not."""
     found = alike(model)
     if found is None or (found.moe is not None and found.dense is not None):
-        yield ("the layers differ, or are not attention with an mlp each; torchtitan's Llama 3 and Qwen 3, which kumi "
-               "writes, have one kind of layer")  # fmt: skip
+        yield (
+            "the layers differ, or are not attention with an mlp each; torchtitan's Llama 3 and Qwen 3, which kumi "
+            "writes, have one kind of layer"
+        )
         return
     if not isinstance(found.attention, Attention):
         yield "latent attention: kumi writes torchtitan's Llama 3 and Qwen 3, not its DeepSeek-V3"
@@ -42,10 +44,11 @@ def _foreign(model: ModelSpec, found: Alike, attention: Attention) -> dict[str, 
         "partly turned heads": attention.rotary_dim not in (0, attention.head_dim),
         "norm over all heads at once": attention.qk_norm_whole,
         "attention sinks": attention.sinks,
-        "experts like these (softmax over normalised scores, no shared one, with query norms, as Qwen 3 has)":
-            moe is not None and (not _qwen_experts(moe) or not attention.qk_norm),
+        "experts like these (softmax over normalised scores, no shared one, with query norms, as Qwen 3 has)": moe
+        is not None
+        and (not _qwen_experts(moe) or not attention.qk_norm),
         **uncommon(model, found),
-    }  # fmt: skip
+    }
 
 
 def _qwen_experts(moe: MoE) -> bool:
@@ -80,25 +83,41 @@ def code(model: ModelSpec) -> str:
         **names,
         hook_import=_HOOK if found.moe is not None else "",
         moe_imports=_MOE_IMPORTS if found.moe is not None else "",
-        dim=model.hidden_size, vocab=model.vocab_size, layers=model.num_hidden_layers, eps=model.norm_eps,
-        std=model.initializer_range, tied=model.tie_word_embeddings, heads=found.attention.num_attention_heads,
-        kv_heads=found.attention.num_key_value_heads, head_dim=found.attention.head_dim,
-        qk_norm="norm(head_dim)" if qwen else "None", rope_options=_rope(found.attention.rope, model),
+        dim=model.hidden_size,
+        vocab=model.vocab_size,
+        layers=model.num_hidden_layers,
+        eps=model.norm_eps,
+        std=model.initializer_range,
+        tied=model.tie_word_embeddings,
+        heads=found.attention.num_attention_heads,
+        kv_heads=found.attention.num_key_value_heads,
+        head_dim=found.attention.head_dim,
+        qk_norm="norm(head_dim)" if qwen else "None",
+        rope_options=_rope(found.attention.rope, model),
         feed_forward=_feed_forward(found),
-    )  # fmt: skip
+    )
 
 
 def _rope(rope: Rope | None, model: ModelSpec) -> str:
     assert rope is not None, "problems() refuses models without"
     options: dict[str, object] = {"max_seq_len": model.max_position_embeddings, "theta": rope.rope_theta}
     if rope.scaling == "llama3":
-        options |= {"scaling": "llama", "scaling_factor": rope.factor, "low_freq_factor": rope.low_freq_factor,
-                    "high_freq_factor": rope.high_freq_factor,
-                    "original_max_position_embeddings": rope.original_max_position_embeddings}  # fmt: skip
+        options |= {
+            "scaling": "llama",
+            "scaling_factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+        }
     if rope.scaling == "yarn":
-        options |= {"scaling": "yarn", "rope_factor": rope.factor, "beta_fast": rope.beta_fast,
-                    "beta_slow": rope.beta_slow, "original_seq_len": rope.original_max_position_embeddings,
-                    "truncate": rope.truncate}  # fmt: skip
+        options |= {
+            "scaling": "yarn",
+            "rope_factor": rope.factor,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "original_seq_len": rope.original_max_position_embeddings,
+            "truncate": rope.truncate,
+        }
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 

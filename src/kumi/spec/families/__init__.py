@@ -116,8 +116,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 def check_trained(spec: ModelSpec) -> None:
     """Raise ModelError unless the trainer computes the family of `spec`; one that it does not can be planned for."""
     if spec.family not in FAMILIES:
-        raise ModelError(f"a {spec.family} model can be planned for but not trained: this version trains "
-                         f"{', '.join(FAMILIES)}; plan it, or name a model of these families")  # fmt: skip
+        raise ModelError(
+            f"a {spec.family} model can be planned for but not trained: this version trains "
+            f"{', '.join(FAMILIES)}; plan it, or name a model of these families"
+        )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
@@ -125,8 +127,10 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     check_trained(spec)
     config: dict[str, Any] = FAMILIES[spec.family].to_hf(spec)
     if from_hf(config) != spec:
-        raise ModelError(f"this model cannot be written as a {spec.family} config.json: that format has no words for "
-                         f"all of it (layers that differ, biases or norms the family does not have)")  # fmt: skip
+        raise ModelError(
+            f"this model cannot be written as a {spec.family} config.json: that format has no words for "
+            f"all of it (layers that differ, biases or norms the family does not have)"
+        )
     return config
 
 
@@ -167,8 +171,10 @@ def _check_names(config: Mapping[str, Any]) -> None:
     names = architectures if isinstance(architectures, list) else [architectures]
     for name in (model_type, *names[:100]):
         if name is not None and (not isinstance(name, str) or len(name) > 200):
-            raise ModelError(f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)}: "
-                             f"{brief(name)} is no name of a model; correct it")  # fmt: skip
+            raise ModelError(
+                f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)}: "
+                f"{brief(name)} is no name of a model; correct it"
+            )
 
 
 def _renamed(config: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +192,8 @@ def _family(config: Mapping[str, Any]) -> str:
     names = [name for name, module in FAMILIES.items() if architectures == [module.ARCHITECTURE]]
     if names and model_type in (*names, None):
         return str(model_type or names[0])
-    raise ModelError(f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)} is not "
-                     f"supported: {difference(config, FAMILIES)}; docs/models.md lists the {len(FAMILIES)} families "
-                     f"that kumi knows")  # fmt: skip
+    raise ModelError(
+        f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)} is not "
+        f"supported: {difference(config, FAMILIES)}; docs/models.md lists the {len(FAMILIES)} families "
+        f"that kumi knows"
+    )

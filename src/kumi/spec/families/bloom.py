@@ -46,11 +46,13 @@ WEIGHTS = Weights(
         Rename("mlp.down_proj", "mlp.dense_4h_to_h"),
     ),
     prefixes=(
-        ("model.layers.", "transformer.h."), ("model.embed_tokens.", "transformer.word_embeddings."),
-        ("model.embed_norm.", "transformer.word_embeddings_layernorm."), ("model.norm.", "transformer.ln_f."),
+        ("model.layers.", "transformer.h."),
+        ("model.embed_tokens.", "transformer.word_embeddings."),
+        ("model.embed_norm.", "transformer.word_embeddings_layernorm."),
+        ("model.norm.", "transformer.ln_f."),
     ),
     base="transformer.",
-)  # fmt: skip
+)
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -62,9 +64,16 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     attention = grouped_attention(values | heads, None, qkv_bias=True, out_bias=True, alibi=True)
     mlp = MLP(4 * values["hidden_size"], True, "gelu_pytorch_tanh", gated=False)
     layers = [LayerSpec(attention, mlp)] * values["num_hidden_layers"]
-    return model("bloom", values, layers, norm="layernorm", embedding_norm=True, weights=WEIGHTS,
-                 norm_eps=float(values["layer_norm_epsilon"]),
-                 max_position_embeddings=values["seq_length"])  # fmt: skip
+    return model(
+        "bloom",
+        values,
+        layers,
+        norm="layernorm",
+        embedding_norm=True,
+        weights=WEIGHTS,
+        norm_eps=float(values["layer_norm_epsilon"]),
+        max_position_embeddings=values["seq_length"],
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
@@ -91,7 +100,8 @@ def _one_spelling(values: Mapping[str, Any]) -> dict[str, Any]:
     for first, second in SPELLINGS:
         said = {values[name] for name in (first, second) if values[name] is not None}
         if len(said) != 1:
-            raise ModelError(f"config.json: {first}={values[first]} and {second}={values[second]} of a bloom model; "
-                             f"give one of them")  # fmt: skip
+            raise ModelError(
+                f"config.json: {first}={values[first]} and {second}={values[second]} of a bloom model; give one of them"
+            )
         found[first] = said.pop()
     return found

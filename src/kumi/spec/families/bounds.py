@@ -44,15 +44,19 @@ def check_bound(name: str, value: Any) -> None:
             continue
         largest = LARGEST.get(name, LARGEST_INTEGER if isinstance(number, int) else LARGEST_NUMBER)
         if abs(number) > largest and abs(number) != float("inf"):
-            raise ModelError(f"config.json: {name}={brief(number, 40)} is more than {largest:,}, the most that kumi "
-                             f"reads; correct it")  # fmt: skip
+            raise ModelError(
+                f"config.json: {name}={brief(number, 40)} is more than {largest:,}, the most that kumi "
+                f"reads; correct it"
+            )
 
 
 def check_model(parameters: int) -> None:
     """Raise ModelError when a model has more `parameters` than kumi computes with."""
     if parameters > LARGEST_MODEL:
-        raise ModelError(f"config.json: the model has {parameters:,} parameters, more than the {LARGEST_MODEL:,} that "
-                         f"kumi reads; correct its sizes")  # fmt: skip
+        raise ModelError(
+            f"config.json: the model has {parameters:,} parameters, more than the {LARGEST_MODEL:,} that "
+            f"kumi reads; correct its sizes"
+        )
 
 
 def check_least(values: Mapping[str, Any]) -> None:

@@ -16,10 +16,15 @@ from kumi.spec.model import MLP, LayerSpec, ModelSpec
 ARCHITECTURE = "Cohere2ForCausalLM"
 # What published configs say besides, and what no other value of is computed.
 FIXED = {
-    "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_embedding_sharing": True,
-    "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True, "use_qk_norm": False,
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": True,
+    "use_qk_norm": False,
     "order_of_interleaved_layers": "local_attn_first",
-}  # fmt: skip
+}
 KEYS = {
     **{name: key for name, key in DECODER.items() if name != "rms_norm_eps"},
     **fixed(FIXED),
@@ -37,7 +42,7 @@ KEYS = {
     "eos_token_id": Key("integer or list of integers?", 255001),
     "pad_token_id": Key("integer?", 0),
     "cache_implementation": Key("text?", None),
-}  # fmt: skip
+}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -50,11 +55,19 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     mlp = MLP(values["intermediate_size"])
     layer = {
         "sliding_attention": LayerSpec(attention, mlp, parallel=True, shared_norm=True),
-        "full_attention": LayerSpec(replace(attention, rope=None, sliding_window=None), mlp, parallel=True,
-                                    shared_norm=True),
-    }  # fmt: skip
-    return model("cohere2", values, [layer[kind] for kind in _types(values)], norm="layernorm", norm_bias=False,
-                 norm_eps=float(values["layer_norm_eps"]), logit_scale=float(values["logit_scale"]))  # fmt: skip
+        "full_attention": LayerSpec(
+            replace(attention, rope=None, sliding_window=None), mlp, parallel=True, shared_norm=True
+        ),
+    }
+    return model(
+        "cohere2",
+        values,
+        [layer[kind] for kind in _types(values)],
+        norm="layernorm",
+        norm_bias=False,
+        norm_eps=float(values["layer_norm_eps"]),
+        logit_scale=float(values["logit_scale"]),
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
@@ -75,7 +88,11 @@ def _types(values: Mapping[str, Any]) -> list[str]:
     if values["layer_types"] is not None:
         return check_layer_types(values)
     if pattern < 1 or switch not in (None, pattern):
-        raise ModelError(f"config.json: sliding_window_pattern={pattern} and layer_switch={switch} of a cohere2 model "
-                         f"must be one number above 0: after how many layers one sees everything")  # fmt: skip
-    return ["sliding_attention" if (index + 1) % pattern else "full_attention"
-            for index in range(values["num_hidden_layers"])]  # fmt: skip
+        raise ModelError(
+            f"config.json: sliding_window_pattern={pattern} and layer_switch={switch} of a cohere2 model "
+            f"must be one number above 0: after how many layers one sees everything"
+        )
+    return [
+        "sliding_attention" if (index + 1) % pattern else "full_attention"
+        for index in range(values["num_hidden_layers"])
+    ]

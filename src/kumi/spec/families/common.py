@@ -133,8 +133,9 @@ def check_sizes(values: Mapping[str, Any]) -> None:
 def _head_dim(values: Mapping[str, Any], heads: int, *, rotary: bool) -> int:
     hidden = values["hidden_size"]
     if values.get("head_dim") is None and hidden % heads:
-        raise ModelError(f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, "
-                         f"and head_dim is not given")  # fmt: skip
+        raise ModelError(
+            f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, and head_dim is not given"
+        )
     head_dim: int = values.get("head_dim") or hidden // heads
     if rotary and head_dim % 2:
         raise ModelError(f"config.json: head_dim={head_dim} is odd; rotary embeddings turn pairs")

@@ -32,8 +32,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     # transformers never divides the chosen scores by their sum, whatever norm_topk_prob says.
     neutral("deepseek_v2", values, scoring_func="softmax", mlp_bias=False, norm_topk_prob=False)
     if values["topk_method"] not in METHODS:
-        raise ModelError(f"config.json: topk_method={values['topk_method']!r} of a deepseek_v2 model is not supported; "
-                         f"kumi knows {', '.join(METHODS)}")  # fmt: skip
+        raise ModelError(
+            f"config.json: topk_method={values['topk_method']!r} of a deepseek_v2 model is not supported; "
+            f"kumi knows {', '.join(METHODS)}"
+        )
     return build("deepseek_v2", values, scoring="softmax")
 
 

@@ -21,26 +21,36 @@ def count(family: str, values: Mapping[str, Any]) -> int:
     """How many routed experts a layer has, under either of the two names of `COUNT`."""
     said = {values[name] for name in COUNT if values[name] is not None}
     if len(said) != 1:
-        raise ModelError(f"config.json: num_experts={values['num_experts']} and num_local_experts="
-                         f"{values['num_local_experts']} of a {family} model; give one of them")  # fmt: skip
+        raise ModelError(
+            f"config.json: num_experts={values['num_experts']} and num_local_experts="
+            f"{values['num_local_experts']} of a {family} model; give one of them"
+        )
     return int(said.pop())
 
 
 def check_experts(moe: MoE) -> MoE:
     """`moe`, when its router can choose as many experts as it should."""
     if moe.num_experts_per_tok > moe.num_experts:
-        raise ModelError(f"config.json: num_experts_per_tok={moe.num_experts_per_tok} is more than the "
-                         f"{moe.num_experts} experts of a layer; correct one of them")  # fmt: skip
+        raise ModelError(
+            f"config.json: num_experts_per_tok={moe.num_experts_per_tok} is more than the "
+            f"{moe.num_experts} experts of a layer; correct one of them"
+        )
     if moe.num_experts % moe.n_group or moe.topk_group > moe.n_group:
-        raise ModelError(f"config.json: n_group={moe.n_group} must divide the {moe.num_experts} experts of a layer, "
-                         f"and topk_group={moe.topk_group} be at most n_group; correct them")  # fmt: skip
+        raise ModelError(
+            f"config.json: n_group={moe.n_group} must divide the {moe.num_experts} experts of a layer, "
+            f"and topk_group={moe.topk_group} be at most n_group; correct them"
+        )
     size = moe.num_experts // moe.n_group
     if moe.topk_group * size < moe.num_experts_per_tok:
-        raise ModelError(f"config.json: topk_group={moe.topk_group} groups of {size} experts are fewer than "
-                         f"num_experts_per_tok={moe.num_experts_per_tok}; correct one of them")  # fmt: skip
+        raise ModelError(
+            f"config.json: topk_group={moe.topk_group} groups of {size} experts are fewer than "
+            f"num_experts_per_tok={moe.num_experts_per_tok}; correct one of them"
+        )
     if moe.has_correction_bias and size < 2:
-        raise ModelError(f"config.json: n_group={moe.n_group} leaves one expert a group, and a group is as good as its "
-                         f"two best; use at most {moe.num_experts // 2}")  # fmt: skip
+        raise ModelError(
+            f"config.json: n_group={moe.n_group} leaves one expert a group, and a group is as good as its "
+            f"two best; use at most {moe.num_experts // 2}"
+        )
     return moe
 
 
@@ -63,10 +73,11 @@ def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     dense = {index: layer.mlp for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MLP)}
     width = next(iter(dense.values())).intermediate_size if dense else moe.moe_intermediate_size
     same = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
-    return common.to_hf(spec, architecture, width) | {name: getattr(moe, name) for name in same} | {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(dense),
-    }  # fmt: skip
+    return (
+        common.to_hf(spec, architecture, width)
+        | {name: getattr(moe, name) for name in same}
+        | {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
+    )
 
 
 def aux_loss_coef(family: str, values: Mapping[str, Any], name: str, default: float) -> float:

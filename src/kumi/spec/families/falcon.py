@@ -52,15 +52,27 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     norms = _norms(values)
     embedding = None if values["alibi"] else rope.from_hf("falcon", values)
     heads = {"num_key_value_heads": _key_heads(values)}
-    attention = grouped_attention(values | heads, embedding, qkv_bias=values["bias"], out_bias=values["bias"],
-                                  alibi=values["alibi"], alibi_stepped=values["alibi"])  # fmt: skip
+    attention = grouped_attention(
+        values | heads,
+        embedding,
+        qkv_bias=values["bias"],
+        out_bias=values["bias"],
+        alibi=values["alibi"],
+        alibi_stepped=values["alibi"],
+    )
     act = activation("falcon", "activation", values["activation"])
     width = values["ffn_hidden_size"] or 4 * values["hidden_size"]
     unread("falcon", values, intermediate_size=width)
     mlp = MLP(width, values["bias"], act, gated=False)
     layer = LayerSpec(attention, mlp, parallel=values["parallel_attn"], shared_norm=norms == 1)
-    return model("falcon", values, [layer] * values["num_hidden_layers"], norm="layernorm", weights=_weights(norms),
-                 norm_eps=float(values["layer_norm_epsilon"]))  # fmt: skip
+    return model(
+        "falcon",
+        values,
+        [layer] * values["num_hidden_layers"],
+        norm="layernorm",
+        weights=_weights(norms),
+        norm_eps=float(values["layer_norm_epsilon"]),
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
@@ -71,18 +83,22 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     norms = {"num_ln_in_parallel_attn": 1 if layer.shared_norm else 2} if new else {}
     left_out = ("rms_norm_eps", "num_key_value_heads", "intermediate_size", "head_dim", "hidden_act")
     written = common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size)
-    return {name: value for name, value in written.items() if name not in left_out} | norms | {
-        "num_kv_heads": kv_heads,
-        "multi_query": kv_heads == 1,
-        "new_decoder_architecture": new,
-        "parallel_attn": layer.parallel,
-        "ffn_hidden_size": mlp.intermediate_size,
-        "activation": mlp.hidden_act,
-        "bias": mlp.bias,
-        "alibi": attention.alibi,
-        "layer_norm_epsilon": spec.norm_eps,
-        "hidden_dropout": 0.0,
-    }  # fmt: skip
+    return (
+        {name: value for name, value in written.items() if name not in left_out}
+        | norms
+        | {
+            "num_kv_heads": kv_heads,
+            "multi_query": kv_heads == 1,
+            "new_decoder_architecture": new,
+            "parallel_attn": layer.parallel,
+            "ffn_hidden_size": mlp.intermediate_size,
+            "activation": mlp.hidden_act,
+            "bias": mlp.bias,
+            "alibi": attention.alibi,
+            "layer_norm_epsilon": spec.norm_eps,
+            "hidden_dropout": 0.0,
+        }
+    )
 
 
 def _weights(norms: int) -> Weights:
@@ -95,8 +111,11 @@ def _weights(norms: int) -> Weights:
         Rename("mlp.down_proj", "mlp.dense_4h_to_h"),
         *named,
     )
-    prefixes = (("model.layers.", "transformer.h."), ("model.embed_tokens.", "transformer.word_embeddings."),
-                ("model.norm.", "transformer.ln_f."))  # fmt: skip
+    prefixes = (
+        ("model.layers.", "transformer.h."),
+        ("model.embed_tokens.", "transformer.word_embeddings."),
+        ("model.norm.", "transformer.ln_f."),
+    )
     return Weights(rules, prefixes, base="transformer.")
 
 
@@ -112,11 +131,15 @@ def _norms(values: Mapping[str, Any]) -> int:
     new, said = values["new_decoder_architecture"], values["num_ln_in_parallel_attn"]
     if not values["parallel_attn"]:
         if new:
-            raise ModelError("config.json: parallel_attn=False with new_decoder_architecture=True is no falcon model; "
-                             "set one of them otherwise")  # fmt: skip
+            raise ModelError(
+                "config.json: parallel_attn=False with new_decoder_architecture=True is no falcon model; "
+                "set one of them otherwise"
+            )
         return 0
     norms = said or (2 if new else 1)
     if norms not in ((1, 2) if new else (1,)):
-        raise ModelError(f"config.json: num_ln_in_parallel_attn={said} of a falcon model with "
-                         f"new_decoder_architecture={new} must be {'1 or 2' if new else '1'}")  # fmt: skip
+        raise ModelError(
+            f"config.json: num_ln_in_parallel_attn={said} of a falcon model with "
+            f"new_decoder_architecture={new} must be {'1 or 2' if new else '1'}"
+        )
     return int(norms)

@@ -13,11 +13,13 @@ from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.rules import Rename, Weights
 
 # Files call the norm after attention what other families call the one before the MLP.
-WEIGHTS = Weights((
-    Rename("self_attn_post_norm", "post_attention_layernorm"),
-    Rename("post_attention_layernorm", "pre_feedforward_layernorm"),
-    Rename("mlp_post_norm", "post_feedforward_layernorm"),
-))  # fmt: skip
+WEIGHTS = Weights(
+    (
+        Rename("self_attn_post_norm", "post_attention_layernorm"),
+        Rename("post_attention_layernorm", "pre_feedforward_layernorm"),
+        Rename("mlp_post_norm", "post_feedforward_layernorm"),
+    )
+)
 GEMMA_KEYS = {
     **DECODER,
     "num_key_value_heads": Key("integer?", 4),
@@ -44,16 +46,24 @@ def model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec]) -
     """The ModelSpec of `values` with `layers`: zero-centred norms, embeddings as long as the hidden state is wide, and
     where it is given a cap on logits."""
     cap = values["final_logit_softcapping"]
-    return common.model(family, values, layers, weights=WEIGHTS, zero_centered_norm=True,
-                        embedding_scale=values["hidden_size"] ** 0.5,
-                        logit_softcap=None if cap is None else _positive("final_logit_softcapping", cap))  # fmt: skip
+    return common.model(
+        family,
+        values,
+        layers,
+        weights=WEIGHTS,
+        zero_centered_norm=True,
+        embedding_scale=values["hidden_size"] ** 0.5,
+        logit_softcap=None if cap is None else _positive("final_logit_softcapping", cap),
+    )
 
 
 def scores(values: Mapping[str, Any]) -> dict[str, float | None]:
     """The fields of `Attention` that say what becomes of scores."""
     cap = values["attn_logit_softcapping"]
-    return {"score_scale": _positive("query_pre_attn_scalar", values["query_pre_attn_scalar"]) ** -0.5,
-            "softcap": None if cap is None else _positive("attn_logit_softcapping", cap)}  # fmt: skip
+    return {
+        "score_scale": _positive("query_pre_attn_scalar", values["query_pre_attn_scalar"]) ** -0.5,
+        "softcap": None if cap is None else _positive("attn_logit_softcapping", cap),
+    }
 
 
 def _positive(name: str, value: float) -> float:

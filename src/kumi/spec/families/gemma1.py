@@ -55,7 +55,9 @@ def _activation(values: Mapping[str, Any]) -> str:
     """Return the activation that transformers uses, whose versions read one key or the other."""
     act = GELU if values["hidden_act"] == "gelu" else values["hidden_act"]
     if values["hidden_activation"] not in (None, act):
-        raise ModelError(f"config.json: hidden_act={values['hidden_act']!r} and hidden_activation="
-                         f"{values['hidden_activation']!r} of a gemma model differ, and versions of transformers read "
-                         f"one or the other; give the same for both")  # fmt: skip
+        raise ModelError(
+            f"config.json: hidden_act={values['hidden_act']!r} and hidden_activation="
+            f"{values['hidden_activation']!r} of a gemma model differ, and versions of transformers read "
+            f"one or the other; give the same for both"
+        )
     return activation("gemma", "hidden_act", act)

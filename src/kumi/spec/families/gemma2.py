@@ -31,11 +31,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     bias, types = values["attention_bias"], values["layer_types"]
     if types is not None:
         types = check_layer_types(values)
-    slides = [not index % 2 if types is None else types[index] == "sliding_attention"
-              for index in range(values["num_hidden_layers"])]  # fmt: skip
+    slides = [
+        not index % 2 if types is None else types[index] == "sliding_attention"
+        for index in range(values["num_hidden_layers"])
+    ]
     windows = [values["sliding_window"] if slide else None for slide in slides]
-    layers = windowed("gemma2", values, windows, gemma.mlp("gemma2", values), qkv_bias=bias, out_bias=bias,
-                      **gemma.scores(values))  # fmt: skip
+    layers = windowed(
+        "gemma2", values, windows, gemma.mlp("gemma2", values), qkv_bias=bias, out_bias=bias, **gemma.scores(values)
+    )
     return gemma.model("gemma2", values, [replace(layer, post_norms=True) for layer in layers])
 
 

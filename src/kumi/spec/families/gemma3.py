@@ -15,8 +15,12 @@ FAMILY = Seeing(
     prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
     # Published configs leave out what is as in the first of the models.
     defaults={
-        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "max_position_embeddings": 131_072,
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
     },
-)  # fmt: skip
+)
 from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf

@@ -30,12 +30,20 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     bias, mlp, ropes = values["attention_bias"], gemma.mlp("gemma3_text", values), _ropes(values)
     layer = {
         kind: LayerSpec(
-            grouped_attention(values, ropes[kind], qkv_bias=bias, out_bias=bias, qk_norm=True, sliding_window=window,
-                              **gemma.scores(values)),
-            mlp, post_norms=True,
+            grouped_attention(
+                values,
+                ropes[kind],
+                qkv_bias=bias,
+                out_bias=bias,
+                qk_norm=True,
+                sliding_window=window,
+                **gemma.scores(values),
+            ),
+            mlp,
+            post_norms=True,
         )
         for kind, window in (("sliding_attention", values["sliding_window"]), ("full_attention", None))
-    }  # fmt: skip
+    }
     return gemma.model("gemma3_text", values, [layer[kind] for kind in _types(values)])
 
 
@@ -55,8 +63,10 @@ def _types(values: Mapping[str, Any]) -> list[str]:
     if values["layer_types"] is not None:
         return check_layer_types(values)
     pattern = values["sliding_window_pattern"] or values["_sliding_window_pattern"] or 6
-    return ["sliding_attention" if (index + 1) % pattern else "full_attention"
-            for index in range(values["num_hidden_layers"])]  # fmt: skip
+    return [
+        "sliding_attention" if (index + 1) % pattern else "full_attention"
+        for index in range(values["num_hidden_layers"])
+    ]
 
 
 def _ropes(values: Mapping[str, Any]) -> dict[str, Rope]:

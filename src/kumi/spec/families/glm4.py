@@ -25,11 +25,13 @@ KEYS = {
     "eos_token_id": Key("integer or list of integers?", [151329, 151336, 151338]),
     "pad_token_id": Key("integer?", 151329),
 }
-WEIGHTS = Weights((
-    Rename("self_attn_post_norm", "post_self_attn_layernorm"),
-    Rename("mlp_post_norm", "post_mlp_layernorm"),
-    Rows(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
-))  # fmt: skip
+WEIGHTS = Weights(
+    (
+        Rename("self_attn_post_norm", "post_self_attn_layernorm"),
+        Rename("mlp_post_norm", "post_mlp_layernorm"),
+        Rows(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
+    )
+)
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:

@@ -48,8 +48,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     check_sizes(values)
     count, first, extra = values["num_hidden_layers"], values["first_k_dense_replace"], _extra(values)
     if not 0 <= first <= count or values["n_shared_experts"] < 1:
-        raise ModelError(f"config.json: first_k_dense_replace={first} must be 0 to num_hidden_layers={count}, and "
-                         f"n_shared_experts={values['n_shared_experts']} 1 or more")  # fmt: skip
+        raise ModelError(
+            f"config.json: first_k_dense_replace={first} must be 0 to num_hidden_layers={count}, and "
+            f"n_shared_experts={values['n_shared_experts']} 1 or more"
+        )
     turned = rope.partial_from_hf("glm4_moe", values, values["partial_rotary_factor"], 0.5)
     attention = grouped_attention(values, turned, qkv_bias=values["attention_bias"], qk_norm=values["use_qk_norm"])
     dense = LayerSpec(attention, MLP(values["intermediate_size"]))
@@ -63,17 +65,27 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     moe, attention = experts.routed(spec), grouped(spec)
     dense = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MLP)]
     width = dense[0].intermediate_size if dense else moe.moe_intermediate_size
-    same = ("moe_intermediate_size", "num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group",
-            "norm_topk_prob")  # fmt: skip
-    return common_to_hf(spec, ARCHITECTURE, width) | {name: getattr(moe, name) for name in same} | {
-        "partial_rotary_factor": 1.0 if attention.rope is None else attention.rope.partial_rotary_factor,
-        "attention_bias": attention.qkv_bias,
-        "use_qk_norm": attention.qk_norm,
-        "n_routed_experts": moe.num_experts,
-        "n_shared_experts": moe.shared_intermediate_size // moe.moe_intermediate_size,
-        "first_k_dense_replace": len(dense),
-        "num_nextn_predict_layers": len(spec.weights.carried),
-    }  # fmt: skip
+    same = (
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+    )
+    return (
+        common_to_hf(spec, ARCHITECTURE, width)
+        | {name: getattr(moe, name) for name in same}
+        | {
+            "partial_rotary_factor": 1.0 if attention.rope is None else attention.rope.partial_rotary_factor,
+            "attention_bias": attention.qkv_bias,
+            "use_qk_norm": attention.qk_norm,
+            "n_routed_experts": moe.num_experts,
+            "n_shared_experts": moe.shared_intermediate_size // moe.moe_intermediate_size,
+            "first_k_dense_replace": len(dense),
+            "num_nextn_predict_layers": len(spec.weights.carried),
+        }
+    )
 
 
 def _extra(values: Mapping[str, Any]) -> int:
@@ -81,22 +93,26 @@ def _extra(values: Mapping[str, Any]) -> int:
     old, new = values["num_nextn_predict_layers"], values["num_mtp_layers"]
     said = {old, new} - {None}
     if len(said) > 1 or min(said, default=0) < 0:
-        raise ModelError(f"config.json: num_nextn_predict_layers={old} and num_mtp_layers={new} of a glm4_moe model; "
-                         f"give one number, 0 or more")  # fmt: skip
+        raise ModelError(
+            f"config.json: num_nextn_predict_layers={old} and num_mtp_layers={new} of a glm4_moe model; "
+            f"give one number, 0 or more"
+        )
     return int(max(said, default=0))
 
 
 def _experts(values: Mapping[str, Any]) -> MoE:
     width = values["moe_intermediate_size"]
-    return experts.check_experts(MoE(
-        num_experts=values["n_routed_experts"],
-        num_experts_per_tok=values["num_experts_per_tok"],
-        moe_intermediate_size=width,
-        shared_intermediate_size=width * values["n_shared_experts"],
-        scoring_func="sigmoid",
-        n_group=values["n_group"],
-        topk_group=values["topk_group"],
-        norm_topk_prob=values["norm_topk_prob"],
-        routed_scaling_factor=float(values["routed_scaling_factor"]),
-        topk_method="noaux_tc",
-    ))  # fmt: skip
+    return experts.check_experts(
+        MoE(
+            num_experts=values["n_routed_experts"],
+            num_experts_per_tok=values["num_experts_per_tok"],
+            moe_intermediate_size=width,
+            shared_intermediate_size=width * values["n_shared_experts"],
+            scoring_func="sigmoid",
+            n_group=values["n_group"],
+            topk_group=values["topk_group"],
+            norm_topk_prob=values["norm_topk_prob"],
+            routed_scaling_factor=float(values["routed_scaling_factor"]),
+            topk_method="noaux_tc",
+        )
+    )

@@ -47,12 +47,14 @@ WEIGHTS = Weights(
         Rename("post_attention_layernorm", "ln_2"),
     ),
     prefixes=(
-        ("model.layers.", "transformer.h."), ("model.embed_tokens.", "transformer.wte."),
-        ("model.embed_positions.", "transformer.wpe."), ("model.norm.", "transformer.ln_f."),
+        ("model.layers.", "transformer.h."),
+        ("model.embed_tokens.", "transformer.wte."),
+        ("model.embed_positions.", "transformer.wpe."),
+        ("model.norm.", "transformer.ln_f."),
     ),
     base="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
-)  # fmt: skip
+)
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -62,15 +64,25 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     neutral("gpt2", values, reorder_and_upcast_attn=False)
     hidden, heads = values["n_embd"], values["n_head"]
     same = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads}
-    attention = grouped_attention(same, None, qkv_bias=True, out_bias=True, **({} if values["scale_attn_weights"] else
-                                                                               {"score_scale": 1.0}))  # fmt: skip
+    attention = grouped_attention(
+        same, None, qkv_bias=True, out_bias=True, **({} if values["scale_attn_weights"] else {"score_scale": 1.0})
+    )
     act = activation("gpt2", "activation_function", values["activation_function"])
     layer = LayerSpec(attention, MLP(values["n_inner"] or 4 * hidden, True, act, gated=False))
-    layers = [_scaled(layer, index + 1) if values["scale_attn_by_inverse_layer_idx"] else layer
-              for index in range(values["n_layer"])]  # fmt: skip
-    return model("gpt2", values | same, layers, norm="layernorm", weights=WEIGHTS,
-                 norm_eps=float(values["layer_norm_epsilon"]), max_position_embeddings=values["n_positions"],
-                 learned_positions=values["n_positions"])  # fmt: skip
+    layers = [
+        _scaled(layer, index + 1) if values["scale_attn_by_inverse_layer_idx"] else layer
+        for index in range(values["n_layer"])
+    ]
+    return model(
+        "gpt2",
+        values | same,
+        layers,
+        norm="layernorm",
+        weights=WEIGHTS,
+        norm_eps=float(values["layer_norm_epsilon"]),
+        max_position_embeddings=values["n_positions"],
+        learned_positions=values["n_positions"],
+    )
 
 
 def _scaled(layer: LayerSpec, number: int) -> LayerSpec:

@@ -35,12 +35,14 @@ WEIGHTS = Weights(
         Rename("mlp.down_proj", "mlp.dense_4h_to_h"),
     ),
     prefixes=(
-        ("model.layers.", "gpt_neox.layers."), ("model.embed_tokens.", "gpt_neox.embed_in."),
-        ("model.norm.", "gpt_neox.final_layer_norm."), ("lm_head.", "embed_out."),
+        ("model.layers.", "gpt_neox.layers."),
+        ("model.embed_tokens.", "gpt_neox.embed_in."),
+        ("model.norm.", "gpt_neox.final_layer_norm."),
+        ("lm_head.", "embed_out."),
     ),
     base="gpt_neox.",
     ignored=(".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
-)  # fmt: skip
+)
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -55,8 +57,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     act = activation("gpt_neox", "hidden_act", values["hidden_act"])
     mlp = MLP(values["intermediate_size"], True, act, gated=False)
     layer = LayerSpec(attention, mlp, parallel=values["use_parallel_residual"])
-    return model("gpt_neox", values, [layer] * values["num_hidden_layers"], norm="layernorm", weights=WEIGHTS,
-                 norm_eps=float(values["layer_norm_eps"]))  # fmt: skip
+    return model(
+        "gpt_neox",
+        values,
+        [layer] * values["num_hidden_layers"],
+        norm="layernorm",
+        weights=WEIGHTS,
+        norm_eps=float(values["layer_norm_eps"]),
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:

@@ -33,18 +33,26 @@ KEYS = {
     "swiglu_alpha": Key("number", 1.702),
 }
 
-WEIGHTS = Weights((
-    Rename("mlp.gate", "mlp.router"),
-    Pairs("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj"),
-    Pairs("mlp.experts.gate_up_proj_bias", "mlp.experts.gate_up_proj_bias"),
-    Rename("mlp.experts.down_proj", "mlp.experts.down_proj", transposed=True),
-))  # fmt: skip
+WEIGHTS = Weights(
+    (
+        Rename("mlp.gate", "mlp.router"),
+        Pairs("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj"),
+        Pairs("mlp.experts.gate_up_proj_bias", "mlp.experts.gate_up_proj_bias"),
+        Rename("mlp.experts.down_proj", "mlp.experts.down_proj", transposed=True),
+    )
+)
 
 
 # What transformers assumes where a config says nothing, or null.
 DEFAULT_THETA = 150_000.0
-DEFAULT_SCALING = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                   "original_max_position_embeddings": 4096}  # fmt: skip
+DEFAULT_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -58,8 +66,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
             raise ModelError(f"config.json: {name}={values[name]} of a gpt_oss model must be above 0; correct it")
     # Softmax over the chosen experts' scores is softmax over all of them, divided by its sum over the chosen. The
     # weight that configs give the auxiliary loss is not taken over: 0.9 would count for more than the loss itself.
-    moe = MoE(count("gpt_oss", values), values["num_experts_per_tok"], values["intermediate_size"], bias=True,
-              act_limit=float(values["swiglu_limit"]), act_alpha=float(values["swiglu_alpha"]))  # fmt: skip
+    moe = MoE(
+        count("gpt_oss", values),
+        values["num_experts_per_tok"],
+        values["intermediate_size"],
+        bias=True,
+        act_limit=float(values["swiglu_limit"]),
+        act_alpha=float(values["swiglu_alpha"]),
+    )
     bias = values["attention_bias"]
     layers = windowed("gpt_oss", values, _windows(values), check_experts(moe), qkv_bias=bias, out_bias=bias, sinks=True)
     return model("gpt_oss", values, layers, weights=WEIGHTS)

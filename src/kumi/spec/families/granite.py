@@ -35,11 +35,17 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
             raise ModelError(f"config.json: {name}={values[name]} of a granite model must be above 0; correct it")
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
     mlp = MLP(values["intermediate_size"], values["mlp_bias"])
-    layers = windowed("granite", values, windows, mlp, qkv_bias=bias, out_bias=bias,
-                      score_scale=float(values["attention_multiplier"]))  # fmt: skip
-    return model("granite", values, layers, embedding_scale=float(values["embedding_multiplier"]),
-                 residual_scale=float(values["residual_multiplier"]),
-                 logit_scale=1 / values["logits_scaling"])  # fmt: skip
+    layers = windowed(
+        "granite", values, windows, mlp, qkv_bias=bias, out_bias=bias, score_scale=float(values["attention_multiplier"])
+    )
+    return model(
+        "granite",
+        values,
+        layers,
+        embedding_scale=float(values["embedding_multiplier"]),
+        residual_scale=float(values["residual_multiplier"]),
+        logit_scale=1 / values["logits_scaling"],
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:

@@ -73,12 +73,20 @@ ROUTER_LOSS = {
 # How much of what is dropped in training. That is the trainer's choice, and this one drops nothing.
 DROPOUT = dict.fromkeys(
     (
-        "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
-        "embedding_dropout", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "residual_dropout",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "attn_pdrop",
+        "classifier_dropout",
+        "embd_pdrop",
+        "embedding_dropout",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "resid_pdrop",
+        "residual_dropout",
         "summary_first_dropout",
     ),
     Key("number?", None),
-)  # fmt: skip
+)
 
 # Activation functions, as Hugging Face calls them.
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
@@ -140,8 +148,9 @@ def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dic
     missing = [repr(name) for name, key in keys.items() if name not in config and key.default is REQUIRED]
     if missing:
         are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
-        raise ModelError(f"config.json: {', '.join(missing)} {are} missing; a {family} model cannot be built without "
-                         f"{them}")  # fmt: skip
+        raise ModelError(
+            f"config.json: {', '.join(missing)} {are} missing; a {family} model cannot be built without {them}"
+        )
     return {name: config.get(name, key.default) for name, key in keys.items()}
 
 
@@ -155,8 +164,9 @@ def check_types(family: str, config: Mapping[str, Any], keys: Mapping[str, Key])
 def activation(family: str, name: str, value: str) -> str:
     """`value` of the key `name`, when it is an activation function whose cost is known."""
     if value not in ACTIVATIONS:
-        raise ModelError(f"config.json: {name}={value!r} of a {family} model is not supported; kumi knows "
-                         f"{', '.join(ACTIVATIONS)}")  # fmt: skip
+        raise ModelError(
+            f"config.json: {name}={value!r} of a {family} model is not supported; kumi knows {', '.join(ACTIVATIONS)}"
+        )
     return value
 
 
@@ -171,8 +181,10 @@ def neutral(family: str, values: Mapping[str, Any], **allowed: Any) -> None:
     """Nothing, when each of `allowed` has that value in `values`; ModelError for one that changes what is computed."""
     for name, value in allowed.items():
         if values[name] != value:
-            raise ModelError(f"config.json: {name}={values[name]!r} of a {family} model is not supported, only "
-                             f"{value!r}; kumi would plan for something else than this model")  # fmt: skip
+            raise ModelError(
+                f"config.json: {name}={values[name]!r} of a {family} model is not supported, only "
+                f"{value!r}; kumi would plan for something else than this model"
+            )
 
 
 def unread(family: str, values: Mapping[str, Any], **meant: Any) -> None:
@@ -180,8 +192,10 @@ def unread(family: str, values: Mapping[str, Any], **meant: Any) -> None:
     `values`, null, or says what the model is."""
     for name, value in meant.items():
         if values[name] not in (None, value):
-            raise ModelError(f"config.json: {name}={values[name]!r} of a {family} model contradicts the rest, which "
-                             f"makes it {value!r}; no program reads it: remove it, or correct the rest")  # fmt: skip
+            raise ModelError(
+                f"config.json: {name}={values[name]!r} of a {family} model contradicts the rest, which "
+                f"makes it {value!r}; no program reads it: remove it, or correct the rest"
+            )
 
 
 def _check_kind(family: str, name: str, value: Any, kind: str) -> None:
@@ -207,8 +221,10 @@ def _check_neutral(family: str, name: str, value: Any) -> None:
     allowed = NEUTRAL[name]
     if not any(value == option and (type(value) is not bool or type(option) is bool) for option in allowed):
         says = " or ".join("null" if option is None else repr(option) for option in allowed)
-        raise ModelError(f"config.json: {name}={brief(value)} of a {family} model is not supported, only {says}; "
-                         f"kumi would compute something else than this model")  # fmt: skip
+        raise ModelError(
+            f"config.json: {name}={brief(value)} of a {family} model is not supported, only {says}; "
+            f"kumi would compute something else than this model"
+        )
 
 
 def _unknown(family: str, name: str, value: Any, keys: Mapping[str, Key]) -> str:

@@ -51,13 +51,22 @@ def build(family: str, values: Mapping[str, Any], *, scoring: str, interleave: b
     _check_counts(values)
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if kv_heads not in (heads, None):
-        raise ModelError(f"config.json: num_key_value_heads={kv_heads} of a {family} model must be "
-                         f"num_attention_heads={heads}: latent attention makes keys for every head")  # fmt: skip
+        raise ModelError(
+            f"config.json: num_key_value_heads={kv_heads} of a {family} model must be "
+            f"num_attention_heads={heads}: latent attention makes keys for every head"
+        )
     attention = LatentAttention(
-        heads, values["q_lora_rank"], values["kv_lora_rank"], values["qk_nope_head_dim"], values["qk_rope_head_dim"],
-        values["v_head_dim"], rope.from_hf(family, values), values["attention_bias"], interleave,
+        heads,
+        values["q_lora_rank"],
+        values["kv_lora_rank"],
+        values["qk_nope_head_dim"],
+        values["qk_rope_head_dim"],
+        values["v_head_dim"],
+        rope.from_hf(family, values),
+        values["attention_bias"],
+        interleave,
         rope.mscale_all_dim(values),
-    )  # fmt: skip
+    )
     dense = LayerSpec(attention, MLP(values["intermediate_size"]))
     routed = LayerSpec(attention, check_experts(_experts(family, values, scoring)))
     first = values["first_k_dense_replace"]
@@ -72,33 +81,47 @@ def _check_counts(values: Mapping[str, Any]) -> None:
     if not 0 <= first <= layers:
         raise ModelError(f"config.json: first_k_dense_replace={first} must be 0 to num_hidden_layers={layers}")
     if values["qk_rope_head_dim"] % 2:
-        raise ModelError(f"config.json: qk_rope_head_dim={values['qk_rope_head_dim']} is odd; rotary embeddings turn "
-                         f"pairs")  # fmt: skip
+        raise ModelError(
+            f"config.json: qk_rope_head_dim={values['qk_rope_head_dim']} is odd; rotary embeddings turn pairs"
+        )
 
 
 def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     """The keys that both versions write; without dense layers, their width is that of an expert."""
     moe, attention = experts.routed(spec), spec.layers[0].attention
     if not isinstance(attention, LatentAttention):
-        raise ModelError(f"a {spec.family} config.json has no words for {type(attention).__name__}; "
-                         f"use LatentAttention")  # fmt: skip
+        raise ModelError(
+            f"a {spec.family} config.json has no words for {type(attention).__name__}; use LatentAttention"
+        )
     dense = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MLP)]
     written = common_to_hf(spec, architecture, dense[0].intermediate_size if dense else moe.moe_intermediate_size)
     if attention.mscale_all_dim:
         written["rope_scaling"] |= rope.mscales_to_hf(attention)
     same = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    routing = ("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group", "norm_topk_prob",
-               "routed_scaling_factor", "scoring_func", "topk_method")  # fmt: skip
-    return written | {name: getattr(attention, name) for name in same} | {
-        **{name: getattr(moe, name) for name in routing},
-        "n_routed_experts": moe.num_experts,
-        "n_shared_experts": moe.shared_intermediate_size // moe.moe_intermediate_size,
-        "first_k_dense_replace": len(dense),
-        "moe_layer_freq": 1,
-        "attention_bias": attention.bias,
-        "aux_loss_alpha": moe.router_aux_loss_coef,
-        "seq_aux": True,
-    }  # fmt: skip
+    routing = (
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_method",
+    )
+    return (
+        written
+        | {name: getattr(attention, name) for name in same}
+        | {
+            **{name: getattr(moe, name) for name in routing},
+            "n_routed_experts": moe.num_experts,
+            "n_shared_experts": moe.shared_intermediate_size // moe.moe_intermediate_size,
+            "first_k_dense_replace": len(dense),
+            "moe_layer_freq": 1,
+            "attention_bias": attention.bias,
+            "aux_loss_alpha": moe.router_aux_loss_coef,
+            "seq_aux": True,
+        }
+    )
 
 
 def _experts(family: str, values: Mapping[str, Any], scoring: str) -> MoE:

@@ -29,8 +29,10 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
         return [window] * values["num_hidden_layers"]
     slides = [kind == "sliding_attention" for kind in check_layer_types(values)]
     if window is None and any(slides):
-        raise ModelError("config.json: layer_types of a ministral model has sliding_attention, but sliding_window is "
-                         "null; give a window, or make every layer full_attention")  # fmt: skip
+        raise ModelError(
+            "config.json: layer_types of a ministral model has sliding_attention, but sliding_window is "
+            "null; give a window, or make every layer full_attention"
+        )
     return [window if slide else None for slide in slides]
 
 

@@ -28,9 +28,16 @@ KEYS = {
 GROWTH = "llama_4_scaling_beta"
 # What transformers assumes where a config says nothing.
 DEFAULT_ROPE = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, GROWTH: 0.1,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    GROWTH: 0.1,
+}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -60,7 +67,9 @@ def _rope(values: Mapping[str, Any]) -> Rope:
         table.pop("max_position_embeddings", None)
     found = rope.from_hf("ministral3", {**values, **tables})
     if found.scaling != "yarn" or len(said) != 1 or min(said) < 0:
-        raise ModelError(f"config.json: rope_parameters={values['rope_parameters']!r} and rope_scaling="
-                         f"{values['rope_scaling']!r} of a ministral3 model must be YaRN's, with one {GROWTH} of 0 or "
-                         f"more")  # fmt: skip
+        raise ModelError(
+            f"config.json: rope_parameters={values['rope_parameters']!r} and rope_scaling="
+            f"{values['rope_scaling']!r} of a ministral3 model must be YaRN's, with one {GROWTH} of 0 or "
+            f"more"
+        )
     return replace(found, query_growth=said.pop())

@@ -31,8 +31,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     if values["layer_types"] is not None:
         kind = "full_attention" if window is None else "sliding_attention"
         if any(found != kind for found in check_layer_types(values)):
-            raise ModelError(f"config.json: layer_types contradicts sliding_window={window}, which makes every layer "
-                             f"of a mistral model {kind!r}; remove layer_types")  # fmt: skip
+            raise ModelError(
+                f"config.json: layer_types contradicts sliding_window={window}, which makes every layer "
+                f"of a mistral model {kind!r}; remove layer_types"
+            )
     return build("mistral", values, windows=[window] * layers)
 
 

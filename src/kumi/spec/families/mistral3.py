@@ -10,9 +10,16 @@ FAMILY = Seeing(
     "mistral3",
     ARCHITECTURE,
     texts={"mistral": mistral, "ministral3": ministral3},
-    kept=("vision_config", "image_token_index", "image_token_id", "projector_hidden_act", "vision_feature_layer",
-          "multimodal_projector_bias", "spatial_merge_size"),
+    kept=(
+        "vision_config",
+        "image_token_index",
+        "image_token_id",
+        "projector_hidden_act",
+        "vision_feature_layer",
+        "multimodal_projector_bias",
+        "spatial_merge_size",
+    ),
     beginnings=("vision_tower.", "multi_modal_projector."),
     prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
-)  # fmt: skip
+)
 from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf

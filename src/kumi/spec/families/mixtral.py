@@ -28,20 +28,28 @@ KEYS = {
 }
 DEFAULT_THETA = 1_000_000.0
 
-WEIGHTS = Weights((
-    Rename("mlp.gate", "block_sparse_moe.gate"),
-    Stack("mlp.experts.gate_up_proj",
-          ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight")),
-    Stack("mlp.experts.down_proj", ("block_sparse_moe.experts.{}.w2.weight",)),
-))  # fmt: skip
+WEIGHTS = Weights(
+    (
+        Rename("mlp.gate", "block_sparse_moe.gate"),
+        Stack(
+            "mlp.experts.gate_up_proj",
+            ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
+        ),
+        Stack("mlp.experts.down_proj", ("block_sparse_moe.experts.{}.w2.weight",)),
+    )
+)
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "mixtral" describes."""
     values = rope.with_base(read("mixtral", config, KEYS), DEFAULT_THETA)
     check_sizes(values)
-    moe = MoE(values["num_local_experts"], values["num_experts_per_tok"], values["intermediate_size"],
-              router_aux_loss_coef=aux_loss_coef("mixtral", values, "router_aux_loss_coef", 0.001))  # fmt: skip
+    moe = MoE(
+        values["num_local_experts"],
+        values["num_experts_per_tok"],
+        values["intermediate_size"],
+        router_aux_loss_coef=aux_loss_coef("mixtral", values, "router_aux_loss_coef", 0.001),
+    )
     windows = [values["sliding_window"]] * values["num_hidden_layers"]
     return model("mixtral", values, windowed("mixtral", values, windows, check_experts(moe)), weights=WEIGHTS)
 

@@ -17,18 +17,18 @@ CLASSIFIER = "its head classifies, and kumi trains models that predict the next 
 # Architectures of well-known models, by the word in model_type.
 _KINDS = {
     ENCODER: "albert bert camembert deberta deberta-v2 distilbert electra longformer modernbert mpnet nomic_bert "
-             "roberta xlm-roberta",
+    "roberta xlm-roberta",
     TRANSLATOR: "bart m2m_100 marian mbart mt5 pegasus speech_to_text t5 t5gemma umt5 whisper",
     SENSES: "chameleon clip gemma3n gemma4 glm4v glm4v_moe idefics3 internvl kimi_k25 llama4 llava llava_next mllama "
-            "paligemma phi3_v phi4mm pixtral qwen2_audio qwen2_vl qwen2_5_omni qwen3_5 qwen3_omni_moe qwen3_vl_moe "
-            "siglip vit",
+    "paligemma phi3_v phi4mm pixtral qwen2_audio qwen2_vl qwen2_5_omni qwen3_5 qwen3_omni_moe qwen3_vl_moe "
+    "siglip vit",
     RECURRENT: "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 mamba mamba2 qwen3_next rwkv "
-               "xlstm zamba zamba2",
-}  # fmt: skip
+    "xlstm zamba zamba2",
+}
 # Decoders that are easily taken for a family that kumi knows, and by what they differ from it.
 _DIFFERS = {
     "cohere": "unlike those of cohere2 all its layers rotate and none has a window, and some of its models normalise "
-              "queries and keys",
+    "queries and keys",
     "chatglm": "its code comes with its files, and unlike glm4 it has no norms after attention and MLP",
     "deepseek_v32": "unlike deepseek_v3 it attends to chosen positions only",
     "glm": "unlike glm4 it has no norms after attention and MLP",
@@ -43,7 +43,7 @@ _DIFFERS = {
     "phimoe": "unlike phi3 it has experts, chosen in a way of their own",
     "qwen": "its code comes with its files, and its names differ from qwen2's",
     "stablelm": "unlike llama it has layer norms, and turns a part of every head",
-}  # fmt: skip
+}
 _HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 

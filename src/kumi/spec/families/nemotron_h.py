@@ -21,11 +21,24 @@ ARCHITECTURE = "NemotronHForCausalLM"
 # What transformers calls the kinds of layers now and did before, and their letters in a pattern.
 KINDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 # What a mixer's and a layer's fields are called.
-MIXER = {"mamba_num_heads": "num_heads", "mamba_head_dim": "head_dim", "ssm_state_size": "state_size",
-         "n_groups": "n_groups", "conv_kernel": "conv_kernel", "chunk_size": "chunk_size",
-         "use_conv_bias": "conv_bias", "use_bias": "bias"}  # fmt: skip
-ROUTED = ("num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor", "n_group", "topk_group",
-          "norm_topk_prob")  # fmt: skip
+MIXER = {
+    "mamba_num_heads": "num_heads",
+    "mamba_head_dim": "head_dim",
+    "ssm_state_size": "state_size",
+    "n_groups": "n_groups",
+    "conv_kernel": "conv_kernel",
+    "chunk_size": "chunk_size",
+    "use_conv_bias": "conv_bias",
+    "use_bias": "bias",
+}
+ROUTED = (
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+)
 KEYS = {
     **ROUTER_LOSS,
     "vocab_size": Key("integer"),
@@ -74,14 +87,15 @@ KEYS = {
     # What no model computes: how it starts and is run, and words of other families.
     **dict.fromkeys(("time_step_max", "time_step_floor", "rms_norm_eps", "norm_eps", "rope_theta"), Key("number", 0)),
     **dict.fromkeys(("expand", "time_step_rank", "num_logits_to_keep"), Key("integer?", None)),
-    **dict.fromkeys(("rescale_prenorm_residual", "use_mamba_kernels", "moe_shared_expert_overlap"),
-                    Key("true or false", True)),
+    **dict.fromkeys(
+        ("rescale_prenorm_residual", "use_mamba_kernels", "moe_shared_expert_overlap"), Key("true or false", True)
+    ),
     **dict.fromkeys(("time_step_limit", "mtp_layers_block_type"), Key("list?", None)),
     **dict.fromkeys(("mamba_ssm_cache_dtype", "mtp_hybrid_override_pattern"), Key("text?", None)),
     "residual_in_fp32": Key("true or false", False),
     "hidden_dropout": Key("number", 0.0),
     "auto_map": Key("table?", None),
-}  # fmt: skip
+}
 WEIGHTS = Weights(
     (
         Rename("input_layernorm", "norm"),
@@ -92,25 +106,40 @@ WEIGHTS = Weights(
         Stack("mlp.experts.down_proj", ("mixer.experts.{}.down_proj.weight",)),
         *(Rename(part, "mixer") for part in ("mamba", "self_attn", "mlp")),
     ),
-    prefixes=(("model.embed_tokens.", "backbone.embeddings."), ("model.norm.", "backbone.norm_f."),
-              ("model.layers.", "backbone.layers.")),
+    prefixes=(
+        ("model.embed_tokens.", "backbone.embeddings."),
+        ("model.norm.", "backbone.norm_f."),
+        ("model.layers.", "backbone.layers."),
+    ),
     base="backbone.",
-)  # fmt: skip
+)
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "nemotron_h" describes."""
     values = read("nemotron_h", config, KEYS)
     check_sizes(values)
-    neutral("nemotron_h", values, sliding_window=None, attention_bias=False, mamba_hidden_act="silu",
-            mamba_proj_bias=False, residual_in_fp32=False, hidden_dropout=0)  # fmt: skip
+    neutral(
+        "nemotron_h",
+        values,
+        sliding_window=None,
+        attention_bias=False,
+        mamba_hidden_act="silu",
+        mamba_proj_bias=False,
+        residual_in_fp32=False,
+        hidden_dropout=0,
+    )
     if values["attention_head_dim"] not in (values["head_dim"], None):
-        raise ModelError(f"config.json: attention_head_dim={values['attention_head_dim']} and head_dim="
-                         f"{values['head_dim']} of a nemotron_h model; give one of them")  # fmt: skip
+        raise ModelError(
+            f"config.json: attention_head_dim={values['attention_head_dim']} and head_dim="
+            f"{values['head_dim']} of a nemotron_h model; give one of them"
+        )
     if values["num_nextn_predict_layers"]:
-        raise ModelError(f"config.json: num_nextn_predict_layers={values['num_nextn_predict_layers']} of a nemotron_h "
-                         f"model is not supported: kumi has no layers for multi-token prediction in it; set 0 to leave "
-                         f"them out")  # fmt: skip
+        raise ModelError(
+            f"config.json: num_nextn_predict_layers={values['num_nextn_predict_layers']} of a nemotron_h "
+            f"model is not supported: kumi has no layers for multi-token prediction in it; set 0 to leave "
+            f"them out"
+        )
     pattern = _pattern(values)
     bias, act = values["mlp_bias"], activation("nemotron_h", "mlp_hidden_act", values["mlp_hidden_act"])
     made = {
@@ -120,8 +149,13 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         "E": lambda: LayerSpec(None, _experts(values, act)),
     }
     layers = {letter: made[letter]() for letter in set(pattern)}
-    return model("nemotron_h", values, [layers[letter] for letter in pattern],
-                 norm_eps=float(values["layer_norm_epsilon"]), weights=WEIGHTS)  # fmt: skip
+    return model(
+        "nemotron_h",
+        values,
+        [layers[letter] for letter in pattern],
+        norm_eps=float(values["layer_norm_epsilon"]),
+        weights=WEIGHTS,
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
@@ -136,8 +170,15 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "use_cache": True,
     }
-    same = ("vocab_size", "hidden_size", "max_position_embeddings", "initializer_range", "tie_word_embeddings",
-            "bos_token_id", "pad_token_id")  # fmt: skip
+    same = (
+        "vocab_size",
+        "hidden_size",
+        "max_position_embeddings",
+        "initializer_range",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "pad_token_id",
+    )
     written |= {name: getattr(spec, name) for name in same}
     for layer in kinds:
         written |= _part(layer.attention) | _part(layer.mlp)
@@ -146,16 +187,21 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 def _pattern(values: Mapping[str, Any]) -> str:
     """The letter of every layer, of whichever of the two spellings is there; transformers reads the list first."""
-    pattern, kinds, count = (values[name] for name in ("hybrid_override_pattern", "layers_block_type",
-                                                       "num_hidden_layers"))  # fmt: skip
+    pattern, kinds, count = (
+        values[name] for name in ("hybrid_override_pattern", "layers_block_type", "num_hidden_layers")
+    )
     found = pattern if kinds is None else "".join(KINDS.get(str(kind), "?") for kind in kinds)
     if not found or set(found) - set(KINDS.values()):
-        raise ModelError(f"config.json: hybrid_override_pattern={pattern!r} and layers_block_type={kinds!r} of a "
-                         f"nemotron_h model; give one of them, of the letters M, *, - and E, or of the words "
-                         f"{', '.join(KINDS)}")  # fmt: skip
+        raise ModelError(
+            f"config.json: hybrid_override_pattern={pattern!r} and layers_block_type={kinds!r} of a "
+            f"nemotron_h model; give one of them, of the letters M, *, - and E, or of the words "
+            f"{', '.join(KINDS)}"
+        )
     if count not in (len(found), None):
-        raise ModelError(f"config.json: num_hidden_layers={count}, but the kinds of {len(found)} layers are given; "
-                         f"correct one of them")  # fmt: skip
+        raise ModelError(
+            f"config.json: num_hidden_layers={count}, but the kinds of {len(found)} layers are given; "
+            f"correct one of them"
+        )
     return str(found)
 
 
@@ -169,16 +215,18 @@ def _mamba(values: Mapping[str, Any]) -> Mamba:
 
 def _experts(values: Mapping[str, Any], act: str) -> MoE:
     neutral("nemotron_h", values, moe_latent_size=None, n_shared_experts=1, mlp_bias=False)
-    return experts.check_experts(MoE(
-        values["n_routed_experts"],
-        shared_intermediate_size=values["moe_shared_expert_intermediate_size"],
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        hidden_act=act,
-        gated=False,
-        router_aux_loss_coef=experts.aux_loss_coef("nemotron_h", values, "router_aux_loss_coef", 0.0),
-        **{name: values[name] for name in ROUTED},
-    ))  # fmt: skip
+    return experts.check_experts(
+        MoE(
+            values["n_routed_experts"],
+            shared_intermediate_size=values["moe_shared_expert_intermediate_size"],
+            scoring_func="sigmoid",
+            topk_method="noaux_tc",
+            hidden_act=act,
+            gated=False,
+            router_aux_loss_coef=experts.aux_loss_coef("nemotron_h", values, "router_aux_loss_coef", 0.0),
+            **{name: values[name] for name in ROUTED},
+        )
+    )
 
 
 def _letter(layer: LayerSpec) -> str:

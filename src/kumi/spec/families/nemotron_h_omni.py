@@ -10,13 +10,23 @@ FAMILY = Seeing(
     "nemotron_h_omni",
     ARCHITECTURE,
     texts={"nemotron_h": nemotron_h},
-    kept=("vision_config", "audio_config", "force_image_size", "downsample_ratio", "projector_hidden_size",
-          "vision_hidden_size", "video_pruning_rate", "video_temporal_patch_size", "image_token_id", "video_token_id",
-          "audio_token_id"),
+    kept=(
+        "vision_config",
+        "audio_config",
+        "force_image_size",
+        "downsample_ratio",
+        "projector_hidden_size",
+        "vision_hidden_size",
+        "video_pruning_rate",
+        "video_temporal_patch_size",
+        "image_token_id",
+        "video_token_id",
+        "audio_token_id",
+    ),
     beginnings=("vision_model.", "mlp1.", "sound_encoder.", "sound_projection."),
     prefixes=(
         *((native, f"language_model.{stored}") for native, stored in nemotron_h.WEIGHTS.prefixes),
         ("lm_head.", "language_model.lm_head."),
     ),
-)  # fmt: skip
+)
 from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf

@@ -22,10 +22,9 @@ KEYS = {
     "pad_token_id": Key("integer?", 1),
     "eos_token_id": Key("integer or list of integers?", 50279),
 }
-WEIGHTS = Weights((
-    Rename("self_attn_post_norm", "post_attention_layernorm"),
-    Rename("mlp_post_norm", "post_feedforward_layernorm"),
-))  # fmt: skip
+WEIGHTS = Weights(
+    (Rename("self_attn_post_norm", "post_attention_layernorm"), Rename("mlp_post_norm", "post_feedforward_layernorm"))
+)
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -33,8 +32,16 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     values = read("olmo2", config, KEYS)
     check_sizes(values)
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
-    layers = windowed("olmo2", values, windows, MLP(values["intermediate_size"]), qkv_bias=bias, out_bias=bias,
-                      qk_norm=True, qk_norm_whole=True)  # fmt: skip
+    layers = windowed(
+        "olmo2",
+        values,
+        windows,
+        MLP(values["intermediate_size"]),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        qk_norm_whole=True,
+    )
     layers = [replace(layers[0], pre_norms=False, post_norms=True)] * len(layers)
     return model("olmo2", values, layers, weights=WEIGHTS)
 

@@ -16,11 +16,7 @@ ARCHITECTURE = "Olmo3ForCausalLM"
 KINDS = ("sliding_attention", "full_attention")
 # What transformers 5 takes for layers with a window where a config has one base for all layers.
 DEFAULT_THETA = 500_000.0
-KEYS = {
-    **olmo2.KEYS,
-    "sliding_window": Key("integer", 4096),
-    "layer_types": Key("list?", None),
-}
+KEYS = {**olmo2.KEYS, "sliding_window": Key("integer", 4096), "layer_types": Key("list?", None)}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -31,12 +27,21 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     width = {"sliding_attention": values["sliding_window"], "full_attention": None}
     layer = {
         kind: LayerSpec(
-            grouped_attention(values, turned, qkv_bias=bias, out_bias=bias, qk_norm=True, qk_norm_whole=True,
-                              sliding_window=width[kind]),
-            mlp, pre_norms=False, post_norms=True,
+            grouped_attention(
+                values,
+                turned,
+                qkv_bias=bias,
+                out_bias=bias,
+                qk_norm=True,
+                qk_norm_whole=True,
+                sliding_window=width[kind],
+            ),
+            mlp,
+            pre_norms=False,
+            post_norms=True,
         )
         for kind, turned in _ropes(values, types).items()
-    }  # fmt: skip
+    }
     return model("olmo3", values, [layer[kind] for kind in types], weights=olmo2.WEIGHTS)
 
 
@@ -79,7 +84,9 @@ def _ropes(values: Mapping[str, Any], types: list[str]) -> dict[str, Rope]:
     values = rope.with_base(values, DEFAULT_THETA)
     whole = rope.from_hf("olmo3", values)
     if whole.rope_theta != DEFAULT_THETA and "sliding_attention" in types:
-        raise ModelError(f"config.json: rope_theta={whole.rope_theta:g} of an olmo3 model is that of layers with a "
-                         f"window in transformers 4, and {DEFAULT_THETA:g} in transformers 5; give rope_parameters, "
-                         f"with a table for each of {' and '.join(KINDS)}")  # fmt: skip
+        raise ModelError(
+            f"config.json: rope_theta={whole.rope_theta:g} of an olmo3 model is that of layers with a "
+            f"window in transformers 4, and {DEFAULT_THETA:g} in transformers 5; give rope_parameters, "
+            f"with a table for each of {' and '.join(KINDS)}"
+        )
     return {"sliding_attention": Rope(whole.rope_theta), "full_attention": whole}

@@ -34,12 +34,24 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     values = read("olmoe", config, KEYS)
     check_sizes(values)
     neutral("olmoe", values, clip_qkv=None)
-    moe = MoE(experts.count("olmoe", values), values["num_experts_per_tok"], values["intermediate_size"],
-              norm_topk_prob=values["norm_topk_prob"],
-              router_aux_loss_coef=experts.aux_loss_coef("olmoe", values, "router_aux_loss_coef", 0.01))  # fmt: skip
+    moe = MoE(
+        experts.count("olmoe", values),
+        values["num_experts_per_tok"],
+        values["intermediate_size"],
+        norm_topk_prob=values["norm_topk_prob"],
+        router_aux_loss_coef=experts.aux_loss_coef("olmoe", values, "router_aux_loss_coef", 0.01),
+    )
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
-    layers = windowed("olmoe", values, windows, experts.check_experts(moe), qkv_bias=bias, out_bias=bias,
-                      qk_norm=True, qk_norm_whole=True)  # fmt: skip
+    layers = windowed(
+        "olmoe",
+        values,
+        windows,
+        experts.check_experts(moe),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        qk_norm_whole=True,
+    )
     return model("olmoe", values, layers, weights=EXPERTS)
 
 

@@ -33,9 +33,7 @@ KEYS = {
     **fixed(FIXED),
 }
 
-WEIGHTS = Weights(
-    (Rows(QKV, "self_attn.qkv_proj"), Rows(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"))
-)  # fmt: skip
+WEIGHTS = Weights((Rows(QKV, "self_attn.qkv_proj"), Rows(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj")))
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -47,8 +45,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     embedding = rope.partial_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
     attention = grouped_attention(values, embedding)
     _check_factors(attention)
-    layer = LayerSpec(replace(attention, sliding_window=values["sliding_window"]),
-                      MLP(values["intermediate_size"]))  # fmt: skip
+    layer = LayerSpec(replace(attention, sliding_window=values["sliding_window"]), MLP(values["intermediate_size"]))
     return model("phi3", values, [layer] * values["num_hidden_layers"], weights=WEIGHTS)
 
 
@@ -62,8 +59,10 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     if turned is not None and turned.scaling == "longrope":
         table = rope.to_hf(turned)["rope_scaling"]
         factors = {name: table[name] for name in ("short_factor", "long_factor")}
-        own |= {"original_max_position_embeddings": turned.original_max_position_embeddings,
-                "rope_scaling": {"type": "longrope", **factors}}  # fmt: skip
+        own |= {
+            "original_max_position_embeddings": turned.original_max_position_embeddings,
+            "rope_scaling": {"type": "longrope", **factors},
+        }
     return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own
 
 
@@ -80,5 +79,7 @@ def _check_factors(attention: Attention) -> None:
         return
     for name, one in (("short_factor", turned.short_factor), ("long_factor", turned.long_factor)):
         if len(one) != pairs:
-            raise ModelError(f"config.json: {name} of a phi3 model has {len(one)} numbers for {pairs} pairs of turned "
-                             f"dimensions; give one for each")  # fmt: skip
+            raise ModelError(
+                f"config.json: {name} of a phi3 model has {len(one)} numbers for {pairs} pairs of turned "
+                f"dimensions; give one for each"
+            )

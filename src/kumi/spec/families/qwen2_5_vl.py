@@ -10,12 +10,18 @@ FAMILY = Seeing(
     "qwen2_5_vl",
     ARCHITECTURE,
     texts={"qwen2_5_vl_text": qwen2},
-    kept=("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-          "vision_token_id"),
+    kept=(
+        "vision_config",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "vision_token_id",
+    ),
     beginnings=("visual.",),
     unsaid=("head_dim",),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 151_643, "eos_token_id": 151_645},
     theta=1_000_000.0,
     either_ties=True,
-)  # fmt: skip
+)
 from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf

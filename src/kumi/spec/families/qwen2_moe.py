@@ -45,8 +45,13 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         norm_topk_prob=values["norm_topk_prob"],
         router_aux_loss_coef=experts.aux_loss_coef("qwen2_moe", values, "router_aux_loss_coef", 0.001),
     )
-    layers = windowed("qwen2_moe", values, [None] * values["num_hidden_layers"], experts.check_experts(moe),
-                      qkv_bias=values["qkv_bias"])  # fmt: skip
+    layers = windowed(
+        "qwen2_moe",
+        values,
+        [None] * values["num_hidden_layers"],
+        experts.check_experts(moe),
+        qkv_bias=values["qkv_bias"],
+    )
     return model("qwen2_moe", values, experts.in_some_layers(values, layers), weights=WEIGHTS)
 
 
@@ -63,6 +68,8 @@ def _without_windows(values: dict[str, Any]) -> dict[str, Any]:
     """Return `values` where no layer has a window; versions of transformers disagree about which layers would."""
     neutral("qwen2_moe", values, use_sliding_window=False)
     if values["layer_types"] is not None and "sliding_attention" in check_layer_types(values):
-        raise ModelError("config.json: layer_types of a qwen2_moe model has sliding_attention, but "
-                         "use_sliding_window=False; make every layer full_attention")  # fmt: skip
+        raise ModelError(
+            "config.json: layer_types of a qwen2_moe model has sliding_attention, but "
+            "use_sliding_window=False; make every layer full_attention"
+        )
     return {**values, "sliding_window": None}

@@ -37,13 +37,17 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     values = read("qwen3_moe", config, KEYS)
     check_sizes(values)
     neutral("qwen3_moe", values, **FIXED)
-    moe = MoE(experts.count("qwen3_moe", values), values["num_experts_per_tok"], values["moe_intermediate_size"],
-              norm_topk_prob=values["norm_topk_prob"],
-              router_aux_loss_coef=experts.aux_loss_coef("qwen3_moe", values, "router_aux_loss_coef", 0.001),
-              )  # fmt: skip
+    moe = MoE(
+        experts.count("qwen3_moe", values),
+        values["num_experts_per_tok"],
+        values["moe_intermediate_size"],
+        norm_topk_prob=values["norm_topk_prob"],
+        router_aux_loss_coef=experts.aux_loss_coef("qwen3_moe", values, "router_aux_loss_coef", 0.001),
+    )
     bias = values["attention_bias"]
-    layers = windowed("qwen3_moe", values, from_values(values), experts.check_experts(moe), qkv_bias=bias,
-                      out_bias=bias, qk_norm=True)  # fmt: skip
+    layers = windowed(
+        "qwen3_moe", values, from_values(values), experts.check_experts(moe), qkv_bias=bias, out_bias=bias, qk_norm=True
+    )
     return model("qwen3_moe", values, experts.in_some_layers(values, layers), weights=EXPERTS)
 
 

@@ -29,12 +29,7 @@ _YARN = {
     # Whether the model was trained with it; no program reads that.
     "finetuned": Key("true or false", True),
 }
-_LLAMA3 = {
-    **_FACTOR,
-    "low_freq_factor": Key("number"),
-    "high_freq_factor": Key("number"),
-    _ORIGINAL: Key("integer"),
-}
+_LLAMA3 = {**_FACTOR, "low_freq_factor": Key("number"), "high_freq_factor": Key("number"), _ORIGINAL: Key("integer")}
 _LONGROPE = {
     "factor": Key("number?", None),
     _ORIGINAL: Key("integer?", None),
@@ -43,8 +38,12 @@ _LONGROPE = {
     "long_factor": Key("list"),
 }
 SCALINGS: dict[str, dict[str, Key]] = {
-    "default": {}, "linear": _FACTOR, "llama3": _LLAMA3, "yarn": _YARN, "longrope": _LONGROPE,
-}  # fmt: skip
+    "default": {},
+    "linear": _FACTOR,
+    "llama3": _LLAMA3,
+    "yarn": _YARN,
+    "longrope": _LONGROPE,
+}
 # Whose readers see to it that there are as many factors as pairs.
 LONGROPE_FAMILIES = ("phi3",)
 # What their first configs called it.
@@ -62,8 +61,10 @@ def from_hf(family: str, values: Mapping[str, Any]) -> Rope:
         return old
     new = _table(family, values["rope_parameters"], theta, limit)
     if (values["rope_scaling"] is not None and new != old) or (theta is not None and new.rope_theta != theta):
-        raise ModelError(f"config.json: rope_parameters={values['rope_parameters']!r} contradicts rope_theta={theta!r} "
-                         f"and rope_scaling={values['rope_scaling']!r}; keep one of them")  # fmt: skip
+        raise ModelError(
+            f"config.json: rope_parameters={values['rope_parameters']!r} contradicts rope_theta={theta!r} "
+            f"and rope_scaling={values['rope_scaling']!r}; keep one of them"
+        )
     return new
 
 
@@ -95,8 +96,10 @@ def partial_from_hf(family: str, values: Mapping[str, Any], share: float | None,
     said = {share} | {table.pop("partial_rotary_factor", None) for table in tables.values() if table}
     shares = [value for value in said if value is not None] or [default]
     if len(shares) > 1 or not isinstance(shares[0], (int, float)) or not 0 < shares[0] <= 1:
-        raise ModelError(f"config.json: the share of each head that a {family} model turns is "
-                         f"{' and '.join(map(repr, shares))}; give one number above 0 and at most 1")  # fmt: skip
+        raise ModelError(
+            f"config.json: the share of each head that a {family} model turns is "
+            f"{' and '.join(map(repr, shares))}; give one number above 0 and at most 1"
+        )
     return replace(from_hf(family, {**values, **tables}), partial_rotary_factor=float(shares[0]))
 
 
@@ -117,8 +120,10 @@ def by_kind(
     base where a table names none."""
     tables = values["rope_parameters"]
     if sorted(tables) != sorted(kinds) or not all(isinstance(table, dict) for table in tables.values()):
-        raise ModelError(f"config.json: rope_parameters of a {family} model has {', '.join(map(repr, tables))}; it "
-                         f"must have a table for each of {' and '.join(kinds)}")  # fmt: skip
+        raise ModelError(
+            f"config.json: rope_parameters of a {family} model has {', '.join(map(repr, tables))}; it "
+            f"must have a table for each of {' and '.join(kinds)}"
+        )
     return {kind: from_hf(family, with_base({**values, "rope_parameters": tables[kind]}, theta)) for kind in kinds}
 
 
@@ -137,12 +142,15 @@ def kind_of(family: str, table: Mapping[str, Any]) -> str:
 def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: int) -> Rope:
     kind = kind_of(family, table)
     if kind == "dynamic":
-        raise ModelError("config.json: rope type 'dynamic' changes with the length of the input, which training cannot "
-                         "follow; up to max_position_embeddings it equals no scaling: remove it")  # fmt: skip
+        raise ModelError(
+            "config.json: rope type 'dynamic' changes with the length of the input, which training cannot "
+            "follow; up to max_position_embeddings it equals no scaling: remove it"
+        )
     known = [one for one in SCALINGS if one != "longrope" or family in LONGROPE_FAMILIES]
     if kind not in known:
-        raise ModelError(f"config.json: rope type {kind!r} of a {family} model is not supported; kumi knows "
-                         f"{', '.join(known)}")  # fmt: skip
+        raise ModelError(
+            f"config.json: rope type {kind!r} of a {family} model is not supported; kumi knows {', '.join(known)}"
+        )
     # partial_rotary_factor may stand in the table, too: `read` accepts its neutral value.
     values = read(f"{family} (rope type {kind})", table, _BASE | SCALINGS[kind])
     _check_positive({**values, "rope_theta": values["rope_theta"] if theta is None else theta})
@@ -152,8 +160,14 @@ def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: in
     if kind == "linear":
         return Rope(base, "linear", float(values["factor"]))
     if kind == "llama3":
-        return Rope(base, "llama3", float(values["factor"]), values[_ORIGINAL],
-                    float(values["low_freq_factor"]), float(values["high_freq_factor"]))  # fmt: skip
+        return Rope(
+            base,
+            "llama3",
+            float(values["factor"]),
+            values[_ORIGINAL],
+            float(values["low_freq_factor"]),
+            float(values["high_freq_factor"]),
+        )
     return (_longrope if kind == "longrope" else _yarn)(base, values, limit)
 
 
@@ -170,8 +184,15 @@ def _longrope(base: float, values: Mapping[str, Any], limit: int) -> Rope:
     attention = values["attention_factor"]
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return Rope(base, "longrope", factor, original, attention_factor=float(attention), short_factor=factors[0],
-                long_factor=factors[1])  # fmt: skip
+    return Rope(
+        base,
+        "longrope",
+        factor,
+        original,
+        attention_factor=float(attention),
+        short_factor=factors[0],
+        long_factor=factors[1],
+    )
 
 
 def _check_positive(values: Mapping[str, Any]) -> None:
@@ -190,9 +211,16 @@ def _yarn(base: float, values: Mapping[str, Any], limit: int) -> Rope:
         attention = _mscale(factor, values["mscale"]) / _mscale(factor, values["mscale_all_dim"])
     elif attention is None:
         attention = _mscale(factor, 1.0)
-    return Rope(base, "yarn", factor, original, beta_fast=float(values["beta_fast"] or 32),
-                beta_slow=float(values["beta_slow"] or 1), attention_factor=float(attention),
-                truncate=values["truncate"])  # fmt: skip
+    return Rope(
+        base,
+        "yarn",
+        factor,
+        original,
+        beta_fast=float(values["beta_fast"] or 32),
+        beta_slow=float(values["beta_slow"] or 1),
+        attention_factor=float(attention),
+        truncate=values["truncate"],
+    )
 
 
 def _mscale(factor: float, weight: float) -> float:

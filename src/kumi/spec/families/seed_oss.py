@@ -29,8 +29,14 @@ KEYS = {
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "seed_oss" describes."""
     values = read("seed_oss", config, KEYS)
-    return build("seed_oss", values, windows=[None] * values["num_hidden_layers"], qkv_bias=values["attention_bias"],
-                 out_bias=values["attention_out_bias"], mlp_bias=values["mlp_bias"])  # fmt: skip
+    return build(
+        "seed_oss",
+        values,
+        windows=[None] * values["num_hidden_layers"],
+        qkv_bias=values["attention_bias"],
+        out_bias=values["attention_out_bias"],
+        mlp_bias=values["mlp_bias"],
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:

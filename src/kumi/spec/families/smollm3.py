@@ -44,8 +44,11 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     check_sizes(values)
     turns, bias, mlp = _turns(values), values["attention_bias"], MLP(values["intermediate_size"], values["mlp_bias"])
     layers = windowed("smollm3", values, _windows(values, turns), mlp, qkv_bias=bias, out_bias=bias)
-    return model("smollm3", values, [layer if turn else _without_positions(layer)
-                                     for layer, turn in zip(layers, turns, strict=True)])  # fmt: skip
+    return model(
+        "smollm3",
+        values,
+        [layer if turn else _without_positions(layer) for layer, turn in zip(layers, turns, strict=True)],
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
@@ -69,8 +72,9 @@ def _turns(values: Mapping[str, Any]) -> list[bool]:
             raise ModelError(f"config.json: no_rope_layer_interval={interval} must be 1 or more")
         return [bool((index + 1) % interval) for index in range(count)]
     if len(said) != count or any(one not in (0, 1) for one in said):
-        raise ModelError(f"config.json: no_rope_layers={said!r} must have a 0 (no positions) or 1 for each of the "
-                         f"{count} layers")  # fmt: skip
+        raise ModelError(
+            f"config.json: no_rope_layers={said!r} must have a 0 (no positions) or 1 for each of the {count} layers"
+        )
     return [bool(one) for one in said]
 
 
@@ -87,7 +91,9 @@ def _windows(values: Mapping[str, Any], turns: list[bool]) -> list[int | None]:
         return [None if turn else window for turn in turns]
     slides = [kind == "sliding_attention" for kind in check_layer_types(values)]
     if window is None and any(slides):
-        raise ModelError(f"config.json: layer_types of a smollm3 model has sliding_attention, but use_sliding_window="
-                         f"{values['use_sliding_window']} and sliding_window={values['sliding_window']}; set both, or "
-                         f"make every layer full_attention")  # fmt: skip
+        raise ModelError(
+            f"config.json: layer_types of a smollm3 model has sliding_attention, but use_sliding_window="
+            f"{values['use_sliding_window']} and sliding_window={values['sliding_window']}; set both, or "
+            f"make every layer full_attention"
+        )
     return [window if slide else None for slide in slides]

@@ -45,8 +45,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     act = activation("starcoder2", "hidden_act", values["hidden_act"])
     mlp = MLP(values["intermediate_size"], bias, act, gated=False)
     layers = windowed("starcoder2", values, windows, mlp, qkv_bias=bias, out_bias=bias)
-    return model("starcoder2", values, layers, norm="layernorm", norm_eps=float(values["norm_epsilon"]),
-                 weights=WEIGHTS)  # fmt: skip
+    return model(
+        "starcoder2", values, layers, norm="layernorm", norm_eps=float(values["norm_epsilon"]), weights=WEIGHTS
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:

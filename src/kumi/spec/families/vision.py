@@ -61,20 +61,27 @@ class Seeing:
         text = text if self.theta is None else rope.with_base(NO_ROTATION | text, self.theta)
         refused = next((key for key in self.unsaid if text.get(key)), None)
         if refused:
-            raise ModelError(f"config.json: {refused}={text[refused]!r} is not supported of a {self.family} model; "
-                             f"remove it")  # fmt: skip
+            raise ModelError(
+                f"config.json: {refused}={text[refused]!r} is not supported of a {self.family} model; remove it"
+            )
         read_text: ModelSpec = self.texts[kind].from_hf(text)
         weights = replace(read_text.weights, prefixes=self.prefixes, base="", carried=self.beginnings)
         kept = {key: outer[key] for key in self.kept if key in outer}
-        return replace(read_text, family=self.family, weights=weights,
-                       carried_config=json.dumps([kind, kept, rotation], sort_keys=True),
-                       notes=(*read_text.notes, self._note()))  # fmt: skip
+        return replace(
+            read_text,
+            family=self.family,
+            weights=weights,
+            carried_config=json.dumps([kind, kept, rotation], sort_keys=True),
+            notes=(*read_text.notes, self._note()),
+        )
 
     def to_hf(self, spec: ModelSpec) -> dict[str, Any]:
         """The config.json of `spec`, with what it said of the parts that are carried along."""
         if not spec.carried_config:
-            raise ModelError(f"this {self.family} model says nothing of what it sees with; read it from a config.json, "
-                             f"or use the family of its text")  # fmt: skip
+            raise ModelError(
+                f"this {self.family} model says nothing of what it sees with; read it from a config.json, "
+                f"or use the family of its text"
+            )
         kind, kept, rotation = json.loads(spec.carried_config)
         written: dict[str, Any] = self.texts[kind].to_hf(spec)
         unsaid = (*self.unsaid, "architectures", "tie_word_embeddings")
@@ -93,8 +100,10 @@ class Seeing:
         """Which of `texts` the text is."""
         said, known = (config.get("text_config") or {}).get("model_type"), list(self.texts)
         if said not in known and said is not None and len(known) > 1:
-            raise ModelError(f"config.json: model_type={said!r} of the text_config of a {self.family} model is not "
-                             f"supported; kumi knows {', '.join(known)}")  # fmt: skip
+            raise ModelError(
+                f"config.json: model_type={said!r} of the text_config of a {self.family} model is not "
+                f"supported; kumi knows {', '.join(known)}"
+            )
         return str(said) if said in known else known[0]
 
     def _split(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,13 +111,17 @@ class Seeing:
         outer = {key: value for key, value in config.items() if key in self.kept}
         flat = {key: value for key, value in config.items() if key not in (*self.kept, "text_config")}
         inner = dict(config.get("text_config") or {})
-        said = [one for one in (flat.pop("tie_word_embeddings", None), inner.pop("tie_word_embeddings", None))
-                if one is not None]  # fmt: skip
+        said = [
+            one
+            for one in (flat.pop("tie_word_embeddings", None), inner.pop("tie_word_embeddings", None))
+            if one is not None
+        ]
         tied = {"tie_word_embeddings": any(said) if self.either_ties else said[0]} if said else {}
         for key in set(flat) & set(inner) - {*SHARED, *UNREAD}:
             if flat[key] != inner[key]:
-                raise ModelError(f"config.json: {key}={flat[key]!r} differs from {inner[key]!r} in text_config; remove "
-                                 f"one of them")  # fmt: skip
+                raise ModelError(
+                    f"config.json: {key}={flat[key]!r} differs from {inner[key]!r} in text_config; remove one of them"
+                )
         text = {**flat, **{key: value for key, value in inner.items() if key not in self.kept}}
         if "vision_config" not in outer:
             raise ModelError(f"config.json: 'vision_config' is missing; a {self.family} model has one")

@@ -28,9 +28,11 @@ def from_values(values: Mapping[str, Any]) -> list[int | None]:
     if values["layer_types"] is not None:
         slides = [kind == "sliding_attention" for kind in check_layer_types(values)]
         if window is None and any(slides):
-            raise ModelError(f"config.json: layer_types has sliding_attention, but use_sliding_window="
-                             f"{values['use_sliding_window']} and sliding_window={values['sliding_window']}; "
-                             f"set both, or make every layer full_attention")  # fmt: skip
+            raise ModelError(
+                f"config.json: layer_types has sliding_attention, but use_sliding_window="
+                f"{values['use_sliding_window']} and sliding_window={values['sliding_window']}; "
+                f"set both, or make every layer full_attention"
+            )
     else:
         slides = [index >= values["max_window_layers"] for index in range(values["num_hidden_layers"])]
     return [window if slide else None for slide in slides]

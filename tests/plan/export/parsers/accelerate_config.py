@@ -19,12 +19,22 @@ def read(folder):
     start = launched(folder / "accelerate_fsdp.sh")
     words = [file if word == "accelerate_fsdp.yaml" else word for word in start["arguments"][1:]]
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    found = {"world": args.num_processes, "nodes": args.num_machines, "mixed": config.mixed_precision,
-             "kind": config.distributed_type.value, "script": args.training_script}  # fmt: skip
+    found = {
+        "world": args.num_processes,
+        "nodes": args.num_machines,
+        "mixed": config.mixed_precision,
+        "kind": config.distributed_type.value,
+        "script": args.training_script,
+    }
     if not args.use_fsdp:
         return found | {"zero": 0}
-    os.environ.update({key: value for key, value in prepare_multi_gpu_env(args).items()
-                       if key.startswith(("FSDP_", "PARALLELISM_CONFIG_"))})  # fmt: skip
+    os.environ.update(
+        {
+            key: value
+            for key, value in prepare_multi_gpu_env(args).items()
+            if key.startswith(("FSDP_", "PARALLELISM_CONFIG_"))
+        }
+    )
     plugin, sizes = FullyShardedDataParallelPlugin(), ParallelismConfig()
     return found | {
         "zero": 3 if plugin.reshard_after_forward else 2,

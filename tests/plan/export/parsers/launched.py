@@ -24,8 +24,12 @@ def launched(script: Path) -> dict:
             path.write_text(STAND_IN)
             path.chmod(0o755)
         env = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
-        env |= {"PATH": f"{folder}:{os.environ['PATH']}", "NODE_RANK": "0", "MASTER_ADDR": "localhost",
-                "HOSTFILE": "hosts"}  # fmt: skip
+        env |= {
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "NODE_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "HOSTFILE": "hosts",
+        }
         found = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
     if found.returncode:
         raise SystemExit(f"{script}: bash ended with {found.returncode}: {found.stderr}")

@@ -16,13 +16,34 @@ import types
 from launched import command, main, processes
 
 # Imported first, so that Megatron-Core itself still sees what is missing.
-FIRST = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed",
-         "megatron.core.models.hybrid.hybrid_layer_specs", "megatron.core.transformer.multi_latent_attention",
-         "megatron.training.arguments", "megatron.core.ssm.mamba_mixer",
-         "megatron.core.transformer.moe.experts")  # fmt: skip
-ABSENT = ("transformer_engine", "modelopt", "nvidia_resiliency_ext", "wandb", "mlflow", "qwen_vl_utils", "open_clip",
-          "timm", "megatron.energon", "diffusers", "peft", "mamba_ssm", "causal_conv1d", "fla", "comet_ml",
-          "flashinfer")  # fmt: skip
+FIRST = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+    "megatron.core.models.hybrid.hybrid_layer_specs",
+    "megatron.core.transformer.multi_latent_attention",
+    "megatron.training.arguments",
+    "megatron.core.ssm.mamba_mixer",
+    "megatron.core.transformer.moe.experts",
+)
+ABSENT = (
+    "transformer_engine",
+    "modelopt",
+    "nvidia_resiliency_ext",
+    "wandb",
+    "mlflow",
+    "qwen_vl_utils",
+    "open_clip",
+    "timm",
+    "megatron.energon",
+    "diffusers",
+    "peft",
+    "mamba_ssm",
+    "causal_conv1d",
+    "fla",
+    "comet_ml",
+    "flashinfer",
+)
 
 
 class StandIn(types.ModuleType):

@@ -13,10 +13,18 @@ from launched import main
 
 # Arguments of Bridge's providers that TransformerConfig does not have.
 BRIDGE = {
-    "position_embedding_type", "share_embeddings_and_output_weights", "vocab_size", "should_pad_vocab", "seq_length",
-    "make_vocab_size_divisible_by", "rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor",
+    "position_embedding_type",
+    "share_embeddings_and_output_weights",
+    "vocab_size",
+    "should_pad_vocab",
+    "seq_length",
+    "make_vocab_size_divisible_by",
+    "rotary_base",
+    "rotary_percent",
+    "rope_scaling",
+    "rope_scaling_factor",
     "seq_len_interpolation_factor",
-}  # fmt: skip
+}
 
 
 def provider(config):
@@ -25,8 +33,10 @@ def provider(config):
 
     def provide(**arguments):
         # Needs Transformer Engine, and with it a GPU.
-        return config(**{name: value for name, value in arguments.items() if name in known or name not in BRIDGE},
-                      apply_rope_fusion=False)  # fmt: skip
+        return config(
+            **{name: value for name, value in arguments.items() if name in known or name not in BRIDGE},
+            apply_rope_fusion=False,
+        )
 
     return provide
 
@@ -35,9 +45,18 @@ def bridge():
     """Modules in the place of Megatron-Bridge's."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    names = ("CheckpointConfig", "ConfigContainer", "DistributedDataParallelConfig", "DistributedInitConfig",
-             "GPTDatasetConfig", "LoggerConfig", "OptimizerConfig", "SchedulerConfig", "TokenizerConfig",
-             "TrainingConfig")  # fmt: skip
+    names = (
+        "CheckpointConfig",
+        "ConfigContainer",
+        "DistributedDataParallelConfig",
+        "DistributedInitConfig",
+        "GPTDatasetConfig",
+        "LoggerConfig",
+        "OptimizerConfig",
+        "SchedulerConfig",
+        "TokenizerConfig",
+        "TrainingConfig",
+    )
     made = {
         "megatron.bridge": {},
         "megatron.bridge.models": {},

@@ -39,15 +39,16 @@ def read(folder):
         "schedule": parallel.pipeline_parallel_schedule if dims.pp > 1 else None,
         "stages": None if parts is None else [sum(name.startswith("layers.") for name in part) for part in parts],
         "microbatch": parallel.pipeline_parallel_microbatch_size if dims.pp > 1 else batch,
-        "microbatches": config.training.global_batch_size // (dims.dp_replicate * dims.dp_shard)
-            // (parallel.pipeline_parallel_microbatch_size if dims.pp > 1 else batch),
+        "microbatches": config.training.global_batch_size
+        // (dims.dp_replicate * dims.dp_shard)
+        // (parallel.pipeline_parallel_microbatch_size if dims.pp > 1 else batch),
         "accumulation": config.training.global_batch_size // (batch * dims.dp_replicate * dims.dp_shard),
         "sequences": config.training.global_batch_size,
         "seq_len": config.training.seq_len,
         "recompute": type(config.activation_checkpoint).__qualname__.split(".")[0],
         "compile": config.compile.enable,
         "params": sum(param.numel() for param in built.parameters()),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

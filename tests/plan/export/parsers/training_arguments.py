@@ -16,8 +16,13 @@ def read(folder):
 
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=args.learning_rate)
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_steps), args.max_steps,
-                             scheduler_specific_kwargs=args.lr_scheduler_kwargs)  # fmt: skip
+    schedule = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        int(args.warmup_steps),
+        args.max_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
     rates = []
     for _ in range(args.max_steps):
         rates.append(schedule.get_last_lr()[0])
