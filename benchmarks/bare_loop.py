@@ -134,6 +134,7 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
     train(args, load_model(args), rank, world)
     if world > 1:
+        torch.distributed.barrier()  # gloo aborts a rank whose neighbour has left already
         torch.distributed.destroy_process_group()
 
 
