@@ -162,7 +162,7 @@ def measured_steps(name: str, forced: list[Numerics], args: argparse.Namespace) 
     """The timed steps of each row, by its words; of a way that is hopeless, its first."""
     models = {kind: Trained(kind, *SHAPES[name]) for kind in dict.fromkeys(way.kind for way in forced)}
     plain = [row for row in BARE if name in COMPARED and (row == "bare fp32" or "bf16" in models)]
-    found: dict[str, list[tuple[float, float]]] = {str(way): [] for way in [*forced, *plain]}
+    steps_of: dict[str, list[tuple[float, float]]] = {str(way): [] for way in [*forced, *plain]}
     best, hopeless = math.inf, set[str]()
     for repeat in range(args.repeats):
         for way in forced:
@@ -172,20 +172,20 @@ def measured_steps(name: str, forced: list[Numerics], args: argparse.Namespace) 
             if repeat == 0:
                 first = models[way.kind].step()
                 if first[0] > HOPELESS * best:
-                    found[str(way)].append(first)
+                    steps_of[str(way)].append(first)
                     hopeless.add(str(way))
                     continue
                 best = min(best, first[0])
-            found[str(way)] += [models[way.kind].step() for _ in range(args.steps)]
+            steps_of[str(way)] += [models[way.kind].step() for _ in range(args.steps)]
         for row in plain:
-            found[row] += bare(row, name, args)
+            steps_of[row] += bare(row, name, args)
         print(f"  {name}, repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
-    return found
+    return steps_of
 
 
-def table(name: str, found: dict[str, list[tuple[float, float]]], chosen: str) -> str:
+def table(name: str, steps_of: dict[str, list[tuple[float, float]]], chosen: str) -> str:
     """The medians of each way, and their ratios to the chosen way's."""
-    medians = {way: [median(each) for each in zip(*steps, strict=True)] for way, steps in found.items()}
+    medians = {way: [median(each) for each in zip(*steps, strict=True)] for way, steps in steps_of.items()}
     lines = [f"{name}: seconds of a step, wall clock / CPU, and over those of the chosen way"]
     for way, (wall, cpu) in medians.items():
         ratios = f"{wall / medians[chosen][0]:.2f} / {cpu / medians[chosen][1]:.2f}"
@@ -213,9 +213,9 @@ def main() -> None:
         "shapes": {},
     }
     for name in args.only:
-        found = measured_steps(name, ways(measured, name), args)
-        print(table(name, found, str(measured.numerics)), flush=True)
-        result["shapes"][name] = found
+        steps_of = measured_steps(name, ways(measured, name), args)
+        print(table(name, steps_of, str(measured.numerics)), flush=True)
+        result["shapes"][name] = steps_of
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

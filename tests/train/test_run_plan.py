@@ -100,13 +100,13 @@ def test_on_other_machines_a_layout_is_chosen_anew_and_a_finished_run_keeps_its_
     assert (stored()[0]["pinned"], stored()[1]["dp_replicate"]) == ({}, 2)
 
 
-def test_a_damaged_plan_is_refused(folder, capsys):
-    Path("run/plan.json").write_text("{}")
+@pytest.mark.parametrize(("text", "reason"), [("{}", "'layout' is missing"), ('{"layout": ', "not valid JSON: ")])
+def test_a_damaged_plan_is_refused(folder, capsys, text, reason):
+    Path("run/plan.json").write_text(text)
     assert train("run.toml") == 2
-    sentence = (
-        "run/plan.json: damaged ('layout' is missing), so that the layout of the run is not known; restore it, or"
-    )
-    assert sentence in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"run/plan.json: damaged ({reason}" in said
+    assert "), so that the layout of the run is not known; restore it, or delete it to have the layout" in said
 
 
 class Meeting:

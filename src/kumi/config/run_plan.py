@@ -20,7 +20,7 @@ from kumi import __version__
 from kumi.config.pinned import spelled
 from kumi.config.schema import LayoutSection, Positive, PrecisionKind, Section
 from kumi.errors import RefusedError
-from kumi.files.untrusted import read_object
+from kumi.files.untrusted import CONFIG, read_bytes, strict_json
 from kumi.plan.space import Pins
 from kumi.plan.types import Estimate
 from kumi.spec.job import Job
@@ -58,7 +58,7 @@ class RunPlan:
         return json.dumps({"kumi": __version__, **self.plain()}, indent=1) + "\n"
 
     def plain(self) -> dict[str, Any]:
-        """Return the plan as plain data, of which `parse_plan` makes it again."""
+        """Return the plan as plain data; `parse_plan` is the inverse."""
         return {
             "layout": spelled(self.layout),
             "pinned": dict(self.pinned),
@@ -97,7 +97,11 @@ def read_plan(out: Path) -> RunPlan | None:
     """
     if not (out / PLAN).is_file():
         return None
-    return parse_plan(read_object(out, PLAN, RefusedError), str(out / PLAN))
+    try:
+        written = strict_json(read_bytes(out, PLAN, RefusedError), CONFIG)
+    except ValueError as error:
+        raise _damaged(str(out / PLAN), f"not valid JSON: {error}") from None
+    return parse_plan(written, str(out / PLAN))
 
 
 def parse_plan(written: Mapping[str, Any], where: str) -> RunPlan:
@@ -108,11 +112,15 @@ def parse_plan(written: Mapping[str, Any], where: str) -> RunPlan:
         purpose, estimate = MadeFor.model_validate(written["made_for"]), dict(written["estimate"])
         plan = RunPlan(Layout(**fields), pinned.model_dump(exclude_none=True), purpose, estimate)
     except (KeyError, TypeError, ValueError) as error:
-        raise RefusedError(
-            f"{where}: damaged ({_reason(error)}), so that the layout of the run is not known; restore it, or delete "
-            f"it to have the layout chosen anew"
-        ) from None
+        raise _damaged(where, _reason(error)) from None
     return plan
+
+
+def _damaged(where: str, reason: str) -> RefusedError:
+    return RefusedError(
+        f"{where}: damaged ({reason}), so that the layout of the run is not known; restore it, or delete it to have "
+        f"the layout chosen anew"
+    )
 
 
 def _reason(error: Exception) -> str:

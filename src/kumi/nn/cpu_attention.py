@@ -104,7 +104,7 @@ def _backward(
 
 
 def _shares(bounds: list[int], window: int) -> list[list[int]]:
-    """Return the bounds of the documents of each part for a thread; all of them once where threads would idle."""
+    """Return the bounds of the documents of each part; a single part where threads would idle."""
     threads = torch.get_num_threads()
     costs = [n * (BLOCK + min(n, window or n)) for n in (stop - start for start, stop in pairwise(bounds))]
     if threads == 1 or max(costs, default=0) * threads > UNEVEN * sum(costs):
@@ -126,7 +126,7 @@ def _divided(inputs: Sequence[Tensor], shares: list[list[int]]) -> Iterator[tupl
 
 
 def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    return (parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)).view(shape)
+    return (parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)).view(shape)
 
 
 def _forward(

@@ -66,8 +66,8 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> nn.Module:
         """The module that mixes tokens: attention or Mamba. The layer has it under the name that parameters have."""
         assert self.spec.attention is not None
-        found: nn.Module = getattr(self, self.spec.attention.module_name)
-        return found
+        mixer: nn.Module = getattr(self, self.spec.attention.module_name)
+        return mixer
 
     def attend(self, normed: Tensor, where: Where) -> Tensor:
         """Return what the mixer adds."""
@@ -233,8 +233,8 @@ class Decoder(nn.Module):
             shape = input_ids.shape if position_ids is None else position_ids.shape
             return self.shaping.shape(self.logits(flat, weight)).view(*shape, -1)
         if token_weights is None:
-            found = self.log_probs(flat, weight, labels.flatten()).view(labels.shape)
-            return found if loss is None else loss(found)
+            log_probs = self.log_probs(flat, weight, labels.flatten()).view(labels.shape)
+            return log_probs if loss is None else loss(log_probs)
         total, log_probs = self.weighted_sum(flat, weight, labels.flatten(), token_weights.flatten())
         return total, log_probs.view(labels.shape)
 

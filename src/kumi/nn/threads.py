@@ -33,7 +33,7 @@ def _without_gradients(part: Callable[[], T]) -> T:
 
 @lru_cache(maxsize=1)
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Return a pool of `threads` threads, each of which computes its operators alone."""
+    """Return a pool of `threads` threads; PyTorch does not divide the operators that they call."""
     started = threading.Barrier(threads)
 
     def start() -> None:

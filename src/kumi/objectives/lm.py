@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LanguageModeling(LinearObjective):
-    """Counts the trained tokens, each of which weighs the same."""
+    """The mean over trained tokens: all have the same weight."""
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """Return the number of labels that are learned from."""

@@ -6,6 +6,7 @@ number over all ranks and microbatches, so that every unit weighs the same howev
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,7 +21,7 @@ IGNORED = -100
 SegmentSums = Callable[["Tensor", "Tensor", int], "Tensor"]
 
 
-class Objective:
+class Objective(ABC):
     """A loss whose terms may be any function of the log-probs of a row's labels.
 
     `columns` are the columns that only the objective reads, beside the labels: "token" for one of shape (B, S), whose
@@ -29,13 +30,13 @@ class Objective:
 
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {}
 
+    @abstractmethod
     def count(self, batch: Mapping[str, Any]) -> int:
         """Return the number of units in the arrays of `batch`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
         """Return the scalar loss of `batch`, given the log-probs (B, S) of its labels and the `units` of the step."""
-        raise NotImplementedError
 
 
 class LinearObjective(Objective):
@@ -44,9 +45,9 @@ class LinearObjective(Objective):
     The head then forms its gradient in the forward pass, and no log-probs are kept.
     """
 
+    @abstractmethod
     def token_weights(self, batch: Mapping[str, Tensor], units: float) -> Tensor:
-        """Return what the log-prob of each label adds to the loss, float32 (B, S), 0 where the label is `IGNORED`."""
-        raise NotImplementedError
+        """Return the weight of each label's log-prob in the loss, float32 (B, S), 0 where the label is `IGNORED`."""
 
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
         """Return the weighted sum of `log_probs`."""

@@ -57,10 +57,10 @@ def training_inputs(objective: Objective, batch: Mapping[str, Tensor], mesh: Mes
 
 
 def counts_loss(objective: Objective, mesh: Mesh) -> bool:
-    """Return whether the loss on this rank is one that others do not have, too.
+    """Return whether the loss on this rank is added to the sum over ranks.
 
-    The ranks of a tensor-parallel group have the same loss. Context-parallel ranks have the parts of a linear
-    objective's loss, and each the whole loss of another objective.
+    All ranks of a tensor-parallel group compute the same loss: the first counts. Context-parallel ranks compute parts
+    of a linear objective's loss, which all count; of another objective each computes the whole loss: the first counts.
     """
     return mesh.index("tp") == 0 and (isinstance(objective, LinearObjective) or mesh.index("cp") == 0)
 

@@ -50,8 +50,8 @@ def trim(device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """Have the C library keep what tensors free until the next `trim`, where it is glibc.
 
-    By itself it gives the end of its heap back to the system as soon as that is free, several times a step: 60,000 page
-    faults a step of a model of 23 million parameters, a twentieth to a tenth of its time.
+    By default it returns the free end of its heap to the system several times a step: 60,000 page faults a step with a
+    model of 23 million parameters, a twentieth to a tenth of its time.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc
