@@ -14,7 +14,7 @@ from kumi.errors import SaveError
 from kumi.parallel import bare, build, build_mesh, clip_gradients, fill, init_adamw, optimizer_pieces
 from kumi.parallel.drives import open_drives
 from kumi.parallel.grads import local
-from kumi.parallel.kept import keep_on_host
+from kumi.parallel.kept import Flow, keepers
 from kumi.parallel.mesh import Place
 from kumi.parallel.offload import ALIGNED, init_optimizer
 from kumi.plan.activations import ledger
@@ -145,10 +145,13 @@ def _kept(recompute, kind):
     found = []
     for moves in (False, True):
         model = build(spec, mesh, PRECISIONS[kind], weights=0)
-        flow = keep_on_host(list(model.model.layers.values()), mesh.device) if moves else None
+        flow = Flow(mesh.device)
+        if moves:
+            for layer, keeper in zip(model.model.layers.values(), keepers(flow, len(spec.layers)), strict=True):
+                layer.around.append(keeper)
         part = {name: value.repeat(4, 1) for name, value in batch(0).items()}
         summed, _ = model(**part, token_weights=torch.ones(part["labels"].shape))
-        moved = flow.moved if flow else 0
+        moved = flow.moved
         summed.backward()
         found.append([parameter.grad for parameter in model.parameters()])
     return moved, part["labels"].numel(), found

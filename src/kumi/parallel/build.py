@@ -7,7 +7,6 @@ axes (tensor, expert, context, pipeline) comes before recompute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import cast
 
 import torch
@@ -15,14 +14,15 @@ from torch import nn
 
 from kumi.nn.decoder import Decoder, DecoderLayer
 from kumi.nn.linear import linears
+from kumi.nn.surrounded import Around
 from kumi.parallel import context, data, expert, tensor, tiles
 from kumi.parallel.compiled import leave_uncompiled
 from kumi.parallel.float8 import multiply_in_float8
-from kumi.parallel.kept import keep_on_host
-from kumi.parallel.lora import add_adapters, connect, fill_adapted, fill_packed, hold_moments, to_pack
+from kumi.parallel.kept import Flow, keepers
+from kumi.parallel.lora import add_adapters, connect, drop_alike, fill_adapted, fill_packed, to_pack
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.overlap import overlap
-from kumi.parallel.recompute import recompute_layers
+from kumi.parallel.recompute import Recompute
 from kumi.parallel.stages import Stages, held_stages, in_stages, share_table, splits_backward, stages_of, tie_group
 from kumi.parallel.state import Reader, draw, fill, model_pieces
 from kumi.spec.comm import PLAIN, Comm
@@ -130,13 +130,26 @@ def _prepare(
         for layer in linears(decoder):
             layer.splits = True
     layers = cast(list[DecoderLayer], list(decoder.model.layers.values()))
-    again = [layer for layer in layers if layer in recomputed]
-    hold_moments(decoder, again, partial(recompute_layers, again, mesh.layout.recompute))
-    if mesh.layout.offload == "activations":
-        keep_on_host(layers, mesh.device)
+    for layer, wrappers in zip(layers, _wrappers(decoder, layers, mesh, recomputed), strict=True):
+        layer.around.extend(wrappers)
     if compile:
         leave_uncompiled(decoder)
         for block in layers:
             block.compile()
     if data.is_divided(mesh):
         data.shard(decoder, mesh, precision, comm)
+
+
+def _wrappers(
+    decoder: Decoder, layers: Sequence[DecoderLayer], mesh: Mesh, recomputed: Sequence[nn.Module]
+) -> list[list[Around]]:
+    """Return what surrounds each of `layers`, the innermost first: recomputation, then activations kept on the host."""
+    how = mesh.layout.recompute
+    wrappers: list[list[Around]] = [[] for _ in layers]
+    for layer, around in zip(layers, wrappers, strict=True):
+        if how != "none" and layer in recomputed:
+            around.extend(drop_alike(decoder, Recompute(how)))
+    if mesh.layout.offload == "activations":
+        for around, keeper in zip(wrappers, keepers(Flow(mesh.device), len(layers)), strict=True):
+            around.append(keeper)
+    return wrappers

@@ -29,7 +29,7 @@ from kumi.nn.moe import MoE
 from kumi.parallel.compress import low_rank, sum_low_rank
 from kumi.parallel.grads import by_name
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.recompute import keep_aside
+from kumi.parallel.recompute import Recompute
 from kumi.parallel.tiles import divided_by_tiles
 from kumi.spec.comm import PLAIN, Comm
 from kumi.spec.layout import Layout
@@ -161,8 +161,9 @@ def _shard_experts(decoder: Decoder, mesh: Mesh, options: dict[str, Any]) -> set
             fully_shard(
                 experts, mesh=axes, reshard_after_forward=free, shard_placement_fn=lambda _: Shard(1), **options
             )
-            if hasattr(layer, "aside"):
-                keep_aside(experts, layer.aside)  # type: ignore[arg-type]
+            for wrapper in layer.around:
+                if isinstance(wrapper, Recompute):
+                    wrapper.leave_out(experts)
     return whole
 
 

@@ -8,7 +8,7 @@ What is a parameter, or one cast, stays where it is, as do the rotary tables, wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from kumi.nn.surrounded import Surrounded
+from kumi.nn.surrounded import Around
 from kumi.nn.where import Where
 
 # Tensors of fewer bytes are not worth a message.
@@ -147,16 +147,14 @@ def _is_weight(tensor: Tensor) -> bool:
     return source is not None and isinstance(getattr(source, "variable", None), nn.Parameter)
 
 
-def keep_on_host(layers: Sequence[Surrounded], device: torch.device) -> Flow:
-    """Makes each of `layers`, which run one after the other, keep on the host what its backward pass needs.
+def keepers(flow: Flow, layers: int) -> list[Around]:
+    """Return one wrapper for each of `layers` layers that run one after the other, in their order.
 
-    Call it after the layers were made to recompute, if they are, so that of those the inputs are moved.
+    A wrapped layer keeps on the host what its backward pass needs. Where layers recompute, the wrapper belongs around
+    `Recompute`: it then moves the layer's input.
     """
-    flow = Flow(device)
     last: list[Visit | None] = [None]
-    for number, layer in enumerate(layers):
-        layer.around.append(partial(_moving, flow, last, number == 0))
-    return flow
+    return [partial(_moving, flow, last, number == 0) for number in range(layers)]
 
 
 def _moving(

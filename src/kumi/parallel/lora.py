@@ -7,7 +7,7 @@ and the other is the same on all ranks, which each have a part of its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear, Moment, adapt, lora_linears
 from kumi.nn.packed import pack, take_out
-from kumi.nn.surrounded import Surrounded
+from kumi.nn.surrounded import Around
 from kumi.parallel.collectives import summed
 from kumi.parallel.grads import by_name
 from kumi.parallel.mesh import Mesh
@@ -84,17 +84,16 @@ def begin_step(model: nn.Module, seed: int, number: int) -> None:
             moment.seed, moment.number, moment.microbatch = seed, number, 0
 
 
-def hold_moments(decoder: Decoder, layers: Iterable[Surrounded], recompute: Callable[[], None]) -> None:
-    """Calls `recompute`, which has `layers` run again in the backward pass; they then drop what they did before."""
-    layers, moment = list(layers), getattr(decoder, "moment", None)
-    if moment is None or not decoder.spec.lora.dropout:  # type: ignore[union-attr]
-        recompute()
-        return
-    for layer in layers:
-        layer.around.append(partial(_at, moment))
-    recompute()
-    for layer in layers:
-        layer.around.append(partial(_now, moment))
+def drop_alike(decoder: Decoder, recompute: Around) -> list[Around]:
+    """Return the wrappers, the innermost first, with which a layer that recomputes drops the same elements again.
+
+    The outermost notes which microbatch the forward pass is of; the innermost, which is replayed, goes back to it.
+    """
+    lora = decoder.spec.lora
+    if lora is None or not lora.dropout:
+        return [recompute]
+    moment: Any = decoder.moment
+    return [partial(_at, moment), recompute, partial(_now, moment)]
 
 
 def _now(moment: Moment, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

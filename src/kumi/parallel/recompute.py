@@ -8,7 +8,7 @@ from other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
 from kumi.nn.cpu_flash import OPERATOR as FLASH_ATTENTION
 from kumi.nn.grouped import TIMES as GROUPED_PRODUCTS
 from kumi.nn.scan import SCAN
-from kumi.nn.surrounded import Surrounded
 from kumi.parallel.collectives import SCATTER, SUM
 from kumi.parallel.expert import COUNTS as EXCHANGED_COUNTS
 from kumi.parallel.expert import ROWS as EXCHANGED_ROWS
@@ -64,36 +63,37 @@ KEPT = (
 KEPT_BY_NAME = (VARLEN_ATTENTION,)
 
 
-def recompute_layers(layers: Iterable[Surrounded], how: str) -> None:
-    """Makes each layer recompute as `how` says ("none", "selective" or "full") what is in it and in `around` by now.
-
-    The sharding's hooks run outside of what is recomputed; where a part of a layer is sharded by itself, see
-    `keep_aside`.
-    """
-    if how == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # a decoder draws no random numbers
-    for layer in layers:
-        own = dict(options)
-        if how == "selective":
-            aside = Aside()
-            layer.aside = aside  # type: ignore[attr-defined]
-            own["context_fn"] = partial(_contexts, aside)
-        layer.around.append(partial(_recomputed, own))
-
-
 @dataclass
 class Aside:
-    """Whether what runs now is none of recomputation's business: not the same the second time."""
+    """`on` is True while operations run that must not be replayed: they differ the second time."""
 
     on: bool = False
 
 
-def keep_aside(module: nn.Module, aside: Aside) -> None:
-    """Has the hooks of `module`, which gather and free its parameters, run aside of the layer that recomputes."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in hooks.items():
-            hooks[key] = partial(_run_aside, aside, hook)
+class Recompute:
+    """A wrapper for `layer.around`: what it surrounds is run again in the backward pass.
+
+    `how` is "selective" or "full". The hooks of FSDP on the layer run outside of it; where a part of the layer is
+    sharded by itself, call `leave_out`.
+    """
+
+    def __init__(self, how: str) -> None:
+        self.aside = Aside()
+        # A decoder draws no random numbers.
+        self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if how == "selective":
+            self.options["context_fn"] = partial(_contexts, self.aside)
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        return checkpoint(inner, *args, **self.options, **kwargs)
+
+    def leave_out(self, module: nn.Module) -> None:
+        """Do not replay the hooks of `module`, a part of the layer: they gather and free its parameters."""
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                hooks[key] = partial(_run_aside, self.aside, hook)
 
 
 def _run_aside(aside: Aside, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -117,12 +117,6 @@ def _contexts(aside: Aside) -> tuple[Any, Any]:
 
         mode.__class__ = type(kind.__name__, (kind,), {"__torch_dispatch__": dispatch})
     return modes
-
-
-def _recomputed(options: dict[str, Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return inner(*args, **kwargs)
-    return checkpoint(inner, *args, **options, **kwargs)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
