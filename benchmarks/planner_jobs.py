@@ -21,7 +21,8 @@ from planner_defaults import (
 from planner_models import model_of, positions_of
 from planner_rows import Run
 
-from kumi.config.cluster import assemble, presets, read_node
+from kumi.config.assemble import assemble
+from kumi.config.presets import presets, read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import KumiError
 from kumi.spec import ledger

@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Collection
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "kumi"
@@ -59,8 +61,11 @@ TORCH_FREE = [
 ]
 
 
-def _imports(file: Path) -> list[tuple[str, bool]]:
-    """(module, whether at the top level) of every import outside of `if TYPE_CHECKING`."""
+def _imports(file: Path, names: Collection[str] = ()) -> list[tuple[str, bool]]:
+    """(module, whether at the top level) of every import outside of `if TYPE_CHECKING`.
+
+    What is imported from a package is the package's, unless `names` has a module of that name.
+    """
     tree = ast.parse(file.read_text())
     hidden = {
         id(inner)
@@ -76,8 +81,11 @@ def _imports(file: Path) -> list[tuple[str, bool]]:
             found += [(alias.name, node in tree.body) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            names = [f"kumi.{alias.name}" for alias in node.names] if node.module == "kumi" else [node.module or ""]
-            found += [(name, node in tree.body) for name in names]
+            below = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = (
+                below if node.module == "kumi" else [name if name in names else node.module or "" for name in below]
+            )
+            found += [(name, node in tree.body) for name in modules]
     return found
 
 
@@ -102,6 +110,20 @@ def test_imports_go_down():
             ):
                 wrong.append(f"{file.relative_to(SOURCE)} imports {module}")
     assert wrong == []
+
+
+def _module(file: Path) -> str:
+    return ".".join(("kumi", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def test_no_modules_import_each_other():
+    """Also where an import stands in a function."""
+    files = {_module(file): file for file in SOURCE.rglob("*.py")}
+    sorter = TopologicalSorter()
+    for name, file in files.items():
+        given = [module for module, _ in _imports(file, names=set(files))]
+        sorter.add(name, *(module for module in given if module in files and module != name))
+    sorter.prepare()  # raises CycleError, which names them
 
 
 def test_no_torch_at_the_top_of_descriptions():

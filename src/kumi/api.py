@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,13 @@ def plan_run(
     """
     from kumi.config import plan_input
     from kumi.config.model_plan import load_plan_or_model
+    from kumi.report.notebook import NotebookReport
     from kumi.report.planning import plan
 
     config, _ = load_plan_or_model(run, gpus, overrides)
     asked = plan_input(config)
-    return plan(asked.job, asked.pinned, top=top, trainable=trainable, tokens=tokens)
+    report = plan(asked.job, asked.pinned, top=top, trainable=trainable, tokens=tokens)
+    return NotebookReport(**{field.name: getattr(report, field.name) for field in fields(report)})
 
 
 def describe_run(run: RunFile, overrides: Overrides = ()) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kumi.config.cluster import assemble
+from kumi.config.assemble import assemble
 from kumi.config.cluster_file import ASSUMED, DeviceFile, LinkFile, NetworkFile, NodeFile
 from kumi.config.presets import presets, read_device, read_network, read_node
 from kumi.config.schema import ClusterSection

@@ -213,3 +213,18 @@ def _keep_weights(folder: Path, sources: Sequence[Source]) -> None:
         for entry, weight in zip(meta["sources"], weights, strict=True):
             entry["weight"] = weight
         store.write_json(folder / store.META, meta)
+
+
+def train_tokenizer(
+    sources: Sequence[Source],
+    vocab_size: int,
+    out_folder: Path | str,
+    *,
+    sample_bytes: int = 256 << 20,
+    validation: float = 0.0,
+) -> Tokenizer:
+    """Return a byte-level BPE tokenizer trained on `sources`, written to `out_folder`; see kumi.data.bpe.train."""
+    # `python -m kumi.data.bpe` is a program, which this package must not have imported before.
+    from kumi.data import bpe
+
+    return bpe.train(sources, vocab_size, out_folder, sample_bytes=sample_bytes, validation=validation)

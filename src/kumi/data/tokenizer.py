@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kumi.data.sources import Source
 from kumi.errors import ConfigError
 from kumi.files.untrusted import TOKENIZER, read_bytes, read_object, strict_json
 
@@ -100,20 +99,6 @@ def load(folder: Path | str) -> Tokenizer:
         )
     size = max(vocab.values(), default=-1) + 1
     return Tokenizer(folder, hashlib.sha256(raw).hexdigest(), size, eos, _special_id(folder, "bos", backend), backend)
-
-
-def train(
-    sources: Sequence[Source],
-    vocab_size: int,
-    out_folder: Path | str,
-    *,
-    sample_bytes: int = 256 << 20,
-    validation: float = 0.0,
-) -> Tokenizer:
-    """A byte-level BPE learnt from `sources`, in `out_folder`; see kumi.data.bpe.train."""
-    from kumi.data import bpe
-
-    return bpe.train(sources, vocab_size, out_folder, sample_bytes=sample_bytes, validation=validation)
 
 
 def _special_id(folder: Path, name: str, backend: Any) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
 from kumi.plan.sizing import Training
@@ -59,12 +58,6 @@ class Report:
             f"Report({self.job.model.family} on {self.job.cluster.devices} x {self.job.cluster.device.name}: "
             f"{layout_words(self.best.layout)}; {self.best.step_seconds:.3g} s a step; {self.fitting} layouts fit)"
         )
-
-    def _repr_html_(self) -> str:
-        """Return the page of `kumi plan --html`, for notebooks, in a frame that keeps its style to itself."""
-        from kumi.report.page import page
-
-        return f'<iframe srcdoc="{escape(page(self))}" style="width: 100%; height: 40rem; border: 0"></iframe>'
 
     def as_dict(self) -> dict[str, Any]:
         """All of it but the timeline as plain data, for --json; the model by what identifies it."""
