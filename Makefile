@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo plan test test-all mutants golden lint clean
+.PHONY: demo plan test test-all mutants golden docs lint clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kumi train examples/quickstart.toml
@@ -26,6 +26,10 @@ mutants: $(VENV)/test.stamp
 AGAINST ?= HEAD
 golden: $(VENV)/test.stamp
 	$(BIN)/python tests/golden/golden.py against $(AGAINST)
+
+# The documentation as a site, in build/site: open build/site/index.html.
+docs: $(VENV)/test.stamp
+	$(BIN)/python docs/site.py
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .

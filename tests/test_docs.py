@@ -1,6 +1,8 @@
 """Every command in the README and the docs runs, on less data and fewer steps; every link leads somewhere."""
 
 import contextlib
+import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -29,9 +31,11 @@ SMALL = [
     "data.tokenizer.vocab_size=400",
     "model.config.intermediate_size=32",
 ]
-STEPS = 4
+STEPS, MORE = 4, 6  # MORE: of commands that train a finished run on
 # These train a model that is there, with its tokenizer.
-GIVEN = ("examples/lora.toml",)
+GIVEN = ("examples/lora.toml", "first-run.toml")
+# What a page's own run file names: the reader's texts, and a model from the hub.
+OWN = ["model.source=runs/quickstart/hf", "data.tokenizer=runs/quickstart/hf", "batch.seq_len=64"]
 
 
 def made():
@@ -57,24 +61,36 @@ def shrunk(words):
         return words
     if any(word.startswith("examples/plan/") for word in words):  # nothing is run that could be shortened
         return words
-    words = [re.sub(r"train.steps=\d+", f"train.steps={STEPS}", word) for word in words]
+    words = [word.replace("train.steps=500", f"train.steps={MORE}") for word in words]
+    words = [re.sub(r"train.steps=\d{2,}", f"train.steps={STEPS}", word) for word in words]
     steps = [] if any(word.startswith("train.steps") for word in words) else [f"train.steps={STEPS}"]
     position = next(index for index, word in enumerate(words) if word.endswith(".toml")) + 1
     given = words[position - 1] in GIVEN
     small = [word for word in SMALL if not (given and word.startswith(("model.", "data.tokenizer")))]
+    if words[position - 1] == "first-run.toml":
+        small = [*OWN, "batch.tokens_per_step=256", *(word for word in small if not word.startswith("data.sources"))]
     return [*words[:position], *small, *steps, *words[position:]]
+
+
+def run_file(page):
+    """The text of the run file on `page`."""
+    (text,) = re.findall(r"^```toml\n(# first-run.toml\n.*?)^```", page.read_text(), re.M | re.S)
+    return text
 
 
 def test_the_readme_s_commands_run_in_order(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "first-run.toml").write_text(run_file(ROOT / "docs" / "guides" / "first-run.md"))
+    texts = [{"text": page.read_text()} for page in PAGES]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     found = sorted(
-        (command for page in PAGES if page != TUTORIAL for command in commands(page)),
+        dict.fromkeys(tuple(command) for page in PAGES if page != TUTORIAL for command in commands(page)),
         key=lambda words: words[1] != "train",
     )
     assert len(found) >= 6
     with contextlib.chdir(tmp_path):
         for words in found:
-            assert main(shrunk(words)) == 0, words
+            assert main(shrunk(list(words))) == 0, words
         (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
         names = {"token_ids": torch.zeros((2, 5), dtype=torch.int64)}
         exec(block, names)
@@ -118,3 +134,29 @@ def test_a_family_is_quoted_whole():
 
 def test_the_reference_of_run_files_is_up_to_date():
     assert (ROOT / "docs" / "run-file.md").read_text() == reference()
+
+
+def keys():
+    """Every key of a run file, as `section.key`, from the reference."""
+    sections = re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## |\Z)", reference(), re.M | re.S)
+    return {f"{section}.{key}" for section, text in sections for key in re.findall(r"^\| `(\w+)` \|", text, re.M)}
+
+
+def test_keys_that_the_guide_for_users_of_other_trainers_names_exist():
+    page = (ROOT / "docs" / "guides" / "coming-from.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("|")]
+    named = {key for row in rows for key in re.findall(r"`([a-z]+\.\w+)`", row[-2])}
+    assert len(named) > 30
+    assert named <= keys()
+
+
+def test_the_guides_show_what_kumi_prints(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("docs_outputs", ROOT / "docs" / "guides" / "outputs.py")
+    outputs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(outputs)
+    printed = outputs.sections()
+    for page in outputs.PAGES:
+        text = page.read_text()
+        assert text.count("<!-- printed:") == len(outputs.BLOCK.findall(text)) == text.count("<!-- end -->"), page
+        assert outputs.refreshed(text, printed) == text, f"{page.name}: run python docs/guides/outputs.py"

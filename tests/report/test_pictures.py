@@ -180,3 +180,12 @@ def test_the_unit_of_the_memory_axis_stands_above_its_numbers():
     unit = heights.pop("GiB")
     assert heights
     assert all(height - unit >= 13 for height in heights.values())
+
+
+def test_pictures_turn_dark_with_the_reader_s_screen():
+    drawn = svg.picture("x", "A title", "About it", 10, [svg.rect(0, 0, 5, 5, palette.BLUE, apart=True)])
+    (rules,) = [node.text for node in ElementTree.fromstring(drawn).iter(f"{SVG}style")]
+    assert rules.startswith("@media screen and (prefers-color-scheme:dark){")
+    assert f"svg{{color:{svg.DARK_INK}}}" in rules
+    assert f".paper{{fill:{svg.DARK_PAPER}}}" in rules
+    assert 'class="paper"' in drawn

@@ -1,7 +1,7 @@
 """A few marks of SVG as text: enough for bars, axes and points, and nothing to install.
 
-Ink is `currentColor`, so that a page can turn it light on dark; what a picture means is in its title and description,
-for those who cannot see it. Lengths are in units of the view box.
+Ink is `currentColor`: dark on white, or light on dark where the reader's system prefers that, or as a page says. What a
+picture means is in its title and description, for those who cannot see it. Lengths are in units of the view box.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ SIZE = 13.0
 # How wide a letter is on average, for the size of its font.
 LETTER = 0.58
 PAPER, INK = "#ffffff", "#1a1a1a"
+# On a screen whose reader prefers dark. A page that holds the picture has rules of its own, which are more specific.
+DARK_PAPER, DARK_INK = "#17181a", "#e8e8e6"
+STYLE = (
+    f"<style>@media screen and (prefers-color-scheme:dark){{svg{{color:{DARK_INK}}}.paper{{fill:{DARK_PAPER}}}"
+    f".edge{{stroke:{DARK_PAPER}}}}}</style>"
+)
 HATCH = (
     '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<line x1="0" y1="0" x2="0" y2="6" stroke="#fff" stroke-width="3" stroke-opacity="0.6"/></pattern></defs>'
@@ -135,6 +141,6 @@ def picture(name: str, title: str, description: str, height: float, marks: list[
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {number(WIDTH)} {number(height)}" role="img" '
         f'aria-labelledby="{name}-title {name}-desc" color="{INK}" '
         f'font-family="system-ui, -apple-system, Segoe UI, DejaVu Sans, Arial, sans-serif">'
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>'
+        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>{STYLE}'
         f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>{body}</svg>'
     )
