@@ -12,12 +12,13 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
 from kumi.spec.cluster import ClusterSpec, Device, Host
 from kumi.spec.job import Job
-from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Layout
+from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.lora import Lora
 from kumi.spec.model import MLP, Attention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.peft import with_adapters
 from kumi.spec.precision import PRECISIONS
+from kumi.spec.schedules import SCHEDULES
 
 ROPE = Rope(10000.0)
 DENSE = LayerSpec(Attention(12, 4, 16, ROPE), MLP(96))

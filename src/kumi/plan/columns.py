@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES, Layout
+from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, Layout
+from kumi.spec.schedules import SCHEDULES
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Numbers = NDArray[Any]
+Bools = NDArray[np.bool_]
 
 # Fields of a layout that hold text, with the words that stand for 0, 1, 2 ...
-WORDS = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "offload": OFFLOAD, "context": CONTEXT}
+WORDS = {"recompute": RECOMPUTE, "schedule": tuple(SCHEDULES), "offload": OFFLOAD, "context": CONTEXT}
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,13 @@ class Columns:
     @property
     def world_size(self) -> Ints:
         return self.pp * self.dp * self.cp * self.tp
+
+    def one_of(self, name: str, words: Collection[str]) -> Bools:
+        """Return whether the field `name`, which holds text, is one of `words`, (rows,)."""
+        if len(words) == 1:
+            return np.asarray(getattr(self, name) == WORDS[name].index(*words))
+        found: Bools = np.array([word in words for word in WORDS[name]])[getattr(self, name)]
+        return found
 
     def __len__(self) -> int:
         return len(self.pp)

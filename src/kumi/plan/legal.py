@@ -11,11 +11,11 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import DEGREES, WHOLE_WHEN_QUANTIZED, cuts, host_lacks
 from kumi.spec.cluster import Host
 from kumi.spec.job import Job
-from kumi.spec.layout import CONTEXT, OFFLOAD, SCHEDULES
+from kumi.spec.layout import CONTEXT, OFFLOAD
 from kumi.spec.model import ModelSpec
+from kumi.spec.schedules import SCHEDULES
 
 Bools = NDArray[np.bool_]
-CODE = {name: number for number, name in enumerate(SCHEDULES)}
 
 
 def legal(job: Job, x: Columns) -> Bools:
@@ -114,10 +114,12 @@ def _batch(batch: BatchSpec, x: Columns) -> Bools:
 
 def _schedule(batch: BatchSpec, x: Columns) -> Bools:
     microbatches = batch.sequences // (x.dp * x.microbatch)
-    turns, several = v_shaped(x), x.schedule == CODE["interleaved"]
-    stages = np.where(turns, x.stages == 2, np.where(several, x.stages >= 2, x.stages == 1))
-    enough = (x.schedule != CODE["dualpipe"]) | (microbatches >= 2 * x.pp)
-    found: Bools = stages & enough & (~several | (microbatches % x.pp == 0))
+    found = np.ones(len(x), np.bool_)
+    for number, one in enumerate(SCHEDULES.values()):
+        able = one.takes_stages(x.stages) & (microbatches >= one.least * x.pp)
+        if one.in_rounds:
+            able = able & (microbatches % x.pp == 0)
+        found &= able | (x.schedule != number)
     return found
 
 

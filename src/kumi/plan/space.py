@@ -12,10 +12,9 @@ from kumi.plan.columns import WORDS, Columns, Ints, columns, joined
 from kumi.plan.legal import legal
 from kumi.spec.checks import divisors
 from kumi.spec.job import Job
-from kumi.spec.layout import SCHEDULES
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
-from kumi.spec.schedule import V_SHAPED
+from kumi.spec.schedules import DEFAULT, FORWARDS_FIRST, SCHEDULES
 
 OUTER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -121,20 +120,23 @@ def _zero(mesh: dict[str, int]) -> list[int]:
 
 
 def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]:
-    """(schedule, stages of a rank): one stage, two in a V, or interleaved any number that leaves each stage a layer."""
-    most = (model.num_hidden_layers + 2) // pp
-    pairs = [("1f1b", 1)]
-    if pp > 1:
-        # GPipe takes as long as 1F1B and keeps more: it is looked at where it is pinned.
-        left = {"interleaved"} | ({"gpipe"} if pinned.get("schedule") != "gpipe" else set())
-        pairs = [(name, 2 if name in V_SHAPED else 1) for name in SCHEDULES if name not in left]
-        pairs += [("interleaved", stages) for stages in range(2, most + 1)]
-    wanted = [
+    """(number of the schedule, stages of a rank): every number of stages that leaves each of them a layer, where the
+    schedule takes more than one number."""
+    if pp == 1:
+        pairs = [(DEFAULT, 1)]
+    else:
+        # With all forwards first a step takes as long as in 1F1B and keeps more: looked at where it is pinned.
+        names = [name for name in SCHEDULES if name not in FORWARDS_FIRST or name == pinned.get("schedule")]
+        pairs = [(name, SCHEDULES[name].stages) for name in names if not SCHEDULES[name].more_stages]
+        most = (model.num_hidden_layers + 2) // pp
+        deeper = [(name, SCHEDULES[name].stages) for name in names if SCHEDULES[name].more_stages]
+        pairs += [(name, stages) for name, least in deeper for stages in range(least, most + 1)]
+    kept = [
         pair
         for pair in pairs
         if all(pinned.get(name, value) == value for name, value in zip(("schedule", "stages"), pair, strict=True))
     ]
-    return [(SCHEDULES.index(name), stages) for name, stages in wanted]
+    return [(WORDS["schedule"].index(name), stages) for name, stages in kept]
 
 
 def _pinned(name: str, values: list[int], pinned: Pins) -> list[int]:

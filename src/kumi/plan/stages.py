@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kumi.plan.columns import Columns, Floats, Ints
-from kumi.plan.timeline import V_CODES, in_flight
+from kumi.plan.columns import Bools, Columns, Floats, Ints
+from kumi.plan.timeline import in_flight
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
+from kumi.spec.schedules import V_SHAPED
 from kumi.spec.sharding import stage_bounds
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def _most_even(table: list[Floats], dearest: float) -> tuple[int, ...]:
 
 
 def v_shaped(x: Columns) -> Bools:
-    return np.isin(x.schedule, V_CODES)
+    return x.one_of("schedule", V_SHAPED)
 
 
 def even_count(layers: int, pp: Ints, stages: Ints, rank: Ints, turns: Bools) -> Ints:

@@ -9,6 +9,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, ModelSpec, MoE
 from kumi.spec.op import Op
+from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import zero_degree
 
 # Elements of a bucket that the host updates at a time: long enough for a link's and a drive's full speed, small beside
@@ -18,13 +19,13 @@ BUCKET, ROOMS = 8 * 2**20, 3
 # What tiles are trained with.
 _WITH_TILES = {
     "tp": (1,),
-    "schedule": ("1f1b", "gpipe", "interleaved"),
+    "schedule": FULL_BACKWARD,
     "recompute": ("none", "full"),
     "offload": ("none", "optimizer", "optimizer-nvme", "activations"),
 }
 
 # What products in float8 are trained with: all else multiplies elsewhere than in its layers.
-_WITH_FLOAT8 = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "tiles": (1,)}
+_WITH_FLOAT8 = {"tp": (1,), "schedule": FULL_BACKWARD, "tiles": (1,)}
 
 
 def is_tiled(model: ModelSpec, op: Op) -> bool:
