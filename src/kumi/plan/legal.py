@@ -113,7 +113,7 @@ def _batch(batch: BatchSpec, x: Columns) -> Bools:
 
 
 def _schedule(batch: BatchSpec, x: Columns) -> Bools:
-    microbatches = batch.sequences // (x.dp * x.microbatch)
+    microbatches = batch.microbatches(x)
     found = np.ones(len(x), np.bool_)
     for number, one in enumerate(SCHEDULES.values()):
         able = one.takes_stages(x.stages) & (microbatches >= one.least * x.pp)

@@ -115,8 +115,8 @@ def _fullest(moments: dict[str, tuple[Floats, ...]]) -> dict[str, Floats]:
 
 
 def microbatches_of(job: Job, x: Columns) -> Ints:
-    """Forward-backward units of each data-parallel rank in a step."""
-    found: Ints = np.maximum(1, job.batch.sequences // (x.dp * x.microbatch))
+    """Return `BatchSpec.microbatches`, (rows,), and 1 where a microbatch has more sequences than a rank."""
+    found: Ints = np.maximum(1, job.batch.microbatches(x))
     return found
 
 

@@ -14,7 +14,7 @@ from kumi.spec.layout import Layout
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedules import V_SHAPED
-from kumi.spec.sharding import stage_bounds
+from kumi.spec.sharding import even_stages, stage_bounds
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,11 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
 
 
 def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
-    """The first layer of `stage` when `layers` are divided evenly over `stages` as `kumi.spec.sharding.stage_bounds`
-    does; for stage = stages, one past the last.
-
-    Where they do not go up evenly, the last stage, which has the head, gets none of the layers left over, and the
-    first, which has the embedding and most microbatches in flight, the last of them: the others have one more each
-    from the second stage on. With two stages more than layers, the first has only the embedding, the last the head.
-    """
-    each, left = layers // stages, layers % stages
-    more = np.where(left == stages - 1, np.minimum(stage, left), np.clip(stage - 1, 0, left))
-    return each * stage + more
+    """The first layer of `stage` when `layers` are divided evenly over `stages` (see `kumi.spec.sharding.even_stages`);
+    for stage = stages, one past the last."""
+    each, begin, end = even_stages(layers, stages)
+    found: Ints = each * stage + np.clip(stage - begin, 0, end - begin)
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -139,16 +134,14 @@ def v_shaped(x: Columns) -> Bools:
 
 
 def even_count(layers: int, pp: Ints, stages: Ints, rank: Ints, turns: Bools) -> Ints:
-    """How many layers `rank` has in all: every stage's even part, and the left-over ones among its stages."""
-    count = pp * stages
-    each, left = layers // count, layers % count
-    # Stages 1 .. left have one more; where all but the last have, stage 0 too.
-    dealt = np.where(left >= rank, (left - rank) // pp + 1, 0) - (rank == 0) * (left < count - 1)
-    dealt = np.where(left == count - 1, stages - (rank == pp - 1), dealt)
+    """How many layers `rank` has in all, where `turns` in a V: what each of its stages has at least, and one more for
+    those of its stages that have one."""
+    each, begin, end = even_stages(layers, pp * stages)
+    # Of the stages rank, rank + pp, ... so many come before stage n: (n - rank + pp - 1) // pp.
+    before = pp - 1 - rank
+    dealt = (end + before) // pp - (begin + before) // pp
     far = 2 * pp - 1 - rank
-    folded = np.where(
-        left == count - 1, 2 - (rank == 0), ((rank >= 1) & (rank <= left)).astype(np.int64) + (far <= left)
-    )
+    folded = 1 * ((begin <= rank) & (rank < end)) + ((begin <= far) & (far < end))
     found: Ints = each * stages + np.where(turns, folded, dealt)
     return found
 

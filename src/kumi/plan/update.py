@@ -97,8 +97,7 @@ def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backw
     the first weights and the last gradients travel. Where microbatches go in rounds, each stage begins and ends with as
     many of them as the pipeline has ranks, while the gradients of those after it travel already.
     """
-    microbatches = job.batch.sequences // (x.dp * x.microbatch)
-    beside = np.where(x.one_of("schedule", IN_ROUNDS), np.minimum(x.pp, microbatches), 1)
+    beside = np.where(x.one_of("schedule", IN_ROUNDS), np.minimum(x.pp, job.batch.microbatches(x)), 1)
     first, index = distinct(rank, *(getattr(x, name) for name in SAME_UPDATE))
     rows = x.take(first)
     own = parameters(job, rows, part.take(first))

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol, overload
 
 from kumi.spec.layout import Layout
+
+
+class Layouts(Protocol):
+    """Many layouts at once, as arrays (see `kumi.plan.columns`)."""
+
+    @property
+    def dp(self) -> Any: ...
+    @property
+    def microbatch(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,11 @@ class BatchSpec:
         """Sequences in a step, over all ranks."""
         return self.tokens_per_step // self.seq_len
 
-    def microbatches(self, layout: Layout) -> int:
-        """Forward-backward units that each data-parallel rank runs in a step."""
+    @overload
+    def microbatches(self, layout: Layout) -> int: ...
+    @overload
+    def microbatches(self, layout: Layouts) -> Any: ...
+    def microbatches(self, layout: Layout | Layouts) -> Any:
+        """Return the forward-backward units that each data-parallel rank runs in a step: an int for one layout, an
+        array for many."""
         return self.sequences // (layout.dp * layout.microbatch)

@@ -119,19 +119,24 @@ def local_numel(param: Param, layout: Layout, rank: int) -> int:
     return prod(local_shape(param, layout, rank))
 
 
-def stage_bounds(layout: Layout, layers: int) -> tuple[tuple[int, int], ...]:
-    """Layers [first, last) of every pipeline stage, in model order.
+def even_stages(layers: int, stages: Any) -> tuple[Any, Any, Any]:
+    """Return how `layers` are divided over `stages` as evenly as can be: how many each stage has at least, and the
+    stages [begin, end) that have one more. `stages` is an int, or an array of ints.
 
-    Where they do not go up evenly, the last stage, which has the head, gets none of those left over, and the first,
-    which has the embedding and most microbatches in flight, the last of them.
+    The last stage, which has the head, gets none of the layers left over, and the first, which has the embedding and
+    most microbatches in flight, the last of them. With two stages more than layers, the first has only the embedding
+    and the last only the head.
     """
+    left = layers % stages
+    begin = 1 - (left == stages - 1)
+    return layers // stages, begin, begin + left
+
+
+def stage_bounds(layout: Layout, layers: int) -> tuple[tuple[int, int], ...]:
+    """Layers [first, last) of every pipeline stage, in model order: `layout.stage_layers`, or as even as can be."""
     count = layout.pp * layout.stages
-    sizes = list(layout.stage_layers)
-    if not sizes:
-        each, left = divmod(layers, count)
-        sizes = [each] * count
-        for stage in range(left):
-            sizes[stage if left == count - 1 else stage + 1] += 1
+    each, begin, end = even_stages(layers, count)
+    sizes = layout.stage_layers or [each + (begin <= stage < end) for stage in range(count)]
     ends = list(accumulate(sizes))
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
