@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from kumi.spec.layout import Layout
-
-
-class Layouts(Protocol):
-    """Many layouts at once, as arrays (see `kumi.plan.columns`)."""
-
-    @property
-    def dp(self) -> Any: ...
-    @property
-    def microbatch(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -32,8 +23,8 @@ class BatchSpec:
     @overload
     def microbatches(self, layout: Layout) -> int: ...
     @overload
-    def microbatches(self, layout: Layouts) -> Any: ...
-    def microbatches(self, layout: Layout | Layouts) -> Any:
+    def microbatches(self, layout: Any) -> Any: ...
+    def microbatches(self, layout: Any) -> Any:
         """Return the forward-backward units that each data-parallel rank runs in a step: an int for one layout, an
-        array for many."""
+        array for `kumi.plan.columns.Columns`."""
         return self.sequences // (layout.dp * layout.microbatch)
