@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, make_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,13 @@ class Columns(_Columns):
 
     Text is its index in `WORDS`, truth 0 or 1, and None -1.
     """
+
+    # Layers of columns are divided evenly.
+    stage_layers: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def recomputes_all(self) -> Bools:
+        return self.recompute_layers < 0
 
     @property
     def dp(self) -> Ints:

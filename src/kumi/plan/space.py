@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from kumi.errors import LayoutError
-from kumi.plan.columns import WORDS, Columns, Ints, columns, joined
-from kumi.plan.legal import legal
-from kumi.spec.checks import divisors
+from kumi.plan.columns import WORDS, Bools, Columns, Ints, columns, joined
+from kumi.spec.checks import divisors, rules
 from kumi.spec.job import Job
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
@@ -74,6 +73,16 @@ def _legal(job: Job, parts: list[dict[str, Ints]]) -> Columns:
     }
     found = Columns(**named, **plain)
     return found.take(legal(job, found))
+
+
+def legal(job: Job, x: Columns) -> Bools:
+    """Return whether each row of `x` keeps all rules of `kumi.spec.checks`, (rows,)."""
+    found = np.ones(len(x), np.bool_)
+    # What a degree of 0 divides is of no account: its row is illegal.
+    with np.errstate(divide="ignore"):
+        for rule in rules(job.model, job.cluster, job.batch):
+            found &= rule.holds(x)
+    return found
 
 
 def expert_counts(model: ModelSpec) -> set[int]:

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from kumi.plan.columns import Bools, Columns, Floats, Ints
+from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.timeline import in_flight
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedules import V_SHAPED
-from kumi.spec.sharding import even_stages, stage_bounds
+from kumi.spec.sharding import even_stages, rank_layers, stage_bounds
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
     Layers are divided evenly, or, where it is not empty, as `stage_layers` says, which must then fit every row.
     """
     firsts = np.concatenate([[0], np.cumsum(stage_layers)]).astype(np.int64)
-    turns, last_stage = v_shaped(x), x.pp * x.stages - 1
+    turns, last_stage = x.one_of("schedule", V_SHAPED), x.pp * x.stages - 1
     kinds, of_layer = model.layer_kinds()
     if len(kinds) == 1 and not len(stage_layers):
-        layers = even_count(len(of_layer), x.pp, x.stages, rank, turns)[None, :].astype(np.float64)
+        layers = rank_layers(x, len(of_layer), rank)[None, :].astype(np.float64)
     else:
         before = _kinds_before(len(kinds), of_layer)
         layers = np.zeros((len(kinds), len(x)))
@@ -127,23 +127,6 @@ def _most_even(table: list[Floats], dearest: float) -> tuple[int, ...]:
         counts.append(int(end - origin[end]))
         end = int(origin[end])
     return tuple(reversed(counts))
-
-
-def v_shaped(x: Columns) -> Bools:
-    return x.one_of("schedule", V_SHAPED)
-
-
-def even_count(layers: int, pp: Ints, stages: Ints, rank: Ints, turns: Bools) -> Ints:
-    """How many layers `rank` has in all, where `turns` in a V: what each of its stages has at least, and one more for
-    those of its stages that have one."""
-    each, begin, end = even_stages(layers, pp * stages)
-    # Of the stages rank, rank + pp, ... so many come before stage n: (n - rank + pp - 1) // pp.
-    before = pp - 1 - rank
-    dealt = (end + before) // pp - (begin + before) // pp
-    far = 2 * pp - 1 - rank
-    folded = 1 * ((begin <= rank) & (rank < end)) + ((begin <= far) & (far < end))
-    found: Ints = each * stages + np.where(turns, folded, dealt)
-    return found
 
 
 def _kinds_before(kinds: int, of_layer: Sequence[int]) -> Floats:

@@ -58,6 +58,11 @@ class Layout:
         return getattr(self, name) in words
 
     @property
+    def recomputes_all(self) -> bool:
+        """Whether all layers recompute, where any do."""
+        return self.recompute_layers is None
+
+    @property
     def degrees(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
 

@@ -22,16 +22,8 @@ def refusal(schedule: str, pp: int, stages: int, microbatches: int) -> str | Non
     one = SCHEDULES[schedule]
     if not one.takes_stages(stages):
         return _wrong_stages(schedule, stages)
-    if one.in_rounds and microbatches % pp:
-        return (
-            f"schedule='{schedule}' takes microbatches in groups of pp={pp}, which does not divide the "
-            f"{microbatches} of a step; change microbatch or tokens_per_step, or use {DEFAULT}"
-        )
-    if microbatches < one.least * pp:
-        return (
-            f"schedule='{schedule}' needs at least {one.least} x pp = {one.least * pp} microbatches a step, not "
-            f"{microbatches}; use a smaller microbatch, more tokens_per_step, or {_with_fewer(schedule)}"
-        )
+    if not one.takes_microbatches(pp, microbatches):
+        return _wrong_microbatches(schedule, pp, microbatches)
     return None
 
 
@@ -46,6 +38,19 @@ def _wrong_stages(schedule: str, stages: int) -> str:
     return (
         f"schedule='{schedule}' gives each rank {one.stages} stage{'s' * (one.stages > 1)}, not stages={stages}; "
         f"{remedy}"
+    )
+
+
+def _wrong_microbatches(schedule: str, pp: int, microbatches: int) -> str:
+    least = SCHEDULES[schedule].least
+    if microbatches < least * pp:
+        return (
+            f"schedule='{schedule}' needs at least {least} x pp = {least * pp} microbatches a step, not "
+            f"{microbatches}; use a smaller microbatch, more tokens_per_step, or {_with_fewer(schedule)}"
+        )
+    return (
+        f"schedule='{schedule}' takes microbatches in groups of pp={pp}, which does not divide the "
+        f"{microbatches} of a step; change microbatch or tokens_per_step, or use {DEFAULT}"
     )
 
 

@@ -28,6 +28,7 @@ from kumi.spec.optim import Optim
 from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE, Precision
 from kumi.spec.schedule import placement
+from kumi.spec.schedules import V_SHAPED
 
 AXIS = {
     "vocab": "tp",
@@ -139,6 +140,26 @@ def stage_bounds(layout: Layout, layers: int) -> tuple[tuple[int, int], ...]:
     sizes = layout.stage_layers or [each + (begin <= stage < end) for stage in range(count)]
     ends = list(accumulate(sizes))
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def rank_layers(layout: Any, layers: int, rank: Any) -> Any:
+    """Return how many of `layers` pp rank `rank` has, over all its stages. `layout` is a `Layout`, or
+    `kumi.plan.columns.Columns` with an array of ranks."""
+    if layout.stage_layers:
+        return sum(layout.stage_layers[stage] for stage in placement(layout.schedule, layout.pp, layout.stages)[rank])
+    pp, stages = layout.pp, layout.stages
+    each, begin, end = even_stages(layers, pp * stages)
+    # Of the stages rank, rank + pp, ... so many come before stage n: (n - rank + pp - 1) // pp.
+    before = pp - 1 - rank
+    dealt = (end + before) // pp - (begin + before) // pp
+    far = 2 * pp - 1 - rank
+    folded = 1 * ((begin <= rank) & (rank < end)) + ((begin <= far) & (far < end))
+    return each * stages + dealt + layout.one_of("schedule", V_SHAPED) * (folded - dealt)
+
+
+def most_layers(layout: Layout, layers: int) -> int:
+    """Return how many of `layers` the pp rank has that has most."""
+    return max(rank_layers(layout, layers, rank) for rank in range(layout.pp))
 
 
 def held_params(model: ModelSpec, layout: Layout, rank: int) -> tuple[Param, ...]:

@@ -136,3 +136,8 @@ class Schedule:
     def takes_stages(self, stages: Any) -> Any:
         """Return whether each rank may hold so many `stages`, an int or an array of ints."""
         return stages >= self.stages if self.more_stages else stages == self.stages
+
+    def takes_microbatches(self, pp: Any, microbatches: Any) -> Any:
+        """Return whether a step of `pp` ranks may have so many `microbatches`, ints or arrays of ints."""
+        enough = microbatches >= self.least * pp
+        return enough & (microbatches % pp == 0) if self.in_rounds else enough
