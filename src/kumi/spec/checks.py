@@ -15,7 +15,7 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Host
 from kumi.spec.cuts import cuts
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, Layout
-from kumi.spec.legality import Rule, broken, choices
+from kumi.spec.legality import Rule, broken, choices, others
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import refusal
 from kumi.spec.schedules import SCHEDULES
@@ -225,12 +225,12 @@ def _context(model: ModelSpec) -> Iterator[Rule]:
             ),
         )
         return
-    others = [name for name in CONTEXT if name != "ulysses"]
+    other_ways = others(CONTEXT, "ulysses")
 
     def holds(x: Any) -> Any:
         # Heads that tp does not divide are another rule's.
         undivided = reduce(or_, (count % x.tp != 0 for count in need.heads), False)
-        return (x.cp == 1) | x.one_of("context", others) | undivided | need.deals_heads(x.cp, x.tp)
+        return (x.cp == 1) | x.one_of("context", other_ways) | undivided | need.deals_heads(x.cp, x.tp)
 
     def say(layout: Layout) -> str:
         heads = gcd(*(count // layout.tp for count in need.heads))
@@ -417,7 +417,7 @@ def _by_schedule(x: Any, holds: Callable[[Schedule], Any]) -> Any:
 
 def _recompute(model: ModelSpec) -> Iterator[Rule]:
     layers, after = model.num_hidden_layers, ("degrees", "stages", "schedule", "microbatches", "recompute")
-    some_words = [name for name in RECOMPUTE if name != "none"]
+    recomputing = others(RECOMPUTE, "none")
 
     def exist(x: Any) -> Any:
         some = x.recompute_layers
@@ -426,7 +426,7 @@ def _recompute(model: ModelSpec) -> Iterator[Rule]:
 
     yield Rule(
         "recompute",
-        lambda x: x.recompute_layers is None or (x.recompute_layers <= 0) | x.one_of("recompute", some_words),
+        lambda x: x.recompute_layers is None or (x.recompute_layers <= 0) | x.one_of("recompute", recomputing),
         lambda layout: (
             f"recompute_layers={layout.recompute_layers}, but recompute='none'; "
             f"set recompute = 'selective' or 'full', or leave it out"

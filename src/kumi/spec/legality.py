@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from kumi.spec.layout import Layout
+
+# What a rule is about: whether a layout is legal, whoever trains it, or whether this version's trainer takes it.
+ILLEGAL, UNTRAINED = "illegal", "untrained"
 
 
 @dataclass(frozen=True)
@@ -16,24 +21,38 @@ class Rule:
     `holds(x)` takes a `Layout` and returns a bool, or takes `kumi.plan.columns.Columns` and returns an array of them
     (or one bool for all rows). So it uses what both have: fields, `dp`, `world_size` and `one_of`, and operators that
     mean the same for numbers and arrays: no `and`, `or`, `not` or `~` on what may be an array. `say(layout)` is the
-    sentence of a layout that breaks it. Rules `about` one thing belong together; `after` names what must be in order
-    before this rule is judged: nothing is said where one of those is broken.
+    sentence of a layout that breaks it. `about` names what the rule is about, and `after` what must be in order before
+    it is judged: nothing is said where a rule about one of these is broken.
     """
 
     about: str
     holds: Callable[[Any], Any]
     say: Callable[[Layout], str]
     after: tuple[str, ...] = ("degrees",)
+    scope: str = ILLEGAL
 
 
-def broken(rules: Iterable[Rule], layout: Layout) -> list[str]:
-    """Return the sentences of the `rules` that `layout` breaks, in their order."""
-    wrong: dict[str, list[str]] = {}
+def broken(rules: Iterable[Rule], layout: Layout, scope: str = ILLEGAL) -> list[str]:
+    """Return the sentences of the `rules` of `scope` that `layout` breaks, in their order."""
+    wrong: set[str] = set()
+    sentences = []
     for rule in rules:
-        if any(name in wrong for name in rule.after) or rule.holds(layout):
-            continue
-        wrong.setdefault(rule.about, []).append(rule.say(layout))
-    return [sentence for sentences in wrong.values() for sentence in sentences]
+        if wrong.isdisjoint(rule.after) and not rule.holds(layout):
+            wrong.add(rule.about)
+            sentences += [rule.say(layout)] if rule.scope == scope else []
+    return sentences
+
+
+def allows(name: str, values: Sequence[Any]) -> Callable[[Any], Any]:
+    """Return the condition that the field `name`, which holds text or a number, is one of `values`."""
+    if isinstance(values[0], str):
+        return lambda x: x.one_of(name, values)
+    return lambda x: reduce(or_, (getattr(x, name) == value for value in values))
+
+
+def others(words: Iterable[str], *without: str) -> tuple[str, ...]:
+    """Return `words` without some."""
+    return tuple(word for word in words if word not in without)
 
 
 def choices(values: list[int]) -> str:

@@ -92,10 +92,14 @@ def shard_rows(size: int, degree: int, index: int) -> Rows:
     return Rows(start, min(height, size - start))
 
 
-def zero_degree(layout: Layout, *, routed: bool) -> int:
-    """How many ranks hold the same part of a parameter, and divide it among them when zero > 0."""
+def zero_degree(layout: Any, *, routed: bool) -> Any:
+    """How many ranks hold the same part of a parameter, and divide it among them when zero > 0: of a `Layout`, or of
+    `kumi.plan.columns.Columns`."""
     ranks = layout.dp_shard * layout.cp
-    return max(1, ranks * layout.tp // (layout.ep * layout.expert_tp)) if routed else ranks
+    if not routed:
+        return ranks
+    parts = ranks * layout.tp // (layout.ep * layout.expert_tp)
+    return parts + (parts == 0)
 
 
 def _zero_index(layout: Layout, rank: int, *, routed: bool) -> int:
