@@ -13,6 +13,7 @@ from kumi.plan.timeline import in_flight
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
+from kumi.spec.schedule import stage_of
 from kumi.spec.schedules import V_SHAPED
 from kumi.spec.sharding import even_stages, rank_layers, stage_bounds
 
@@ -49,8 +50,7 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
         before = _kinds_before(len(kinds), of_layer)
         layers = np.zeros((len(kinds), len(x)))
         for chunk in range(int(x.stages.max(initial=1))):
-            stage = np.where(turns & (chunk == 1), 2 * x.pp - 1 - rank, rank + chunk * x.pp)
-            stage = np.minimum(stage, last_stage)
+            stage = np.minimum(stage_of(turns, x.pp, rank, chunk), last_stage)
             if len(stage_layers):
                 first, end = firsts[stage], firsts[stage + 1]
             else:

@@ -9,6 +9,7 @@ ascending order, so that a rank's list is a sequence of (kind, chunk), the chunk
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from kumi.errors import LayoutError
 from kumi.spec.schedules import DEFAULT, SCHEDULES, V_SHAPED
@@ -62,9 +63,14 @@ def _with_fewer(schedule: str) -> str:
 
 def placement(schedule: str, pp: int, stages: int) -> tuple[tuple[int, ...], ...]:
     """The stages of each rank, in model order: dealt round after round, or down and back for the V-shaped."""
-    if schedule in V_SHAPED:
-        return tuple((rank, 2 * pp - 1 - rank) for rank in range(pp))
-    return tuple(tuple(range(rank, pp * stages, pp)) for rank in range(pp))
+    turns = schedule in V_SHAPED
+    return tuple(tuple(stage_of(turns, pp, rank, chunk) for chunk in range(stages)) for rank in range(pp))
+
+
+def stage_of(turns: Any, pp: Any, rank: Any, chunk: int) -> Any:
+    """Return the stage that `rank` holds as number `chunk` of its own, where stages go back over the ranks if `turns`;
+    bools and ints, or arrays of them."""
+    return rank + chunk * pp + (chunk == 1) * turns * (pp - 1 - 2 * rank)
 
 
 def pattern(schedule: str, pp: int, stages: int, microbatches: int, rank: int) -> Pattern:

@@ -27,7 +27,7 @@ from kumi.spec.op import Dim, Op, Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE, Precision
-from kumi.spec.schedule import placement
+from kumi.spec.schedule import placement, stage_of
 from kumi.spec.schedules import V_SHAPED
 
 AXIS = {
@@ -156,14 +156,14 @@ def rank_layers(layout: Any, layers: int, rank: Any) -> Any:
     # Of the stages rank, rank + pp, ... so many come before stage n: (n - rank + pp - 1) // pp.
     before = pp - 1 - rank
     dealt = (end + before) // pp - (begin + before) // pp
-    far = 2 * pp - 1 - rank
+    far = stage_of(True, pp, rank, 1)
     folded = 1 * ((begin <= rank) & (rank < end)) + ((begin <= far) & (far < end))
     return each * stages + dealt + layout.one_of("schedule", V_SHAPED) * (folded - dealt)
 
 
 def most_layers(layout: Layout, layers: int) -> int:
     """Return how many of `layers` the pp rank has that has most."""
-    return max(rank_layers(layout, layers, rank) for rank in range(layout.pp))
+    return max(int(rank_layers(layout, layers, rank)) for rank in range(layout.pp))
 
 
 def held_params(model: ModelSpec, layout: Layout, rank: int) -> tuple[Param, ...]:
