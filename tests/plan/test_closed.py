@@ -23,7 +23,7 @@ def shapes(draw, least=1):
     one = SCHEDULES[schedule]
     stages = one.stages + (draw(some.integers(0, 2)) if one.more_stages else 0)
     pp = draw(some.integers(1, 7))
-    least = pp * max(least, one.least, 1)
+    least = pp * max(least, one.least_per_rank, 1)
     step = pp if one.in_rounds else 1
     return schedule, pp, stages, least + step * draw(some.integers(0, 20))
 

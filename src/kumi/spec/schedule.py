@@ -43,7 +43,7 @@ def _wrong_stages(schedule: str, stages: int) -> str:
 
 
 def _wrong_microbatches(schedule: str, pp: int, microbatches: int) -> str:
-    least = SCHEDULES[schedule].least
+    least = SCHEDULES[schedule].least_per_rank
     if microbatches < least * pp:
         return (
             f"schedule='{schedule}' needs at least {least} x pp = {least * pp} microbatches a step, not "
@@ -58,7 +58,7 @@ def _wrong_microbatches(schedule: str, pp: int, microbatches: int) -> str:
 def _with_fewer(schedule: str) -> str:
     """Return the first schedule of the same shape that takes any number of microbatches, else the default."""
     shape = SCHEDULES[schedule].v_shaped
-    return next((name for name, one in SCHEDULES.items() if one.v_shaped == shape and not one.least), DEFAULT)
+    return next((name for name, one in SCHEDULES.items() if one.v_shaped == shape and not one.least_per_rank), DEFAULT)
 
 
 def placement(schedule: str, pp: int, stages: int) -> tuple[tuple[int, ...], ...]:

@@ -113,7 +113,7 @@ class Schedule:
     - `splits_backward`: weight gradients are actions of their own, which nobody waits for.
     - `forwards_first`: all forwards come before the first backward.
     - `in_rounds`: microbatches go through each stage in groups of pp, which must divide them.
-    - `least`: the microbatches of a step are at least `least` x pp.
+    - `least_per_rank`: a step has at least so many microbatches for each rank.
     - `reach`: how many blocks back an action may need, at most.
     - `common`: most trainers with pipelines have it.
 
@@ -129,7 +129,7 @@ class Schedule:
     splits_backward: bool = False
     forwards_first: bool = False
     in_rounds: bool = False
-    least: int = 0
+    least_per_rank: int = 0
     reach: int = 1
     common: bool = False
 
@@ -139,5 +139,5 @@ class Schedule:
 
     def takes_microbatches(self, pp: Any, microbatches: Any) -> Any:
         """Return whether a step of `pp` ranks may have so many `microbatches`, ints or arrays of ints."""
-        enough = microbatches >= self.least * pp
+        enough = microbatches >= self.least_per_rank * pp
         return enough & (microbatches % pp == 0) if self.in_rounds else enough

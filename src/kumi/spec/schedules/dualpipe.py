@@ -38,4 +38,4 @@ def bubble(xp: Arrays, x: Rows) -> Any:
     return x.longest(xp, paths) + slow(xp, x)
 
 
-SCHEDULE = Schedule(program, in_flight, bubble, stages=2, v_shaped=True, splits_backward=True, least=2)
+SCHEDULE = Schedule(program, in_flight, bubble, stages=2, v_shaped=True, splits_backward=True, least_per_rank=2)
