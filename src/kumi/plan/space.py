@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from kumi.spec.job import Job
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedules import DEFAULT, FORWARDS_FIRST, SCHEDULES
+from kumi.spec.schedules.base import Schedule
 
 OUTER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -136,16 +137,21 @@ def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]
     else:
         # With all forwards first a step takes as long as in 1F1B and keeps more: looked at where it is pinned.
         names = [name for name in SCHEDULES if name not in FORWARDS_FIRST or name == pinned.get("schedule")]
-        pairs = [(name, SCHEDULES[name].stages) for name in names if not SCHEDULES[name].more_stages]
+        # Of rows that are equally fast the first is taken: that of a schedule that takes one number of stages.
+        names.sort(key=lambda name: SCHEDULES[name].more_stages)
         most = (model.num_hidden_layers + 2) // pp
-        deeper = [(name, SCHEDULES[name].stages) for name in names if SCHEDULES[name].more_stages]
-        pairs += [(name, stages) for name, least in deeper for stages in range(least, most + 1)]
+        pairs = [(name, stages) for name in names for stages in _stages(SCHEDULES[name], most)]
     kept = [
         pair
         for pair in pairs
         if all(pinned.get(name, value) == value for name, value in zip(("schedule", "stages"), pair, strict=True))
     ]
     return [(WORDS["schedule"].index(name), stages) for name, stages in kept]
+
+
+def _stages(schedule: Schedule, most: int) -> Sequence[int]:
+    """The numbers of stages that a rank may hold, `most` at most where there is a choice."""
+    return range(schedule.stages, most + 1) if schedule.more_stages else (schedule.stages,)
 
 
 def _pinned(name: str, values: list[int], pinned: Pins) -> list[int]:
