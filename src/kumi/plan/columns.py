@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, make_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,10 +54,10 @@ class Columns(_Columns):
     def world_size(self) -> Ints:
         return self.pp * self.dp * self.cp * self.tp
 
-    def one_of(self, name: str, words: Collection[str]) -> Bools:
+    def one_of(self, name: str, words: Sequence[str]) -> Bools:
         """Return whether the field `name`, which holds text, is one of `words`, (rows,)."""
         if len(words) == 1:
-            return np.asarray(getattr(self, name) == WORDS[name].index(*words))
+            return np.asarray(getattr(self, name) == WORDS[name].index(words[0]))
         found: Bools = np.array([word in words for word in WORDS[name]])[getattr(self, name)]
         return found
 
