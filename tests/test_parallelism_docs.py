@@ -19,11 +19,12 @@ from kumi.plan.estimate import estimate
 from kumi.plan.traffic import collectives
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
-from kumi.spec.layout import CONTEXT, OFFLOAD, SCHEDULES, Layout
+from kumi.spec.layout import CONTEXT, OFFLOAD, Layout
 from kumi.spec.ledger import layer_ops, num_params, params
 from kumi.spec.op import Dim, Param
 from kumi.spec.placement import axis
 from kumi.spec.schedule import placement
+from kumi.spec.schedules import SCHEDULES
 from kumi.spec.sharding import is_routed, local_numel, local_shape, stage_bounds, style, units
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ from kumi.plan.traffic import collectives
 from kumi.plan.types import Collective, MemoryEstimate
 from kumi.report.figures import wire_bytes
 from kumi.report.words import percent, rate, volume
-from kumi.spec import schedule
+from kumi.spec import schedule, schedules
 from kumi.spec.batch import BatchSpec
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT, OFFLOAD, Layout
@@ -37,7 +37,7 @@ from kumi.units import format_bytes
 PAGES = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- computed: ([\w.]+) -->)(?:(?!<!--).)*(<!-- end -->)", re.S)
 PP, MICROBATCHES = 4, 8
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2}
+SCHEDULES = {name: one.stages for name, one in schedules.SCHEDULES.items()}
 
 
 def tables() -> dict[str, str]:

@@ -17,8 +17,9 @@ from kumi.nn.decoder import Decoder
 from kumi.parallel.float8 import multiply_in_float8, swap_products
 from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
+from kumi.spec.legality import UNTRAINED, broken
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
-from kumi.spec.techniques import untrained_float8
+from kumi.spec.techniques import float8_rules
 from planned import job_of
 
 # The second layer's feed-forward width is no multiple of 16.
@@ -79,13 +80,17 @@ def test_what_has_no_float8_is_refused():
             swap_products(Decoder(SPEC, device="meta"))
 
 
+def refused(job, **fields):
+    return broken(float8_rules(job), Layout(**fields), UNTRAINED)
+
+
 def test_what_goes_with_float8_is_said():
     able = Device("GPU", "cuda", 80 * 2**30, ("float32", "bfloat16", "float8"))
     job = job_of(SPEC, seq_len=128, kind="fp8", device=able)
-    assert list(untrained_float8(job, Layout())) == []
-    (said,) = untrained_float8(replace(job, cluster=replace(job.cluster, device=Device("", "cpu", 0))), Layout())
+    assert refused(job) == []
+    (said,) = refused(replace(job, cluster=replace(job.cluster, device=Device("", "cpu", 0))))
     assert "on CUDA devices that have it, which this one does not say of itself" in said
-    assert "tp=2: set tp = 1" in next(iter(untrained_float8(job, Layout(tp=2))))
+    assert "tp=2: set tp = 1" in refused(job, tp=2)[0]
     odd = job_of(SPEC, seq_len=8, kind="fp8", device=able)
-    assert "8 tokens of a microbatch" in next(iter(untrained_float8(odd, Layout())))
-    assert list(untrained_float8(job_of(SPEC, kind="bf16"), Layout(tp=2))) == []
+    assert "8 tokens of a microbatch" in refused(odd)[0]
+    assert refused(job_of(SPEC, kind="bf16"), tp=2) == []

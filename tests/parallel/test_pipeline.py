@@ -12,11 +12,10 @@ from kumi.spec.ledger import params
 from kumi.spec.messages import needed
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedule import actions, placement
+from kumi.spec.schedules import SCHEDULES
 from layouts.test_layouts import alone, equal
 from ranks import run_ranks
 from steps import SPECS, batch, mesh_of, train
-
-SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2}
 
 
 def compare(ranks, layout, family, microbatches):
@@ -29,7 +28,7 @@ def compare(ranks, layout, family, microbatches):
 
 
 def piped(pp, schedule, **rest):
-    return Layout(pp=pp, schedule=schedule, stages=SCHEDULES[schedule], **rest)
+    return Layout(pp=pp, schedule=schedule, stages=SCHEDULES[schedule].stages, **rest)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

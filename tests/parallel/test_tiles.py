@@ -16,9 +16,10 @@ from kumi.spec import model
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
+from kumi.spec.legality import UNTRAINED, broken
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.techniques import untrained_techniques
+from kumi.spec.techniques import technique_rules
 from planned import job_of
 from steps import SPECS, forward_backward, mesh_of
 
@@ -129,7 +130,7 @@ def test_what_tiles_do_not_go_with_is_said():
     job: Job = job_of(SPECS["llama"])
 
     def said(**fields):
-        return "; ".join(untrained_techniques(job.model, replace(Layout(tiles=4), **fields)))
+        return "; ".join(broken(technique_rules(job.model), replace(Layout(tiles=4), **fields), UNTRAINED))
 
     assert said() == ""
     assert said(tp=2) == "tiles=4 with tp=2: set tp = 1, or tiles = 1"
@@ -137,4 +138,4 @@ def test_what_tiles_do_not_go_with_is_said():
     assert "tiles=4 with schedule='zb-v'" in said(pp=2, schedule="zb-v", stages=2)
     assert said(dp_shard=2, zero=3).endswith("intermediate_size=36 that each of 2 ranks has; use 1, 2, 3, 6, 9, 18")
     assert "4 ranks, which do not divide hidden_size=18" in said(dp_shard=4, zero=3)
-    assert "no dense" in "; ".join(untrained_techniques(SPECS["moe"], Layout(tiles=4)))
+    assert "no dense" in "; ".join(broken(technique_rules(SPECS["moe"]), Layout(tiles=4), UNTRAINED))

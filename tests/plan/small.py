@@ -12,11 +12,12 @@ from kumi.spec.checks import divisors, problems
 from kumi.spec.cluster import ClusterSpec, Device, Host, Link
 from kumi.spec.engine import KUMI, Engine
 from kumi.spec.job import Job
-from kumi.spec.layout import SCHEDULES, Layout
+from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedule import placement
+from kumi.spec.schedules import SCHEDULES
 from kumi.spec.sharding import stage_bounds
 
 GPU = Device(

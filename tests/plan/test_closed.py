@@ -6,28 +6,32 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from kumi.plan.closed import closed_form
-from kumi.plan.timeline import CODE, makespan
-from kumi.spec.schedule import SCHEDULES, placement
+from kumi.plan.columns import WORDS
+from kumi.plan.timeline import makespan
+from kumi.spec.schedule import placement
+from kumi.spec.schedules import SCHEDULES
 
 SECONDS = some.floats(0.5, 3.0)
 RATIO = some.floats(0.6, 1.6)
+NUMBER = WORDS["schedule"].index
 
 
 @some.composite
 def shapes(draw, least=1):
     """(schedule, pp, stages, microbatches), with at least `least` x pp microbatches where it is not one of few."""
     schedule = draw(some.sampled_from(sorted(SCHEDULES)))
-    stages = {"interleaved": draw(some.integers(2, 4)), "zb-v": 2, "dualpipe": 2}.get(schedule, 1)
+    one = SCHEDULES[schedule]
+    stages = one.stages + (draw(some.integers(0, 2)) if one.more_stages else 0)
     pp = draw(some.integers(1, 7))
-    least = pp * max(least, 2 if schedule == "dualpipe" else 1)
-    step = pp if schedule == "interleaved" else 1
+    least = pp * max(least, one.least_per_rank, 1)
+    step = pp if one.in_rounds else 1
     return schedule, pp, stages, least + step * draw(some.integers(0, 20))
 
 
 def closed(shape, durations, transfer=0.0, *, blocking=False):
     schedule, pp, stages, microbatches = shape
     ranks = [np.sum([durations[stage] for stage in held], axis=0) for held in placement(schedule, pp, stages)]
-    codes = [np.array([number]) for number in (CODE[schedule], pp, stages, microbatches)]
+    codes = [np.array([number]) for number in (NUMBER(schedule), pp, stages, microbatches)]
     sums, most = np.sum(ranks, axis=0)[:, None], max(ranks, key=sum)[:, None]
     return closed_form(*codes, sums, most, np.array([transfer]), blocking=blocking)[0]
 
@@ -76,7 +80,7 @@ def test_links_slower_than_the_stages_are_within_a_quarter(shape, transfer):
 
 def test_rows_of_different_schedules_are_told_apart():
     shapes = [("1f1b", 4, 1, 8), ("zb-v", 2, 2, 8), ("gpipe", 1, 1, 3), ("1f1b", 2, 1, 4), ("interleaved", 4, 2, 8)]
-    codes = np.array([(CODE[name], *rest) for name, *rest in shapes]).T
+    codes = np.array([(NUMBER(name), *rest) for name, *rest in shapes]).T
     ones = [np.ones(5), np.ones(5), np.ones(5)]
     found = closed_form(*codes, [one * codes[1] for one in ones], ones, np.full(5, 0.1))
     for shape, seconds in zip(shapes, found, strict=True):

@@ -8,6 +8,7 @@ from kumi.plan.stages import balanced, bounds, share
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.schedule import actions, placement
+from kumi.spec.schedules import SCHEDULES
 
 WIDE = LayerSpec(Attention(4, 2, 16, Rope(10000.0)), MLP(256))
 SLIM = LayerSpec(Attention(4, 2, 16, Rope(10000.0)), MLP(128))
@@ -46,12 +47,14 @@ def test_given_stages_are_taken_as_they_are():
     assert bounds(Layout(pp=3, stage_layers=(1, 5, 0)), model([SLIM] * 6)) == ((0, 1), (1, 6), (6, 6))
 
 
-LAYOUTS = some.sampled_from(["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe"])
-
-
-@given(LAYOUTS, some.integers(1, 6), some.integers(2, 4), some.lists(some.booleans(), min_size=24, max_size=30))
+@given(
+    some.sampled_from(sorted(SCHEDULES)),
+    some.integers(1, 6),
+    some.integers(2, 4),
+    some.lists(some.booleans(), min_size=24, max_size=30),
+)
 def test_shares_are_what_the_stages_of_each_rank_hold(schedule, pp, stages, wide):
-    stages = {"interleaved": stages, "zb-v": 2, "dualpipe": 2}.get(schedule, 1)
+    stages = stages if SCHEDULES[schedule].more_stages else SCHEDULES[schedule].stages
     layout, m = Layout(pp=pp, schedule=schedule, stages=stages), 4 * pp
     for layers in ([SLIM] * len(wide), [WIDE if one else SLIM for one in wide]):
         spec = model(layers)

@@ -2,8 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kumi.plan.timeline import REACH, makespan, simulate
-from kumi.spec.schedule import SCHEDULES, Action, actions, pattern, placement
+from kumi.plan.timeline import makespan, simulate
+from kumi.spec.schedule import actions, pattern, placement
+from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS, SCHEDULES
+from kumi.spec.schedules.base import Action
 
 SMALL = some.integers(1, 6)
 
@@ -100,9 +102,9 @@ def test_the_bubble_of_four_ranks_and_eight_microbatches_is_27_percent_of_the_st
 @some.composite
 def pipelines(draw):
     schedule = draw(some.sampled_from(sorted(SCHEDULES)))
-    stages = {"interleaved": draw(some.integers(2, 4)), "zb-v": 2, "dualpipe": 2}.get(schedule, 1)
+    stages = SCHEDULES[schedule].stages + (draw(some.integers(0, 2)) if SCHEDULES[schedule].more_stages else 0)
     pp = draw(some.integers(1, 5))
-    microbatches = draw(some.integers(2, 15)) * pp + (0 if schedule == "interleaved" else draw(some.integers(0, 4)))
+    microbatches = draw(some.integers(2, 15)) * pp + (0 if schedule in IN_ROUNDS else draw(some.integers(0, 4)))
     return schedule, pp, stages, microbatches
 
 
@@ -130,11 +132,12 @@ def test_a_slow_stage_that_overtakes_another_late_is_waited_for():
         assert makespan("1f1b", 4, 1, microbatches, durations, 0.004) == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in FORWARDS_FIRST])
 def test_no_action_of_a_block_needs_more_than_the_blocks_it_may_reach_back(schedule):
+    one = SCHEDULES[schedule]
     for pp in range(2, 7):
-        for stages in {"interleaved": (2, 3), "zb-v": (2,), "dualpipe": (2,)}.get(schedule, (1,)):
-            assert reach(schedule, pp, stages, 8 * pp) <= REACH[schedule]
+        for stages in range(one.stages, one.stages + 1 + one.more_stages):
+            assert reach(schedule, pp, stages, 8 * pp) <= one.reach
 
 
 def reach(schedule, pp, stages, microbatches):

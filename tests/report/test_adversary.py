@@ -22,8 +22,8 @@ from kumi.report.binding import WORTH, binding, levers
 from kumi.report.planning import plan
 from kumi.report.report import Report
 from kumi.report.summary import headline
-from kumi.spec.checks import untrained
 from kumi.spec.layout import Layout
+from kumi.spec.trainable import untrained
 
 
 def refused(wanted, pinned, **fields):

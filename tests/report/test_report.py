@@ -13,7 +13,8 @@ from kumi.report.binding import UNEVEN, binding, levers
 from kumi.report.figures import gap, needs, stage_groups, traffic
 from kumi.report.report import Report
 from kumi.report.summary import headline
-from kumi.spec.layout import OFFLOAD, RECOMPUTE, SCHEDULES, Layout
+from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
+from kumi.spec.schedules import SCHEDULES
 
 
 def test_as_dict_is_strict_json_with_every_part():
@@ -59,7 +60,7 @@ layouts = st.builds(
     recompute=st.sampled_from(RECOMPUTE),
     recompute_layers=st.none() | st.integers(1, 9),
     sequence_parallel=st.booleans(),
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from(list(SCHEDULES)),
     stages=st.integers(1, 4),
     stage_layers=st.lists(st.integers(0, 9), max_size=4).map(tuple),
     offload=st.sampled_from(OFFLOAD),

@@ -3,13 +3,14 @@ from dataclasses import replace
 import pytest
 
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import problems, untrainable
+from kumi.spec.checks import problems
 from kumi.spec.cluster import ClusterSpec, Device, Host
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
+from kumi.spec.trainable import untrainable
 
 LAYER = LayerSpec(Attention(4, 2, 16, Rope(10000.0)), MLP(128))
 MODEL = ModelSpec("llama", 256, 64, (LAYER,) * 6, 1e-5, 128)

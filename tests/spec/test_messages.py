@@ -4,13 +4,15 @@ from itertools import product
 import pytest
 
 from kumi.spec.messages import Message, Receive, Send, forward_work, messages, with_messages, work
-from kumi.spec.schedule import SCHEDULES, Action, actions, placement, refusal
+from kumi.spec.schedule import actions, placement, refusal
+from kumi.spec.schedules import SCHEDULES
+from kumi.spec.schedules.base import Action
 
-STAGES = {"interleaved": (2, 3), "zb-v": (2,), "dualpipe": (2,)}
+STAGES = {name: (2, 3) if one.more_stages else (one.stages,) for name, one in SCHEDULES.items()}
 SHAPES = [
     (schedule, pp, stages, microbatches)
     for schedule, pp in product(SCHEDULES, (2, 3, 4, 8))
-    for stages in STAGES.get(schedule, (1,))
+    for stages in STAGES[schedule]
     for microbatches in (1, 2, 3, 4, 5, 8, 13, 16, 24)
     if refusal(schedule, pp, stages, microbatches) is None
 ]

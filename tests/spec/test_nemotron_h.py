@@ -11,7 +11,7 @@ from kumi.errors import ModelError
 from kumi.plan.columns import columns
 from kumi.plan.estimate import estimate
 from kumi.plan.export import TRAINERS
-from kumi.plan.legal import legal
+from kumi.plan.space import legal
 from kumi.spec import families
 from kumi.spec.checks import problems
 from kumi.spec.layout import Layout

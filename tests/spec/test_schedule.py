@@ -6,22 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from kumi.errors import LayoutError
-from kumi.spec import layout
-from kumi.spec.schedule import SCHEDULES, V_SHAPED, Action, actions, pattern, placement, refusal
+from kumi.spec.schedule import actions, pattern, placement, refusal
+from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS, SCHEDULES, V_SHAPED
+from kumi.spec.schedules.base import Action
 
-STAGES = {"interleaved": (2, 3, 4), "zb-v": (2,), "dualpipe": (2,)}
+STAGES = {name: (2, 3, 4) if one.more_stages else (one.stages,) for name, one in SCHEDULES.items()}
 SHAPES = [
     (schedule, pp, stages, microbatches)
     for schedule in SCHEDULES
     for pp in range(1, 9)
-    for stages in STAGES.get(schedule, (1,))
+    for stages in STAGES[schedule]
     for microbatches in (1, 2, 3, 5, 8, 13, 16, 24)
     if refusal(schedule, pp, stages, microbatches) is None
 ]
-
-
-def test_a_layout_can_name_every_schedule_and_no_other():
-    assert tuple(SCHEDULES) == layout.SCHEDULES
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -79,10 +76,14 @@ def test_stages_are_dealt_in_rounds_or_down_and_back():
     assert all(placement(schedule, 3, 2) == ((0, 5), (1, 4), (2, 3)) for schedule in V_SHAPED)
 
 
-@given(some.sampled_from([name for name in SCHEDULES if name != "gpipe"]), some.integers(1, 6), some.integers(2, 4))
+@given(
+    some.sampled_from([name for name in SCHEDULES if name not in FORWARDS_FIRST]),
+    some.integers(1, 6),
+    some.integers(2, 4),
+)
 def test_more_microbatches_only_repeat_the_block(schedule, pp, stages):
-    stages = {"interleaved": stages, "zb-v": 2, "dualpipe": 2}.get(schedule, 1)
-    size = pp if schedule == "interleaved" else 1
+    stages = stages if SCHEDULES[schedule].more_stages else SCHEDULES[schedule].stages
+    size = pp if schedule in IN_ROUNDS else 1
     for rank in range(pp):
         few, more = (pattern(schedule, pp, stages, 6 * pp + extra * size, rank) for extra in (0, 3))
         assert more.repeats == few.repeats + 3

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from kumi.errors import ConfigError
-from kumi.plan.stages import bounds
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import Dim, Param, layer_ops, num_params, params
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim, state_bytes
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.sharding import checkpoint_bytes, cut, held_params, local_numel, local_shape, stage_bounds, style
+from kumi.spec.sharding import checkpoint_bytes, cut, held_params, local_numel, local_shape, style
 from kumi.spec.sharding import state_bytes as rank_bytes
 
 ATTENTION = Attention(8, 2, 16, Rope(10000.0), qk_norm=True)
@@ -99,14 +98,6 @@ def test_every_parameter_is_on_one_rank_and_a_tied_head_on_two(model, layout):
     # A V brings embedding and head back to one rank, which are then one tensor.
     apart = model is TIED and layout.schedule != "zb-v"
     assert several == ({"model.embed_tokens.weight"} if apart else set())
-
-
-@pytest.mark.parametrize("layers", [4, 5, 6, 7, 13])
-@pytest.mark.parametrize(("pp", "stages", "schedule"), [(1, 1, "1f1b"), (4, 1, "1f1b"), (2, 2, "interleaved")])
-def test_stages_are_those_of_the_planner(layers, pp, stages, schedule):
-    model = ModelSpec("llama", 256, 128, (DENSE.layers[0],) * layers, 1e-5, 256)
-    layout = Layout(pp=pp, stages=stages, schedule=schedule)
-    assert stage_bounds(layout, layers) == bounds(layout, model)
 
 
 def test_states_of_all_ranks_add_up_to_the_model():

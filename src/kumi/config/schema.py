@@ -8,12 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from kumi.objectives import OBJECTIVES
 from kumi.spec.comm import COMPRESS
-from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
+from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import INITS as LORA_INITS
 from kumi.spec.lora import QUANTIZED
 from kumi.spec.numerics import parse
 from kumi.spec.optim import KINDS
 from kumi.spec.precision import PRECISIONS
+from kumi.spec.schedules import SCHEDULES
 
 # Share of a run over which the rate climbs where the run file says nothing of it: see docs/decisions/warmup.md.
 WARMUP_RATIO = 0.03
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     LoraInit: TypeAlias = str
     Quantize: TypeAlias = str
 else:
-    Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[SCHEDULES], Literal[OFFLOAD]
+    Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[tuple(SCHEDULES)], Literal[OFFLOAD]
     Context = Literal[CONTEXT]
     OptimKind, PrecisionKind = Literal[KINDS], Literal["auto", *PRECISIONS]
     Compress = Literal[COMPRESS]

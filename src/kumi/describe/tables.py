@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.describe.placement import placement
 from kumi.spec import ledger
-from kumi.spec.checks import cuts
+from kumi.spec.cuts import cuts
 from kumi.spec.layout import AXES
 from kumi.units import format_bytes, format_count
 

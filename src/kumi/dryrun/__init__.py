@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kumi.errors import LayoutError
-from kumi.spec.checks import problems, untrainable
+from kumi.spec.checks import problems
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.trainable import untrainable
 
 if TYPE_CHECKING:
     from kumi.plan.types import Estimate

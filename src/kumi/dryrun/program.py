@@ -28,6 +28,7 @@ from kumi.parallel.stages import stages_of
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
+from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ def _measured(model: nn.Module, mesh: Mesh, job: Job, optimizer: AdamW, tracker:
 def enough(layout: Layout, microbatches: int) -> tuple[int, int]:
     """How many microbatches to carry out at first, and how many more the second time; all at once where a second time
     would not be less."""
-    unit = layout.pp if layout.schedule == "interleaved" else 1
+    unit = layout.pp if layout.schedule in IN_ROUNDS else 1
     some = 2 * layout.pp * layout.stages if layout.pp > 1 else 2
     some = -(-some // unit) * unit
-    if layout.schedule == "gpipe" or 2 * some + unit >= microbatches:
+    if layout.schedule in FORWARDS_FIRST or 2 * some + unit >= microbatches:
         return microbatches, 0
     return some, unit
 

@@ -30,7 +30,7 @@ from kumi.parallel.mesh import Mesh
 from kumi.parallel.record import Record, mark, note
 from kumi.parallel.stages import stages_of
 from kumi.spec.messages import ACTIVATION, GRADIENT, Message, Receive, Send, Step, forward_work, work
-from kumi.spec.schedule import Action
+from kumi.spec.schedules.base import Action
 
 # The arguments of the decoder for one microbatch, by their names: tensors, and the loss where it is a function.
 Inputs = Mapping[str, Any]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from kumi.parallel.mesh import Mesh, barrier
 from kumi.plan.timeline import Span, Timeline
-from kumi.spec.schedule import Action
+from kumi.spec.schedules.base import Action
 
 # A moment: seconds of the host's clock, or an event of the device's.
 Mark = float | torch.cuda.Event

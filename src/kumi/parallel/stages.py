@@ -13,7 +13,8 @@ from kumi.parallel.mesh import Mesh, new_group
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
-from kumi.spec.schedule import WHOLE, placement
+from kumi.spec.schedule import placement
+from kumi.spec.schedules import DEFAULT, FULL_BACKWARD
 from kumi.spec.sharding import stage_bounds
 
 
@@ -47,12 +48,12 @@ class Stages(nn.Module):
 
 def in_stages(layout: Layout) -> bool:
     """Whether a rank's model is made of stages; else it is the whole decoder, one microbatch after the other."""
-    return layout.pp * layout.stages > 1 or layout.schedule != "1f1b"
+    return layout.pp * layout.stages > 1 or layout.schedule != DEFAULT
 
 
 def splits_backward(layout: Layout) -> bool:
     """Whether the schedule has weight gradients of its own."""
-    return layout.schedule not in WHOLE
+    return layout.schedule not in FULL_BACKWARD
 
 
 def held_stages(spec: ModelSpec, mesh: Mesh) -> dict[int, tuple[int, int]]:

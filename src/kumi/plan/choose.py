@@ -16,10 +16,11 @@ from kumi.plan.search import Found, search
 from kumi.plan.space import Pins
 from kumi.plan.supported import Unsupported, accepted
 from kumi.plan.types import Estimate
-from kumi.spec.checks import problems, untrainable, untrained
+from kumi.spec.checks import problems
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.trainable import untrainable, untrained
 from kumi.units import format_bytes
 
 # Taken where it is not pinned: tensor parallelism without its sequence part needs more memory for as many bytes sent.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,13 +39,13 @@ class Bases:
     def bytes(self, recompute: int, layers: int, offload: int) -> Floats:
         """Bytes on each of the ranks, (ranks, rows), when `layers` of it recompute (-1: all)."""
         same = np.ones(len(self.every), np.int64)
-        rows = replace(self.every, recompute=recompute * same, recompute_layers=layers * same, offload=offload * same)
+        rows = self.every.replaced(recompute=recompute * same, recompute_layers=layers * same, offload=offload * same)
         sizes = memory.stage_memory(self.job, rows, self.part, self.known).values()
         return np.asarray(sum(sizes)).reshape(self.layers.shape)
 
     def host_bytes(self, offload: int) -> Floats:
         """Bytes that a rank keeps on its host, the most of the ranks looked at, (rows,)."""
-        rows = replace(self.every, offload=np.full(len(self.every), offload))
+        rows = self.every.replaced(offload=np.full(len(self.every), offload))
         found: Floats = memory.host_memory(self.job, rows, self.part, self.known).reshape(self.layers.shape).max(axis=0)
         return found
 
@@ -192,9 +192,6 @@ def picked(rows: Bases, one: Variant, found: Fit, index: Ints) -> Columns:
     layers = found.layers[index]
     all_of_them = (layers >= rows.most[index]) & (one.layers in (None, -1)) | (one.recompute == NONE)
     same = np.ones(len(index), np.int64)
-    return replace(
-        rows.x.take(index),
-        recompute=one.recompute * same,
-        recompute_layers=np.where(all_of_them, -1, layers),
-        offload=one.offload * same,
+    return rows.x.take(index).replaced(
+        recompute=one.recompute * same, recompute_layers=np.where(all_of_them, -1, layers), offload=one.offload * same
     )

@@ -26,11 +26,11 @@ from kumi.spec.layout import Layout
 from kumi.spec.ledger import LEAST_CHUNK, LOGITS, kind_ops
 from kumi.spec.op import Dim
 from kumi.spec.precision import ITEMSIZE
+from kumi.spec.schedules import FORWARDS_FIRST
 from kumi.spec.sharding import cut
 from kumi.spec.techniques import BUCKET, ROOMS
 
 NONE, FULL = (WORDS["recompute"].index(word) for word in ("none", "full"))
-GPIPE = WORDS["schedule"].index("gpipe")
 
 # What PyTorch's allocator reserves beyond what is allocated, as a share of what comes and goes in a step, by the
 # engine's kernels: blocks are rounded up, and pieces between them stay free; states are allocated once. torchtitan's
@@ -115,8 +115,8 @@ def _fullest(moments: dict[str, tuple[Floats, ...]]) -> dict[str, Floats]:
 
 
 def microbatches_of(job: Job, x: Columns) -> Ints:
-    """Forward-backward units of each data-parallel rank in a step."""
-    found: Ints = np.maximum(1, job.batch.sequences // (x.dp * x.microbatch))
+    """Return `BatchSpec.microbatches`, (rows,), and 1 where a microbatch has more sequences than a rank."""
+    found: Ints = np.maximum(1, job.batch.microbatches(x))
     return found
 
 
@@ -155,7 +155,8 @@ def _recomputed(x: Columns, part: Share) -> Floats:
 
 
 def _stay(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:
-    """Bytes that all microbatches in flight keep. The head's go before the next microbatch comes, but in GPipe."""
+    """Bytes that all microbatches in flight keep. The head's go before the next microbatch comes
+    unless all forwards come first."""
     again = _recomputed(x, part)
     found = part.embedding * kept.embedding
     for count, layer in zip(part.layers, kept.layers, strict=True):
@@ -163,8 +164,13 @@ def _stay(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:
         found = found + count * ((1 - again) * layer.none + again * less)
     if job.engine.stage_output:
         found = found + np.where(x.pp > 1, kept.boundary, 0.0)
-    heads = np.where(x.schedule == GPIPE, part.in_flight, 1.0) * part.head
+    heads = _waiting_heads(x, part) * part.head
     return np.asarray(tokens_of(job, x) * (part.in_flight * found + heads * kept.head))
+
+
+def _waiting_heads(x: Columns, part: Share) -> Floats:
+    """For how many microbatches the head keeps what its backward needs: one, or all where all forwards come first."""
+    return np.where(x.one_of("schedule", FORWARDS_FIRST), part.in_flight, 1.0)
 
 
 def _in_hand(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:
@@ -194,7 +200,7 @@ def _logits(job: Job, x: Columns, part: Share) -> Floats:
     vocab = cut(Dim("vocab", job.model.vocab_size), np.where(engine.whole_logits, 1, x.tp))
     if engine.logit_bytes:
         each = np.where(x.tp > 1, engine.cut_logit_bytes or engine.logit_bytes, engine.logit_bytes)
-        return np.asarray(part.head * each * tokens * vocab * np.where(x.schedule == GPIPE, part.in_flight, 1.0))
+        return np.asarray(part.head * each * tokens * vocab * _waiting_heads(x, part))
     chunk = np.minimum(tokens, np.maximum(LEAST_CHUNK, LOGITS[job.cluster.device.kind == "cpu"] // vocab))
     return np.asarray(part.head * (2 * ITEMSIZE["float32"] + _rounded(job)) * chunk * vocab)
 
@@ -216,7 +222,7 @@ def _head_gradient(job: Job, x: Columns, part: Share) -> Floats:
     kept = np.where(whole, job.itemsize, ITEMSIZE[job.precision.param])
     if job.model.lora is not None:  # the head is frozen, and in the dtype that it is multiplied in
         matrix = np.zeros(len(x))
-    waiting = np.where(x.schedule == GPIPE, part.in_flight - 1, 0.0)
+    waiting = _waiting_heads(x, part) - 1
     hidden = job.itemsize * tokens_of(job, x) * job.model.hidden_size
     return np.asarray(part.head * (matrix * (found + waiting * kept) + hidden * (1 + waiting)))
 
@@ -224,7 +230,7 @@ def _head_gradient(job: Job, x: Columns, part: Share) -> Floats:
 def _later(job: Job, x: Columns, logits: Floats) -> Floats:
     """Bytes of `logits` that are still there in the backward of the layers: all that an engine holds of GPipe's other
     microbatches, none where they were formed in chunks."""
-    return np.where(x.schedule == GPIPE, logits, 0.0) if job.engine.logit_bytes else np.zeros(len(x))
+    return np.where(x.one_of("schedule", FORWARDS_FIRST), logits, 0.0) if job.engine.logit_bytes else np.zeros(len(x))
 
 
 def _buffers(job: Job, x: Columns) -> Floats:

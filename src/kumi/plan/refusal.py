@@ -14,15 +14,15 @@ from kumi.plan.search import Found
 from kumi.plan.space import Pins
 from kumi.spec.checks import problems
 from kumi.spec.job import Job
-from kumi.spec.layout import SCHEDULES, Layout
-from kumi.spec.schedule import V_SHAPED
+from kumi.spec.layout import Layout
+from kumi.spec.schedules import DEFAULT, SCHEDULES
 from kumi.units import format_bytes
 
 
 def why_illegal(job: Job, pinned: Pins) -> str:
     """What is wrong with the only layouts that `pinned` allows."""
     wrong = problems(job.model, from_pins(job, pinned), job.cluster, job.batch)
-    if not wrong and pinned.get("pp") == 1 and pinned.get("schedule", SCHEDULES[0]) != SCHEDULES[0]:
+    if not wrong and pinned.get("pp") == 1 and pinned.get("schedule", DEFAULT) != DEFAULT:
         wrong = [
             f"layout.schedule={pinned['schedule']} orders a pipeline, and layout.pp=1 has none; "
             f"leave one of them out, or pin layout.pp = 2 or more"
@@ -47,8 +47,8 @@ def from_pins(job: Job, pinned: Pins) -> Layout:
     """The layout that `pinned` names, with data parallelism over the devices that are left, and with what the pins
     leave no choice about: states that are divided over `dp_shard`, as many stages as a schedule needs."""
     fields: dict[str, Any] = {name: tuple(value) if name == "stage_layers" else value for name, value in pinned.items()}
-    if "stages" not in pinned and fields.get("schedule") in (*V_SHAPED, "interleaved"):
-        fields["stages"] = 2
+    if "stages" not in pinned and fields.get("schedule") in SCHEDULES:
+        fields["stages"] = SCHEDULES[fields["schedule"]].stages
     layout = Layout(**fields)
     rest = max(1, job.cluster.devices // layout.world_size)
     copies = "dp_shard" in pinned or ("dp_replicate" not in pinned and pinned.get("zero") == 0)

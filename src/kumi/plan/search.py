@@ -24,6 +24,7 @@ from kumi.plan.types import Estimate
 from kumi.spec.checks import problems
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
+from kumi.spec.schedules import SCHEDULES
 
 # How many of the fastest arrangements get a full estimate at least, and of how many the neighbours are looked at.
 LOOKED_AT = 8
@@ -262,10 +263,6 @@ def _problems(job: Job, layout: Layout) -> list[str]:
     return problems(job.model, layout, job.cluster, job.batch)
 
 
-# Schedules that most trainers with pipelines have.
-COMMON = ("1f1b", "gpipe", "interleaved")
-
-
 def effort(layout: Layout) -> int:
     """How many techniques `layout` takes to run: what is equally fast is better simple. Offloading counts twice, as it
     leans on host and bus, which others use, too, and so do schedules that few trainers have."""
@@ -278,7 +275,7 @@ def effort(layout: Layout) -> int:
         layout.dp_replicate > 1 and layout.dp_shard > 1,
         layout.recompute != "none",
     )
-    rare = (layout.offload != "none", layout.schedule not in COMMON)
+    rare = (layout.offload != "none", not SCHEDULES[layout.schedule].common)
     return 4 * sum((*used, *rare)) + layout.zero + (layout.stages > 1) + bool(layout.stage_layers)
 
 

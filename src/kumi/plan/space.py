@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kumi.errors import LayoutError
-from kumi.plan.columns import WORDS, Columns, Ints, columns, joined
-from kumi.plan.legal import legal
-from kumi.spec.checks import divisors
+from kumi.plan.columns import WORDS, Bools, Columns, Ints, columns, joined
+from kumi.spec.checks import divisors, rules
 from kumi.spec.job import Job
-from kumi.spec.layout import SCHEDULES
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
-from kumi.spec.schedule import V_SHAPED
+from kumi.spec.schedules import DEFAULT, FORWARDS_FIRST, SCHEDULES
+from kumi.spec.schedules.base import Schedule
 
 OUTER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -77,6 +76,16 @@ def _legal(job: Job, parts: list[dict[str, Ints]]) -> Columns:
     return found.take(legal(job, found))
 
 
+def legal(job: Job, x: Columns) -> Bools:
+    """Return whether each row of `x` keeps all rules of `kumi.spec.checks`, (rows,)."""
+    found = np.ones(len(x), np.bool_)
+    # What a degree of 0 divides is of no account: its row is illegal.
+    with np.errstate(divide="ignore"):
+        for rule in rules(job.model, job.cluster, job.batch):
+            found &= rule.holds(x)
+    return found
+
+
 def expert_counts(model: ModelSpec) -> set[int]:
     """How many routed experts the layers of `model` have; empty where none has any."""
     return {op.experts for ops in kind_ops(model) for op in ops} - {0}
@@ -121,20 +130,28 @@ def _zero(mesh: dict[str, int]) -> list[int]:
 
 
 def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]:
-    """(schedule, stages of a rank): one stage, two in a V, or interleaved any number that leaves each stage a layer."""
-    most = (model.num_hidden_layers + 2) // pp
-    pairs = [("1f1b", 1)]
-    if pp > 1:
-        # GPipe takes as long as 1F1B and keeps more: it is looked at where it is pinned.
-        left = {"interleaved"} | ({"gpipe"} if pinned.get("schedule") != "gpipe" else set())
-        pairs = [(name, 2 if name in V_SHAPED else 1) for name in SCHEDULES if name not in left]
-        pairs += [("interleaved", stages) for stages in range(2, most + 1)]
-    wanted = [
+    """(number of the schedule, stages of a rank): every number of stages that leaves each of them a layer, where the
+    schedule takes more than one number."""
+    if pp == 1:
+        pairs = [(DEFAULT, 1)]
+    else:
+        # With all forwards first a step takes as long as in 1F1B and keeps more: looked at where it is pinned.
+        names = [name for name in SCHEDULES if name not in FORWARDS_FIRST or name == pinned.get("schedule")]
+        # Of rows that are equally fast the first is taken: that of a schedule that takes one number of stages.
+        names.sort(key=lambda name: SCHEDULES[name].more_stages)
+        most = (model.num_hidden_layers + 2) // pp
+        pairs = [(name, stages) for name in names for stages in _stages(SCHEDULES[name], most)]
+    kept = [
         pair
         for pair in pairs
         if all(pinned.get(name, value) == value for name, value in zip(("schedule", "stages"), pair, strict=True))
     ]
-    return [(SCHEDULES.index(name), stages) for name, stages in wanted]
+    return [(WORDS["schedule"].index(name), stages) for name, stages in kept]
+
+
+def _stages(schedule: Schedule, most: int) -> Sequence[int]:
+    """The numbers of stages that a rank may hold, `most` at most where there is a choice."""
+    return range(schedule.stages, most + 1) if schedule.more_stages else (schedule.stages,)
 
 
 def _pinned(name: str, values: list[int], pinned: Pins) -> list[int]:

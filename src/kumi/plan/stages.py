@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kumi.plan.columns import Columns, Floats, Ints
-from kumi.plan.timeline import V_CODES, in_flight
+from kumi.plan.timeline import in_flight
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
-from kumi.spec.sharding import stage_bounds
-
-Bools = NDArray[np.bool_]
+from kumi.spec.schedule import stage_of
+from kumi.spec.schedules import V_SHAPED
+from kumi.spec.sharding import even_stages, rank_layers, stage_bounds
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,15 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
     Layers are divided evenly, or, where it is not empty, as `stage_layers` says, which must then fit every row.
     """
     firsts = np.concatenate([[0], np.cumsum(stage_layers)]).astype(np.int64)
-    turns, last_stage = v_shaped(x), x.pp * x.stages - 1
+    turns, last_stage = x.one_of("schedule", V_SHAPED), x.pp * x.stages - 1
     kinds, of_layer = model.layer_kinds()
     if len(kinds) == 1 and not len(stage_layers):
-        layers = even_count(len(of_layer), x.pp, x.stages, rank, turns)[None, :].astype(np.float64)
+        layers = rank_layers(x, len(of_layer), rank)[None, :].astype(np.float64)
     else:
         before = _kinds_before(len(kinds), of_layer)
         layers = np.zeros((len(kinds), len(x)))
         for chunk in range(int(x.stages.max(initial=1))):
-            stage = np.where(turns & (chunk == 1), 2 * x.pp - 1 - rank, rank + chunk * x.pp)
-            stage = np.minimum(stage, last_stage)
+            stage = np.minimum(stage_of(turns, x.pp, rank, chunk), last_stage)
             if len(stage_layers):
                 first, end = firsts[stage], firsts[stage + 1]
             else:
@@ -65,16 +63,11 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
 
 
 def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
-    """The first layer of `stage` when `layers` are divided evenly over `stages` as `kumi.spec.sharding.stage_bounds`
-    does; for stage = stages, one past the last.
-
-    Where they do not go up evenly, the last stage, which has the head, gets none of the layers left over, and the
-    first, which has the embedding and most microbatches in flight, the last of them: the others have one more each
-    from the second stage on. With two stages more than layers, the first has only the embedding, the last the head.
-    """
-    each, left = layers // stages, layers % stages
-    more = np.where(left == stages - 1, np.minimum(stage, left), np.clip(stage - 1, 0, left))
-    return each * stage + more
+    """The first layer of `stage` when `layers` are divided evenly over `stages` (see `kumi.spec.sharding.even_stages`);
+    for stage = stages, one past the last."""
+    each, begin, end = even_stages(layers, stages)
+    found: Ints = each * stage + np.clip(stage - begin, 0, end - begin)
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -134,25 +127,6 @@ def _most_even(table: list[Floats], dearest: float) -> tuple[int, ...]:
         counts.append(int(end - origin[end]))
         end = int(origin[end])
     return tuple(reversed(counts))
-
-
-def v_shaped(x: Columns) -> Bools:
-    return np.isin(x.schedule, V_CODES)
-
-
-def even_count(layers: int, pp: Ints, stages: Ints, rank: Ints, turns: Bools) -> Ints:
-    """How many layers `rank` has in all: every stage's even part, and the left-over ones among its stages."""
-    count = pp * stages
-    each, left = layers // count, layers % count
-    # Stages 1 .. left have one more; where all but the last have, stage 0 too.
-    dealt = np.where(left >= rank, (left - rank) // pp + 1, 0) - (rank == 0) * (left < count - 1)
-    dealt = np.where(left == count - 1, stages - (rank == pp - 1), dealt)
-    far = 2 * pp - 1 - rank
-    folded = np.where(
-        left == count - 1, 2 - (rank == 0), ((rank >= 1) & (rank <= left)).astype(np.int64) + (far <= left)
-    )
-    found: Ints = each * stages + np.where(turns, folded, dealt)
-    return found
 
 
 def _kinds_before(kinds: int, of_layer: Sequence[int]) -> Floats:

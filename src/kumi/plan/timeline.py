@@ -11,11 +11,9 @@ import numpy as np
 
 from kumi.plan.closed import closed_form as closed_form
 from kumi.plan.columns import Floats, Ints
-from kumi.spec.layout import SCHEDULES
-from kumi.spec.schedule import V_SHAPED, Action, Pattern, pattern, placement
-
-CODE = {name: number for number, name in enumerate(SCHEDULES)}
-V_CODES = tuple(CODE[name] for name in V_SHAPED)
+from kumi.spec.schedule import pattern, placement
+from kumi.spec.schedules import SCHEDULES
+from kumi.spec.schedules.base import Action, Pattern
 
 # Seconds of a stage for one microbatch: forward, input gradient, weight gradient. A full backward takes the last two.
 Durations = Sequence[tuple[float, float, float]]
@@ -95,18 +93,19 @@ def makespan(
 ) -> float:
     """`simulate(...).seconds`, equal but for rounding, without going through all microbatches where they are many.
 
-    Once some blocks in a row (see `kumi.spec.schedule.Pattern`) have come on every rank by one and the same time later
-    than those before them, all further ones will: an action's end is the latest of a few earlier ends, plus constants,
-    and nothing in a block needs more than the last few (`REACH`). What follows the blocks is then later by that time,
-    too. The time may be that of several blocks: with transfers, what goes round between p ranks comes back after p.
+    Once some blocks in a row (see `kumi.spec.schedules.base.Pattern`) have come on every rank by one and the same time
+    later than those before them, all further ones will: an action's end is the latest of a few earlier ends, plus
+    constants, and nothing in a block needs more than the last few (`Schedule.reach`). What follows the blocks is then
+    later by that time, too. The time may be that of several blocks: with transfers, what goes round between p ranks
+    comes back after p.
     """
     patterns = [pattern(schedule, pp, stages, microbatches, rank) for rank in range(pp)]
     held = placement(schedule, pp, stages)
-    if schedule == "gpipe":
+    if SCHEDULES[schedule].forwards_first:
         return _two_ways(microbatches, durations, _sends(held, transfer)[0][1:-1], blocking)
     steps = _steps(held, durations, transfer, microbatches)
     parts = [_parts(one, own, steps) for one, own in zip(patterns, held, strict=True)]
-    blocks, reach = min(one.repeats for one in patterns), REACH[schedule]
+    blocks, reach = min(one.repeats for one in patterns), SCHEDULES[schedule].reach
     race = _Race(pp, blocking)
     upto, span, later = reach + 1, 0, 0.0
     while upto < blocks and not span:
@@ -130,10 +129,6 @@ def _two_ways(microbatches: int, durations: Durations, sends: Sequence[float], b
         slowest = max(work + send if blocking else max(work, send) for work, send in zip(stages, after, strict=True))
         found += sum(stages) + sum(after) + (microbatches - 1) * slowest
     return found
-
-
-# How many blocks back something in a block may need, at most; a test looks it up in the lists.
-REACH = {"1f1b": 1, "interleaved": 1, "zb-h1": 1, "zb-h2": 2, "zb-v": 1, "dualpipe": 1}
 
 
 def _parts(one: Pattern, held: Sequence[int], steps: dict[str, list[_Step]]) -> tuple[list[_Step], ...]:
@@ -277,19 +272,12 @@ def _check_order(listed: Sequence[Action]) -> None:
 def in_flight(schedule: Ints, pp: Ints, stages: Ints, microbatches: Ints, rank: Ints) -> Floats:
     """How many microbatches' worth of pp rank `rank`'s layers keep activations at the peak, for every row.
 
-    Activations are alive from the start of their forward to the end of the action that needs them last: the full
-    backward, or the weight gradient. `schedule` holds indices into `kumi.spec.layout.SCHEDULES`. Where a rank has
-    several stages, each is taken to hold the same part of its layers.
+    `schedule` holds numbers of `kumi.spec.schedules.SCHEDULES`. Where a rank has several stages, each is taken to hold
+    the same part of its layers.
     """
-    ahead, m = pp - rank, microbatches
-    kept = {
-        "gpipe": m,
-        "1f1b": np.minimum(m, ahead),
-        "interleaved": np.minimum(m * stages, (stages - 1) * pp + 2 * (ahead - 1) + 1),
-        "zb-h1": np.minimum(m, pp),
-        "zb-h2": np.minimum(m, 2 * pp - 1),
-        "zb-v": np.minimum(2 * pp, m + np.minimum(m, rank + 1)),
-        "dualpipe": np.minimum(2 * m, 2 * pp + 1),
-    }
-    found: Floats = np.select([schedule == CODE[name] for name in kept], list(kept.values()), 0) / stages
-    return found
+    found: Floats = np.zeros(len(pp))
+    for number, one in enumerate(SCHEDULES.values()):
+        rows = schedule == number
+        if rows.any():
+            found = np.where(rows, one.in_flight(np, pp, stages, microbatches, rank), found)
+    return found / stages

@@ -14,11 +14,12 @@ from kumi.plan.kernels import stream_seconds
 from kumi.plan.stages import Share
 from kumi.plan.states import local_elements
 from kumi.spec.job import Job
-from kumi.spec.layout import OFFLOAD, SCHEDULES
+from kumi.spec.layout import OFFLOAD
 from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Op
 from kumi.spec.optim import state_bytes
 from kumi.spec.precision import ITEMSIZE
+from kumi.spec.schedules import IN_ROUNDS
 
 # Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
 # and the memory.
@@ -28,8 +29,6 @@ HIDES = 0.85
 # eighth of an H100's processors and a share of its memory's bandwidth. Fitted to NVIDIA's runs on H100 (DGX Cloud
 # benchmarks).
 SLOWS = 0.2
-
-INTERLEAVED = SCHEDULES.index("interleaved")
 
 # One float32, whatever the model.
 NORM_BYTES = 4.0
@@ -95,10 +94,10 @@ def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backw
     """Seconds at the end (and the beginning) of a step by kind: gradients reduced, weights updated and gathered.
 
     `part` is what pp rank `rank` of every row holds. `forward` and `backward` are those of a microbatch, beside which
-    the first weights and the last gradients travel. With virtual stages, each of them begins and ends with as many
-    microbatches as the pipeline has ranks, while the gradients of those after it travel already.
+    the first weights and the last gradients travel. Where microbatches go in rounds, each stage begins and ends with as
+    many of them as the pipeline has ranks, while the gradients of those after it travel already.
     """
-    beside = np.where(x.schedule == INTERLEAVED, np.minimum(x.pp, job.batch.sequences // (x.dp * x.microbatch)), 1)
+    beside = np.where(x.one_of("schedule", IN_ROUNDS), np.minimum(x.pp, job.batch.microbatches(x)), 1)
     first, index = distinct(rank, *(getattr(x, name) for name in SAME_UPDATE))
     rows = x.take(first)
     own = parameters(job, rows, part.take(first))

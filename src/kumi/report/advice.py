@@ -9,11 +9,11 @@ from kumi.report import words
 from kumi.report.binding import links_apart
 from kumi.report.figures import Gap, gap, needs, spent
 from kumi.report.report import Expected, Report
-from kumi.spec.checks import untrainable
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import units
+from kumi.spec.trainable import untrainable
 from kumi.units import format_bytes, format_count
 
 # Traffic that takes more of a step than this makes a link slow for the job.

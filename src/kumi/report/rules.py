@@ -16,6 +16,7 @@ from kumi.report.report import Report
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params
+from kumi.spec.schedules import SCHEDULES
 from kumi.units import format_bytes
 
 # A rule that is off by less than this is close enough for what rules are for.
@@ -213,6 +214,11 @@ def bubble(job: Job, estimate: Estimate) -> Rule | None:
     )
 
 
+def _textbook() -> list[str]:
+    """Return the schedules that idle (p - 1) / (m + p - 1): a stage a rank, and full backwards."""
+    return [name for name, one in SCHEDULES.items() if one.stages == 1 and not one.splits_backward]
+
+
 def _bubble_reason(estimate: Estimate) -> str:
     ranks = [0.0] * estimate.layout.pp
     for stage in estimate.stages:
@@ -220,8 +226,8 @@ def _bubble_reason(estimate: Estimate) -> str:
     uneven = max(ranks) * len(ranks) / sum(ranks)
     layout = estimate.layout
     reasons = []
-    if layout.schedule not in ("gpipe", "1f1b"):
-        reasons.append(f"the formula is for gpipe and 1f1b, not for {layout.schedule}")
+    if layout.schedule not in _textbook():
+        reasons.append(f"the formula is for {' and '.join(_textbook())}, not for {layout.schedule}")
     if uneven > 1 + UNEVEN:
         reasons.append(f"the busiest rank has {words.times(uneven)} the work of the mean, and the others wait for it")
     return "; ".join(reasons) or "the formula's step has no transfers, no traffic and no update in it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, overload
 
 from kumi.spec.layout import Layout
 
@@ -19,6 +20,11 @@ class BatchSpec:
         """Sequences in a step, over all ranks."""
         return self.tokens_per_step // self.seq_len
 
-    def microbatches(self, layout: Layout) -> int:
-        """Forward-backward units that each data-parallel rank runs in a step."""
+    @overload
+    def microbatches(self, layout: Layout) -> int: ...
+    @overload
+    def microbatches(self, layout: Any) -> Any: ...
+    def microbatches(self, layout: Any) -> Any:
+        """Return the forward-backward units that each data-parallel rank runs in a step: an int for one layout, an
+        array for `kumi.plan.columns.Columns`."""
         return self.sequences // (layout.dp * layout.microbatch)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, fields
 from math import prod
+
+from kumi.spec.schedules import DEFAULT
 
 # From the outermost axis, whose neighbours are far apart, to the innermost, whose neighbours share a node.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")
 CONTEXT = ("ring", "ulysses")
 OFFLOAD = ("none", "optimizer", "states", "activations", "optimizer-nvme", "states-nvme")
 
@@ -44,12 +46,21 @@ class Layout:
     recompute_layers: int | None = None
     sequence_parallel: bool = True
     expert_tp: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT
     stages: int = 1
     stage_layers: tuple[int, ...] = ()
     offload: str = "none"
     context: str = "ring"
     tiles: int = 1
+
+    def one_of(self, name: str, words: Container[str]) -> bool:
+        """Return whether the field `name`, which holds text, is one of `words`."""
+        return getattr(self, name) in words
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether all layers recompute, where any do."""
+        return self.recompute_layers is None
 
     @property
     def degrees(self) -> tuple[int, ...]:

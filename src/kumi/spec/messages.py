@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from kumi.spec.schedule import Action, actions, placement
+from kumi.spec.schedule import actions, placement
+from kumi.spec.schedules.base import Action
 
 # Of a forward, an input gradient, a weight gradient and a full backward, in units of one of them.
 UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}

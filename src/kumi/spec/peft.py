@@ -9,8 +9,8 @@ from functools import lru_cache
 from kumi.errors import ConfigError
 from kumi.spec.adapters import can_adapt, check_targets, takes
 from kumi.spec.job import Job
-from kumi.spec.layout import Layout
 from kumi.spec.ledger import ops
+from kumi.spec.legality import UNTRAINED, Rule
 from kumi.spec.lora import ALL, Lora
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op
@@ -59,15 +59,24 @@ def _unread(spec: ModelSpec, op: Op, of_experts: set[str]) -> str:
     return "refuses in Mamba layers" if op.name.endswith(".mamba.out_proj") else ""
 
 
-def untrained_adapters(job: Job, layout: Layout) -> Iterator[str]:
-    """Why this version cannot train the adapters of `job` with `layout`."""
-    lora = job.model.lora
-    if lora is None:
+def adapter_rules(job: Job) -> Iterator[Rule]:
+    """Return what this version's trainer wants of a layout where `job` trains adapters."""
+    if job.model.lora is None:
         return
-    if layout.tiles > 1:
-        yield f"tiles={layout.tiles} with [lora]: adapters stand beside whole matrices; set tiles = 1"
-    if job.precision.products == "float8":
-        yield "precision.kind='fp8' with [lora]: frozen matrices multiply in 16 bits; set precision.kind = 'bf16'"
+    yield Rule(
+        "adapters",
+        lambda x: x.tiles == 1,
+        lambda layout: f"tiles={layout.tiles} with [lora]: adapters stand beside whole matrices; set tiles = 1",
+        scope=UNTRAINED,
+    )
+    yield Rule(
+        "adapters",
+        lambda x: job.precision.products != "float8",
+        lambda layout: (
+            "precision.kind='fp8' with [lora]: frozen matrices multiply in 16 bits; set precision.kind = 'bf16'"
+        ),
+        scope=UNTRAINED,
+    )
 
 
 def _path(op: Op) -> str:

@@ -20,7 +20,7 @@ from kumi.spec.ledger import EMBEDDING, ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.placement import Axis, axis
-from kumi.spec.schedule import V_SHAPED
+from kumi.spec.schedules import V_SHAPED
 from kumi.spec.sharding import AXIS, cut, is_routed, shard_rows, style, zero_degree
 
 

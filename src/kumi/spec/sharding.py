@@ -27,7 +27,8 @@ from kumi.spec.op import Dim, Op, Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE, Precision
-from kumi.spec.schedule import placement
+from kumi.spec.schedule import placement, stage_of
+from kumi.spec.schedules import V_SHAPED
 
 AXIS = {
     "vocab": "tp",
@@ -91,10 +92,14 @@ def shard_rows(size: int, degree: int, index: int) -> Rows:
     return Rows(start, min(height, size - start))
 
 
-def zero_degree(layout: Layout, *, routed: bool) -> int:
-    """How many ranks hold the same part of a parameter, and divide it among them when zero > 0."""
+def zero_degree(layout: Any, *, routed: bool) -> Any:
+    """How many ranks hold the same part of a parameter, and divide it among them when zero > 0: of a `Layout`, or of
+    `kumi.plan.columns.Columns`."""
     ranks = layout.dp_shard * layout.cp
-    return max(1, ranks * layout.tp // (layout.ep * layout.expert_tp)) if routed else ranks
+    if not routed:
+        return ranks
+    parts = ranks * layout.tp // (layout.ep * layout.expert_tp)
+    return parts + (parts == 0)
 
 
 def _zero_index(layout: Layout, rank: int, *, routed: bool) -> int:
@@ -119,21 +124,46 @@ def local_numel(param: Param, layout: Layout, rank: int) -> int:
     return prod(local_shape(param, layout, rank))
 
 
-def stage_bounds(layout: Layout, layers: int) -> tuple[tuple[int, int], ...]:
-    """Layers [first, last) of every pipeline stage, in model order.
+def even_stages(layers: int, stages: Any) -> tuple[Any, Any, Any]:
+    """Return how `layers` are divided over `stages` as evenly as can be: how many each stage has at least, and the
+    stages [begin, end) that have one more. `stages` is an int, or an array of ints.
 
-    Where they do not go up evenly, the last stage, which has the head, gets none of those left over, and the first,
-    which has the embedding and most microbatches in flight, the last of them.
+    The last stage, which has the head, gets none of the layers left over, and the first, which has the embedding and
+    most microbatches in flight, the last of them. With two stages more than layers, the first has only the embedding
+    and the last only the head.
     """
+    left = layers % stages
+    begin = 1 - (left == stages - 1)
+    return layers // stages, begin, begin + left
+
+
+def stage_bounds(layout: Layout, layers: int) -> tuple[tuple[int, int], ...]:
+    """Layers [first, last) of every pipeline stage, in model order: `layout.stage_layers`, or as even as can be."""
     count = layout.pp * layout.stages
-    sizes = list(layout.stage_layers)
-    if not sizes:
-        each, left = divmod(layers, count)
-        sizes = [each] * count
-        for stage in range(left):
-            sizes[stage if left == count - 1 else stage + 1] += 1
+    each, begin, end = even_stages(layers, count)
+    sizes = layout.stage_layers or [each + (begin <= stage < end) for stage in range(count)]
     ends = list(accumulate(sizes))
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def rank_layers(layout: Any, layers: int, rank: Any) -> Any:
+    """Return how many of `layers` pp rank `rank` has, over all its stages. `layout` is a `Layout`, or
+    `kumi.plan.columns.Columns` with an array of ranks."""
+    if layout.stage_layers:
+        return sum(layout.stage_layers[stage] for stage in placement(layout.schedule, layout.pp, layout.stages)[rank])
+    pp, stages = layout.pp, layout.stages
+    each, begin, end = even_stages(layers, pp * stages)
+    # Of the stages rank, rank + pp, ... so many come before stage n: (n - rank + pp - 1) // pp.
+    before = pp - 1 - rank
+    dealt = (end + before) // pp - (begin + before) // pp
+    far = stage_of(True, pp, rank, 1)
+    folded = 1 * ((begin <= rank) & (rank < end)) + ((begin <= far) & (far < end))
+    return each * stages + dealt + layout.one_of("schedule", V_SHAPED) * (folded - dealt)
+
+
+def most_layers(layout: Layout, layers: int) -> int:
+    """Return how many of `layers` the pp rank has that has most."""
+    return max(int(rank_layers(layout, layers, rank)) for rank in range(layout.pp))
 
 
 def held_params(model: ModelSpec, layout: Layout, rank: int) -> tuple[Param, ...]:

@@ -1,14 +1,17 @@
-"""Which memory techniques this version's trainer has, and where: what it refuses, in sentences."""
+"""Which memory techniques this version's trainer has, and where: what it refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import gcd
+from typing import Any
 
 from kumi.spec.job import Job
-from kumi.spec.layout import Layout
+from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
+from kumi.spec.legality import UNTRAINED, Rule, allows, others
 from kumi.spec.model import MLP, ModelSpec, MoE
 from kumi.spec.op import Op
+from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import zero_degree
 
 # Elements of a bucket that the host updates at a time: long enough for a link's and a drive's full speed, small beside
@@ -16,15 +19,15 @@ from kumi.spec.sharding import zero_degree
 BUCKET, ROOMS = 8 * 2**20, 3
 
 # What tiles are trained with.
-_WITH_TILES = {
+_WITH_TILES: dict[str, tuple[Any, ...]] = {
     "tp": (1,),
-    "schedule": ("1f1b", "gpipe", "interleaved"),
+    "schedule": FULL_BACKWARD,
     "recompute": ("none", "full"),
     "offload": ("none", "optimizer", "optimizer-nvme", "activations"),
 }
 
 # What products in float8 are trained with: all else multiplies elsewhere than in its layers.
-_WITH_FLOAT8 = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "tiles": (1,)}
+_WITH_FLOAT8: dict[str, tuple[Any, ...]] = {"tp": (1,), "schedule": FULL_BACKWARD, "tiles": (1,)}
 
 
 def is_tiled(model: ModelSpec, op: Op) -> bool:
@@ -33,87 +36,140 @@ def is_tiled(model: ModelSpec, op: Op) -> bool:
     return inside and not op.experts and "ffn" in (op.source.name, op.target.name)
 
 
-def untrained_techniques(model: ModelSpec, layout: Layout) -> Iterator[str]:
-    """Why this version cannot train `model` with what `layout` says of memory."""
-    yield from _offload(model, layout)
-    if layout.tiles > 1:
-        yield from _tiles(model, layout)
+def technique_rules(model: ModelSpec) -> Iterator[Rule]:
+    """Return what this version's trainer wants of a layout that offloads, or computes in tiles."""
+    yield from _offload(model)
+    yield from _tiles(model)
 
 
-def untrained_float8(job: Job, layout: Layout) -> Iterator[str]:
-    """Why this version cannot multiply in float8 with `layout`, where `job` wants it."""
+def float8_rules(job: Job) -> Iterator[Rule]:
+    """Return what this version's trainer wants of a layout where `job` multiplies in float8."""
     if job.precision.products != "float8":
         return
-    if job.cluster.device.kind != "cuda" or "float8" not in job.cluster.device.dtypes:
-        yield (
+    device = job.cluster.device
+    yield _rule(
+        "float8",
+        lambda x: device.kind == "cuda" and "float8" in device.dtypes,
+        lambda layout: (
             f"precision.kind='fp8': this version multiplies in float8 on CUDA devices that have it, which "
-            f"{job.cluster.device.name or 'this one'} does not say of itself; plan it, or set "
+            f"{device.name or 'this one'} does not say of itself; plan it, or set precision.kind = 'bf16'"
+        ),
+    )
+    yield from (_beside_float8(name, allowed) for name, allowed in _WITH_FLOAT8.items())
+    seq_len = job.batch.seq_len
+    yield _rule(
+        "float8",
+        lambda x: x.microbatch * seq_len // x.cp % 16 == 0,
+        lambda layout: (
+            f"precision.kind='fp8' with {layout.microbatch * seq_len // layout.cp} tokens of a microbatch on a rank: "
+            f"products in float8 take multiples of 16; change batch.seq_len or layout.microbatch"
+        ),
+    )
+
+
+def _rule(about: str, holds: Callable[[Any], Any], say: Callable[[Layout], str], *after: str) -> Rule:
+    return Rule(about, holds, say, ("degrees", *after), UNTRAINED)
+
+
+def _words(values: Iterable[object]) -> str:
+    return " or ".join(repr(value) for value in values)
+
+
+def _beside_float8(name: str, allowed: tuple[Any, ...]) -> Rule:
+    return _rule(
+        "float8",
+        allows(name, allowed),
+        lambda layout: (
+            f"precision.kind='fp8' with {name}={getattr(layout, name)!r}: set {name} = {_words(allowed)}, or "
             f"precision.kind = 'bf16'"
-        )
-    for name, allowed in _WITH_FLOAT8.items():
-        if getattr(layout, name) not in allowed:
-            words = " or ".join(repr(word) for word in allowed)
-            yield (
-                f"precision.kind='fp8' with {name}={getattr(layout, name)!r}: set {name} = {words}, or "
-                f"precision.kind = 'bf16'"
-            )
-    tokens = layout.microbatch * job.batch.seq_len // layout.cp
-    if tokens % 16:
-        yield (
-            f"precision.kind='fp8' with {tokens} tokens of a microbatch on a rank: products in float8 take "
-            f"multiples of 16; change batch.seq_len or layout.microbatch"
-        )
+        ),
+    )
 
 
-def _offload(model: ModelSpec, layout: Layout) -> Iterator[str]:
-    offload, ranks = layout.offload, layout.dp_shard * layout.cp
-    instead = f"offload = '{offload.replace('states', 'optimizer')}'"
-    if offload.startswith("states") and (layout.zero != 3 or ranks == 1):
-        yield (
-            f"offload='{offload}' with zero={layout.zero} over {ranks} ranks: this version keeps parameters on the "
-            f"host where zero = 3 divides them over several; set this, or {instead}"
+def _offload(model: ModelSpec) -> Iterator[Rule]:
+    without_states = others(OFFLOAD, "states", "states-nvme")
+    yield _rule(
+        "states",
+        lambda x: x.one_of("offload", without_states) | ((x.zero == 3) & (x.dp_shard * x.cp > 1)),
+        lambda layout: (
+            f"offload='{layout.offload}' with zero={layout.zero} over {layout.dp_shard * layout.cp} ranks: this "
+            f"version keeps parameters on the host where zero = 3 divides them over several; set this, or "
+            f"{_instead(layout)}"
+        ),
+    )
+    if any(isinstance(layer.mlp, MoE) for layer in model.layers):
+        yield _rule(
+            "states of experts",
+            lambda x: x.one_of("offload", without_states) | (x.dp_replicate * zero_degree(x, routed=True) > 1),
+            lambda layout: (
+                f"offload='{layout.offload}' with ep={layout.ep} and expert_tp={layout.expert_tp}: this version keeps "
+                f"on the device what no two ranks hold, as here all experts; use a smaller ep x expert_tp, or "
+                f"{_instead(layout)}"
+            ),
+            "states",
         )
-    elif offload.startswith("states") and _has_experts(model) and _copies_of_experts(layout) == 1:
-        yield (
-            f"offload='{offload}' with ep={layout.ep} and expert_tp={layout.expert_tp}: this version keeps on the "
-            f"device what no two ranks hold, as here all experts; use a smaller ep x expert_tp, or "
-            f"{instead}"
-        )
-    if offload == "activations" and layout.recompute == "selective":
-        yield (
+    others_move, others_recompute = others(OFFLOAD, "activations"), others(RECOMPUTE, "selective")
+    yield _rule(
+        "activations",
+        lambda x: x.one_of("offload", others_move) | x.one_of("recompute", others_recompute),
+        lambda layout: (
             "offload='activations' with recompute='selective': this version moves what layers keep whole; "
             "set recompute = 'none' or 'full'"
-        )
+        ),
+    )
 
 
-def _has_experts(model: ModelSpec) -> bool:
-    return any(isinstance(layer.mlp, MoE) for layer in model.layers)
+def _instead(layout: Layout) -> str:
+    return f"offload = '{layout.offload.replace('states', 'optimizer')}'"
 
 
-def _copies_of_experts(layout: Layout) -> int:
-    return layout.dp_replicate * zero_degree(layout, routed=True)
-
-
-def _tiles(model: ModelSpec, layout: Layout) -> Iterator[str]:
+def _tiles(model: ModelSpec) -> Iterator[Rule]:
     widths = sorted({layer.mlp.intermediate_size for layer in model.layers if isinstance(layer.mlp, MLP)})
     if not widths:
-        yield f"tiles={layout.tiles}, but the model has no dense feed-forward layers; set tiles = 1"
+        yield _rule(
+            "tiles",
+            lambda x: x.tiles == 1,
+            lambda layout: f"tiles={layout.tiles}, but the model has no dense feed-forward layers; set tiles = 1",
+        )
         return
-    for name, allowed in _WITH_TILES.items():
-        if getattr(layout, name) not in allowed:
-            words = " or ".join(repr(word) for word in allowed)
-            yield f"tiles={layout.tiles} with {name}={getattr(layout, name)!r}: set {name} = {words}, or tiles = 1"
-    ranks = layout.dp_shard * layout.cp if layout.zero == 3 else 1
-    whole = gcd(*widths)
-    if model.hidden_size % ranks or whole % ranks:
-        yield (
-            f"tiles={layout.tiles} with zero=3 over {ranks} ranks, which do not divide hidden_size="
-            f"{model.hidden_size} and intermediate_size={whole}; set tiles = 1, or other degrees"
-        )
-    elif whole // ranks % layout.tiles:
-        most = whole // ranks
-        use = ", ".join(str(tiles) for tiles in range(1, min(most, 64) + 1) if most % tiles == 0)
-        yield (
-            f"tiles={layout.tiles} does not divide the {most} columns of intermediate_size={whole} that each of "
-            f"{ranks} ranks has; use {use}"
-        )
+    yield from (_beside_tiles(name, allowed) for name, allowed in _WITH_TILES.items())
+    size, width = model.hidden_size, gcd(*widths)
+    yield _rule(
+        "ranks of tiles",
+        lambda x: (x.tiles == 1) | ((size % _shards(x) == 0) & (width % _shards(x) == 0)),
+        lambda layout: (
+            f"tiles={layout.tiles} with zero=3 over {_shards(layout)} ranks, which do not divide hidden_size="
+            f"{size} and intermediate_size={width}; set tiles = 1, or other degrees"
+        ),
+    )
+    yield _rule(
+        "columns of tiles",
+        lambda x: width // _shards(x) % x.tiles == 0,
+        lambda layout: _uneven_tiles(layout, width),
+        "ranks of tiles",
+    )
+
+
+def _shards(x: Any) -> Any:
+    """Over how many ranks ZeRO-3 divides a matrix; 1 without it."""
+    return 1 + (x.zero == 3) * (x.dp_shard * x.cp - 1)
+
+
+def _beside_tiles(name: str, allowed: tuple[Any, ...]) -> Rule:
+    fits = allows(name, allowed)
+    return _rule(
+        "tiles",
+        lambda x: (x.tiles == 1) | fits(x),
+        lambda layout: (
+            f"tiles={layout.tiles} with {name}={getattr(layout, name)!r}: set {name} = {_words(allowed)}, or tiles = 1"
+        ),
+    )
+
+
+def _uneven_tiles(layout: Layout, width: int) -> str:
+    most = width // _shards(layout)
+    use = ", ".join(str(tiles) for tiles in range(1, min(most, 64) + 1) if most % tiles == 0)
+    return (
+        f"tiles={layout.tiles} does not divide the {most} columns of intermediate_size={width} that each of "
+        f"{_shards(layout)} ranks has; use {use}"
+    )

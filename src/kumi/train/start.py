@@ -22,7 +22,7 @@ from kumi.launch.local import environment
 from kumi.launch.standing import Standing, standing
 from kumi.spec.families import check_trained
 from kumi.spec.numerics import parse
-from kumi.spec.schedule import WHOLE
+from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import free_space_check, latest, list_complete, step_of
 from kumi.train.callbacks import Listener
@@ -156,10 +156,10 @@ def _check_ranks(run: ResolvedRun, place: Standing | None) -> None:
 def _check_compiled(run: ResolvedRun) -> None:
     """Nothing, unless compiled layers are to put off the gradients of their weights."""
     schedule = run.layout.schedule
-    if run.config.train.compile and schedule not in WHOLE:
+    if run.config.train.compile and schedule not in FULL_BACKWARD:
         raise LayoutError(
             f"layout.schedule={schedule} puts the gradients of weights off, which compiled layers cannot; set "
-            f"train.compile=false, or layout.schedule to {', '.join(WHOLE[:-1])} or {WHOLE[-1]}"
+            f"train.compile=false, or layout.schedule to {', '.join(FULL_BACKWARD[:-1])} or {FULL_BACKWARD[-1]}"
         )
     lora = run.model.lora
     if run.config.train.compile and lora is not None and (lora.dropout or lora.quantize):

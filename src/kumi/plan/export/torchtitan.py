@@ -15,6 +15,7 @@ from kumi.plan.export.text import Code, comment, python_call
 from kumi.plan.export.torchtitan_model import code as model_code
 from kumi.plan.export.torchtitan_model import problems as model_problems
 from kumi.plan.stages import bounds
+from kumi.spec import schedules
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
@@ -53,14 +54,17 @@ def _schedule(job: Job, layout: Layout) -> Iterator[str]:
     if layout.schedule not in SCHEDULES:
         yield from only("schedule", layout.schedule, SCHEDULES, NAME, "does not have it")
         return
-    stages = {"1f1b": 1, "gpipe": 1, "zb-v": 2, "dualpipe": 2}.get(layout.schedule)
-    if stages is not None and layout.stages != stages:
+    known = schedules.SCHEDULES[layout.schedule]
+    if not known.more_stages and layout.stages != known.stages:
         yield (
-            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} runs it with {stages} a rank; "
-            f"set stages = {stages}"
+            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} runs it with {known.stages} a rank; "
+            f"set stages = {known.stages}"
         )
-    if layout.schedule == "interleaved" and layout.stages < 2:
-        yield f"stages={layout.stages} with schedule=interleaved: {NAME} wants 2 or more; set schedule = '1f1b'"
+    elif not known.takes_stages(layout.stages):
+        yield (
+            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} wants {known.stages} or more; "
+            f"set schedule = '1f1b'"
+        )
     yield from _microbatches(job.batch.microbatches(layout), layout)
     if job.model.tie_word_embeddings:
         yield f"pp={layout.pp} with tied embeddings: {NAME} does not keep them equal over stages; set pp = 1"
