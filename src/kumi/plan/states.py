@@ -16,7 +16,7 @@ from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Op, Param
 from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.sharding import cut_shape, is_hidden, is_routed
+from kumi.spec.sharding import cut_shape, is_hidden, is_routed, zero_degree
 from kumi.spec.techniques import is_tiled
 
 
@@ -78,9 +78,9 @@ class Held:
         return np.maximum(self.layer.padded, self.embedding.padded)
 
 
-def divided(x: Columns) -> Ints:
-    """How many ranks divide dense states among them; 1 where nothing is divided."""
-    return np.where(x.zero > 0, x.dp_shard * x.cp, 1)
+def divided(x: Columns, *, routed: bool = False) -> Ints:
+    """How many ranks divide dense states, or those of routed experts, among them; 1 where nothing is divided."""
+    return np.where(x.zero > 0, zero_degree(x, routed=routed), 1)
 
 
 def held(job: Job, x: Columns, share: Share) -> Held:
@@ -137,9 +137,7 @@ def _of_param(job: Job, param: Param, x: Columns, matrix: Floats) -> Elements:
     """`Elements` of one parameter. Dense tensors are divided by dim 0, experts' by the dim after "experts"."""
     routed = is_routed(param)
     shape = _local_shape(param, x)
-    degree = divided(x)
-    if routed:
-        degree = np.where(x.zero > 0, np.maximum(1, degree * x.tp // (x.ep * x.expert_tp)), 1)
+    degree = divided(x, routed=routed)
     rows = -(-shape[routed] // degree)
     whole = np.asarray(prod(shape), np.float64)
     own = [*shape[:routed], rows, *shape[routed + 1 :]]

@@ -19,6 +19,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE
 from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Op
+from kumi.spec.placement import process_group
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 ACTIVATIONS = OFFLOAD.index("activations")
@@ -230,8 +231,7 @@ def send_seconds(job: Job, x: Columns) -> Floats:
         job.cluster,
         "send",
         np.where(x.pp > 1, job.itemsize * tokens * job.model.hidden_size / cut, 0.0),
-        x.pp,
-        x.dp * x.cp * x.tp,
+        *process_group(x, "pp"),
     )
 
 

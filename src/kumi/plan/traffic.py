@@ -16,19 +16,22 @@ from kumi.plan.stages import bounds
 from kumi.plan.states import elements
 from kumi.plan.tensor import Regions, regions
 from kumi.plan.types import Collective
-from kumi.plan.update import NORM_BYTES, norm_group
+from kumi.plan.update import NORM_BYTES
 from kumi.spec.job import Job
 from kumi.spec.layout import AXES, Layout
 from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops, logit_chunk
+from kumi.spec.placement import process_group, splits_gradients
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.schedule import placement
 from kumi.spec.sharding import AXIS, held_params, local_numel, style
 
-# Which kind of seconds of a step an axis' traffic is counted as.
 INT64 = 8.0
+# Axes that are several process groups: of dense parameters and of routed experts.
+GROUPS = {"dp": ("data", "expert_data"), "dp_shard": ("zero", "expert_dp"), "world": ("norm", "norm")}
 # What is sent once a step along an axis whose traffic is otherwise every microbatch's: too little to be charged.
 ALIKE, TIED = "gradients held alike", "gradients of the tied table"
+# Which kind of seconds of a step an axis' traffic is counted as.
 TIME_KIND = {"tp": "tp", "cp": "cp", "ep": "ep", "expert_tp": "ep", "pp": "pp"}
 
 
@@ -103,12 +106,10 @@ def _data(own: _Own) -> Iterator[Collective]:
         key: (*_sizes(job, layout, ops), *_sizes(job, layout, ops, trained=True)) for key, ops in different.items()
     }
     units = [(name, sizes[id(ops)]) for name, ops in own.units]
-    shards = layout.dp_shard * layout.cp
-    experts = max(1, shards * layout.tp // (layout.ep * layout.expert_tp))
     if layout.zero == 0:
-        for part, degree, what in ((0, shards, "gradients"), (1, experts, "experts")):
+        for part, what in ((0, "gradients"), (1, "experts")):
             size = reduced * sum(unit[2 + part] for _, unit in units)
-            yield Collective("all_reduce", "dp", layout.dp_replicate * degree, size, 1, "backward", what)
+            yield Collective("all_reduce", "dp", _degree(layout, "dp", what), size, 1, "backward", what)
         yield _norm(layout)
         return
     last_layer = max((number for number, unit in enumerate(units) if unit[0] == "layer"), default=-1)
@@ -120,7 +121,8 @@ def _data(own: _Own) -> Iterator[Collective]:
     for (name, alike), count in every.items():
         gathers, reduces = gathered[name, alike], count if layout.zero == 1 else count * times
         dense, expert, of_dense, of_expert = alike
-        for size, trained, degree, what in ((dense, of_dense, shards, name), (expert, of_expert, experts, "experts")):
+        for size, trained, what in ((dense, of_dense, name), (expert, of_expert, "experts")):
+            degree = _degree(layout, "dp_shard", what)
             yield Collective("all_gather", "dp_shard", degree, whole * size, gathers, when, what)
             yield Collective("reduce_scatter", "dp_shard", degree, reduced * trained, reduces, "backward", what)
             share = reduced * trained / degree
@@ -129,8 +131,8 @@ def _data(own: _Own) -> Iterator[Collective]:
 
 
 def _norm(layout: Layout) -> Collective:
-    degree, _ = norm_group(columns([layout]))
-    return Collective("all_reduce", "world", int(degree[0]), NORM_BYTES, 1, "update", "norm")
+    count = int(splits_gradients(layout))
+    return Collective("all_reduce", "world", _degree(layout, "world"), NORM_BYTES, count, "update", "norm")
 
 
 def _sizes(job: Job, layout: Layout, ops: Sequence[Op], *, trained: bool = False) -> tuple[float, float]:
@@ -359,21 +361,26 @@ def _tied(own: _Own) -> Iterator[Collective]:
     model, layout = own.job.model, own.layout
     if model.tie_word_embeddings and own.first != own.last and model.lora is None:
         elements = local_numel(embedding_ops(model)[0].params[0], layout, 0)
-        yield Collective(
-            "all_reduce", "pp", 2, float(ITEMSIZE[own.job.precision.param] * elements), 1, "backward", TIED
-        )
+        size = float(ITEMSIZE[own.job.precision.param] * elements)
+        yield Collective("all_reduce", "pp", _degree(layout, "pp", TIED), size, 1, "backward", TIED)
+
+
+def _degree(layout: Layout, axis: str, what: str = "") -> int:
+    """Return how many ranks take part in `what` along `axis`."""
+    return int(process_group(layout, group_of(axis, what))[0])
 
 
 def stride_of(layout: Layout, axis: str, what: str = "") -> int:
-    """Distance in ranks between neighbours of a group along `axis`: data groups take the cp ranks in, experts borrow
-    theirs."""
-    if axis in ("dp", "dp_shard"):
-        return layout.ep * layout.expert_tp if what == "experts" else layout.tp
+    """Return the distance in ranks between neighbours of the group that sends `what` along `axis`."""
+    return int(process_group(layout, group_of(axis, what))[1])
+
+
+def group_of(axis: str, what: str = "") -> str:
+    """Return the process group (see `kumi.spec.placement`) that sends `what` along `axis`."""
     if what == TIED:
-        return layout.stride("pp") * (layout.pp - 1)
-    if axis == "world":
-        return int(norm_group(columns([layout]))[1][0])
-    return {"ep": layout.expert_tp, "expert_tp": 1}.get(axis) or layout.stride(axis)
+        return "ends"
+    dense, experts = GROUPS.get(axis, (axis, axis))
+    return experts if what == "experts" else dense
 
 
 def _priced(job: Job, layout: Layout, one: Collective) -> Collective:

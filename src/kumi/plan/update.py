@@ -18,7 +18,9 @@ from kumi.spec.layout import OFFLOAD, SCHEDULES
 from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Op
 from kumi.spec.optim import state_bytes
+from kumi.spec.placement import process_group, splits_gradients
 from kumi.spec.precision import ITEMSIZE
+from kumi.spec.sharding import zero_group
 
 # Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
 # and the memory.
@@ -57,9 +59,8 @@ class Held:
 
 def data_groups(x: Columns, dense: Floats, expert: Floats) -> list[tuple[Floats, Ints, Ints]]:
     """(elements, degree, stride) of the groups that divide dense and expert parameters among data-parallel ranks."""
-    shards = x.dp_shard * x.cp
-    expert_shards = np.maximum(1, shards * x.tp // (x.ep * x.expert_tp))
-    return [(dense, shards, x.tp), (expert, expert_shards, x.ep * x.expert_tp)]
+    parts = ((dense, False), (expert, True))
+    return [(elements, *process_group(x, zero_group(routed=routed))) for elements, routed in parts]
 
 
 def unit_seconds(job: Job, x: Columns, ops: Sequence[Op]) -> tuple[Floats, Floats]:
@@ -108,17 +109,11 @@ def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backw
     exposed = _exposed(reduce[index], beside * backward, pieces, hidden_share(job, job.engine.overlap_grads))
     exposed = exposed + _exposed(gather[index], beside * forward, pieces, hidden_share(job, job.engine.overlap_params))
     # The update cannot begin before the norm of all gradients is known.
-    norm = collective_seconds(job.cluster, "all_reduce", np.full(len(rows), NORM_BYTES), *norm_group(rows))
+    norm = collective_seconds(
+        job.cluster, "all_reduce", NORM_BYTES * splits_gradients(rows), *process_group(rows, "norm")
+    )
     exposed = exposed + norm[index]
     return {"dp": exposed, "optimizer": seconds[index], "offload": moved[index]}
-
-
-def norm_group(x: Columns) -> tuple[Ints, Ints]:
-    """(degree, stride) of the ranks that add up the norm of the gradient: one of each that holds a part of it. Where
-    copies of a stage lie between its stages, they stand this far apart in the mean."""
-    cut = (x.zero > 0) | (x.pp * x.tp * x.ep * x.expert_tp > 1)
-    degree = np.where(cut, x.pp * x.dp_shard * x.cp * x.tp, 1)
-    return degree, np.where(x.pp > 1, x.world_size // degree, 1)
 
 
 def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
@@ -132,7 +127,7 @@ def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
         size = job.engine.grad_reduce_itemsize * trained
         once = in_messages(job, "all_reduce", size, degree * x.dp_replicate, stride, units)
         cut = in_messages(job, "reduce_scatter", size, degree, stride, units)
-        copies = in_messages(job, "all_reduce", size / degree, x.dp_replicate, x.tp * x.cp * x.dp_shard, units)
+        copies = in_messages(job, "all_reduce", size / degree, *process_group(x, "dp_replicate"), units)
         reduce = reduce + np.select([x.zero == 0, x.zero == 1], [once, cut + copies], copies)
         whole = in_messages(job, "all_gather", job.itemsize * elements, degree, stride, units)
         gather = gather + np.where((x.zero == 1) | (x.zero == 2), whole, 0.0)

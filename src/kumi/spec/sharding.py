@@ -26,6 +26,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim import state_bytes as optimizer_bytes
+from kumi.spec.placement import Axis, process_group
 from kumi.spec.precision import ITEMSIZE, Precision
 from kumi.spec.schedule import placement
 
@@ -91,17 +92,20 @@ def shard_rows(size: int, degree: int, index: int) -> Rows:
     return Rows(start, min(height, size - start))
 
 
-def zero_degree(layout: Layout, *, routed: bool) -> int:
-    """How many ranks hold the same part of a parameter, and divide it among them when zero > 0."""
-    ranks = layout.dp_shard * layout.cp
-    return max(1, ranks * layout.tp // (layout.ep * layout.expert_tp)) if routed else ranks
+def zero_group(*, routed: bool) -> str:
+    """Name of the process group that holds the same part of a parameter, and divides it when zero > 0."""
+    return "expert_dp" if routed else "zero"
 
 
-def _zero_index(layout: Layout, rank: int, *, routed: bool) -> int:
-    """Which of the `zero_degree` parts is `rank`'s. Of experts' ranks, expert_tp are neighbours, then ep."""
-    coords = layout.coords(rank)
-    shard = coords["dp_shard"] * layout.cp + coords["cp"]
-    return (shard * layout.tp + coords["tp"]) // (layout.ep * layout.expert_tp) if routed else shard
+def zero_degree(layout: Any, *, routed: bool) -> Any:
+    """How many ranks divide a parameter when zero > 0; `layout` is a `Layout` or columns of layouts."""
+    return process_group(layout, zero_group(routed=routed))[0]
+
+
+def zero_axis(layout: Layout, *, routed: bool) -> Axis:
+    """The ranks that divide a parameter when zero > 0."""
+    name = zero_group(routed=routed)
+    return Axis(name, *process_group(layout, name))
 
 
 def local_shape(param: Param, layout: Layout, rank: int) -> tuple[int, ...]:
@@ -109,8 +113,8 @@ def local_shape(param: Param, layout: Layout, rank: int) -> tuple[int, ...]:
     shape = list(cut_shape(param, layout.tp, layout.ep, layout.expert_tp))
     if layout.zero > 0:
         routed = is_routed(param)
-        degree, index = zero_degree(layout, routed=routed), _zero_index(layout, rank, routed=routed)
-        shape[routed] = shard_rows(shape[routed], degree, index).count
+        ranks = zero_axis(layout, routed=routed)
+        shape[routed] = shard_rows(shape[routed], ranks.degree, ranks.index(rank)).count
     return tuple(shape)
 
 

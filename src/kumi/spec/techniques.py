@@ -9,6 +9,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, ModelSpec, MoE
 from kumi.spec.op import Op
+from kumi.spec.placement import process_group
 from kumi.spec.sharding import zero_degree
 
 # Elements of a bucket that the host updates at a time: long enough for a link's and a drive's full speed, small beside
@@ -66,7 +67,7 @@ def untrained_float8(job: Job, layout: Layout) -> Iterator[str]:
 
 
 def _offload(model: ModelSpec, layout: Layout) -> Iterator[str]:
-    offload, ranks = layout.offload, layout.dp_shard * layout.cp
+    offload, ranks = layout.offload, zero_degree(layout, routed=False)
     instead = f"offload = '{offload.replace('states', 'optimizer')}'"
     if offload.startswith("states") and (layout.zero != 3 or ranks == 1):
         yield (
@@ -91,7 +92,8 @@ def _has_experts(model: ModelSpec) -> bool:
 
 
 def _copies_of_experts(layout: Layout) -> int:
-    return layout.dp_replicate * zero_degree(layout, routed=True)
+    degree, _ = process_group(layout, "expert_data")
+    return int(degree)
 
 
 def _tiles(model: ModelSpec, layout: Layout) -> Iterator[str]:
@@ -103,7 +105,7 @@ def _tiles(model: ModelSpec, layout: Layout) -> Iterator[str]:
         if getattr(layout, name) not in allowed:
             words = " or ".join(repr(word) for word in allowed)
             yield f"tiles={layout.tiles} with {name}={getattr(layout, name)!r}: set {name} = {words}, or tiles = 1"
-    ranks = layout.dp_shard * layout.cp if layout.zero == 3 else 1
+    ranks = zero_degree(layout, routed=False) if layout.zero == 3 else 1
     whole = gcd(*widths)
     if model.hidden_size % ranks or whole % ranks:
         yield (
