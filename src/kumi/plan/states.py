@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from math import prod
 
@@ -13,10 +13,11 @@ from kumi.plan.distinct import distinct
 from kumi.plan.stages import Share
 from kumi.spec.job import Job
 from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
+from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op, Param
 from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.sharding import cut_shape, is_hidden, is_routed, zero_degree
+from kumi.spec.sharding import cut_shape, is_hidden, is_routed, units, zero_degree
 from kumi.spec.techniques import is_tiled
 
 
@@ -86,21 +87,36 @@ def divided(x: Columns, *, routed: bool = False) -> Ints:
 def held(job: Job, x: Columns, share: Share) -> Held:
     """The parameters that `share` of the model has on a rank of every row."""
     first, index = distinct(x.tp, x.ep, x.expert_tp, divided(x), np.minimum(x.zero, 1) + (x.zero == 3), x.tiles)
-    rows, model = x.take(first), job.model
-    parts = (*kind_ops(model), embedding_ops(model), head_ops(model))
-    *layers, table, head = (elements(job, ops, rows).take(index) for ops in parts)
+    rows, kinds = x.take(first), kind_ops(job.model)
+    layers = [elements(job, ops, rows).take(index) for ops in kinds]
     at_once = layers
     if (x.tiles > 1).any():
-        at_once = [elements(job, ops, rows, at_once=True).take(index) for ops in parts[:-2]]
-    # A head that shares the token table is one tensor with it; on another stage it is a copy.
-    tied = model.tie_word_embeddings
-    root = head.times(share.head) + table.times(tied * np.maximum(share.head, share.embedding))
-    embedding = table.times((not tied) * share.embedding)
-    total, layer = root + embedding, embedding.times(np.zeros(len(x)))
+        at_once = [elements(job, ops, rows, at_once=True).take(index) for ops in kinds]
+    none = Elements(*(np.zeros(len(x)) for _ in fields(Elements)))
+    ends = {"embedding": none, "root": none}
+    for name, ops, count in _ends(job.model, share):
+        ends[name] = ends[name] + elements(job, ops, rows).take(index).times(count)
+    root, embedding, layer = ends["root"], ends["embedding"], none
+    total = root + embedding
     for one, passing, count in zip(layers, at_once, share.layers, strict=True):
         total = total + one.times(count)
         layer = layer.largest(passing.times(np.minimum(count, 1.0)))
     return Held(total, root, layer, embedding)
+
+
+def _ends(model: ModelSpec, share: Share) -> Iterator[tuple[str, list[Op], Floats]]:
+    """The units of the embedding and of the head: their names, operations, and 1 for every row that has these."""
+    embedding, head = embedding_ops(model), head_ops(model)
+    for unit in units((*embedding, *head)):
+        first = [op for op in unit.ops if op in embedding]
+        last = [op for op in unit.ops if op in head]
+        if first and last and model.tie_word_embeddings:
+            # A head that shares the token table is one tensor with it; on another stage it is a copy.
+            yield unit.name, first, np.maximum(share.head, share.embedding)
+        elif first:
+            yield unit.name, first, share.embedding
+        if last:
+            yield unit.name, last, share.head
 
 
 def elements(job: Job, ops: Iterable[Op], x: Columns, *, at_once: bool = False) -> Elements:

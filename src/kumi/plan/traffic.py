@@ -19,12 +19,12 @@ from kumi.plan.types import Collective
 from kumi.plan.update import NORM_BYTES
 from kumi.spec.job import Job
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops, logit_chunk
+from kumi.spec.ledger import Op, embedding_ops, layer_ops, logit_chunk
 from kumi.spec.placement import process_group, splits_gradients
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.schedule import placement
-from kumi.spec.sharding import AXIS, held_params, local_numel, style
+from kumi.spec.sharding import AXIS, Unit, held_params, local_numel, stage_ops, style, units
 
 INT64 = 8.0
 # Axes that are several process groups: of dense parameters and of routed experts.
@@ -81,52 +81,52 @@ class _Own:
         self.sequence_parallel = layout.sequence_parallel and layout.tp > 1
 
     @cached_property
-    def units(self) -> list[tuple[str, tuple[Op, ...]]]:
-        """What is gathered and reduced as one: the tables, each layer, and the root (see `spec.sharding.units`)."""
-        model = self.job.model
-        found = [("layer", layer_ops(model, index)) for index in self.layers]
-        embedding = embedding_ops(model) if self.first else ()
-        head = head_ops(model) if self.last else ()
-        tables, normed = (tuple(op for op in embedding if (op.kind == "norm") == norm) for norm in (False, True))
-        staged = self.layout.pp * self.layout.stages > 1
-        if model.tie_word_embeddings and embedding and head and not staged:
-            return [*found, ("root", (*embedding, *head))]
-        if model.tie_word_embeddings and head and not embedding:
-            head = (embedding_ops(model)[0], *head)  # the last stage has a table of its own
-        root = (*normed, *head)
-        return [*([("embedding", tables)] if tables else []), *found, *([("root", root)] if root else [])]
+    def units_of_layers(self) -> dict[int, tuple[Unit, ...]]:
+        """The FSDP units of the layers that are looked at."""
+        return {layer: units(layer_ops(self.job.model, layer)) for layer in dict.fromkeys(self.layers)}
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """The FSDP units of all stages of the rank, the roots last."""
+        last = self.layout.pp * self.layout.stages - 1
+        ends = [
+            unit
+            for chunk in self.chunks
+            for unit in units(
+                stage_ops(self.job.model, (), embedding=chunk == 0, head=chunk == last, shared=self.first)
+            )
+        ]
+        inner = [unit for layer in self.layers for unit in self.units_of_layers[layer]]
+        tables, roots = ([unit for unit in ends if (unit.name == "root") == root] for root in (False, True))
+        return [*tables, *inner, *roots]
 
 
 def _data(own: _Own) -> Iterator[Collective]:
     """Gradients and parameters over the data axes, unit by unit; plain data parallelism reduces all at once."""
     job, layout, times = own.job, own.layout, own.microbatches
     reduced, whole = float(job.engine.grad_reduce_itemsize), float(job.itemsize)
-    different = {id(ops): ops for _, ops in own.units}
-    sizes = {
-        key: (*_sizes(job, layout, ops), *_sizes(job, layout, ops, trained=True)) for key, ops in different.items()
-    }
-    units = [(name, sizes[id(ops)]) for name, ops in own.units]
+    every, counts = {id(unit): unit for unit in own.units}, Counter(map(id, own.units))
+    sizes = {key: _sizes(job, layout, unit) for key, unit in every.items()}
     if layout.zero == 0:
-        for part, what in ((0, "gradients"), (1, "experts")):
-            size = reduced * sum(unit[2 + part] for _, unit in units)
+        for routed, what in ((False, "gradients"), (True, "experts")):
+            size = reduced * sum(sizes[id(unit)][1] for unit in own.units if (unit.name == "experts") == routed)
             yield Collective("all_reduce", "dp", _degree(layout, "dp", what), size, 1, "backward", what)
         yield _norm(layout)
         return
-    last_layer = max((number for number, unit in enumerate(units) if unit[0] == "layer"), default=-1)
-    every, gathered = Counter(units), Counter[tuple[str, tuple[float, ...]]]()
-    for number, unit in enumerate(units):
-        again = unit[0] == "layer" and number != last_layer
-        gathered[unit] += times * (1 + again) if layout.zero == 3 else 1
+    # The last layer is not freed before its backward.
+    kept = {id(unit) for unit in own.units_of_layers[own.layers[-1]]} if own.layers else set()
     when = "forward+backward" if layout.zero == 3 else "forward"
-    for (name, alike), count in every.items():
-        gathers, reduces = gathered[name, alike], count if layout.zero == 1 else count * times
-        dense, expert, of_dense, of_expert = alike
-        for size, trained, what in ((dense, of_dense, name), (expert, of_expert, "experts")):
-            degree = _degree(layout, "dp_shard", what)
-            yield Collective("all_gather", "dp_shard", degree, whole * size, gathers, when, what)
-            yield Collective("reduce_scatter", "dp_shard", degree, reduced * trained, reduces, "backward", what)
-            share = reduced * trained / degree
-            yield Collective("all_reduce", "dp_replicate", layout.dp_replicate, share, count, "backward", what)
+    for key, unit in every.items():
+        count, (size, trained), degree = counts[key], sizes[key], _degree(layout, "dp_shard", unit.name)
+        again = count - (key in kept) if unit.name in ("layer", "experts") else 0
+        gathers, reduces = (
+            times * (count + again) if layout.zero == 3 else count,
+            count if layout.zero == 1 else count * times,
+        )
+        yield Collective("all_gather", "dp_shard", degree, whole * size, gathers, when, unit.name)
+        yield Collective("reduce_scatter", "dp_shard", degree, reduced * trained, reduces, "backward", unit.name)
+        share = reduced * trained / degree
+        yield Collective("all_reduce", "dp_replicate", layout.dp_replicate, share, count, "backward", unit.name)
     yield _norm(layout)
 
 
@@ -135,13 +135,11 @@ def _norm(layout: Layout) -> Collective:
     return Collective("all_reduce", "world", _degree(layout, "world"), NORM_BYTES, count, "update", "norm")
 
 
-def _sizes(job: Job, layout: Layout, ops: Sequence[Op], *, trained: bool = False) -> tuple[float, float]:
-    """Elements of the dense parameters of `ops` and of those of routed experts as they travel: cut by tp and ep, and
-    padded so that all ranks that divide them have equally many. `trained`: of those that are."""
-    x = columns([layout])
-    dense, routed = (elements(job, [op for op in ops if bool(op.experts) == routed], x) for routed in (False, True))
-    found = (dense.trained_padded, routed.trained_padded) if trained else (dense.padded, routed.padded)
-    return float(found[0][0]), float(found[1][0])
+def _sizes(job: Job, layout: Layout, unit: Unit) -> tuple[float, float]:
+    """Elements of the parameters of `unit` as they travel, and of those that are trained: cut by tp and ep, and padded
+    so that all ranks that divide them have equally many."""
+    found = elements(job, unit.ops, columns([layout]))
+    return float(found.padded[0]), float(found.trained_padded[0])
 
 
 def _tensor(own: _Own) -> Iterator[Collective]:
