@@ -17,7 +17,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op, Param
 from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.sharding import cut_shape, is_hidden, is_routed, units, zero_degree
+from kumi.spec.sharding import Unit, cut_shape, is_hidden, is_routed, units, zero_degree
 from kumi.spec.techniques import is_tiled
 
 
@@ -105,7 +105,8 @@ def held(job: Job, x: Columns, share: Share) -> Held:
 
 
 def _ends(model: ModelSpec, share: Share) -> Iterator[tuple[str, list[Op], Floats]]:
-    """The units of the embedding and of the head: their names, operations, and 1 for every row that has these."""
+    """The FSDP units of the embedding and of the head in memory: their names, operations, and 1 for every row that has
+    these. A table that is also the head is the root's on either stage, for it stays gathered."""
     embedding, head = embedding_ops(model), head_ops(model)
     for unit in units((*embedding, *head)):
         first = [op for op in unit.ops if op in embedding]
@@ -133,16 +134,18 @@ def elements(job: Job, ops: Iterable[Op], x: Columns, *, at_once: bool = False) 
     return found
 
 
-def local_elements(ops: Iterable[Op], x: Columns, *, trained: bool = False) -> tuple[Floats, Floats]:
-    """Elements of the dense parameters of `ops` and of those of routed experts before ZeRO divides them, (rows,) each:
-    all that is to be known where neither padding nor states matter. `trained`: of those that are."""
-    found = [np.zeros(len(x)), np.zeros(len(x))]
-    for op in ops:
-        for param in op.params:
-            if not (trained and param.frozen):
-                found[is_routed(param)] += prod(_local_shape(param, x))
-    dense, expert = found
-    return dense, expert
+def padded_elements(unit: Unit, x: Columns) -> tuple[Floats, Floats]:
+    """Elements of the parameters of `unit` as they travel, and of those that are trained, (rows,) each: cut by tp and
+    ep, and padded so that all ranks that divide them have equally many."""
+    every, trained = np.zeros(len(x)), np.zeros(len(x))
+    for param in unit.params:
+        routed = is_routed(param)
+        shape, degree = _local_shape(param, x), divided(x, routed=routed)
+        shape[routed] = -(-shape[routed] // degree) * degree
+        size = prod(shape)
+        every = every + size
+        trained = trained + (0 if param.frozen else size)
+    return every, trained
 
 
 def _local_shape(param: Param, x: Columns) -> list[Ints]:
