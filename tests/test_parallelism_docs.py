@@ -20,7 +20,7 @@ from kumi.plan.traffic import collectives
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
 from kumi.spec.layout import CONTEXT, OFFLOAD, Layout
-from kumi.spec.ledger import layer_ops, num_params, params
+from kumi.spec.ledger import layer_ops, num_params, ops, params
 from kumi.spec.op import Dim, Param
 from kumi.spec.placement import axis
 from kumi.spec.schedule import placement
@@ -108,7 +108,7 @@ def listed(job, layout, kind, *axes, when="", what="", rank=0):
 def test_traffic_of_the_data_axes(figures, m):
     job = figures.llama(tokens=8 * m * 8192)
     total = num_params(job.model)
-    sizes = [sum(param.numel for param in unit) for unit in units(job.model)]
+    sizes = [sum(param.numel for param in unit.params) for unit in units(ops(job.model))]
     again = sum(sizes[1:-2])  # all layers but the last; the embedding comes before them, the root after
     one = Layout(dp_replicate=8)
     assert listed(job, one, "all_reduce", "dp") == G * total
@@ -138,7 +138,7 @@ def test_what_is_whole_during_a_step(figures):
     total = num_params(once.model)
     assert found[1, "several"] - found[1, "once"] == G * total
     layer = W * max(
-        sum(param.numel for param in unit) for unit in units(once.model)[1:-1]
+        sum(param.numel for param in unit.params) for unit in units(ops(once.model))[1:-1]
     )  # peaks are at other moments
     assert found[2, "several"] == pytest.approx(found[2, "once"], abs=layer)
     assert found[2, "once"] == found[1, "once"] > W * total

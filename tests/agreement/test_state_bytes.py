@@ -13,7 +13,7 @@ from grids import sampled
 from kumi.parallel import bare, build, init_adamw
 from kumi.parallel.grads import local
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
+from kumi.spec.ledger import decayed, ops
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.sharding import state_bytes, units
@@ -117,5 +117,5 @@ def _units(layout, family):
 
 @pytest.mark.parametrize("family", SPECS)
 def test_units(ranks, family):
-    said = sorted(sorted(param.name for param in unit) for unit in units(SPECS[family]))
+    said = sorted(sorted(param.name for param in unit.params) for unit in units(ops(SPECS[family])))
     assert ranks(2, _units, Layout(dp_shard=2, zero=3), family)[0] == said

@@ -12,11 +12,6 @@ def test_coords_and_rank_are_inverse(layout):
     assert [layout.rank(layout.coords(rank)) for rank in range(layout.world_size)] == list(range(layout.world_size))
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_pipeline_ranks_are_far():
-    layout = Layout(pp=2, dp_shard=4, tp=2, zero=3)
-    assert (layout.stride("tp"), layout.stride("pp")) == (1, 8)
-
-
 @pytest.mark.parametrize(("size", "degree"), [(8, 4), (10, 4), (3, 4), (250, 4), (1, 8), (7, 1)])
 def test_shards_tile_the_rows(size, degree):
     shards = [shard_rows(size, degree, index) for index in range(degree)]

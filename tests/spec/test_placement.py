@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kumi.errors import LayoutError
+from kumi.plan.columns import columns
 from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.placement import EXPERT_AXES, axis, leaves_node, link
-from kumi.spec.sharding import _zero_index, zero_degree
+from kumi.spec.placement import EXPERT_AXES, JOINED, axis, leaves_node, link, members_of, process_group
+from kumi.spec.sharding import zero_axis, zero_degree
 from rank_groups import coords, groups, groups_by_coords
 
 LAYOUTS = [
@@ -51,11 +53,46 @@ def test_a_rank_has_a_place_of_its_own_in_both_arrangements(layout, arrangement)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "routed"), [("zero", False), ("expert_dp", True)])
 def test_what_zero_divides_is_divided_over_its_group_in_order(layout, name, routed):
-    one = axis(layout, name)
-    assert one.degree == zero_degree(layout, routed=routed)
+    one = zero_axis(layout, routed=routed)
+    assert (one, one.degree) == (axis(layout, name), zero_degree(layout, routed=routed))
+    parts = layout.ep * layout.expert_tp if routed else layout.tp
     for group in groups(layout, name):
-        assert [_zero_index(layout, rank, routed=routed) for rank in group] == list(range(one.degree))
-        assert len({layout.coords(rank)["pp"] for rank in group}) == 1
+        places = [layout.coords(rank) for rank in group]
+        inside = [(place["dp_shard"] * layout.cp + place["cp"]) * layout.tp + place["tp"] for place in places]
+        assert [place // parts for place in inside] == list(range(one.degree))
+        assert len({(place["pp"], place["dp_replicate"]) for place in places}) == 1
+
+
+@pytest.mark.parametrize("name", ["data", "expert_data", "sequence"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_joined_groups_have_the_ranks_of_all_their_axes(layout, name):
+    one = axis(layout, name)
+    for rank in range(layout.world_size):
+        assert one.group(rank) == members_of(layout, JOINED[name], rank)
+
+
+def test_the_norm_is_summed_over_stages_with_copies_between_them():
+    layout = Layout(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2, zero=3)
+    degree, stride = process_group(layout, "norm")
+    assert (degree, stride) == (len(members_of(layout, JOINED["norm"], 0)), 2)
+    assert process_group(Layout(dp_replicate=2, dp_shard=3, zero=3), "norm") == (3, 1)
+
+
+def test_the_ends_of_a_pipeline_are_its_first_and_its_last_rank():
+    layout = Layout(pp=4, dp_shard=2, tp=2, zero=1)
+    assert axis(layout, "ends").group(1) == (1, 13)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *JOINED, "ends"])
+def test_columns_have_the_groups_of_each_of_their_layouts(name):
+    several = [layout for layout in LAYOUTS if layout.pp > 1 or name != "ends"]
+    found = [np.broadcast_to(part, len(several)) for part in process_group(columns(several), name)]
+    assert [tuple(pair) for pair in np.transpose(found)] == [process_group(layout, name) for layout in several]
+
+
+def test_an_unknown_group_is_refused():
+    with pytest.raises(ValueError, match="no process group has the name 'dp'"):
+        process_group(Layout(), "dp")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,7 +14,7 @@ from kumi.spec.ledger import Dim, Param, layer_ops, num_params, params
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim, state_bytes
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.sharding import checkpoint_bytes, cut, held_params, local_numel, local_shape, style
+from kumi.spec.sharding import checkpoint_bytes, cut, held_params, local_numel, local_shape, stage_ops, style, units
 from kumi.spec.sharding import state_bytes as rank_bytes
 
 ATTENTION = Attention(8, 2, 16, Rope(10000.0), qk_norm=True)
@@ -153,3 +153,32 @@ def test_moments_of_eight_bits():
 def test_an_unknown_optimizer_is_refused():
     with pytest.raises(ConfigError, match=r"optim\.kind='adam' is unknown; use adamw, "):
         state_bytes(Optim(kind="adam"), (2, 2), 4, hidden=True)
+
+
+def named(model, layers, **stage):
+    """The FSDP units of a stage: names, modules, and the parameters of those that are not layers."""
+    found = units(stage_ops(model, layers, **stage))
+    return [
+        (one.name, *one.modules, *([] if "layer" in one.modules[0] else [param.name for param in one.params]))
+        for one in found
+    ]
+
+
+def test_units_of_a_stage_are_its_tables_layers_experts_and_root():
+    root = ("root", "", "model.norm.weight", "lm_head.weight")
+    table = ("embedding", "model.embed_tokens", "model.embed_tokens.weight")
+    assert named(DENSE, (0,), embedding=True, head=True) == [table, ("layer", "model.layers.0"), root]
+    assert named(SPARSE, (1,), embedding=False, head=True) == [
+        ("layer", "model.layers.1"),
+        ("experts", "model.layers.1.mlp.experts"),
+        root,
+    ]
+    assert named(DENSE, (1, 2), embedding=False, head=False) == [("layer", f"model.layers.{index}") for index in (1, 2)]
+
+
+def test_a_tied_table_is_the_roots_where_the_head_is_and_a_unit_of_its_own_elsewhere():
+    table, norm = "model.embed_tokens.weight", "model.norm.weight"
+    assert named(TIED, (), embedding=True, head=True) == [("root", "", table, norm)]
+    assert named(TIED, (), embedding=True, head=False) == [("embedding", "model.embed_tokens", table)]
+    assert named(TIED, (), embedding=False, head=True) == [("root", "", norm, table)]
+    assert named(TIED, (), embedding=False, head=True, shared=True) == [("root", "", norm)]

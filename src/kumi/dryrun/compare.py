@@ -10,7 +10,7 @@ from typing import Any
 from kumi.dryrun.messages import Message
 from kumi.dryrun.program import Measured
 from kumi.plan.memory import rank_memory, usable
-from kumi.plan.traffic import collectives
+from kumi.plan.traffic import AXES, collectives
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
@@ -19,9 +19,6 @@ from kumi.spec.sharding import stage_bounds
 
 # Kind, axis and bytes of a message.
 Key = tuple[str, str, int]
-
-# Groups of a mesh by the names that `kumi.plan.traffic` has for their axes.
-AXES = {"zero": "dp_shard", "expert_dp": "dp_shard", "data": "dp", "expert_data": "dp", "norm": "world"}
 
 
 def compared(job: Job, layout: Layout, rank: int, found: Measured) -> dict[str, Any]:

@@ -130,8 +130,8 @@ def _prepare(
         for layer in linears(decoder):
             layer.splits = True
     layers = cast(list[DecoderLayer], list(decoder.model.layers.values()))
-    for layer, wrappers in zip(layers, _wrappers(decoder, layers, mesh, recomputed), strict=True):
-        layer.around.extend(wrappers)
+    for block, wrappers in zip(layers, _wrappers(decoder, layers, mesh, recomputed), strict=True):
+        block.around.extend(wrappers)
     if compile:
         leave_uncompiled(decoder)
         for block in layers:

@@ -34,7 +34,7 @@ from kumi.parallel.tiles import divided_by_tiles
 from kumi.spec.comm import PLAIN, Comm
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
-from kumi.spec.sharding import is_routed
+from kumi.spec.sharding import is_routed, stage_ops, units
 
 
 def is_divided(mesh: Mesh) -> bool:
@@ -81,7 +81,7 @@ def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
 def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = PLAIN) -> None:
     """Divides the parameters of `decoder` over dp_shard, in place, in the units of `kumi.spec.sharding.units`.
 
-    The last unit, gathered first and kept until the backward ends, is the decoder itself. Master weights stay in
+    The root unit, gathered first and kept until the backward ends, is the decoder itself. Master weights stay in
     `precision.param`; what is gathered has `precision.compute`.
     """
     # Here, for it brings symbolic algebra along: half a second of CPU time that a rank alone need not spend.
@@ -94,11 +94,10 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = PLAIN
     )
     options = {"mp_policy": policy, **_offload_policy(mesh)}
     axes = mesh.device_mesh("dp_replicate", "zero")
-    layers = list(decoder.model.layers.values())
-    # A table that is this stage's head, too, belongs to the root.
-    alone = decoder.has_embedding and not (decoder.has_head and decoder.spec.tie_word_embeddings)
-    apart = _shard_experts(decoder, mesh, options) | set(divided_by_tiles(decoder, mesh))
-    for unit in [*([_tables(decoder)] if alone else []), *([layer] for layer in layers)]:
+    layers, of_unit = list(decoder.model.layers.values()), _modules(decoder)
+    apart = _shard_experts(decoder, of_unit["experts"], mesh, options) | set(divided_by_tiles(decoder, mesh))
+    outer = [*of_unit["embedding"], *of_unit["layer"]]
+    for unit in outer:
         # The backward begins with the last layer: to free it in between would only cost another gathering.
         free = mesh.layout.zero == 3 and unit[0] not in layers[-1:] and not getattr(unit[0], "shared", False)
         parts: Any = unit if len(unit) > 1 else unit[0]
@@ -112,12 +111,18 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = PLAIN
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if comm.prefetch is not None:
-        _gather_ahead([*([decoder.model.embed_tokens] if alone else []), *layers], comm.prefetch)
+        _gather_ahead([unit[0] for unit in outer], comm.prefetch)
 
 
-def _tables(decoder: Decoder) -> list[nn.Module]:
-    """Tables of tokens and positions, one unit. What normalises the rows found in them belongs to the root."""
-    return [table for table in (decoder.model.embed_tokens, decoder.model.embed_positions) if table is not None]
+def _modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
+    """Return the modules of each unit of `decoder`, in the order of the forward pass, by the units' names."""
+    found: dict[str, list[list[nn.Module]]] = {"embedding": [], "layer": [], "experts": [], "root": []}
+    ops = stage_ops(
+        decoder.spec, map(int, decoder.model.layers), embedding=decoder.has_embedding, head=decoder.has_head
+    )
+    for unit in units(ops):
+        found[unit.name].append([decoder.get_submodule(name) for name in unit.modules])
+    return found
 
 
 def _gather_ahead(units: list[Any], count: int) -> None:
@@ -141,29 +146,27 @@ def _offload_policy(mesh: Mesh) -> dict[str, Any]:
     return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")}
 
 
-def _shard_experts(decoder: Decoder, mesh: Mesh, options: dict[str, Any]) -> set[nn.Parameter]:
-    """Divides the routed experts of each layer, a unit of their own, among the ranks that hold the same experts, by the
-    dim after theirs; returns those that no other rank holds, which stay as they are."""
+def _shard_experts(
+    decoder: Decoder, experts: list[list[nn.Module]], mesh: Mesh, options: dict[str, Any]
+) -> set[nn.Parameter]:
+    """Divides the routed `experts` of each layer, a unit of their own, among the ranks that hold the same, by the dim
+    after theirs; returns those that no other rank holds, which stay as they are."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
     axes = mesh.device_mesh("dp_replicate", "expert_dp") if "expert_dp" in mesh.groups else None
     whole: set[nn.Parameter] = set()
     layers = list(decoder.model.layers.values())
-    for layer in layers:
-        if not isinstance(layer.mlp, MoE):
-            continue
-        experts = layer.mlp.experts
+    routed = [layer for layer in layers if isinstance(layer.mlp, MoE)]
+    for layer, (unit,) in zip(routed, experts, strict=True):
         if axes is None:
-            whole |= set(experts.parameters())
+            whole |= set(unit.parameters())
         else:
             free = mesh.layout.zero == 3 and layer is not layers[-1]
-            fully_shard(
-                experts, mesh=axes, reshard_after_forward=free, shard_placement_fn=lambda _: Shard(1), **options
-            )
+            fully_shard(unit, mesh=axes, reshard_after_forward=free, shard_placement_fn=lambda _: Shard(1), **options)
             for wrapper in layer.around:
                 if isinstance(wrapper, Recompute):
-                    wrapper.leave_out(experts)
+                    wrapper.leave_out(unit)
     return whole
 
 

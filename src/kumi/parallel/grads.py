@@ -25,6 +25,7 @@ from kumi.spec.layout import Layout
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
+from kumi.spec.placement import splits_gradients
 from kumi.spec.regions import copies, tied_copies
 
 
@@ -83,10 +84,7 @@ def _norm(grads: list[tuple[str, Tensor]], model: nn.Module, mesh: Mesh) -> Tens
 
 def norm_group(mesh: Mesh) -> dist.ProcessGroup | None:
     """The ranks over which the squares are summed; None where every rank holds all gradients."""
-    layout = mesh.layout
-    if layout.zero == 0 and layout.pp * layout.tp * layout.ep * layout.expert_tp == 1:
-        return None
-    return mesh.group("norm")
+    return mesh.group("norm") if splits_gradients(mesh.layout) else None
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -20,22 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kumi.errors import CommunicationError, LayoutError
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.placement import axis
+from kumi.spec.placement import EXPERT_AXES, JOINED, axis, members_of
 
 # CPU tensors (flags, counts, checkpoint metadata) travel over gloo beside NCCL.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
-# Groups that stretch over several axes (see kumi.spec.placement): the ranks that see different tokens and sum the
-# gradients of the same weights, of routed experts and of all else; the ranks among which every gradient is found;
-# those that have parts of the same sequences; and stages once more, for what they send back.
-TOGETHER = {
-    "data": ("dp_replicate", "zero"),
-    "expert_data": ("dp_replicate", "expert_dp"),
-    "norm": ("pp", "zero", "tp"),
-    "sequence": ("cp", "tp"),
-    "pp_back": ("pp",),
-}
-NAMES = (*AXES, "zero", "expert_dp", "ep", "expert_tp", *TOGETHER)
+# Groups that stretch over several axes, and stages once more, for what they send back.
+TOGETHER = {**JOINED, "pp_back": ("pp",)}
+NAMES = (*AXES, "zero", *EXPERT_AXES, *TOGETHER)
 # A group of GPUs does one thing after the other. What should go on at the same time has groups of its own there:
 # weights that are gathered and gradients that are summed beside what layers exchange, and the gradients that stages
 # send opposite to their activations.
@@ -95,14 +86,6 @@ class Mesh:
         if len(kept) == 1:
             return DeviceMesh.from_group(groups[0], kind, mesh=members, mesh_dim_names=tuple(kept))
         return DeviceMesh.from_group(groups, kind, mesh=members.view(sizes), mesh_dim_names=tuple(kept))
-
-
-def members_of(layout: Layout, names: list[str] | tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along the axes `names` at most, in the order of their places."""
-    axes = [axis(layout, name) for name in names]
-    first = rank - sum(one.index(rank) * one.stride for one in axes)
-    steps = product(*(range(0, one.degree * one.stride, one.stride) for one in axes))
-    return tuple(first + sum(step) for step in steps)
 
 
 def init_distributed(device_type: str = "cpu", *, timeout_s: float = 600.0) -> Place:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from kumi.plan.columns import Floats
-from kumi.plan.context import dealt_elements, gradient_itemsize, kv_elements
 from kumi.plan.cost import PASSES, Cost, Rows
 from kumi.plan.kernels import alignment, matmul_seconds, peak_flops
 from kumi.plan.scans import AGAIN, kernels, product_seconds, score_seconds
@@ -32,20 +31,6 @@ def attention(rows: Rows, cost: Cost, op: Op) -> None:
         _flash(rows, cost, op, 2.0 * each * op.reach(seq_len))
     else:
         _scores(rows, cost, op, 2.0 * each * seq_len, rows.tokens * seq_len * op.heads / rows.tp)
-    ring, hidden = _ring(rows, op), cost.attention * (1 - 1 / rows.cp)
-    dealt = sum(rows.cp_seconds("all_to_all", rows.size * size) for size in dealt_elements(op, rows.tp, rows.cp))
-    passes = ((0, cost.comm_forward, hidden), (0, cost.comm_again, hidden), (1, cost.comm_backward, 2.5 * hidden))
-    for which, comm, compute in passes:
-        comm["cp"] += np.where(rows.ulysses, dealt, np.maximum(0.0, ring[which] - compute))
-
-
-def _ring(rows: Rows, op: Op) -> tuple[Floats, Floats]:
-    """Seconds that keys and values take round the ring, and with their gradients again."""
-    elements = kv_elements(op, rows.tp)
-    once, gradients = (
-        (rows.cp - 1) * rows.cp_seconds("send", size * elements) for size in (rows.size, gradient_itemsize(rows.job))
-    )
-    return once, once + gradients
 
 
 def _flash(rows: Rows, cost: Cost, op: Op, flops: Floats) -> None:

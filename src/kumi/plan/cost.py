@@ -7,11 +7,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from kumi.plan.columns import Columns, Floats
-from kumi.plan.comm import collective_seconds
 from kumi.plan.kernels import stream_seconds
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT
-from kumi.spec.ledger import Op, kind_ops
+from kumi.spec.ledger import Op
 
 # Passes over an op's elements going forward and backward, in elements read or written, and kernels launched, for
 # kernels that run op by op ("eager"), fused by hand and compiled. Eager norms and rotations compute in float32.
@@ -39,7 +38,7 @@ class Cost:
     Seconds of computing forward, for the input gradients and for the weight gradients; kernels launched; the parts of
     the forward that attention takes (its softmax included), that fused attention takes ("core") and that cheap,
     element-wise work and unfused attention take; communication that nothing hides, by axis: of the forward, of the
-    backward, and what a forward sends again that is recomputed whole.
+    backward, and what a forward sends again that is recomputed whole, or selectively.
     """
 
     forward: Floats
@@ -53,19 +52,20 @@ class Cost:
     comm_forward: dict[str, Floats]
     comm_backward: dict[str, Floats]
     comm_again: dict[str, Floats]
+    comm_selective: dict[str, Floats]
 
     @classmethod
     def zero(cls, rows: int) -> Cost:
         empty = {one.name: np.zeros(rows) for one in fields(cls) if not one.name.startswith("comm")}
         forward, backward, again = ({axis: np.zeros(rows) for axis in ("tp", "cp", "ep")} for _ in range(3))
-        return cls(**empty, comm_forward=forward, comm_backward=backward, comm_again=again)
+        return cls(**empty, comm_forward=forward, comm_backward=backward, comm_again=again, comm_selective={})
 
 
 class Rows:
     """The distinct rows of a table, as floats, with what every op needs of them."""
 
     def __init__(self, job: Job, x: Columns) -> None:
-        self.job, self.device, self.engine = job, job.cluster.device, job.engine
+        self.job, self.device, self.engine, self.layouts = job, job.cluster.device, job.engine, x
         self.gpu = self.device.kind == "cuda"
         self.tp, self.cp, self.ep = (column.astype(np.float64) for column in (x.tp, x.cp, x.ep))
         self.expert_tp = x.expert_tp.astype(np.float64)
@@ -73,8 +73,7 @@ class Rows:
         self.parallel = x.sequence_parallel.astype(bool) & (x.tp > 1)
         self.tokens = x.microbatch * job.batch.seq_len / self.cp
         self.sequences = x.microbatch.astype(np.float64)
-        self.size = job.itemsize
-        self.experts = max((op.experts for ops in kind_ops(job.model) for op in ops), default=0)
+        self.size, self.wide = job.itemsize, max(4, job.itemsize)
 
     def cut(self, dim_name: str, op: Op) -> Floats:
         """How many ranks share `dim_name` of `op` among them."""
@@ -86,10 +85,6 @@ class Rows:
         """Tokens that pass through `op` on a rank. Experts see those of a rank's share of the sequence, `top_k` times,
         and where experts are cut themselves, those of all ranks that hold a part."""
         return self.tokens * op.passes * (self.expert_tp / self.tp if op.experts else 1.0)
-
-    def cp_seconds(self, kind: str, size: Floats) -> Floats:
-        """Seconds of a message of `size` bytes a token among context-parallel ranks."""
-        return collective_seconds(self.job.cluster, kind, self.tokens * size, self.cp, self.tp)
 
     def elements_of(self, op: Op) -> Floats:
         """Elements of what `op` returns on a rank; between the tensor-parallel regions divided only under SP."""
@@ -110,21 +105,3 @@ class Rows:
         cost.backward += stream_seconds(self.device, backward * self.size * elements)
         cost.kernels_forward += kernels_forward
         cost.kernels_backward += kernels_backward
-
-    def gather(self, cost: Cost, size: Floats, whole: tuple[int, ...], halves: tuple[int, ...]) -> None:
-        """Tensor-parallel messages going forward, backward and forward again: so many all-reduces or, with SP, of their
-        halves, an all-gather and a reduce-scatter: of these `halves`."""
-        one, half = (
-            collective_seconds(self.job.cluster, kind, size, self.tp, np.ones_like(self.tp))
-            for kind in ("all_reduce", "all_gather")
-        )
-        calls = np.where(self.tp > 1, COLLECTIVE_LAUNCHES, 0.0)
-        for comm, all_of, half_of in zip(
-            (cost.comm_forward, cost.comm_backward, cost.comm_again), whole, halves, strict=True
-        ):
-            comm["tp"] += np.where(self.parallel, half_of * half, all_of * one)
-        cost.kernels_forward += calls * np.where(self.parallel, halves[0], whole[0])
-        cost.kernels_backward += calls * np.where(self.parallel, halves[1], whole[1])
-
-    def among_experts(self, size: Floats, copies: int) -> Floats:
-        return collective_seconds(self.job.cluster, "all_to_all", size, self.ep, self.expert_tp, copies=copies)

@@ -114,7 +114,10 @@ def stages_of(job: Job, layout: Layout, x: Columns, known: tuple[Table, Ints]) -
         [[of_layer[first:last].count(kind) for first, last in where] for kind in range(len(kinds))], float
     )
     ends = np.arange(len(where))
-    part = Share(counts, (ends == 0) * 1.0, (ends == len(where) - 1) * 1.0, np.ones(len(where)))
+    # Of the layers of a rank's last stage, the last one.
+    ending = [end > first and number == max(held[rank_of[number]]) for number, (first, end) in enumerate(where)]
+    last = np.array([[of_layer[end - 1] == kind for _, end in where] for kind in range(len(kinds))]) * np.array(ending)
+    part = Share(counts, (ends == 0) * 1.0, (ends == len(where) - 1) * 1.0, np.ones(len(where)), last * 1.0)
     same = np.zeros(len(where), np.int64)
     layers = counts.sum(axis=0)
     of_rank = np.array([layers[list(held[rank_of[number]])].sum() for number in range(len(where))])

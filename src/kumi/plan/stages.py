@@ -15,7 +15,7 @@ from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import stage_of
 from kumi.spec.schedules import V_SHAPED
-from kumi.spec.sharding import even_stages, rank_layers, stage_bounds
+from kumi.spec.sharding import Unit, even_stages, rank_layers, stage_bounds, stage_ops, units
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,20 @@ class Share:
     """What one pp rank of every row holds, over all its stages.
 
     `layers`: how many of each of `model.layer_kinds()`, (kinds, rows); `embedding` and `head`: 1 where it has them,
-    else 0, (rows,); `in_flight`: for how many microbatches it keeps activations at the peak, (rows,).
+    else 0, (rows,); `in_flight`: for how many microbatches it keeps activations at the peak, (rows,); `last`: 1 for the
+    kind of its last layer, else 0, (kinds, rows).
     """
 
     layers: Floats
     embedding: Floats
     head: Floats
     in_flight: Floats
+    last: Floats
 
     def take(self, index: Ints) -> Share:
         """The rows numbered `index`."""
-        return Share(self.layers[:, index], self.embedding[index], self.head[index], self.in_flight[index])
+        ends = self.embedding[index], self.head[index], self.in_flight[index]
+        return Share(self.layers[:, index], *ends, self.last[:, index])
 
 
 def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Sequence[int] = ()) -> Share:
@@ -46,9 +49,10 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
     kinds, of_layer = model.layer_kinds()
     if len(kinds) == 1 and not len(stage_layers):
         layers = rank_layers(x, len(of_layer), rank)[None, :].astype(np.float64)
+        last = np.minimum(layers, 1.0)
     else:
-        before = _kinds_before(len(kinds), of_layer)
-        layers = np.zeros((len(kinds), len(x)))
+        before, kind_of = _kinds_before(len(kinds), of_layer), np.array(of_layer)
+        layers, last_kind = np.zeros((len(kinds), len(x))), np.full(len(x), -1)
         for chunk in range(int(x.stages.max(initial=1))):
             stage = np.minimum(stage_of(turns, x.pp, rank, chunk), last_stage)
             if len(stage_layers):
@@ -56,10 +60,34 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
             else:
                 first, end = (even_first(len(of_layer), last_stage + 1, at) for at in (stage, stage + 1))
             layers += np.where(chunk < x.stages, before[:, end] - before[:, first], 0)
+            last_kind = np.where((chunk < x.stages) & (end > first), kind_of[end - 1], last_kind)
+        last = (last_kind == np.arange(len(kinds))[:, None]).astype(np.float64)
     head = np.where(turns, rank == 0, rank == x.pp - 1)
     return Share(
-        layers, (rank == 0).astype(np.float64), head.astype(np.float64), in_flight(x.schedule, x.pp, x.stages, m, rank)
+        layers,
+        (rank == 0).astype(np.float64),
+        head.astype(np.float64),
+        in_flight(x.schedule, x.pp, x.stages, m, rank),
+        last,
     )
+
+
+def end_units(model: ModelSpec, share: Share) -> list[tuple[Unit, Floats]]:
+    """The FSDP units of the embedding and of the head, and 1 for every row that has them, else 0."""
+    first, last = share.embedding, share.head
+    has = {(True, True): first * last, (True, False): first * (1 - last), (False, True): last * (1 - first)}
+    return [(unit, np.asarray(sum(has[stage] for stage in stages))) for unit, stages in _units_of_ends(model)]
+
+
+@lru_cache(maxsize=64)
+def _units_of_ends(model: ModelSpec) -> tuple[tuple[Unit, tuple[tuple[bool, bool], ...]], ...]:
+    """The different FSDP units of the embedding and of the head, each with the stages that have it: whether these have
+    the embedding, and the head."""
+    found: dict[Unit, list[tuple[bool, bool]]] = {}
+    for embedding, head in ((True, True), (True, False), (False, True)):
+        for unit in units(stage_ops(model, (), embedding=embedding, head=head)):
+            found.setdefault(unit, []).append((embedding, head))
+    return tuple((unit, tuple(stages)) for unit, stages in found.items())
 
 
 def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from math import prod
 
@@ -13,10 +13,11 @@ from kumi.plan.distinct import distinct
 from kumi.plan.stages import Share
 from kumi.spec.job import Job
 from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
+from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op, Param
 from kumi.spec.optim import state_bytes as optimizer_bytes
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.sharding import cut_shape, is_hidden, is_routed
+from kumi.spec.sharding import Unit, cut_shape, is_hidden, is_routed, units, zero_degree
 from kumi.spec.techniques import is_tiled
 
 
@@ -78,29 +79,45 @@ class Held:
         return np.maximum(self.layer.padded, self.embedding.padded)
 
 
-def divided(x: Columns) -> Ints:
-    """How many ranks divide dense states among them; 1 where nothing is divided."""
-    return np.where(x.zero > 0, x.dp_shard * x.cp, 1)
+def divided(x: Columns, *, routed: bool = False) -> Ints:
+    """How many ranks divide dense states, or those of routed experts, among them; 1 where nothing is divided."""
+    return np.where(x.zero > 0, zero_degree(x, routed=routed), 1)
 
 
 def held(job: Job, x: Columns, share: Share) -> Held:
     """The parameters that `share` of the model has on a rank of every row."""
     first, index = distinct(x.tp, x.ep, x.expert_tp, divided(x), np.minimum(x.zero, 1) + (x.zero == 3), x.tiles)
-    rows, model = x.take(first), job.model
-    parts = (*kind_ops(model), embedding_ops(model), head_ops(model))
-    *layers, table, head = (elements(job, ops, rows).take(index) for ops in parts)
+    rows, kinds = x.take(first), kind_ops(job.model)
+    layers = [elements(job, ops, rows).take(index) for ops in kinds]
     at_once = layers
     if (x.tiles > 1).any():
-        at_once = [elements(job, ops, rows, at_once=True).take(index) for ops in parts[:-2]]
-    # A head that shares the token table is one tensor with it; on another stage it is a copy.
-    tied = model.tie_word_embeddings
-    root = head.times(share.head) + table.times(tied * np.maximum(share.head, share.embedding))
-    embedding = table.times((not tied) * share.embedding)
-    total, layer = root + embedding, embedding.times(np.zeros(len(x)))
+        at_once = [elements(job, ops, rows, at_once=True).take(index) for ops in kinds]
+    none = Elements(*(np.zeros(len(x)) for _ in fields(Elements)))
+    ends = {"embedding": none, "root": none}
+    for name, ops, count in _ends(job.model, share):
+        ends[name] = ends[name] + elements(job, ops, rows).take(index).times(count)
+    root, embedding, layer = ends["root"], ends["embedding"], none
+    total = root + embedding
     for one, passing, count in zip(layers, at_once, share.layers, strict=True):
         total = total + one.times(count)
         layer = layer.largest(passing.times(np.minimum(count, 1.0)))
     return Held(total, root, layer, embedding)
+
+
+def _ends(model: ModelSpec, share: Share) -> Iterator[tuple[str, list[Op], Floats]]:
+    """The FSDP units of the embedding and of the head in memory: their names, operations, and 1 for every row that has
+    these. A table that is also the head is the root's on either stage, for it stays gathered."""
+    embedding, head = embedding_ops(model), head_ops(model)
+    for unit in units((*embedding, *head)):
+        first = [op for op in unit.ops if op in embedding]
+        last = [op for op in unit.ops if op in head]
+        if first and last and model.tie_word_embeddings:
+            # A head that shares the token table is one tensor with it; on another stage it is a copy.
+            yield unit.name, first, np.maximum(share.head, share.embedding)
+        elif first:
+            yield unit.name, first, share.embedding
+        if last:
+            yield unit.name, last, share.head
 
 
 def elements(job: Job, ops: Iterable[Op], x: Columns, *, at_once: bool = False) -> Elements:
@@ -117,16 +134,18 @@ def elements(job: Job, ops: Iterable[Op], x: Columns, *, at_once: bool = False) 
     return found
 
 
-def local_elements(ops: Iterable[Op], x: Columns, *, trained: bool = False) -> tuple[Floats, Floats]:
-    """Elements of the dense parameters of `ops` and of those of routed experts before ZeRO divides them, (rows,) each:
-    all that is to be known where neither padding nor states matter. `trained`: of those that are."""
-    found = [np.zeros(len(x)), np.zeros(len(x))]
-    for op in ops:
-        for param in op.params:
-            if not (trained and param.frozen):
-                found[is_routed(param)] += prod(_local_shape(param, x))
-    dense, expert = found
-    return dense, expert
+def padded_elements(unit: Unit, x: Columns) -> tuple[Floats, Floats]:
+    """Elements of the parameters of `unit` as they travel, and of those that are trained, (rows,) each: cut by tp and
+    ep, and padded so that all ranks that divide them have equally many."""
+    every, trained = np.zeros(len(x)), np.zeros(len(x))
+    for param in unit.params:
+        routed = is_routed(param)
+        shape, degree = _local_shape(param, x), divided(x, routed=routed)
+        shape[routed] = -(-shape[routed] // degree) * degree
+        size = prod(shape)
+        every = every + size
+        trained = trained + (0 if param.frozen else size)
+    return every, trained
 
 
 def _local_shape(param: Param, x: Columns) -> list[Ints]:
@@ -137,9 +156,7 @@ def _of_param(job: Job, param: Param, x: Columns, matrix: Floats) -> Elements:
     """`Elements` of one parameter. Dense tensors are divided by dim 0, experts' by the dim after "experts"."""
     routed = is_routed(param)
     shape = _local_shape(param, x)
-    degree = divided(x)
-    if routed:
-        degree = np.where(x.zero > 0, np.maximum(1, degree * x.tp // (x.ep * x.expert_tp)), 1)
+    degree = divided(x, routed=routed)
     rows = -(-shape[routed] // degree)
     whole = np.asarray(prod(shape), np.float64)
     own = [*shape[:routed], rows, *shape[routed + 1 :]]

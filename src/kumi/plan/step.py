@@ -9,16 +9,16 @@ import numpy as np
 
 from kumi.plan.closed import closed_form
 from kumi.plan.columns import Columns, Floats, Ints
-from kumi.plan.comm import collective_seconds
 from kumi.plan.cost import Cost
 from kumi.plan.memory import host_memory, microbatches_of, recomputed_share
-from kumi.plan.stages import Share, share
-from kumi.plan.update import HIDES, data_groups, hidden_share, parameters, slowing, unit_seconds, update
+from kumi.plan.messages import message_seconds, stage_message
+from kumi.plan.stages import Share, end_units, share
+from kumi.plan.update import HIDES, divided_elements, hidden_share, parameters, slowing, unit_seconds, update
 from kumi.plan.work import Table, table
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE
-from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
-from kumi.spec.op import Op
+from kumi.spec.ledger import kind_ops
+from kumi.spec.sharding import units
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 ACTIVATIONS = OFFLOAD.index("activations")
@@ -105,10 +105,10 @@ def stage(job: Job, x: Columns, part: Share, costs: Table, index: Ints, layers: 
     again = recomputed_share(x, part.layers.sum(axis=0) if layers is None else layers)
     for kind, cost in enumerate(costs.layers):
         _add_work(job, x, found, cost, index, part.layers[kind], again)
-        _add_gathers(job, x, found, kind, part.layers[kind], cost, index, again)
-    for cost, ops, count in ((costs.head, head_ops, part.head), (costs.embedding, embedding_ops, part.embedding)):
-        _add_work(job, x, found, cost, index, count, np.zeros(len(x)))
-        _add_end_gathers(job, x, found, ops(job.model), count, hides=ops is head_ops and not job.engine.head_stays)
+        _add_gathers(job, x, found, kind, part, cost, index, again)
+    _add_work(job, x, found, costs.head, index, part.head, np.zeros(len(x)))
+    _add_end_gathers(job, x, found, part)
+    _add_work(job, x, found, costs.embedding, index, part.embedding, np.zeros(len(x)))
     _add_offload(job, x, found, part)
     return found
 
@@ -144,10 +144,9 @@ def moved_bytes(job: Job, x: Columns, part: Share) -> tuple[Floats, Floats]:
     if len(states):
         rows = x.take(states)
         own = parameters(job, rows, part.take(states))
-        for elements, degree, _ in data_groups(rows, own.dense, own.expert):
-            weights = job.itemsize * elements / np.where(rows.zero == 3, degree, 1)
-            forward[states] += weights
-            backward[states] += weights + job.engine.grad_itemsize * elements / np.where(rows.zero >= 2, degree, 1)
+        weights = job.itemsize * divided_elements(rows, own.elements, 3)
+        forward[states] += weights
+        backward[states] += weights + job.engine.grad_itemsize * divided_elements(rows, own.elements, 2)
     return forward, backward
 
 
@@ -161,6 +160,8 @@ def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count
     again = full * forward + selective * spared(job, cost)[index]
     kernels_again = full * cost.kernels_forward[index] + selective * cost.kernels_forward[index] / 2
     comm_again = {axis: full * seconds[index] for axis, seconds in cost.comm_again.items()}
+    for axis, seconds in cost.comm_selective.items():
+        comm_again[axis] = comm_again[axis] + selective * seconds[index]
     slack_forward = np.maximum(0.0, launch * cost.kernels_forward[index] - forward - sum(comm_forward.values()))
     host_backward = launch * (cost.kernels_backward[index] + kernels_again)
     busy_backward = backward + weight + again + sum(comm_backward.values()) + sum(comm_again.values())
@@ -186,14 +187,15 @@ def spared(job: Job, cost: Cost) -> Floats:
 
 
 def _add_gathers(
-    job: Job, x: Columns, found: Stage, kind: int, count: Floats, cost: Cost, index: Ints, part: Floats
+    job: Job, x: Columns, found: Stage, kind: int, held: Share, cost: Cost, index: Ints, part: Floats
 ) -> None:
-    """ZeRO-3 gathers each layer before its forward and again before its backward, and reduces its gradients after it,
-    in every microbatch; each hides behind the layer before it as far as that lasts, were it the host that takes that
-    long. ZeRO-2 only reduces."""
+    """ZeRO-3 gathers each layer before its forward and, all but a rank's last, again before its backward, and reduces
+    its gradients after it, in every microbatch; each hides behind the layer before it as far as that lasts, were it the
+    host that takes that long. ZeRO-2 only reduces."""
     if not (x.zero >= 2).any():
         return
-    gather, scatter = unit_seconds(job, x, kind_ops(job.model)[kind])
+    count = held.layers[kind]
+    gather, scatter = unit_seconds(job, x, units(kind_ops(job.model)[kind]))
     hides_gather, hides_scatter = (
         hidden_share(job, on) for on in (job.engine.overlap_params, job.engine.overlap_grads)
     )
@@ -202,37 +204,33 @@ def _add_gathers(
     backward = np.maximum(cost.backward + cost.weight, launch * cost.kernels_backward)[index]
     exposed_forward = slowing(gather, np.maximum(0.0, gather - hides_gather * forward))
     again = part * (x.recompute == FULL) * forward
-    both, behind = gather + scatter, min(hides_gather, hides_scatter) * (backward + again)
+    freed = 1 - held.last[kind] / np.maximum(1.0, count)
+    both, behind = freed * gather + scatter, min(hides_gather, hides_scatter) * (backward + again)
     exposed_backward = slowing(both, np.maximum(0.0, both - behind))
     found.forward += count * exposed_forward
     found.backward += count * exposed_backward
     found.kinds["dp"] += count * (exposed_forward + exposed_backward)
 
 
-def _add_end_gathers(job: Job, x: Columns, found: Stage, ops: Sequence[Op], count: Floats, *, hides: bool) -> None:
-    """The same of the embedding or the head, once each way: they are needed first, when there is nothing to hide their
-    gathering behind, and reduced last, but for a head that `hides` its reduction behind the layers' backward."""
+def _add_end_gathers(job: Job, x: Columns, found: Stage, part: Share) -> None:
+    """The same of the embedding and the head, once each way: they are needed first, when there is nothing to hide their
+    gathering behind, and reduced last, but for a head that the engine frees before the layers' backward."""
     if not (x.zero >= 2).any():
         return
-    gather, scatter = unit_seconds(job, x, ops)
-    behind = hidden_share(job, job.engine.overlap_grads) * found.backward if hides else 0.0
-    scatter = slowing(scatter, np.maximum(0.0, scatter - behind))
-    found.forward += count * gather
-    found.backward += count * scatter
-    found.kinds["dp"] += count * (gather + scatter)
+    frees = not (job.engine.head_stays or job.model.tie_word_embeddings)
+    behind = hidden_share(job, job.engine.overlap_grads) * found.backward
+    for unit, count in end_units(job.model, part):
+        gather, scatter = unit_seconds(job, x, [unit])
+        hidden = behind if frees and unit.name == "root" else 0.0
+        scatter = slowing(scatter, np.maximum(0.0, scatter - hidden))
+        found.forward += count * gather
+        found.backward += count * scatter
+        found.kinds["dp"] += count * (gather + scatter)
 
 
 def send_seconds(job: Job, x: Columns) -> Floats:
     """Seconds to send one microbatch's activations to the next stage."""
-    tokens = x.microbatch * job.batch.seq_len / x.cp
-    cut = np.where(x.sequence_parallel.astype(bool) | job.engine.scatter_sends, x.tp, 1)
-    return collective_seconds(
-        job.cluster,
-        "send",
-        np.where(x.pp > 1, job.itemsize * tokens * job.model.hidden_size / cut, 0.0),
-        x.pp,
-        x.dp * x.cp * x.tp,
-    )
+    return message_seconds(job, x, stage_message(job, x))
 
 
 def pipeline_seconds(

@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from kumi.plan.columns import columns
-from kumi.plan.comm import collective_seconds, link_name
-from kumi.plan.context import dealt_elements, gradient_itemsize, kv_elements
+from kumi.plan.comm import link_name
+from kumi.plan.cost import Rows
+from kumi.plan.messages import (
+    TIME_KIND,
+    Message,
+    embedding_messages,
+    head_messages,
+    layer_messages,
+    message_seconds,
+    norm_message,
+    stage_message,
+)
 from kumi.plan.stages import bounds
-from kumi.plan.states import elements
-from kumi.plan.tensor import Regions, regions
 from kumi.plan.types import Collective
-from kumi.plan.update import NORM_BYTES, norm_group
+from kumi.plan.unit_messages import data_group, train_seconds, unit_messages
 from kumi.spec.job import Job
-from kumi.spec.layout import AXES, Layout
-from kumi.spec.ledger import Op, embedding_ops, head_ops, layer_ops, logit_chunk
+from kumi.spec.layout import AXES as MESH_AXES
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
+from kumi.spec.placement import process_group
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.schedule import placement
-from kumi.spec.sharding import AXIS, held_params, local_numel, style
+from kumi.spec.sharding import Unit, held_params, local_numel, stage_ops, style, units
 
-# Which kind of seconds of a step an axis' traffic is counted as.
-INT64 = 8.0
+# The axes that process groups are listed as, where these differ: of dense parameters and of routed experts, of the
+# norm, and of a tied table.
+AXES = {"data": "dp", "expert_data": "dp", "zero": "dp_shard", "expert_dp": "dp_shard", "norm": "world", "ends": "pp"}
 # What is sent once a step along an axis whose traffic is otherwise every microbatch's: too little to be charged.
 ALIKE, TIED = "gradients held alike", "gradients of the tied table"
-TIME_KIND = {"tp": "tp", "cp": "cp", "ep": "ep", "expert_tp": "ep", "pp": "pp"}
 
 
 def traffic(job: Job, layout: Layout, exposed: dict[str, float], pp_rank: int = 0) -> tuple[Collective, ...]:
     """The collectives of a rank of pipeline rank `pp_rank`; what is `exposed` of each kind of seconds is dealt out to
     them by how long they take."""
-    priced = [_priced(job, layout, one) for one in collectives(job, layout, pp_rank)]
+    priced = collectives(job, layout, pp_rank)
     totals: dict[str, float] = {}
     for one in priced:
         totals[_kind(one)] = totals.get(_kind(one), 0.0) + one.seconds
@@ -48,14 +58,20 @@ def traffic(job: Job, layout: Layout, exposed: dict[str, float], pp_rank: int = 
 
 
 def collectives(job: Job, layout: Layout, pp_rank: int = 0) -> tuple[Collective, ...]:
-    """What a rank of pipeline rank `pp_rank` sends in a step, not priced: the same message is listed once, with how
+    """What a rank of pipeline rank `pp_rank` sends in a step, nothing hidden: the same message is listed once, with how
     often it is sent."""
     own = _Own(job, layout, pp_rank)
     counts: dict[Collective, int] = {}
-    for one in (*_data(own), *_tensor(own), *_context(own), *_expert(own), *_pipeline(own), *_tied(own)):
-        alike = replace(one, count=0)
+    seconds: dict[Collective, float] = {}
+    for one in (*_data(own), *_layers(own), *_alike(own), *_pipeline(own), *_tied(own)):
+        alike = replace(one, count=0, seconds=0.0)
         counts[alike] = counts.get(alike, 0) + one.count
-    return tuple(replace(one, count=count) for one, count in counts.items() if count and one.degree > 1 and one.bytes)
+        seconds[alike] = seconds.get(alike, 0.0) + one.seconds
+    return tuple(
+        replace(one, count=count, seconds=seconds[one])
+        for one, count in counts.items()
+        if count and one.degree > 1 and one.bytes
+    )
 
 
 class _Own:
@@ -71,204 +87,126 @@ class _Own:
         self.layers = [first[of_layer[layer]] for chunk in self.chunks for layer in range(*where[chunk])]
         self.first = 0 in self.chunks
         self.last = layout.pp * layout.stages - 1 in self.chunks
-        self.tokens = layout.microbatch * job.batch.seq_len / layout.cp
-        self.size = job.itemsize
-        self.wide = max(4, self.size)
-        self.hidden = self.size * self.tokens * job.model.hidden_size
-        self.sequence_parallel = layout.sequence_parallel and layout.tp > 1
+        self.x = columns([layout])
+        self.rows = Rows(job, self.x)
 
     @cached_property
-    def units(self) -> list[tuple[str, tuple[Op, ...]]]:
-        """What is gathered and reduced as one: the tables, each layer, and the root (see `spec.sharding.units`)."""
-        model = self.job.model
-        found = [("layer", layer_ops(model, index)) for index in self.layers]
-        embedding = embedding_ops(model) if self.first else ()
-        head = head_ops(model) if self.last else ()
-        tables, normed = (tuple(op for op in embedding if (op.kind == "norm") == norm) for norm in (False, True))
-        staged = self.layout.pp * self.layout.stages > 1
-        if model.tie_word_embeddings and embedding and head and not staged:
-            return [*found, ("root", (*embedding, *head))]
-        if model.tie_word_embeddings and head and not embedding:
-            head = (embedding_ops(model)[0], *head)  # the last stage has a table of its own
-        root = (*normed, *head)
-        return [*([("embedding", tables)] if tables else []), *found, *([("root", root)] if root else [])]
+    def units_of_layers(self) -> dict[int, tuple[Unit, ...]]:
+        """The FSDP units of the layers that are looked at."""
+        return {layer: units(layer_ops(self.job.model, layer)) for layer in dict.fromkeys(self.layers)}
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """The FSDP units of all stages of the rank, the roots last."""
+        last = self.layout.pp * self.layout.stages - 1
+        ends = [
+            unit
+            for chunk in self.chunks
+            for unit in units(
+                stage_ops(self.job.model, (), embedding=chunk == 0, head=chunk == last, shared=self.first)
+            )
+        ]
+        inner = [unit for layer in self.layers for unit in self.units_of_layers[layer]]
+        tables, roots = ([unit for unit in ends if (unit.name == "root") == root] for root in (False, True))
+        return [*tables, *inner, *roots]
 
 
 def _data(own: _Own) -> Iterator[Collective]:
     """Gradients and parameters over the data axes, unit by unit; plain data parallelism reduces all at once."""
-    job, layout, times = own.job, own.layout, own.microbatches
-    reduced, whole = float(job.engine.grad_reduce_itemsize), float(job.itemsize)
-    different = {id(ops): ops for _, ops in own.units}
-    sizes = {
-        key: (*_sizes(job, layout, ops), *_sizes(job, layout, ops, trained=True)) for key, ops in different.items()
-    }
-    units = [(name, sizes[id(ops)]) for name, ops in own.units]
-    shards = layout.dp_shard * layout.cp
-    experts = max(1, shards * layout.tp // (layout.ep * layout.expert_tp))
-    if layout.zero == 0:
-        for part, degree, what in ((0, shards, "gradients"), (1, experts, "experts")):
-            size = reduced * sum(unit[2 + part] for _, unit in units)
-            yield Collective("all_reduce", "dp", layout.dp_replicate * degree, size, 1, "backward", what)
-        yield _norm(layout)
+    job, zero, times = own.job, own.layout.zero, own.microbatches
+    every, counts = {id(unit): unit for unit in own.units}, Counter(map(id, own.units))
+    sent = {key: unit_messages(job, own.x, unit) for key, unit in every.items()}
+    if zero == 0:
+        for routed, what in ((False, "gradients"), (True, "experts")):
+            parts = [counts[key] * sent[key].reduce.bytes for key in every if (every[key].name == "experts") == routed]
+            one = Message("all_reduce", data_group(routed=routed), sum(parts, np.zeros(1)), {}, what)
+            yield from _once(own, [(one, 1)], "backward")
+    else:
+        names = {key for key, unit in every.items() if unit.name in ("layer", "experts")}
+        # The last layer is not freed before its backward.
+        kept = {id(unit) for unit in own.units_of_layers[own.layers[-1]]} if own.layers else set()
+        again = {key: (counts[key] - (key in kept)) * (key in names) for key in every}
+        for routed in (False, True):
+            keys = [key for key, unit in every.items() if (unit.name == "experts") == routed]
+            if zero == 3:
+                for key in keys:
+                    count = times * (counts[key] + again[key])
+                    yield _collective(own, sent[key].gather, count, "forward+backward")
+            else:
+                yield from _once(own, [(sent[key].gather, counts[key]) for key in keys], "forward")
+            if zero > 1:
+                for key in keys:
+                    yield _collective(own, sent[key].reduce, times * counts[key], "backward")
+            else:
+                yield from _once(own, [(sent[key].reduce, counts[key]) for key in keys], "backward")
+            yield from _once(own, [(sent[key].copies, counts[key]) for key in keys], "backward")
+    yield _collective(own, norm_message(own.x), 1, "update")
+
+
+def _once(own: _Own, train: Sequence[tuple[Message, int]], when: str) -> Iterator[Collective]:
+    """Messages of one kind that are sent one after another once a step, each so many times: ranks wait for each other
+    once, and where the engine sends them in messages of its own size, these are as many."""
+    alone = [count * float(message_seconds(own.job, own.x, one)[0]) for one, count in train]
+    if not sum(alone):
+        yield from (_collective(own, one, count, when, 0.0) for one, count in train)
         return
-    last_layer = max((number for number, unit in enumerate(units) if unit[0] == "layer"), default=-1)
-    every, gathered = Counter(units), Counter[tuple[str, tuple[float, ...]]]()
-    for number, unit in enumerate(units):
-        again = unit[0] == "layer" and number != last_layer
-        gathered[unit] += times * (1 + again) if layout.zero == 3 else 1
-    when = "forward+backward" if layout.zero == 3 else "forward"
-    for (name, alike), count in every.items():
-        gathers, reduces = gathered[name, alike], count if layout.zero == 1 else count * times
-        dense, expert, of_dense, of_expert = alike
-        for size, trained, degree, what in ((dense, of_dense, shards, name), (expert, of_expert, experts, "experts")):
-            yield Collective("all_gather", "dp_shard", degree, whole * size, gathers, when, what)
-            yield Collective("reduce_scatter", "dp_shard", degree, reduced * trained, reduces, "backward", what)
-            share = reduced * trained / degree
-            yield Collective("all_reduce", "dp_replicate", layout.dp_replicate, share, count, "backward", what)
-    yield _norm(layout)
+    total = np.asarray(sum(one.bytes * count for one, count in train))
+    every = np.array([float(sum(count for _, count in train))])
+    together = float(train_seconds(own.job, own.x, replace(train[0][0], bytes=total), every)[0])
+    for (one, count), seconds in zip(train, alone, strict=True):
+        yield _collective(own, one, count, when, together * seconds / sum(alone))
 
 
-def _norm(layout: Layout) -> Collective:
-    degree, _ = norm_group(columns([layout]))
-    return Collective("all_reduce", "world", int(degree[0]), NORM_BYTES, 1, "update", "norm")
-
-
-def _sizes(job: Job, layout: Layout, ops: Sequence[Op], *, trained: bool = False) -> tuple[float, float]:
-    """Elements of the dense parameters of `ops` and of those of routed experts as they travel: cut by tp and ep, and
-    padded so that all ranks that divide them have equally many. `trained`: of those that are."""
-    x = columns([layout])
-    dense, routed = (elements(job, [op for op in ops if bool(op.experts) == routed], x) for routed in (False, True))
-    found = (dense.trained_padded, routed.trained_padded) if trained else (dense.padded, routed.padded)
-    return float(found[0][0]), float(found[1][0])
-
-
-def _tensor(own: _Own) -> Iterator[Collective]:
-    """Around the matrices of every layer, at the embedding and at the head, and what ranks hold alike once a step."""
-    if own.layout.tp == 1:
-        return
-    every, again = max(1, len(own.layers)), _recomputed_layers(own) if own.layout.recompute != "none" else 0
+def _layers(own: _Own) -> Iterator[Collective]:
+    """What ranks that share the layers, the embedding and the head send each other."""
+    model, every = own.job.model, max(1, len(own.layers))
     for layer, count in Counter(own.layers).items():
-        found = regions(layer_ops(own.job.model, layer))
-        times = own.microbatches * count
-        yield from _around(own, found, times, round(times * again / every))
-        yield from _adapters(own, layer_ops(own.job.model, layer), times, round(times * again / every))
-    yield from _first(own)
-    yield from _ends(own)
-    yield from _alike(own)
+        again = count * _recomputed_layers(own) / every
+        yield from _listed(own, layer_messages(own.rows, layer_ops(model, layer)), count, again)
+    yield from _frozen_input(own)
+    if own.first:
+        yield from _listed(own, embedding_messages(own.rows, model.hidden_size))
+    if own.last:
+        yield from _listed(own, head_messages(own.rows, head_ops(model)[-1]))
 
 
-def _first(own: _Own) -> Iterator[Collective]:
+def _listed(own: _Own, messages: Iterable[Message], count: int = 1, again: float = 0.0) -> Iterator[Collective]:
+    """The `messages` of a microbatch in `count` layers, `again` of which are recomputed, in a whole step."""
+    recomputed = {"recompute": "full", "selective": "selective"}
+    for one in messages:
+        for phase, each in one.counts.items():
+            layers = again if own.layout.recompute == recomputed.get(phase) else 0 if phase in recomputed else count
+            often = round(float(np.max(each)) * own.microbatches * layers)
+            when = "recompute" if phase in recomputed else phase
+            yield _collective(own, one, often, when)
+
+
+def _frozen_input(own: _Own) -> Iterator[Collective]:
     """Above a frozen embedding the first region needs no gradient of what it takes in: it is not sent."""
-    model = own.job.model
-    if model.lora is None or not own.first or not own.layers:
+    model, layout = own.job.model, own.layout
+    if layout.tp == 1 or model.lora is None or not own.first or not own.layers:
         return
     column = next((op for op in layer_ops(model, 0) if style(op) == "column"), None)
     if column is not None and column.source.name == "embed":
-        kind = "reduce_scatter" if own.sequence_parallel else "all_reduce"
-        yield _message(own, kind, column.source.size, -own.microbatches, "backward", "activations")
-
-
-def _around(own: _Own, found: Regions, times: int, again: int) -> Iterator[Collective]:
-    """The messages of a layer, whose backward makes `again` of its `times` forward passes once more. Selective
-    recomputation keeps what came of messages, but for what a region only reads."""
-    full = own.layout.recompute == "full"
-    entering, kept = (("all_gather", times) if own.sequence_parallel else ("", 0)), again if full else 0
-    for width in found.enter:
-        yield _message(own, entering[0], width, entering[1], "forward", "activations")
-        yield _message(own, entering[0], width, kept, "recompute", "activations")
-        yield _message(
-            own, "reduce_scatter" if own.sequence_parallel else "all_reduce", width, times, "backward", "activations"
-        )
-        if own.job.model.lora is None:
-            yield _message(own, entering[0], width, entering[1], "backward", "inputs of weight gradients")
-    for width in found.share:
-        yield _message(own, entering[0], width, entering[1], "forward", "activations")
-        yield _message(own, entering[0], width, again, "recompute", "activations")
-        yield _message(
-            own, "reduce_scatter" if own.sequence_parallel else "all_reduce", width, times, "backward", "activations"
-        )
-    for number, width in enumerate(found.leave):
-        # What ends a layer gives nothing that its backward pass reads.
-        ends = found.ends and number == len(found.leave) - 1 and not own.job.engine.recompute_whole
-        repeated = 0 if ends else kept
-        kind = "reduce_scatter" if own.sequence_parallel else "all_reduce"
-        yield _message(own, kind, width, times, "forward", "activations")
-        yield _message(own, kind, width, repeated, "recompute", "activations")
-        if own.sequence_parallel:
-            yield _message(own, "all_gather", width, times, "backward", "activations")
-    square = own.wide * own.tokens
-    for when, often in (("forward", times), ("backward", times), ("recompute", kept)):
-        yield Collective("all_reduce", "tp", own.layout.tp, square, found.norms * often, when, "norms")
-
-
-def _adapters(own: _Own, ops: Sequence[Op], times: int, again: int) -> Iterator[Collective]:
-    """What adapters beside matrices cut by columns make of the tokens between regions, gathered once for all that read
-    the same input: thin. And, for DoRA, squares of rows of which each rank has some columns."""
-    kept = again if own.layout.recompute == "full" else 0
-    for op in ops:
-        if op.kind == "lora" and len(op.params) > 2 and AXIS.get(op.source.name) == "tp":
-            squares = own.wide * op.target.size
-            for when, count in (("forward", times), ("recompute", kept)):
-                yield Collective("all_reduce", "tp", own.layout.tp, squares, count, when, "norms of adapted matrices")
-    if not own.sequence_parallel:
-        return
-    ranks, widths = {op.name.removesuffix(".lora"): op.rank for op in ops if op.kind == "lora"}, list[int]()
-    before = None
-    for op in ops:
-        if style(op) == "column" and op.kind == "linear":
-            if before is None or before.source != op.source:
-                widths.append(0)
-            widths[-1] += ranks.get(op.name, 0)
-        before = op if style(op) == "column" else None
-    for width in widths:
-        for kind, count, when in (
-            ("all_gather", times, "forward"),
-            ("all_gather", kept, "recompute"),
-            ("reduce_scatter", times, "backward"),
-        ):
-            yield _message(own, kind, width, count, when, "adapters")
-
-
-def _message(own: _Own, kind: str, width: float, count: int, when: str, what: str) -> Collective:
-    """`width` elements of every token."""
-    size = own.size * own.tokens * width
-    return Collective(kind, "tp", own.layout.tp, size, count if kind else 0, when, what)
-
-
-def _ends(own: _Own) -> Iterator[Collective]:
-    """At the embedding, and at the head, which forms its gradient at once and sends two numbers a token besides."""
-    hidden, first, last = own.job.model.hidden_size, own.microbatches * own.first, own.microbatches * own.last
-    if own.sequence_parallel:
-        yield _message(own, "reduce_scatter", hidden, first, "forward", "embedding")
-        if own.job.model.lora is None:
-            yield _message(own, "all_gather", hidden, first, "backward", "embedding")
-        yield _message(own, "all_gather", hidden, last, "forward", "head")
-        yield _message(own, "reduce_scatter", hidden, last, "backward", "head")
-        again = last * own.job.engine.recompute_whole
-        yield _message(own, "all_gather", hidden, again, "backward", "inputs of weight gradients")
-    else:
-        yield _message(own, "all_reduce", hidden, first, "forward", "embedding")
-        yield _message(own, "all_reduce", hidden, last, "backward", "head")
-    tp, rows = own.layout.tp, -(-own.job.model.vocab_size // own.layout.tp)
-    chunk = min(logit_chunk(rows, own.job.cluster.device.kind), round(own.tokens))
-    each = 2 * tp * own.wide
-    whole, rest = divmod(round(own.tokens), chunk)
-    yield Collective("all_gather", "tp", tp, each * chunk, whole * last, "forward", "log-probs")
-    yield Collective("all_gather", "tp", tp, each * rest, last, "forward", "log-probs")
+        kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
+        size = own.job.itemsize * own.rows.tokens * column.source.size
+        yield _collective(own, Message(kind, "tp", size, {}, "activations"), -own.microbatches, "backward")
 
 
 def _alike(own: _Own) -> Iterator[Collective]:
     """Gradients of what tp ranks hold alike and of which each has a part, in one message. Where several ranks hold one
     of more key-value heads, all heads have their place in it."""
     job, layout = own.job, own.layout
+    if layout.tp == 1:
+        return
     wanted = set(summed_over_tp(job.model, layout))
     elements = 0
-    for param in held_params(job.model, layout, layout.rank({**dict.fromkeys(AXES, 0), "pp": own.pp_rank})):
+    for param in held_params(job.model, layout, layout.rank({**dict.fromkeys(MESH_AXES, 0), "pp": own.pp_rank})):
         if param.name in wanted:
             parts = layout.tp // tp_copies(param, layout).degree
             elements += parts * local_numel(param, layout, 0)
-    size = float(ITEMSIZE[job.precision.param] * elements)
-    yield Collective("all_reduce", "tp", layout.tp, size, 1, "backward", ALIKE)
+    size = np.array([float(ITEMSIZE[job.precision.param] * elements)])
+    yield _collective(own, Message("all_reduce", "tp", size, {}, ALIKE), 1, "backward")
 
 
 def _recomputed_layers(own: _Own) -> int:
@@ -276,82 +214,14 @@ def _recomputed_layers(own: _Own) -> int:
     return len(own.layers) if some is None else min(some, len(own.layers))
 
 
-def _context(own: _Own) -> Iterator[Collective]:
-    """Keys and values go round the ring, in the backward with their gradients, or heads are dealt out (see
-    `kumi.plan.context`)."""
-    layout, every = own.layout, max(1, len(own.layers))
-    again = own.microbatches * _recomputed_layers(own) / every if layout.recompute == "full" else 0
-    times = {"forward": own.microbatches, "backward": own.microbatches, "recompute": again}
-    for layer, count in Counter(own.layers).items():
-        for op in layer_ops(own.job.model, layer):
-            if op.kind != "attention":
-                continue
-            for when, often in times.items():
-                for kind, size, what in _exchanged(own, op, when):
-                    rounds = round((layout.cp - 1 if kind == "send" else 1) * count * often)
-                    yield Collective(kind, "cp", layout.cp, own.tokens * size, rounds, when, what)
-
-
-def _exchanged(own: _Own, op: Op, when: str) -> Iterator[tuple[str, float, str]]:
-    """Kinds of messages of `op` in a pass, the bytes of a token in one, and what it is."""
-    gradients = "gradients of " if when == "backward" else ""
-    if own.layout.context == "ulysses":
-        heads, results = dealt_elements(op, own.layout.tp, own.layout.cp)
-        yield "all_to_all", own.size * heads, f"{gradients}queries, keys and values"
-        yield "all_to_all", own.size * results, f"{gradients}results"
-        return
-    elements = kv_elements(op, own.layout.tp)
-    yield "send", own.size * elements, "keys and values"
-    if gradients:
-        yield "send", gradient_itemsize(own.job) * elements, "gradients of keys and values"
-
-
-def _expert(own: _Own) -> Iterator[Collective]:
-    """Tokens go to their experts and come back, in every layer of experts; ranks tell each other first how many.
-
-    Ranks of expert_tp gather each other's tokens, choices and weights before, and divide the sums after.
-    """
-    layout, kinds = own.layout, Counter(own.layers)
-    again = _recomputed_layers(own) / max(1, len(own.layers)) if layout.recompute == "full" else 0
-    for layer, count in kinds.items():
-        ops = layer_ops(own.job.model, layer)
-        passes = next((op.passes for op in ops if op.kind == "dispatch"), 0)
-        if not passes:
-            continue
-        times = own.microbatches * count
-        size = own.hidden * passes / (layout.tp if own.sequence_parallel else 1)
-        experts = max(op.experts for op in ops)
-        for when, often in (("forward", times), ("backward", times), ("recompute", round(times * again))):
-            what = "gradients of tokens" if when == "backward" else "tokens"
-            yield Collective("all_to_all", "ep", layout.ep, size * layout.expert_tp, 2 * often, when, what)
-            if when != "backward":
-                yield Collective("all_to_all", "ep", layout.ep, INT64 * experts, often, when, "counts")
-            yield from _gathered_tokens(own, size, passes, often, when)
-
-
-def _gathered_tokens(own: _Own, size: float, passes: float, often: int, when: str) -> Iterator[Collective]:
-    """Around experts that are cut: hidden states, choices and their weights go to all ranks that have a part, sums come
-    back divided; backward the reverse, without the choices."""
-    parts, tokens = own.layout.expert_tp, own.tokens / (own.layout.tp if own.sequence_parallel else 1)
-    hidden = size / passes * parts
-    weights = tokens * parts * passes * own.wide
-    there, back = ("reduce_scatter", "all_gather") if when == "backward" else ("all_gather", "reduce_scatter")
-    yield Collective(there, "expert_tp", parts, hidden, often, when, "tokens")
-    yield Collective(there, "expert_tp", parts, weights, often, when, "weights")
-    if when != "backward":
-        yield Collective(there, "expert_tp", parts, tokens * parts * passes * INT64, often, when, "choices")
-    if when != "recompute":
-        yield Collective(back, "expert_tp", parts, hidden, often, when, "sums")
-
-
 def _pipeline(own: _Own) -> Iterator[Collective]:
     """Activations to the next stage and their gradients back, for every stage but the last and the first."""
-    size = own.hidden / (own.layout.tp if own.sequence_parallel else 1)
+    message = stage_message(own.job, own.x)
     last = own.layout.pp * own.layout.stages - 1
     forward = sum(chunk != last and chunk + 1 not in own.chunks for chunk in own.chunks)
     backward = sum(chunk != 0 and chunk - 1 not in own.chunks for chunk in own.chunks)
-    yield Collective("send", "pp", own.layout.pp, size, own.microbatches * forward, "forward", "activations")
-    yield Collective("send", "pp", own.layout.pp, size, own.microbatches * backward, "backward", "gradients")
+    for count, when, what in ((forward, "forward", message.what), (backward, "backward", "gradients")):
+        yield _collective(own, replace(message, what=what), own.microbatches * count, when)
 
 
 def _tied(own: _Own) -> Iterator[Collective]:
@@ -359,28 +229,24 @@ def _tied(own: _Own) -> Iterator[Collective]:
     model, layout = own.job.model, own.layout
     if model.tie_word_embeddings and own.first != own.last and model.lora is None:
         elements = local_numel(embedding_ops(model)[0].params[0], layout, 0)
-        yield Collective(
-            "all_reduce", "pp", 2, float(ITEMSIZE[own.job.precision.param] * elements), 1, "backward", TIED
-        )
+        size = np.array([float(ITEMSIZE[own.job.precision.param] * elements)])
+        yield _collective(own, Message("all_reduce", "ends", size, {}, TIED), 1, "backward")
 
 
-def stride_of(layout: Layout, axis: str, what: str = "") -> int:
-    """Distance in ranks between neighbours of a group along `axis`: data groups take the cp ranks in, experts borrow
-    theirs."""
-    if axis in ("dp", "dp_shard"):
-        return layout.ep * layout.expert_tp if what == "experts" else layout.tp
-    if what == TIED:
-        return layout.stride("pp") * (layout.pp - 1)
-    if axis == "world":
-        return int(norm_group(columns([layout]))[1][0])
-    return {"ep": layout.expert_tp, "expert_tp": 1}.get(axis) or layout.stride(axis)
+def stride_of(layout: Layout, axis: str) -> int:
+    """Return the distance in ranks between neighbours of the group that is listed as `axis`, of dense parameters."""
+    group = next((group for group, name in AXES.items() if name == axis and group != "ends"), axis)
+    return int(process_group(layout, group)[1])
 
 
-def _priced(job: Job, layout: Layout, one: Collective) -> Collective:
-    stride = stride_of(layout, one.axis, one.what)
-    arguments = (np.array([float(value)]) for value in (one.bytes, one.degree, stride))
-    seconds = one.count * float(collective_seconds(job.cluster, one.kind, *arguments)[0])
-    return replace(one, link=link_name(job.cluster, stride, one.degree), seconds=seconds)
+def _collective(own: _Own, one: Message, count: int, when: str, seconds: float | None = None) -> Collective:
+    """`count` times the message `one`, which take `seconds`, or each as long as alone."""
+    degree, stride = process_group(own.layout, one.group)
+    if seconds is None:
+        seconds = count * float(message_seconds(own.job, own.x, one)[0])
+    link = link_name(own.job.cluster, stride, degree)
+    size, axis = float(one.bytes[0]), AXES.get(one.group, one.group)
+    return Collective(one.kind, axis, degree, size, count, when, one.what, link, seconds)
 
 
 def _kind(one: Collective) -> str:

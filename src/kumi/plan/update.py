@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from kumi.plan.columns import Columns, Floats, Ints
-from kumi.plan.comm import collective_seconds
 from kumi.plan.distinct import distinct
 from kumi.plan.kernels import stream_seconds
-from kumi.plan.stages import Share
-from kumi.plan.states import local_elements
+from kumi.plan.messages import Message, message_seconds, norm_message
+from kumi.plan.stages import Share, end_units
+from kumi.plan.states import padded_elements
+from kumi.plan.unit_messages import copies_message, data_group, train_seconds, unit_messages
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD
-from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
-from kumi.spec.op import Op
+from kumi.spec.ledger import kind_ops
 from kumi.spec.optim import state_bytes
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.schedules import IN_ROUNDS
+from kumi.spec.sharding import Unit, units, zero_degree, zero_group
 
 # Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
 # and the memory.
@@ -30,8 +31,6 @@ HIDES = 0.85
 # benchmarks).
 SLOWS = 0.2
 
-# One float32, whatever the model.
-NORM_BYTES = 4.0
 
 # Bytes/s of host memory that one device's share of a node's processors moves in an optimizer update.
 HOST_BANDWIDTH = 20e9
@@ -44,50 +43,47 @@ SAME_UPDATE = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", 
 
 @dataclass(frozen=True)
 class Held:
-    """Elements of parameters on a pp rank before ZeRO divides them, dense and of experts, and the same of what is
-    trained of them; its layers, and how many units it has that are gathered and reduced as one, (rows,)."""
+    """Parameters on a pp rank, dense and of routed experts, (rows,) each: elements that are gathered, before ZeRO
+    divides them, those of them that are trained, and how many FSDP units they are; and the rank's layers."""
 
-    dense: Floats
-    expert: Floats
+    elements: tuple[Floats, Floats]
     trained: tuple[Floats, Floats]
+    units: tuple[Floats, Floats]
     layers: Floats
-    units: Floats
-
-
-def data_groups(x: Columns, dense: Floats, expert: Floats) -> list[tuple[Floats, Ints, Ints]]:
-    """(elements, degree, stride) of the groups that divide dense and expert parameters among data-parallel ranks."""
-    shards = x.dp_shard * x.cp
-    expert_shards = np.maximum(1, shards * x.tp // (x.ep * x.expert_tp))
-    return [(dense, shards, x.tp), (expert, expert_shards, x.ep * x.expert_tp)]
-
-
-def unit_seconds(job: Job, x: Columns, ops: Sequence[Op]) -> tuple[Floats, Floats]:
-    """Seconds to gather the parameters of `ops` under ZeRO-3, and to reduce their gradients under ZeRO-2 and 3."""
-    first, index = distinct(x.dp_shard, x.cp, x.tp, x.ep, x.expert_tp, x.zero)
-    rows = x.take(first)
-    gather = scatter = np.zeros(len(rows))
-    groups = (data_groups(rows, *local_elements(ops, rows, trained=trained)) for trained in (False, True))
-    for (elements, degree, stride), (trained, _, _) in zip(*groups, strict=True):
-        whole = job.itemsize * elements
-        gather = gather + collective_seconds(job.cluster, "all_gather", whole, degree, stride)
-        size = job.engine.grad_reduce_itemsize * trained
-        scatter = scatter + collective_seconds(job.cluster, "reduce_scatter", size, degree, stride)
-    return np.where(rows.zero == 3, gather, 0.0)[index], np.where(rows.zero >= 2, scatter, 0.0)[index]
 
 
 def parameters(job: Job, x: Columns, part: Share) -> Held:
     """Parameters of a rank that holds `part`."""
-    pieces = list(zip(kind_ops(job.model), part.layers, strict=True))
-    pieces += [(embedding_ops(job.model), part.embedding), (head_ops(job.model), part.head)]
-    dense, expert, *trained = (np.zeros(len(x)) for _ in range(4))
-    for ops, count in pieces:
-        own_dense, own_expert = local_elements(ops, x)
-        dense, expert = dense + count * own_dense, expert + count * own_expert
-        found = local_elements(ops, x, trained=True)
-        trained = [sum_ + count * own for sum_, own in zip(trained, found, strict=True)]
-    layers = part.layers.sum(axis=0)
-    ends = np.maximum(part.embedding, part.head) if job.model.tie_word_embeddings else part.embedding + part.head
-    return Held(dense, expert, (trained[0], trained[1]), layers, layers + ends)
+    pieces = [(unit, count) for ops, count in zip(kind_ops(job.model), part.layers, strict=True) for unit in units(ops)]
+    pieces += end_units(job.model, part)
+    every, trained, counts = ([np.zeros(len(x)), np.zeros(len(x))] for _ in range(3))
+    for unit, count in pieces:
+        routed = unit.name == "experts"
+        own, own_trained = padded_elements(unit, x)
+        every[routed] = every[routed] + count * own
+        trained[routed] = trained[routed] + count * own_trained
+        counts[routed] = counts[routed] + count
+    return Held((every[0], every[1]), (trained[0], trained[1]), (counts[0], counts[1]), part.layers.sum(axis=0))
+
+
+def divided_elements(x: Columns, elements: tuple[Floats, Floats], least: int) -> Floats:
+    """Dense elements and those of routed experts on a rank, divided where ZeRO's stage is `least` or more."""
+    shares = (zero_degree(x, routed=routed) for routed in (False, True))
+    return np.asarray(
+        sum(own / np.where(x.zero >= least, share, 1) for own, share in zip(elements, shares, strict=True))
+    )
+
+
+def unit_seconds(job: Job, x: Columns, units: Iterable[Unit]) -> tuple[Floats, Floats]:
+    """Seconds to gather `units` one after the other under ZeRO-3, and to reduce their gradients under ZeRO-2 and 3."""
+    first, index = distinct(x.dp_shard, x.cp, x.tp, x.ep, x.expert_tp, x.zero)
+    rows = x.take(first)
+    gather = scatter = np.zeros(len(rows))
+    for unit in units:
+        sent = unit_messages(job, rows, unit)
+        gather = gather + message_seconds(job, rows, sent.gather)
+        scatter = scatter + message_seconds(job, rows, sent.reduce)
+    return np.where(rows.zero == 3, gather, 0.0)[index], np.where(rows.zero >= 2, scatter, 0.0)[index]
 
 
 def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backward: Floats) -> dict[str, Floats]:
@@ -107,43 +103,28 @@ def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backw
     exposed = _exposed(reduce[index], beside * backward, pieces, hidden_share(job, job.engine.overlap_grads))
     exposed = exposed + _exposed(gather[index], beside * forward, pieces, hidden_share(job, job.engine.overlap_params))
     # The update cannot begin before the norm of all gradients is known.
-    norm = collective_seconds(job.cluster, "all_reduce", np.full(len(rows), NORM_BYTES), *norm_group(rows))
+    norm = message_seconds(job, rows, norm_message(rows))
     exposed = exposed + norm[index]
     return {"dp": exposed, "optimizer": seconds[index], "offload": moved[index]}
-
-
-def norm_group(x: Columns) -> tuple[Ints, Ints]:
-    """(degree, stride) of the ranks that add up the norm of the gradient: one of each that holds a part of it. Where
-    copies of a stage lie between its stages, they stand this far apart in the mean."""
-    cut = (x.zero > 0) | (x.pp * x.tp * x.ep * x.expert_tp > 1)
-    degree = np.where(cut, x.pp * x.dp_shard * x.cp * x.tp, 1)
-    return degree, np.where(x.pp > 1, x.world_size // degree, 1)
 
 
 def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     """Seconds in which gradients are reduced once a step, and updated weights gathered: copies of everything all at
     once over all ranks that have one, what is divided unit by unit."""
     reduce = gather = np.zeros(len(x))
-    for (elements, degree, stride), trained, count in zip(
-        data_groups(x, own.dense, own.expert), own.trained, (own.units, own.layers), strict=True
-    ):
-        units = np.where(x.zero == 0, 1.0, np.maximum(1.0, count))
-        size = job.engine.grad_reduce_itemsize * trained
-        once = in_messages(job, "all_reduce", size, degree * x.dp_replicate, stride, units)
-        cut = in_messages(job, "reduce_scatter", size, degree, stride, units)
-        copies = in_messages(job, "all_reduce", size / degree, x.dp_replicate, x.tp * x.cp * x.dp_shard, units)
-        reduce = reduce + np.select([x.zero == 0, x.zero == 1], [once, cut + copies], copies)
-        whole = in_messages(job, "all_gather", job.itemsize * elements, degree, stride, units)
-        gather = gather + np.where((x.zero == 1) | (x.zero == 2), whole, 0.0)
+    for routed, elements, trained, count in zip((False, True), own.elements, own.trained, own.units, strict=True):
+        if not elements.any():
+            continue
+        group, size = zero_group(routed=routed), job.engine.grad_reduce_itemsize * trained
+        once = Message("all_reduce", data_group(routed=routed), size, {}, "gradients")
+        cut = Message("reduce_scatter", group, size, {}, "gradients")
+        whole = Message("all_gather", group, job.itemsize * elements, {}, "parameters")
+        every, copies = np.ones(len(x)), train_seconds(job, x, copies_message(x, cut), count)
+        reduced = [train_seconds(job, x, once, every), train_seconds(job, x, cut, count) + copies]
+        reduce = reduce + np.select([x.zero == 0, x.zero == 1], reduced, copies)
+        gathered = train_seconds(job, x, whole, count)
+        gather = gather + np.where((x.zero == 1) | (x.zero == 2), gathered, 0.0)
     return reduce, gather
-
-
-def in_messages(job: Job, kind: str, size: Floats, degree: Ints, stride: Ints, units: Floats) -> Floats:
-    """Seconds of collectives over `size` bytes in all, in messages of the engine's size, or else in as many as there
-    are `units`, each with its own latency."""
-    each = job.engine.message_bytes
-    count = np.maximum(1.0, np.ceil(size / each)) if each else units
-    return collective_seconds(job.cluster, kind, size, degree, stride, count)
 
 
 def _exposed(seconds: Floats, beside: Floats, pieces: Floats, hides: float) -> Floats:
@@ -163,9 +144,7 @@ def hidden_share(job: Job, overlaps: bool) -> float:
 
 def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     """Seconds of the update on the device (or, where the states are on the host, there), and of moving to and fro."""
-    elements = np.zeros(len(x))
-    for count, degree, _ in data_groups(x, *own.trained):
-        elements = elements + count / np.where(x.zero >= 1, degree, 1)
+    elements = divided_elements(x, own.trained, 1)
     # Per element of a large matrix, where the state of single rows and steps does not count.
     state = state_bytes(job.optim, (4096, 4096), 4, hidden=True) / 4096**2
     # Gradients are read for their norm and again for the update, and cleared; weights and states are read and written.

@@ -9,14 +9,13 @@ import numpy as np
 
 from kumi.plan.attention_work import attention, products, scan
 from kumi.plan.columns import Columns, Floats, Ints
-from kumi.plan.comm import collective_seconds
-from kumi.plan.cost import PASSES, Cost, Rows
+from kumi.plan.cost import COLLECTIVE_LAUNCHES, PASSES, Cost, Rows
 from kumi.plan.distinct import distinct
 from kumi.plan.expert_work import exchange
 from kumi.plan.kernels import matmul_seconds, stream_seconds
-from kumi.plan.tensor import regions
+from kumi.plan.messages import TIME_KIND, Message, embedding_messages, head_messages, layer_messages, message_seconds
 from kumi.spec.job import Job
-from kumi.spec.ledger import Op, embedding_ops, head_ops, kind_ops, logit_chunk
+from kumi.spec.ledger import Op, embedding_ops, head_ops, kind_ops
 
 # What decides a layer's cost on a rank; layouts that agree in these share one row of the table.
 KEYS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel", "context")
@@ -33,6 +32,14 @@ GROUPED = 0.75
 
 # Bytes held for a logit from which on some of them are a float32 copy.
 FLOAT_LOGITS = 8.0
+
+# Where what is sent in each phase is added up.
+PHASES = {
+    "forward": "comm_forward",
+    "backward": "comm_backward",
+    "recompute": "comm_again",
+    "selective": "comm_selective",
+}
 
 # Share of tensor-parallel traffic that pipelined products hide, where the trainer overlaps them.
 TP_HIDDEN = 0.6
@@ -51,8 +58,13 @@ def table(job: Job, x: Columns) -> tuple[Table, Ints]:
     """The costs of all combinations in `x`, and for every row of `x` its row in them."""
     first, index = distinct(*(getattr(x, name) for name in KEYS))
     rows = _Work(job, x.take(first))
-    layers = tuple(rows.total(ops, True) for ops in kind_ops(job.model))
-    return Table(layers, rows.total(embedding_ops(job.model)), rows.total(head_ops(job.model))), index
+    layers = tuple(rows.total(ops, layer_messages(rows, ops)) for ops in kind_ops(job.model))
+    head = head_ops(job.model)
+    return Table(
+        layers,
+        rows.total(embedding_ops(job.model), embedding_messages(rows, job.model.hidden_size)),
+        rows.total(head, head_messages(rows, head[-1])),
+    ), index
 
 
 def fused(ops: Iterable[Op]) -> list[Op]:
@@ -72,13 +84,12 @@ def fused(ops: Iterable[Op]) -> list[Op]:
 class _Work(Rows):
     """What each op of the rows costs."""
 
-    def total(self, ops: Sequence[Op], layer: bool = False) -> Cost:
-        """The cost of `ops` together; of a layer with its communication."""
+    def total(self, ops: Sequence[Op], messages: Iterable[Message]) -> Cost:
+        """The cost of `ops` and their `messages` together."""
         cost = Cost.zero(len(self.tp))
         for op in fused(ops) if self.engine.kernels == "fused" else ops:
             self._add(cost, op)
-        if layer:
-            self._tensor_parallel(cost, ops)
+        self._communicate(cost, messages)
         return cost
 
     def _add(self, cost: Cost, op: Op) -> None:
@@ -179,7 +190,6 @@ class _Work(Rows):
             cost.kernels_backward += 4
         if self.engine.dropout:
             self.elements(cost, "dropout", elements)
-        self.gather(cost, elements * self.size, (1, 0, 0), (1, 1, 0))
 
     def _head(self, cost: Cost, op: Op) -> None:
         columns = np.ceil(op.target.size / self.tp)
@@ -197,48 +207,30 @@ class _Work(Rows):
         # A loss that keeps float32 copies of the logits makes them one operation after another.
         how = "eager" if self.engine.logit_bytes >= FLOAT_LOGITS else self.engine.kernels
         self.passes(cost, PASSES["logits"][how], self.tokens * columns)
-        again = 1 + self.engine.recompute_whole
-        self.gather(cost, self.tokens * op.source.size * self.size, (0, 1, 0), (1, again, 0))
-        self._log_probs(cost, columns)
 
-    def _log_probs(self, cost: Cost, columns: Floats) -> None:
-        """Two numbers a token, in messages of as many tokens as logits are formed of at a time."""
-        chunk = np.minimum(np.vectorize(logit_chunk)(columns.astype(np.int64), self.device.kind), self.tokens)
-        each = 2.0 * self.tp * max(4, self.size)
-        whole = np.floor(self.tokens / chunk)
-        one, rest = (
-            collective_seconds(self.job.cluster, "all_gather", each * tokens, self.tp, np.ones_like(self.tp))
-            for tokens in (chunk, self.tokens - whole * chunk)
-        )
-        cost.comm_forward["tp"] += whole * one + rest
+    def _communicate(self, cost: Cost, messages: Iterable[Message]) -> None:
+        """Adds what nothing hides of `messages`, by axis, and what the host does for them."""
+        seconds: dict[tuple[str, str, str], Floats] = {}
+        calls = np.where(self.tp > 1, COLLECTIVE_LAUNCHES, 0.0)
+        for one in messages:
+            each = message_seconds(self.job, self.layouts, one)
+            for phase, count in one.counts.items():
+                key = phase, TIME_KIND[one.group], one.behind
+                seconds[key] = seconds.get(key, 0.0) + count * each
+            if one.group == "tp":
+                cost.kernels_forward += calls * one.counts.get("forward", 0)
+                cost.kernels_backward += calls * one.counts.get("backward", 0)
+        for (phase, axis, behind), sent in seconds.items():
+            comm: dict[str, Floats] = getattr(cost, PHASES[phase])
+            comm[axis] = comm.get(axis, 0.0) + self._exposed(cost, sent, phase, behind)
 
-    def _tensor_parallel(self, cost: Cost, ops: Sequence[Op]) -> None:
-        """What enters and leaves the regions of a layer (see `kumi.plan.tensor`): an all-reduce for each forward and
-        backward (Shoeybi et al., 2019); with SP their halves, and what enters gathered again for the weights' gradients
-        (Korthikanti et al., 2022, section 4.2)."""
-        found, each = regions(ops), self.tokens * self.size
-        for width in found.enter:
-            self.gather(cost, each * width, (0, 1, 0), (1, 2, 1))
-        for width in found.share:
-            self.gather(cost, each * width, (0, 1, 0), (1, 1, 1))
-        for number, width in enumerate(found.leave):
-            ends = found.ends and number == len(found.leave) - 1 and not self.engine.recompute_whole
-            again = int(not ends)
-            self.gather(cost, each * width, (1, 0, again), (1, 1, again))
-        square = collective_seconds(
-            self.job.cluster, "all_reduce", self.tokens * max(4, self.size), self.tp, np.ones_like(self.tp)
-        )
-        for comm in (cost.comm_forward, cost.comm_backward, cost.comm_again):
-            comm["tp"] += found.norms * square
-        if self.engine.overlap_tp:
-            self._hide(cost)
-
-    def _hide(self, cost: Cost) -> None:
-        """Tensor-parallel traffic that pipelined products hide."""
-        sides = (
-            (cost.forward, cost.comm_forward),
-            (cost.backward, cost.comm_backward),
-            (cost.forward, cost.comm_again),
-        )
-        for compute, comm in sides:
-            comm["tp"] = comm["tp"] - np.minimum(TP_HIDDEN * comm["tp"], 0.5 * compute)
+    def _exposed(self, cost: Cost, sent: Floats, phase: str, behind: str) -> Floats:
+        """What of `sent` seconds the computation `behind` them does not hide."""
+        if behind == "products":
+            compute = cost.backward if phase == "backward" else cost.forward
+            return sent - np.minimum(TP_HIDDEN * sent, 0.5 * compute)
+        if behind == "attention":
+            # The part of the attention that reads the keys and values of other ranks.
+            compute = cost.attention * (1 - 1 / self.cp) * (2.5 if phase == "backward" else 1.0)
+            return np.maximum(0.0, sent - compute)
+        return sent

@@ -10,7 +10,8 @@ from kumi.report.binding import links_apart
 from kumi.report.figures import Gap, gap, needs, spent
 from kumi.report.report import Expected, Report
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import num_params
+from kumi.spec.ledger import num_params, ops
+from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import units
 from kumi.spec.trainable import untrainable
@@ -127,12 +128,17 @@ def _links(report: Report) -> Iterator[str]:
 def _largest(report: Report) -> Iterator[str]:
     """The largest piece that is gathered as one, of which two are whole at a time under ZeRO-3."""
     job = report.job
-    size = 2 * ITEMSIZE[job.precision.compute] * max(sum(param.numel for param in unit) for unit in units(job.model))
+    size = 2 * ITEMSIZE[job.precision.compute] * _largest_unit(job.model)
     if size > report.best.usable:
         yield (
             f"The largest layer does not fit: two at a time, gathered, are {format_bytes(size)} of the "
             f"{format_bytes(report.best.usable)} usable, so that it must be cut itself (tp, ep), not only its states."
         )
+
+
+def _largest_unit(model: ModelSpec) -> int:
+    """Parameters of the largest FSDP unit."""
+    return max(sum(param.numel for param in unit.params) for unit in units(ops(model)))
 
 
 def _size(report: Report) -> Iterator[str]:

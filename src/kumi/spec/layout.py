@@ -99,7 +99,3 @@ class Layout:
         """Which slice of the global batch `rank` reads, in 0 .. dp-1."""
         coords = self.coords(rank)
         return coords["dp_replicate"] * self.dp_shard + coords["dp_shard"]
-
-    def stride(self, axis: str) -> int:
-        """How far apart neighbours along `axis` stand, in ranks."""
-        return prod(self.degrees[AXES.index(axis) + 1 :])

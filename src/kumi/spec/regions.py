@@ -21,7 +21,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.placement import Axis, axis
 from kumi.spec.schedules import V_SHAPED
-from kumi.spec.sharding import AXIS, cut, is_routed, shard_rows, style, zero_degree
+from kumi.spec.sharding import AXIS, cut, is_routed, shard_rows, style, zero_axis, zero_group
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def regions(param: Param, layout: Layout, rank: int) -> tuple[Region, ...]:
     if layout.zero > 0:
         routed = is_routed(param)
         size = cut(param.dims[routed], _cut_by(param.dims[routed], param, layout, rank)[0])
-        degree = zero_degree(layout, routed=routed)
-        rows = shard_rows(size, degree, axis(layout, "expert_dp" if routed else "zero").index(rank))
+        ranks = zero_axis(layout, routed=routed)
+        rows = shard_rows(size, ranks.degree, ranks.index(rank))
         dims[routed] = _between(dims[routed], rows.start, rows.start + rows.count)
     found = (
         Region(tuple(run.start for run in runs), tuple(run.local for run in runs), tuple(run.count for run in runs))
@@ -106,14 +106,13 @@ def _between(runs: list[Run], first: int, last: int) -> list[Run]:
 
 def copies(param: Param, layout: Layout) -> tuple[Axis, ...]:
     """The axes along which ranks of a stage hold the same part of `param`, dp_replicate first."""
+    routed = is_routed(param)
     found = [axis(layout, "dp_replicate")]
-    if is_routed(param):
-        found += [] if layout.zero else [axis(layout, "expert_dp")]
-        if not any(AXIS.get(dim.name) == "tp" for dim in param.dims):
-            found.append(axis(layout, "expert_tp"))
-    else:
-        found += [] if layout.zero else [axis(layout, "zero")]
+    found += [] if layout.zero else [axis(layout, zero_group(routed=routed))]
+    if not routed:
         found.append(tp_copies(param, layout))
+    elif not any(AXIS.get(dim.name) == "tp" for dim in param.dims):
+        found.append(axis(layout, "expert_tp"))
     return tuple(one for one in found if one.degree > 1)
 
 
@@ -122,7 +121,7 @@ def tied_copies(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, .
     ends = layout.pp > 1 and layout.schedule not in V_SHAPED
     if not (ends and model.tie_word_embeddings and param.name == EMBEDDING):
         return ()
-    return (Axis("pp", 2, layout.stride("pp") * (layout.pp - 1)),)
+    return (axis(layout, "ends"),)
 
 
 def tp_copies(param: Param, layout: Layout) -> Axis:

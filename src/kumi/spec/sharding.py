@@ -14,7 +14,7 @@ The cost model divides by this table and the trainer shards by it. A parameter i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -26,6 +26,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim import state_bytes as optimizer_bytes
+from kumi.spec.placement import Axis, process_group
 from kumi.spec.precision import ITEMSIZE, Precision
 from kumi.spec.schedule import placement, stage_of
 from kumi.spec.schedules import V_SHAPED
@@ -92,21 +93,20 @@ def shard_rows(size: int, degree: int, index: int) -> Rows:
     return Rows(start, min(height, size - start))
 
 
+def zero_group(*, routed: bool) -> str:
+    """Name of the process group that holds the same part of a parameter, and divides it when zero > 0."""
+    return "expert_dp" if routed else "zero"
+
+
 def zero_degree(layout: Any, *, routed: bool) -> Any:
-    """How many ranks hold the same part of a parameter, and divide it among them when zero > 0: of a `Layout`, or of
-    `kumi.plan.columns.Columns`."""
-    ranks = layout.dp_shard * layout.cp
-    if not routed:
-        return ranks
-    parts = ranks * layout.tp // (layout.ep * layout.expert_tp)
-    return parts + (parts == 0)
+    """How many ranks divide a parameter when zero > 0; `layout` is a `Layout` or columns of layouts."""
+    return process_group(layout, zero_group(routed=routed))[0]
 
 
-def _zero_index(layout: Layout, rank: int, *, routed: bool) -> int:
-    """Which of the `zero_degree` parts is `rank`'s. Of experts' ranks, expert_tp are neighbours, then ep."""
-    coords = layout.coords(rank)
-    shard = coords["dp_shard"] * layout.cp + coords["cp"]
-    return (shard * layout.tp + coords["tp"]) // (layout.ep * layout.expert_tp) if routed else shard
+def zero_axis(layout: Layout, *, routed: bool) -> Axis:
+    """The ranks that divide a parameter when zero > 0."""
+    name = zero_group(routed=routed)
+    return Axis(name, *process_group(layout, name))
 
 
 def local_shape(param: Param, layout: Layout, rank: int) -> tuple[int, ...]:
@@ -114,8 +114,8 @@ def local_shape(param: Param, layout: Layout, rank: int) -> tuple[int, ...]:
     shape = list(cut_shape(param, layout.tp, layout.ep, layout.expert_tp))
     if layout.zero > 0:
         routed = is_routed(param)
-        degree, index = zero_degree(layout, routed=routed), _zero_index(layout, rank, routed=routed)
-        shape[routed] = shard_rows(shape[routed], degree, index).count
+        ranks = zero_axis(layout, routed=routed)
+        shape[routed] = shard_rows(shape[routed], ranks.degree, ranks.index(rank)).count
     return tuple(shape)
 
 
@@ -172,40 +172,74 @@ def held_params(model: ModelSpec, layout: Layout, rank: int) -> tuple[Param, ...
         return params(model)
     bounds = stage_bounds(layout, model.num_hidden_layers)
     stages = placement(layout.schedule, layout.pp, layout.stages)[layout.coords(rank)["pp"]]
-    found = (param for stage in stages for param in _stage_params(model, *bounds[stage], stage, len(bounds)))
-    return tuple(dict.fromkeys(found))  # two stages of a rank share a tied table
+    found = (
+        stage_ops(model, range(*bounds[stage]), embedding=stage == 0, head=stage == len(bounds) - 1, shared=0 in stages)
+        for stage in stages
+    )
+    return tuple(param for ops in found for op in ops for param in op.params)
 
 
-def _stage_params(model: ModelSpec, first: int, last: int, stage: int, stages: int) -> Iterator[Param]:
-    """Parameters of stage number `stage`; a tied head is the token table again."""
-    layers = [op for index in range(first, last) for op in layer_ops(model, index)]
-    embedding = embedding_ops(model) if stage == 0 else ()
-    head = head_ops(model) if stage == stages - 1 else ()
-    yield from (param for op in (*embedding, *layers, *head) for param in op.params)
-    if head and model.tie_word_embeddings and stages > 1:
-        yield embedding_ops(model)[0].params[0]
+def stage_ops(
+    model: ModelSpec, layers: Iterable[int], *, embedding: bool, head: bool, shared: bool = False
+) -> tuple[Op, ...]:
+    """The operations of a pipeline stage with these layers, in the order of the forward pass.
+
+    A tied head apart from the embedding has a copy of the token table, which comes last; where the rank has the
+    embedding's stage, too, the table is `shared` and belongs to that stage.
+    """
+    first = embedding_ops(model) if embedding else ()
+    inner = [op for index in layers for op in layer_ops(model, index)]
+    last = head_ops(model) if head else ()
+    copied = head and model.tie_word_embeddings and not (embedding or shared)
+    return (*first, *inner, *last, *(embedding_ops(model)[:1] if copied else ()))
 
 
-def units(model: ModelSpec) -> tuple[tuple[Param, ...], ...]:
-    """The parameters in the pieces that are gathered and reduced as one: tables, each layer and the routed experts of
-    each by themselves, and last the root.
+@dataclass(frozen=True)
+class Unit:
+    """Operations whose parameters FSDP gathers and reduces as one.
+
+    `name` is "embedding" (the tables of tokens and positions), "layer", "experts" (the routed experts of a layer) or
+    "root"; `modules` are the names of the modules that have these parameters, those of inner units left out, "" for
+    the whole decoder.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    ops: tuple[Op, ...]
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return tuple(param for op in self.ops for param in op.params)
+
+
+def units(ops: Iterable[Op]) -> tuple[Unit, ...]:
+    """The FSDP units of a stage with operations `ops`, in the order of the forward pass, the root last.
 
     The root has the final norm and the head, the norm of the embeddings, and the tables where the head is one of them;
     it is gathered when the forward begins and kept until the backward, which needs the head first, has ended.
     """
-    embedding = [param for op in embedding_ops(model) if op.kind != "norm" for param in op.params]
-    normed = [param for op in embedding_ops(model) if op.kind == "norm" for param in op.params]
-    root = [param for op in head_ops(model) for param in op.params]
-    every = (
-        [param for op in layer_ops(model, index) for param in op.params] for index in range(model.num_hidden_layers)
-    )
-    parts = (
-        tuple(param for param in layer if is_routed(param) == routed) for layer in every for routed in (False, True)
-    )
-    layers = [part for part in parts if part]
-    if model.tie_word_embeddings:
-        return (*layers, (*embedding, *normed, *root))
-    return (tuple(embedding), *layers, (*normed, *root))
+    ops = list(ops)
+    tied = any(op.kind == "log_prob" and not op.params for op in ops)
+    parts: dict[tuple[str, str], list[Op]] = {}
+    for op in ops:
+        if op.params:
+            parts.setdefault(_unit_of(op, tied=tied), []).append(op)
+    root = parts.pop(("root", ""), None)
+    found = [Unit(name, _modules(name, module, own), tuple(own)) for (name, module), own in parts.items()]
+    return (*found, *([Unit("root", ("",), tuple(root))] if root else []))
+
+
+def _unit_of(op: Op, *, tied: bool) -> tuple[str, str]:
+    """Name of the unit of `op`, and of the module that all of its operations are in."""
+    first = op.params[0]
+    if is_hidden(first):
+        layer = LAYERS + first.name.removeprefix(LAYERS).partition(".")[0]
+        return ("experts", first.name.rpartition(".")[0]) if is_routed(first) else ("layer", layer)
+    return ("embedding", "") if op.kind in ("embedding", "positions") and not tied else ("root", "")
+
+
+def _modules(name: str, module: str, ops: Sequence[Op]) -> tuple[str, ...]:
+    return tuple(op.name for op in ops) if name == "embedding" else (module,)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.legality import UNTRAINED, Rule, allows, others
 from kumi.spec.model import MLP, ModelSpec, MoE
 from kumi.spec.op import Op
+from kumi.spec.placement import process_group
 from kumi.spec.schedules import FULL_BACKWARD
-from kumi.spec.sharding import zero_degree
 
 # Elements of a bucket that the host updates at a time: long enough for a link's and a drive's full speed, small beside
 # a model. And rooms that it has for buckets: for one that comes, one that is updated and one that goes.
@@ -100,7 +100,7 @@ def _offload(model: ModelSpec) -> Iterator[Rule]:
     if any(isinstance(layer.mlp, MoE) for layer in model.layers):
         yield _rule(
             "states of experts",
-            lambda x: x.one_of("offload", without_states) | (x.dp_replicate * zero_degree(x, routed=True) > 1),
+            lambda x: x.one_of("offload", without_states) | (process_group(x, "expert_data")[0] > 1),
             lambda layout: (
                 f"offload='{layout.offload}' with ep={layout.ep} and expert_tp={layout.expert_tp}: this version keeps "
                 f"on the device what no two ranks hold, as here all experts; use a smaller ep x expert_tp, or "
