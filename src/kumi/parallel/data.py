@@ -15,7 +15,7 @@ the schedule puts off are summed once they are there.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from kumi.compat import ddp_without_buffer_sync, fsdp_after_backward
-from kumi.nn.decoder import Decoder, Embedding
+from kumi.nn.decoder import Decoder, DecoderLayer, Embedding
 from kumi.nn.moe import MoE
 from kumi.parallel.compress import low_rank, sum_low_rank
 from kumi.parallel.grads import by_name
@@ -156,7 +156,7 @@ def _shard_experts(
 
     axes = mesh.device_mesh("dp_replicate", "expert_dp") if "expert_dp" in mesh.groups else None
     whole: set[nn.Parameter] = set()
-    layers = list(decoder.model.layers.values())
+    layers = cast(list[DecoderLayer], list(decoder.model.layers.values()))
     routed = [layer for layer in layers if isinstance(layer.mlp, MoE)]
     for layer, (unit,) in zip(routed, experts, strict=True):
         if axes is None:
