@@ -16,7 +16,7 @@ from kumi.config.schema import ClusterSection, ModelSection
 from kumi.errors import ConfigError, ModelError
 from kumi.hub import reach
 from kumi.spec.cluster import Device
-from kumi.spec.optim import KINDS
+from kumi.spec.optim_states import KINDS
 from kumi.spec.precision import PRECISIONS
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

@@ -12,7 +12,7 @@ from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, SCHEDULES
 from kumi.spec.lora import INITS as LORA_INITS
 from kumi.spec.lora import QUANTIZED
 from kumi.spec.numerics import parse
-from kumi.spec.optim import KINDS
+from kumi.spec.optim_states import KINDS
 from kumi.spec.precision import PRECISIONS
 
 # Share of a run over which the rate climbs where the run file says nothing of it: see docs/decisions/warmup.md.

@@ -17,7 +17,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, SCHEDULES
 from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Op
-from kumi.spec.optim import state_bytes
+from kumi.spec.optim_states import bytes_per_element
 from kumi.spec.precision import ITEMSIZE
 
 # Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
@@ -167,8 +167,7 @@ def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     elements = np.zeros(len(x))
     for count, degree, _ in data_groups(x, *own.trained):
         elements = elements + count / np.where(x.zero >= 1, degree, 1)
-    # Per element of a large matrix, where the state of single rows and steps does not count.
-    state = state_bytes(job.optim, (4096, 4096), 4, hidden=True) / 4096**2
+    state = bytes_per_element(job.optim, 4)
     # Gradients are read for their norm and again for the update, and cleared; weights and states are read and written.
     touched = elements * (3 * job.engine.grad_itemsize + 2 * 4 + 2 * state + 2 * job.engine.half_weights)
     device = stream_seconds(job.cluster.device, touched)
