@@ -23,7 +23,7 @@ from kumi.spec.op import Op
 from kumi.spec.peft import untrained_adapters
 from kumi.spec.schedule import placement, refusal
 from kumi.spec.sharding import AXIS, stage_bounds, zero_degree
-from kumi.spec.techniques import untrained_float8, untrained_techniques
+from kumi.spec.techniques import untrained_float8, untrained_optimizer, untrained_techniques
 
 TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64", "fp8")
 # The largest values beside frozen matrices in four bits, which every rank holds whole.
@@ -112,8 +112,7 @@ def _untrained_choices(job: Job, layout: Layout) -> Iterator[str]:
     yield from untrained_techniques(job.model, layout)
     yield from untrained_float8(job, layout)
     yield from untrained_adapters(job, layout)
-    if job.optim.kind != "adamw":
-        yield f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
+    yield from untrained_optimizer(job, layout)
     if job.precision.kind not in TRAINED_PRECISIONS:
         yield (
             f"precision.kind='{job.precision.kind}': this version trains in {', '.join(TRAINED_PRECISIONS)} only; "

@@ -83,7 +83,7 @@ def is_orthogonalised(param: Param) -> bool:
 def _muon(optim: Optim, param: Param) -> tuple[State, ...]:
     if not is_orthogonalised(param):
         return _adamw(optim, param)
-    return (_counter(param), *_like(param, MOMENTUM))
+    return _like(param, MOMENTUM)
 
 
 def _adafactor(optim: Optim, param: Param) -> tuple[State, ...]:

@@ -23,6 +23,9 @@ _WITH_TILES = {
     "offload": ("none", "optimizer", "optimizer-nvme", "activations"),
 }
 
+# The optimizers whose states may lie on the host and on its drives.
+_OFFLOADED_OPTIMIZERS = ("adamw",)
+
 # What products in float8 are trained with: all else multiplies elsewhere than in its layers.
 _WITH_FLOAT8 = {"tp": (1,), "schedule": ("1f1b", "gpipe", "interleaved"), "tiles": (1,)}
 
@@ -62,6 +65,16 @@ def untrained_float8(job: Job, layout: Layout) -> Iterator[str]:
         yield (
             f"precision.kind='fp8' with {tokens} tokens of a microbatch on a rank: products in float8 take "
             f"multiples of 16; change batch.seq_len or layout.microbatch"
+        )
+
+
+def untrained_optimizer(job: Job, layout: Layout) -> Iterator[str]:
+    """Why this version cannot train `job` with its optimizer and `layout`."""
+    if job.optim.kind not in _OFFLOADED_OPTIMIZERS and layout.offload not in ("none", "activations"):
+        kinds = " or ".join(repr(kind) for kind in _OFFLOADED_OPTIMIZERS)
+        yield (
+            f"optim.kind='{job.optim.kind}' with offload='{layout.offload}': this version offloads the "
+            f"states of {kinds} only; set offload = 'none' or 'activations', or optim.kind = {kinds}"
         )
 
 

@@ -15,11 +15,21 @@ from pathlib import Path
 from torch import nn
 
 from kumi.parallel.mesh import Mesh
+from kumi.parallel.optim.adafactor import build_adafactor
+from kumi.parallel.optim.adamw_8bit import build_adamw_8bit
 from kumi.parallel.optim.base import Optimizer, Trained, trained_parameters
 from kumi.parallel.optim.host import build_adamw
+from kumi.parallel.optim.muon import build_muon
+from kumi.parallel.optim.sgd import build_sgd
 from kumi.spec.optim import Optim
 
-OPTIMIZERS: Mapping[str, Callable[[Trained], Optimizer]] = {"adamw": build_adamw}
+OPTIMIZERS: Mapping[str, Callable[[Trained], Optimizer]] = {
+    "adamw": build_adamw,
+    "adamw-8bit": build_adamw_8bit,
+    "muon": build_muon,
+    "adafactor": build_adafactor,
+    "sgd": build_sgd,
+}
 
 
 def build_optimizer(model: nn.Module, mesh: Mesh, optim: Optim, folder: Path | None = None) -> Optimizer:
