@@ -59,7 +59,9 @@ def _optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Ite
     known = by_name(spec_of(model))
     for name, parameter in bare(model).named_parameters():
         values = optimizer.state.get(parameter)
-        for state in () if values is None else states_of(optimizer.optim, known[name]):
+        if values is None:
+            continue
+        for state in states_of(optimizer.optim, known[name]):
             tensor = f"optim/{name}/{state.name}"
             yield from pieces_of(tensor, state.tensor, values[state.name], mesh, sharded=state.sharded)
 

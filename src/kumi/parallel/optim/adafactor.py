@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kumi.parallel.grads import local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.optim.base import Trained, drop_gradients, groups_of, new_states
+from kumi.parallel.optim.base import Trained, drop_gradients, gradient_of, groups_of, new_states
 from kumi.parallel.optim.shards import all_axes_of, axes_of, sum_parts
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
@@ -77,8 +77,7 @@ class _Update:
 
     @property
     def gradient(self) -> Tensor:
-        assert self.parameter.grad is not None
-        return local(self.parameter.grad)
+        return gradient_of(self.parameter)
 
     @property
     def numel(self) -> int:

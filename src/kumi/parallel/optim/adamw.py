@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kumi.parallel.grads import local
-from kumi.parallel.optim.base import drop_gradients, groups_of
+from kumi.parallel.optim.base import drop_gradients, gradient_of, groups_of
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COUNTER, MOMENTS
 
@@ -46,7 +46,7 @@ def update_group(group: dict[str, Any], states: dict[Tensor, dict[str, Tensor]])
     means, squares = ([local(states[parameter][name]) for parameter in trained] for name in MOMENTS)
     steps = [states[parameter][COUNTER] for parameter in trained]
     torch._foreach_add_(steps, 1)
-    gradients = [local(parameter.grad) for parameter in trained]
+    gradients = [gradient_of(parameter) for parameter in trained]
     update(group, [local(parameter) for parameter in trained], gradients, means, squares, steps)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kumi.parallel.grads import local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.adamw import update_group
-from kumi.parallel.optim.base import Trained, drop_gradients, groups_of, new_states
+from kumi.parallel.optim.base import Trained, drop_gradients, gradient_of, groups_of, new_states
 from kumi.parallel.optim.quantise import Blocks, Code, dynamic_code
 from kumi.parallel.optim.shards import axes_of, max_over
 from kumi.spec.op import Param
@@ -63,19 +63,18 @@ class AdamW8bit:
         if not part.numel():
             return
         blocks, axes = blocks_of(param, self.mesh), axes_of(param, self.mesh.layout, len(param.dims) - 1)
-        tensors = [part, local(parameter.grad), *(state[name] for name in (*MOMENTS, *SCALES))]
+        tensors = [part, gradient_of(parameter), *(state[name] for name in (*MOMENTS, *SCALES))]
         count = max(1, self.at_once // part.shape[-1])
-        for rows in zip(*(tensor.view(-1, tensor.shape[-1]).split(count) for tensor in tensors), strict=True):
-            moments = [
-                blocks.decoded(rows[2 + place], rows[4 + place], code, wide(part.dtype))
-                for place, code in enumerate(self.codes)
-            ]
-            update_rows(group, rows[0], rows[1], *moments, state[COUNTER])
-            scales = torch.stack([blocks.largest(moment) for moment in moments])
-            max_over(scales, axes, self.mesh)
-            for place, moment in enumerate(moments):
-                rows[2 + place].copy_(blocks.encoded(moment, scales[place], self.codes[place]))
-                rows[4 + place].copy_(scales[place])
+        pieces = (torch.split(tensor.view(-1, tensor.shape[-1]), count) for tensor in tensors)
+        for rows, gradient, *moments in zip(*pieces, strict=True):
+            codes, scales = moments[:2], moments[2:]
+            mean, square = (blocks.decoded(*one, wide(part.dtype)) for one in zip(codes, scales, self.codes))
+            update_rows(group, rows, gradient, mean, square, state[COUNTER])
+            largest = torch.stack([blocks.largest(mean), blocks.largest(square)])
+            max_over(largest, axes, self.mesh)
+            for place, moment in enumerate((mean, square)):
+                codes[place].copy_(blocks.encoded(moment, largest[place], self.codes[place]))
+                scales[place].copy_(largest[place])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -106,7 +105,7 @@ def build_adamw_8bit(trained: Trained) -> AdamW8bit:
     """Return 8-bit AdamW over `trained`, with its states zero."""
     optim, mesh = trained.optim, trained.mesh
     matrices: dict[Tensor, Param] = {one: param for param, one in trained.parameters if is_quantised(param)}
-    groups = groups_of([(one, param.decayed) for one, param in matrices.items()], optim)
+    groups = groups_of([(one, param.decayed) for param, one in trained.parameters if one in matrices], optim)
     others = groups_of([(one, param.decayed) for param, one in trained.parameters if one not in matrices], optim)
     states: dict[Tensor, dict[str, Tensor]] = {
         one: new_states(param, one, optim, mesh) for param, one in trained.parameters

@@ -88,6 +88,12 @@ def _zeros(state: State, part: Tensor, mesh: Mesh) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=part.device)
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return this rank's part of the gradient of `parameter`, which has one."""
+    assert parameter.grad is not None
+    return local(parameter.grad)
+
+
 def drop_gradients(groups: Sequence[dict[str, Any]]) -> None:
     """Drop the gradients of all parameters in `groups`, and their memory."""
     for group in groups:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kumi.parallel.grads import local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.adamw import update_group
-from kumi.parallel.optim.base import Trained, drop_gradients, groups_of, new_states
+from kumi.parallel.optim.base import Trained, drop_gradients, gradient_of, groups_of, new_states
 from kumi.parallel.optim.newton_schulz import compute_dtype, orthogonalise
 from kumi.parallel.optim.whole import Bucket, bring, buckets_of, send_back
 from kumi.spec.op import Param
@@ -72,7 +72,7 @@ class Muon:
         trained = [entry.parameter for entry in bucket.entries]
         if not trained:
             return
-        gradients = [local(parameter.grad) for parameter in trained]
+        gradients = [gradient_of(parameter) for parameter in trained]
         parts = nesterov(gradients, [self.state[one][MOMENTUM] for one in trained], self.optim.betas[0])
         wholes = bring(bucket, parts, self.mesh)
         for place, whole in wholes.items():

@@ -57,7 +57,8 @@ class Blocks:
         """Return `rows` (rows, size) as (rows, blocks that the elements lie in, BLOCK), zero where no element is."""
         before = self.start % BLOCK
         after = -(before + self.size) % BLOCK
-        return (pad(rows, (before, after)) if before or after else rows).unflatten(-1, (-1, BLOCK))
+        padded = pad(rows, (before, after)) if before or after else rows
+        return padded.reshape(len(rows), -1, BLOCK)
 
     def join(self, blocks: Tensor) -> Tensor:
         """Return the rows that `cut` made `blocks` of."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kumi.parallel.grads import local
-from kumi.parallel.optim.base import Trained, drop_gradients, groups_of, new_states
+from kumi.parallel.optim.base import Trained, drop_gradients, gradient_of, groups_of, new_states
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import MOMENTUM
 
@@ -37,7 +37,7 @@ class SGD:
                 continue
             torch._fused_sgd_(
                 [local(parameter) for parameter in trained],
-                [local(parameter.grad) for parameter in trained],
+                [gradient_of(parameter) for parameter in trained],
                 buffers,
                 weight_decay=group["weight_decay"],
                 momentum=momentum,

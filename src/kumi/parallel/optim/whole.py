@@ -178,7 +178,7 @@ def send_back(bucket: Bucket, wholes: Mapping[int, Tensor], like: Tensor, mesh: 
     flat = {place: _disassembled(bucket.entries[place], whole) for place, whole in wholes.items()}
     for level, name in reversed(list(enumerate(bucket.axes))):
         entries, ranks = bucket.entries, range(axis(mesh.layout, name).degree)
-        pieces = {place: torch.split(values, entries[place].sizes[level]) for place, values in flat.items()}
+        pieces = {place: torch.split(values, list(entries[place].sizes[level])) for place, values in flat.items()}
         sent = [[pieces[place][to] for place in sorted(flat)] for to in ranks]
         expected = [place for place, one in enumerate(entries) if one.owner[:level] == bucket.index[:level]]
         taken = [[place for place in expected if entries[place].owner[level] == of] for of in ranks]
