@@ -1,10 +1,12 @@
 """The optimizers beside AdamW on the quickstart, and what gathering costs Muon.
 
     python benchmarks/optimizers.py loss [--kinds adamw muon ...] [--rates 5e-4 1e-3 ...] [--steps 300] [--json FILE]
+                                         [--set model.config.hidden_size=128 ...]
     python benchmarks/optimizers.py gather [--steps 10] [--json FILE]
 
 `loss`: every kind with every learning rate, on one process; each kind's best rate is the one with the lowest validation
-loss at the end. FILE keeps what has been run: a second start goes on where the first one ended.
+loss at the end. FILE keeps what has been run: a second start goes on where the first one ended. `--set` changes keys of
+the run file, for a smaller model.
 
 `gather`: the seconds of Muon's update on two processes, and those in which matrices travel to their owners and back.
 """
@@ -33,8 +35,9 @@ OTHER_RATES = {"adafactor": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2), "sgd": (0.03, 0.1, 0
 LAYOUTS = {"one process": {}, "fsdp 2": {"dp_shard": 2, "zero": 3}, "tp 2": {"tp": 2}}
 
 
-def train(kind: str, rate: float, steps: int, folder: Path) -> dict[str, list[float]]:
+def train(kind: str, rate: float, args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Run the quickstart; return its training losses and, every 25 steps, its validation losses."""
+    steps = args.steps
     out = folder / f"{kind}-{rate:g}"
     words = {
         "optim.kind": kind,
@@ -48,7 +51,15 @@ def train(kind: str, rate: float, steps: int, folder: Path) -> dict[str, list[fl
         "sample.prompts": "[]",
         "log.every": 1,
     }
-    line = [sys.executable, "-m", "kumi", "train", str(QUICKSTART), *(f"{key}={value}" for key, value in words.items())]
+    line = [
+        sys.executable,
+        "-m",
+        "kumi",
+        "train",
+        str(QUICKSTART),
+        *(f"{key}={value}" for key, value in words.items()),
+        *args.set,
+    ]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(line)} failed:\n{done.stdout}{done.stderr}")
@@ -80,14 +91,14 @@ def losses(args: argparse.Namespace) -> None:
     """Run what the file does not have yet, and print the table after each run."""
     file = Path(args.json) if args.json else None
     found = json.loads(file.read_text()) if file and file.exists() else {}
-    found = {"machine": machine.describe(), "steps": args.steps, **found}
+    found = {"machine": machine.describe(), "steps": args.steps, "set": args.set, **found}
     rows = found.setdefault("rows", {})
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.kinds:
             for rate in args.rates or OTHER_RATES.get(kind, RATES):
                 name = f"{kind} {rate:g}"
                 if name not in rows:
-                    rows[name] = {"kind": kind, "lr": rate, **train(kind, rate, args.steps, Path(folder))}
+                    rows[name] = {"kind": kind, "lr": rate, **train(kind, rate, args, Path(folder))}
                     _write(file, found)
                     print(f"{name}: {rows[name]['eval/loss'][-1]:.4f}", flush=True)
     print(table(rows))
@@ -163,6 +174,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--rates", nargs="+", type=float)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--set", nargs="+", default=[])
     parser.add_argument("--json")
     args = parser.parse_args()
     args.steps = args.steps or (300 if args.what == "loss" else 10)
