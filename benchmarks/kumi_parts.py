@@ -15,7 +15,7 @@ from kumi.data import Batch
 from kumi.parallel.build import build
 from kumi.parallel.data import bare
 from kumi.parallel.mesh import Place, build_mesh, init_distributed
-from kumi.parallel.optimizer import init_adamw
+from kumi.parallel.optim.adamw import init_adamw
 from kumi.plan.choose import timed
 from kumi.plan.estimate import estimate
 from kumi.spec import families

@@ -24,7 +24,7 @@ from kumi.parallel import (
 )
 from kumi.parallel.context import cut
 from kumi.parallel.grads import by_name, local
-from kumi.parallel.optimizer import AdamW
+from kumi.parallel.optim.base import Optimizer
 from kumi.parallel.state import pieces_of
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
@@ -231,7 +231,7 @@ def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", st
     return Trace(losses, norms, grads, _parts(model_pieces(model, mesh)), counters, held)
 
 
-def _held(model: torch.nn.Module, optimizer: AdamW) -> tuple[int, int, int]:
+def _held(model: torch.nn.Module, optimizer: Optimizer) -> tuple[int, int, int]:
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
     sizes = (

@@ -28,7 +28,8 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT, OFFLOAD, Layout
 from kumi.spec.ledger import layer_ops, logit_chunk
-from kumi.spec.optim import KINDS, Optim, state_bytes
+from kumi.spec.optim import Optim
+from kumi.spec.optim_states import KINDS, bytes_per_element
 from kumi.spec.placement import axis
 from kumi.spec.precision import ITEMSIZE, PRECISIONS
 from kumi.spec.sharding import cut_shape, is_routed, local_numel, stage_bounds
@@ -264,15 +265,14 @@ def _tiles() -> str:
 
 
 def _optim() -> str:
-    rows = [(f'`kind = "{kind}"`', f"{state_bytes(Optim(kind=kind), (4096, 4096), 4, hidden=True) / 4096**2:.3g}")
-            for kind in KINDS]  # fmt: skip
+    rows = [(f'`kind = "{kind}"`', f"{bytes_per_element(Optim(kind=kind), 4):.3g}") for kind in KINDS]
     return _table(("`[optim]`", "bytes a parameter, of a matrix of a layer"), rows)
 
 
 def _precision() -> str:
     rows = []
     for kind, one in PRECISIONS.items():
-        size = state_bytes(Optim(), (4096, 4096), ITEMSIZE[one.param], hidden=True) / 4096**2
+        size = bytes_per_element(Optim(), ITEMSIZE[one.param])
         rows.append((f'`kind = "{kind}"`', one.param, one.compute, one.reduce, f"{2 * ITEMSIZE[one.param] + size:.3g}"))
     return _table(("`[precision]`", "parameters", "computing", "reduction",
                    "bytes a parameter at rest, with AdamW"), rows)  # fmt: skip

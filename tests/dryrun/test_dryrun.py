@@ -25,6 +25,9 @@ from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
 from kumi.spec.model import MLP, Attention, LayerSpec
+from kumi.spec.optim import Optim
+from kumi.spec.optim_states import KINDS
+from kumi.spec.sharding import state_bytes
 from planned import job_of
 from steps import LENGTH, SEQUENCES, SPECS, mesh_of
 
@@ -73,6 +76,13 @@ def _really(layout: Layout, family: str):
     for message, count in tracker.messages.items():
         sent[message.kind, message.bytes] += count
     return tracker.peak(), tracker.flops.total(), sent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_states_of_every_optimizer_are_the_planned_ones(kind):
+    job, layout = replace(_job("moe"), optim=Optim(kind=kind)), Layout(dp_shard=2, tp=2, zero=3, ep=2, microbatch=2)
+    wanted = state_bytes(job.model, layout, 1, job.precision, job.optim)
+    assert carry_out(job, layout, 1).memory["optimizer"] == wanted.optimizer
 
 
 LAYOUTS = [

@@ -90,7 +90,7 @@ REASONS: dict[str, list[str]] = {
         "convert/stream.py _opened",
     ],
     "a rank's log, opened with O_NOFOLLOW": ["launch/rank.py run_rank"],
-    "a new file of optimizer states, opened with O_EXCL": ["parallel/drives.py open_drives"],
+    "a new file of optimizer states, opened with O_EXCL": ["parallel/optim/nvme.py open_drives"],
     "a folder, to sync it": ["storage/folders.py sync_folder"],
     "kumi's own checkpoint reader, which uses the door": [
         "convert/native.py open_model",

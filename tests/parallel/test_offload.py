@@ -12,11 +12,11 @@ from torch import nn
 
 from kumi.errors import SaveError
 from kumi.parallel import bare, build, build_mesh, clip_gradients, fill, init_adamw, optimizer_pieces
-from kumi.parallel.drives import open_drives
 from kumi.parallel.grads import local
 from kumi.parallel.kept import Flow, keepers
 from kumi.parallel.mesh import Place
-from kumi.parallel.offload import ALIGNED, init_optimizer
+from kumi.parallel.optim.host import ALIGNED, init_placed_adamw
+from kumi.parallel.optim.nvme import open_drives
 from kumi.plan.activations import ledger
 from kumi.plan.columns import columns
 from kumi.plan.memory import host_memory
@@ -58,7 +58,7 @@ def _steps(module, optimizer, frozen=()):
 @pytest.mark.parametrize("offload", ["optimizer", "optimizer-nvme"])
 def test_updates_equal_those_on_the_device_to_the_bit(tmp_path, offload, bucket):
     plain, moved = _module(), _module()
-    ours = init_optimizer(moved.named_parameters(), MATRICES, OPTIM, _alone(offload), tmp_path, bucket=bucket)
+    ours = init_placed_adamw(moved.named_parameters(), MATRICES, OPTIM, _alone(offload), tmp_path, bucket=bucket)
     theirs = init_adamw(plain.named_parameters(), MATRICES, OPTIM)
     for module, optimizer in ((plain, theirs), (moved, ours)):
         _steps(module, optimizer, frozen=("1.weight", "3.bias"))
@@ -83,7 +83,7 @@ def test_memory_holds_three_buckets_of_what_is_on_drives(tmp_path):
     module = nn.Linear(1024, 1024, bias=False)
     module.weight.grad = torch.ones_like(module.weight)
     mesh = _alone("optimizer-nvme")
-    optimizer = init_optimizer(module.named_parameters(), ("weight",), OPTIM, mesh, tmp_path, bucket=2**16)
+    optimizer = init_placed_adamw(module.named_parameters(), ("weight",), OPTIM, mesh, tmp_path, bucket=2**16)
     assert len(optimizer.buckets) == 16
     before = _mapped_pages()
     optimizer.step()
@@ -106,7 +106,7 @@ def _trained(layout, family, folder):
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp32"], weights=3)
     weights = decayed(SPECS[family])
-    optimizer = init_optimizer(bare(model).named_parameters(), weights, OPTIM, mesh, Path(folder), bucket=1024)
+    optimizer = init_placed_adamw(bare(model).named_parameters(), weights, OPTIM, mesh, Path(folder), bucket=1024)
     for step in range(3):
         forward_backward(model, mesh, step, 2)
         clip_gradients(model, 0.5, mesh)
@@ -185,7 +185,7 @@ def _host_bytes(layout, folder):
     """Bytes of a rank's states and of the rooms they are updated in, and how many of those there are."""
     mesh = mesh_of(layout)
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=3)
-    optimizer = init_optimizer(bare(model).named_parameters(), decayed(SPECS["llama"]), OPTIM, mesh, Path(folder))
+    optimizer = init_placed_adamw(bare(model).named_parameters(), decayed(SPECS["llama"]), OPTIM, mesh, Path(folder))
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     tensors = [
         value for room in optimizer.rooms for value in (room.parameters, room.gradients, room.means, room.squares)

@@ -44,7 +44,7 @@ def _saved(layout, family="qwen", steps=1):
     for step in range(steps):
         forward_backward(model, mesh, step, 1, dtype=torch.float64)
         optimizer.step()
-    pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh)
+    pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, Optim())
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 
@@ -70,7 +70,7 @@ def _loaded(layout, family, whole):
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=read)
     optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), Optim())
     fill(optimizer_pieces(model, optimizer, mesh), read)
-    pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh)
+    pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, Optim())
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 

@@ -201,9 +201,10 @@ def test_every_pipeline_can_be_trained(schedule, stages):
         (Layout(zero=3, offload="states-nvme"), {}, "offload='states-nvme' with zero=3 over 1 ranks: this version"),
         (Layout(offload="activations", recompute="selective"), {}, "offload='activations' with recompute='selective'"),
         (
-            Layout(),
+            Layout(offload="optimizer-nvme"),
             {"optim": Optim(kind="muon")},
-            "optim.kind='muon': this version trains with adamw; plan it, or set optim.kind = 'adamw'",
+            "optim.kind='muon' with offload='optimizer-nvme': this version offloads the states of 'adamw' only; set "
+            "offload = 'none' or 'activations', or optim.kind = 'adamw'",
         ),
         (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8': this version multiplies in float8 on CUDA"),
         (Layout(), {"precision": PRECISIONS["bf16-pure"]}, "precision.kind='bf16-pure': this version trains in bf16"),

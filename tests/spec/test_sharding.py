@@ -6,13 +6,11 @@ from collections import Counter
 from math import prod
 
 import pytest
-import torch
 
-from kumi.errors import ConfigError
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import Dim, Param, layer_ops, num_params, params
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
-from kumi.spec.optim import Optim, state_bytes
+from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.sharding import checkpoint_bytes, cut, held_params, local_numel, local_shape, stage_ops, style, units
 from kumi.spec.sharding import state_bytes as rank_bytes
@@ -110,49 +108,6 @@ def test_states_of_all_ranks_add_up_to_the_model():
 
 def test_a_checkpoint_has_parameters_and_moments_once():
     assert checkpoint_bytes(DENSE, PRECISIONS["bf16"], Optim()) == 12 * num_params(DENSE) + 4 * len(params(DENSE))
-
-
-def _torch_bytes(optimizer, shape, dtype):
-    """Bytes of the state tensors of a PyTorch optimizer after a step on one parameter."""
-    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
-    parameter.grad = torch.ones_like(parameter)
-    made = optimizer([parameter])
-    made.step()
-    return sum(value.nbytes for value in made.state[parameter].values() if isinstance(value, torch.Tensor))
-
-
-@pytest.mark.parametrize("shape", [(24, 40), (40,)])
-@pytest.mark.parametrize(
-    ("kind", "made", "options"),
-    [
-        ("adamw", torch.optim.AdamW, {}),
-        ("adafactor", torch.optim.Adafactor, {}),
-        ("sgd", lambda found: torch.optim.SGD(found, lr=0.1, momentum=0.9), {}),
-        ("sgd", lambda found: torch.optim.SGD(found, lr=0.1), {"betas": (0.0, 0.0)}),
-    ],
-)
-def test_optimizer_states_are_those_of_pytorch(kind, made, options, shape):
-    said = state_bytes(Optim(kind=kind, **options), shape, 4, hidden=True)
-    assert said == _torch_bytes(made, shape, torch.float32)
-
-
-def test_muon_keeps_one_momentum_for_the_matrices_of_layers_only():
-    optim = Optim(kind="muon")
-    momentum = _torch_bytes(torch.optim.Muon, (24, 40), torch.float32)
-    assert state_bytes(optim, (24, 40), 4, hidden=True) == momentum + 4
-    assert state_bytes(optim, (24, 40), 4, hidden=False) == state_bytes(Optim(), (24, 40), 4, hidden=False)
-    assert state_bytes(optim, (40,), 4, hidden=True) == state_bytes(Optim(), (40,), 4, hidden=True)
-
-
-def test_moments_of_eight_bits():
-    optim = Optim(kind="adamw-8bit")
-    assert state_bytes(optim, (64, 64), 4, hidden=True) == 2 * (4096 + 4 * 16) + 4
-    assert state_bytes(optim, (63, 65), 4, hidden=True) == 2 * 4 * 63 * 65 + 4
-
-
-def test_an_unknown_optimizer_is_refused():
-    with pytest.raises(ConfigError, match=r"optim\.kind='adam' is unknown; use adamw, "):
-        state_bytes(Optim(kind="adam"), (2, 2), 4, hidden=True)
 
 
 def named(model, layers, **stage):

@@ -1,6 +1,6 @@
 """The pieces of a train step that are timed on a device: products, element-wise work, attention, launches, the update.
 
-Each is made of what training itself calls (`kumi.nn`, `kumi.parallel.optimizer`), on tensors of training's sizes.
+Each is made of what training itself calls (`kumi.nn`, `kumi.parallel.optim`), on tensors of training's sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kumi.nn.logprob import weighted_sum
 from kumi.nn.mlp import gated
 from kumi.nn.norm import RMSNorm
 from kumi.nn.where import Segments, segments
-from kumi.parallel.optimizer import init_adamw
+from kumi.parallel.optim.adamw import init_adamw
 from kumi.plan.cost import PASSES
 from kumi.spec.engine import KUMI
 from kumi.spec.op import Dim, Op

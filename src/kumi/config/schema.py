@@ -12,7 +12,7 @@ from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import INITS as LORA_INITS
 from kumi.spec.lora import QUANTIZED
 from kumi.spec.numerics import parse
-from kumi.spec.optim import KINDS
+from kumi.spec.optim_states import KINDS
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedules import SCHEDULES
 
@@ -194,13 +194,17 @@ class DataSection(Section):
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    kind: OptimKind = Field("adamw", description="The optimizer; this version trains with 'adamw', and plans for all.")
+    kind: OptimKind = Field(
+        "adamw", description="The optimizer; 'muon' updates tables, norms and biases as 'adamw' does."
+    )
     lr: Number = Field(3e-4, gt=0, description="Peak learning rate.")
     betas: tuple[Decay, Decay] = Field(
         (0.9, 0.95), description="Decay of the first and second moments; the first is the momentum of muon and sgd."
     )
-    eps: Number = Field(1e-8, gt=0, description="Added to the denominator of the update.")
-    weight_decay: Number = Field(0.1, ge=0, description="Decoupled weight decay; norms and biases are not decayed.")
+    eps: Number = Field(1e-8, gt=0, description="Added to the denominator of the update in 'adamw' and 'adamw-8bit'.")
+    weight_decay: Number = Field(
+        0.1, ge=0, description="Weight decay, decoupled except in 'sgd'; norms and biases are not decayed."
+    )
     grad_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
     schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
         "cosine", description="How the rate falls after the warm-up; 'wsd' stays, then falls over `decay_steps`."

@@ -19,15 +19,14 @@ from kumi.dryrun.stand_in import ring_without_attention, stand_in
 from kumi.dryrun.track import Tracker
 from kumi.dryrun.world import rank_of
 from kumi.objectives import OBJECTIVES
-from kumi.parallel import bare, clip_gradients, init_adamw, tensor
+from kumi.parallel import bare, build_optimizer, clip_gradients, tensor
 from kumi.parallel.build import assemble, replicated
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.objective import forward_backward
-from kumi.parallel.optimizer import AdamW
+from kumi.parallel.optim.base import Optimizer
 from kumi.parallel.stages import stages_of
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
 from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS
 
 
@@ -67,12 +66,12 @@ def carry_out(job: Job, layout: Layout, rank: int) -> Measured:
             for stage in stages_of(bare(made)).values():
                 stand_in(stage, mesh, job.cluster.device.kind)
             watch_head(made, tracker)
-            optimizer = init_adamw(bare(made).named_parameters(), decayed(job.model), job.optim)
+            optimizer = build_optimizer(made, mesh, job.optim)
             hold(made, optimizer, tracker)
             return _measured(made, mesh, job, optimizer, tracker)
 
 
-def _measured(model: nn.Module, mesh: Mesh, job: Job, optimizer: AdamW, tracker: Tracker) -> Measured:
+def _measured(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker) -> Measured:
     whole = job.batch.microbatches(mesh.layout)
     # DDP chooses its buckets anew after a first step, which takes content.
     some, more = (whole, 0) if isinstance(model, DistributedDataParallel) else enough(mesh.layout, whole)
@@ -108,7 +107,7 @@ def watch_head(model: nn.Module, tracker: Tracker) -> None:
         decoder.weighted_sum = tracker.within("head", decoder.weighted_sum)  # type: ignore[assignment, arg-type]
 
 
-def hold(model: nn.Module, optimizer: AdamW, tracker: Tracker) -> None:
+def hold(model: nn.Module, optimizer: Optimizer, tracker: Tracker) -> None:
     """Counts what stays from step to step."""
     tracker.hold("params", bare(model).parameters())
     tracker.hold("params", bare(model).buffers())
@@ -116,7 +115,7 @@ def hold(model: nn.Module, optimizer: AdamW, tracker: Tracker) -> None:
     tracker.hold("grads", (one.grad for one in bare(model).parameters() if one.grad is not None))
 
 
-def step(model: nn.Module, mesh: Mesh, job: Job, optimizer: AdamW, tracker: Tracker, microbatches: int) -> None:
+def step(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker, microbatches: int) -> None:
     """A step as `kumi.train.step` makes it, of `microbatches` microbatches whose rows are one document each."""
     shape = (mesh.layout.microbatch, job.batch.seq_len)
     with tracker:

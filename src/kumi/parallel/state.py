@@ -1,6 +1,6 @@
 """The model's and the optimizer's tensors as pieces of global tensors, for saving and for filling.
 
-    model/<parameter>    optim/<parameter>/exp_avg    optim/<parameter>/exp_avg_sq    optim/<parameter>/step
+    model/<parameter>    optim/<parameter>/<state>    as kumi.spec.optim_states names them, of AdamW exp_avg and so on
 
 Names and global shapes do not depend on the layout, so a checkpoint of one layout can be read by another.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -18,10 +19,13 @@ from kumi.nn import init
 from kumi.parallel.data import bare
 from kumi.parallel.grads import by_name, local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.optimizer import Optimizer
+from kumi.parallel.optim.base import Optimizer
+from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
+from kumi.spec.optim import Optim
+from kumi.spec.optim_states import states_of
 from kumi.spec.placement import Axis, axis
 from kumi.spec.regions import copies, regions, tied_copies
 from kumi.storage.write import Piece
@@ -54,23 +58,32 @@ def optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list
 def _optimizer_pieces(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
     known = by_name(spec_of(model))
     for name, parameter in bare(model).named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value.ndim == 0:  # the step counter, which is never divided
-                yield Piece(f"optim/{name}/{key}", (), (), local(value.detach()))
-            else:
-                yield from pieces_of(f"optim/{name}/{key}", known[name], value, mesh)
+        values = optimizer.state.get(parameter)
+        if values is None:
+            continue
+        for state in states_of(optimizer.optim, known[name]):
+            tensor = f"optim/{name}/{state.name}"
+            yield from pieces_of(tensor, state.tensor, values[state.name], mesh, sharded=state.sharded)
 
 
-def pieces_of(name: str, param: Param, tensor: Tensor, mesh: Mesh) -> Iterator[Piece]:
-    """What this rank holds of `tensor`, a value for every element of `param`, as pieces of the whole."""
+def pieces_of(name: str, param: Param, tensor: Tensor, mesh: Mesh, *, sharded: bool = True) -> Iterator[Piece]:
+    """What this rank holds of `tensor`, a value for every element of `param`, as pieces of the whole. ZeRO shards it
+    unless `sharded` is false."""
     data = local(tensor.detach())
-    for region in regions(param, mesh.layout, mesh.rank):
+    for region in regions(param, _layout(mesh, sharded), mesh.rank):
         part = tuple(slice(first, first + size) for first, size in zip(region.local, region.shape, strict=True))
         yield Piece(name, param.shape, region.start, data[part])
 
 
-def owned(pieces: list[Piece], model: nn.Module, mesh: Mesh) -> list[Piece]:
+def _layout(mesh: Mesh, sharded: bool) -> Layout:
+    """The layout of the mesh, for what ZeRO does not shard without ZeRO."""
+    return mesh.layout if sharded else replace(mesh.layout, zero=0)
+
+
+def owned(pieces: list[Piece], model: nn.Module, mesh: Mesh, optim: Optim | None = None) -> list[Piece]:
     """The `pieces` that this rank saves, so that every part of every tensor is saved by exactly one rank.
+
+    `optim` is the optimizer whose states are among the pieces, None where there are none.
 
     Ranks with equal parts share them out by bytes. Pure arithmetic on names, shapes and the layout: nothing is sent.
     """
@@ -78,7 +91,8 @@ def owned(pieces: list[Piece], model: nn.Module, mesh: Mesh) -> list[Piece]:
     known = by_name(spec)
     for piece in pieces:
         param = known[parameter_name(piece.name)]
-        alike[(*_holders(piece, param, spec, mesh), *tied_copies(spec, param, mesh.layout))].append(piece)
+        holders = _holders(piece, param, spec, mesh, optim)
+        alike[(*holders, *tied_copies(spec, param, mesh.layout))].append(piece)
     kept = []
     for axes, same in alike.items():
         mine = 0
@@ -94,12 +108,17 @@ def parameter_name(piece: str) -> str:
     return rest if kind == "model" else rest.rpartition("/")[0]
 
 
-def _holders(piece: Piece, param: Param, spec: ModelSpec, mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes along which ranks hold what is in `piece`: all, of step counters and buffers."""
-    if piece.shape and param not in buffers(spec):
+def _holders(piece: Piece, param: Param, spec: ModelSpec, mesh: Mesh, optim: Optim | None) -> tuple[Axis, ...]:
+    """The axes along which ranks hold what is in `piece`: all, of buffers."""
+    if param in buffers(spec):
+        every = (axis(mesh.layout, name) for name in ("dp_replicate", "zero", "tp"))
+        return tuple(one for one in every if one.degree > 1)
+    if piece.name.startswith("model/"):
         return copies(param, mesh.layout)
-    every = (axis(mesh.layout, name) for name in ("dp_replicate", "zero", "tp"))
-    return tuple(one for one in every if one.degree > 1)
+    assert optim is not None, f"{piece.name} is a state of an optimizer that the caller does not name"
+    states = {state.name: state for state in states_of(optim, param)}
+    state = states[piece.name.rpartition("/")[2]]
+    return copies(state.tensor, _layout(mesh, state.sharded))
 
 
 def _share(pieces: list[Piece], ranks: int, mine: int) -> list[Piece]:

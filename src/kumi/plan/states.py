@@ -12,12 +12,12 @@ from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.distinct import distinct
 from kumi.plan.stages import Share
 from kumi.spec.job import Job
-from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
+from kumi.spec.ledger import embedding_ops, head_ops, is_hidden, kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op, Param
-from kumi.spec.optim import state_bytes as optimizer_bytes
+from kumi.spec.optim_states import states_of
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.sharding import Unit, cut_shape, is_hidden, is_routed, units, zero_degree
+from kumi.spec.sharding import Unit, cut_shape, is_routed, units, zero_degree
 from kumi.spec.techniques import is_tiled
 
 
@@ -157,17 +157,25 @@ def _of_param(job: Job, param: Param, x: Columns, matrix: Floats) -> Elements:
     routed = is_routed(param)
     shape = _local_shape(param, x)
     degree = divided(x, routed=routed)
-    rows = -(-shape[routed] // degree)
     whole = np.asarray(prod(shape), np.float64)
-    own = [*shape[:routed], rows, *shape[routed + 1 :]]
-    states = optimizer_bytes(job.optim, own, ITEMSIZE[job.precision.param], hidden=is_hidden(param))
-    part = np.asarray(prod(own), np.float64)
-    states = np.broadcast_to(np.asarray(states, np.float64), len(x))
+    part = _part_numel(param, x, degree)
+    states = np.zeros(len(x))
+    for state in states_of(job.optim, param):
+        itemsize = ITEMSIZE[state.dtype or job.precision.param]
+        states = states + itemsize * _part_numel(state.tensor, x, degree if state.sharded else 1)
     if param.frozen:
         each, none = job.precision.itemsize(frozen=True, quantized=param.quantized), np.zeros(len(x))
         return Elements(whole, part * degree, part, whole * matrix, none, none, none, none, each * whole, each * part)
     none = np.zeros(len(x))
     return Elements(whole, part * degree, part, whole * matrix, states, whole, part * degree, part, none, none)
+
+
+def _part_numel(tensor: Param, x: Columns, degree: Ints | int) -> Floats:
+    """Elements of the largest part of `tensor` where ZeRO shards its first dim, experts aside, over `degree` ranks."""
+    shape = _local_shape(tensor, x)
+    if shape:
+        shape[is_routed(tensor)] = -(-shape[is_routed(tensor)] // degree)
+    return np.broadcast_to(np.asarray(prod(shape), np.float64), len(x))
 
 
 def is_pure(job: Job) -> bool:

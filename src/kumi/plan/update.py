@@ -17,7 +17,7 @@ from kumi.plan.unit_messages import copies_message, data_group, train_seconds, u
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD
 from kumi.spec.ledger import kind_ops
-from kumi.spec.optim import state_bytes
+from kumi.spec.optim_states import bytes_per_element
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.schedules import IN_ROUNDS
 from kumi.spec.sharding import Unit, units, zero_degree, zero_group
@@ -145,8 +145,7 @@ def hidden_share(job: Job, overlaps: bool) -> float:
 def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
     """Seconds of the update on the device (or, where the states are on the host, there), and of moving to and fro."""
     elements = divided_elements(x, own.trained, 1)
-    # Per element of a large matrix, where the state of single rows and steps does not count.
-    state = state_bytes(job.optim, (4096, 4096), 4, hidden=True) / 4096**2
+    state = bytes_per_element(job.optim, 4)
     # Gradients are read for their norm and again for the update, and cleared; weights and states are read and written.
     touched = elements * (3 * job.engine.grad_itemsize + 2 * 4 + 2 * state + 2 * job.engine.half_weights)
     device = stream_seconds(job.cluster.device, touched)

@@ -114,6 +114,11 @@ def decayed(spec: ModelSpec) -> frozenset[str]:
     return frozenset(param.name for param in params(spec) if param.decayed)
 
 
+def is_hidden(param: Param) -> bool:
+    """Whether `param` belongs to a layer, not to the embedding or the head."""
+    return param.name.startswith(LAYERS)
+
+
 @lru_cache(maxsize=64)
 def buffers(spec: ModelSpec) -> tuple[Param, ...]:
     """Every tensor that belongs to the model and is not trained, in float32 whatever the parameters are in."""

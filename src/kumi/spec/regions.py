@@ -52,7 +52,7 @@ def regions(param: Param, layout: Layout, rank: int) -> tuple[Region, ...]:
     One rectangle, or two where two matrices that lie side by side are both cut.
     """
     dims = [_runs(dim, *_cut_by(dim, param, layout, rank)) for dim in param.dims]
-    if layout.zero > 0:
+    if layout.zero > 0 and param.dims:
         routed = is_routed(param)
         size = cut(param.dims[routed], _cut_by(param.dims[routed], param, layout, rank)[0])
         ranks = zero_axis(layout, routed=routed)

@@ -10,7 +10,8 @@ from typing import Any
 from kumi.spec.adapters import is_adapter
 from kumi.spec.ledger import params, tensors
 from kumi.spec.model import ModelSpec
-from kumi.spec.optim import COUNTER, MOMENTS
+from kumi.spec.optim import Optim
+from kumi.spec.optim_states import states_of
 from kumi.spec.rules import PLAIN
 
 MODEL, OPTIM = "model/", "optim/"
@@ -22,11 +23,10 @@ def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return every if spec.lora is None else {name: shape for name, shape in every.items() if is_adapter(name)}
 
 
-def optimizer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the global shape of every state that AdamW keeps, by name."""
-    trained = [param for param in params(spec) if not param.frozen]
-    moments = {f"{OPTIM}{param.name}/{moment}": param.shape for param in trained for moment in MOMENTS}
-    return moments | {f"{OPTIM}{param.name}/{COUNTER}": () for param in trained}
+def optimizer_shapes(spec: ModelSpec, optim: Optim) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of every state that `optim` keeps, by name."""
+    trained = (param for param in params(spec) if not param.frozen)
+    return {f"{OPTIM}{param.name}/{state.name}": state.shape for param in trained for state in states_of(optim, param)}
 
 
 def model_digest(spec: ModelSpec) -> str:

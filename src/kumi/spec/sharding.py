@@ -21,11 +21,11 @@ from math import prod
 from typing import Any
 
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import LAYERS, embedding_ops, head_ops, layer_ops, params
+from kumi.spec.ledger import LAYERS, embedding_ops, head_ops, is_hidden, layer_ops, params
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.optim import Optim
-from kumi.spec.optim import state_bytes as optimizer_bytes
+from kumi.spec.optim_states import states_of
 from kumi.spec.placement import Axis, process_group
 from kumi.spec.precision import ITEMSIZE, Precision
 from kumi.spec.schedule import placement, stage_of
@@ -56,7 +56,7 @@ def style(op: Op) -> str:
 
 def is_routed(param: Param) -> bool:
     """Whether `param` holds weights of routed experts."""
-    return param.dims[0].name == "experts"
+    return bool(param.dims) and param.dims[0].name == "experts"
 
 
 def cut(dim: Dim, degree: Any) -> Any:
@@ -109,10 +109,13 @@ def zero_axis(layout: Layout, *, routed: bool) -> Axis:
     return Axis(name, *process_group(layout, name))
 
 
-def local_shape(param: Param, layout: Layout, rank: int) -> tuple[int, ...]:
-    """Shape of the part of `param` that `rank` keeps between steps, if its stage has it."""
+def local_shape(param: Param, layout: Layout, rank: int, *, sharded: bool = True) -> tuple[int, ...]:
+    """Shape of the part of `param` that `rank` keeps between steps, if its stage has it.
+
+    ZeRO shards it unless `sharded` is false, as of some optimizer states.
+    """
     shape = list(cut_shape(param, layout.tp, layout.ep, layout.expert_tp))
-    if layout.zero > 0:
+    if layout.zero > 0 and sharded:
         routed = is_routed(param)
         ranks = zero_axis(layout, routed=routed)
         shape[routed] = shard_rows(shape[routed], ranks.degree, ranks.index(rank)).count
@@ -255,16 +258,12 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
 
-def is_hidden(param: Param) -> bool:
-    """Whether `param` belongs to a layer, not to the embedding or the head."""
-    return param.name.startswith(LAYERS)
-
-
 def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precision, optim: Optim) -> StateBytes:
     """Bytes of parameters, gradients and optimizer states on `rank`: those that are trained in the precision's `param`
     dtype, others as they lie frozen.
 
-    Under FSDP2 a rank whose shard of a tensor is empty keeps only the optimizer's step counter for it.
+    Under FSDP2 a rank whose shard of a tensor is empty keeps only the states of it that ZeRO does not shard, such as
+    the step counter.
     """
     itemsize, found = ITEMSIZE[precision.param], held_params(model, layout, rank)
     frozen = sum(
@@ -272,9 +271,14 @@ def state_bytes(model: ModelSpec, layout: Layout, rank: int, precision: Precisio
         for param in found
         if param.frozen
     )
-    shapes = [(local_shape(param, layout, rank), is_hidden(param)) for param in found if not param.frozen]
-    size = itemsize * sum(prod(shape) for shape, _ in shapes)
-    states = sum(optimizer_bytes(optim, shape, itemsize, hidden=hidden) for shape, hidden in shapes)
+    trained = [param for param in found if not param.frozen]
+    size = itemsize * sum(local_numel(param, layout, rank) for param in trained)
+    states = sum(
+        (ITEMSIZE[state.dtype] if state.dtype else itemsize)
+        * prod(local_shape(state.tensor, layout, rank, sharded=state.sharded))
+        for param in trained
+        for state in states_of(optim, param)
+    )
     return StateBytes(size + round(frozen), size, states)
 
 

@@ -26,6 +26,9 @@ _WITH_TILES: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "optimizer", "optimizer-nvme", "activations"),
 }
 
+# The optimizers whose states may lie on the host and on its drives.
+_OFFLOADED_OPTIMIZERS = ("adamw",)
+
 # What products in float8 are trained with: all else multiplies elsewhere than in its layers.
 _WITH_FLOAT8: dict[str, tuple[Any, ...]] = {"tp": (1,), "schedule": FULL_BACKWARD, "tiles": (1,)}
 
@@ -82,6 +85,19 @@ def _beside_float8(name: str, allowed: tuple[Any, ...]) -> Rule:
         lambda layout: (
             f"precision.kind='fp8' with {name}={getattr(layout, name)!r}: set {name} = {_words(allowed)}, or "
             f"precision.kind = 'bf16'"
+        ),
+    )
+
+
+def optimizer_rules(job: Job) -> Iterator[Rule]:
+    """Return what this version's trainer wants of a layout that offloads the states of `job`'s optimizer."""
+    kinds, without_states = _words(_OFFLOADED_OPTIMIZERS), ("none", "activations")
+    yield _rule(
+        "optimizer",
+        lambda x: (job.optim.kind in _OFFLOADED_OPTIMIZERS) | x.one_of("offload", without_states),
+        lambda layout: (
+            f"optim.kind='{job.optim.kind}' with offload='{layout.offload}': this version offloads the states of "
+            f"{kinds} only; set offload = 'none' or 'activations', or optim.kind = {kinds}"
         ),
     )
 

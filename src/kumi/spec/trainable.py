@@ -15,7 +15,7 @@ from kumi.spec.legality import UNTRAINED, Rule, broken
 from kumi.spec.model import ModelSpec
 from kumi.spec.peft import adapter_rules
 from kumi.spec.sharding import zero_degree
-from kumi.spec.techniques import float8_rules, technique_rules
+from kumi.spec.techniques import float8_rules, optimizer_rules, technique_rules
 
 TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64", "fp8")
 
@@ -42,6 +42,7 @@ def trainer_rules(job: Job) -> tuple[Rule, ...]:
         *technique_rules(job.model),
         *float8_rules(job),
         *adapter_rules(job),
+        *optimizer_rules(job),
         *_choices(job),
     )
 
@@ -120,14 +121,6 @@ def _undivided(layout: Layout, size: int) -> str:
 
 
 def _choices(job: Job) -> Iterator[Rule]:
-    yield Rule(
-        "optimizer",
-        lambda x: job.optim.kind == "adamw",
-        lambda layout: (
-            f"optim.kind='{job.optim.kind}': this version trains with adamw; plan it, or set optim.kind = 'adamw'"
-        ),
-        scope=UNTRAINED,
-    )
     yield Rule(
         "precision",
         lambda x: job.precision.kind in TRAINED_PRECISIONS,

@@ -22,11 +22,9 @@ from kumi.errors import OK, DivergedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.numerics import use
 from kumi.parallel.build import build
-from kumi.parallel.data import bare
 from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, init_distributed, total
-from kumi.parallel.offload import init_optimizer
+from kumi.parallel.optim import build_optimizer
 from kumi.parallel.state import Reader, fill, optimizer_pieces
-from kumi.spec.ledger import decayed
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
 from kumi.train.agree import check_agreement
@@ -182,7 +180,7 @@ def _restore(run: ResolvedRun, store: Store, mesh: Mesh) -> tuple[Parts, TrainSt
         adapters=adapters,
     )
     folder = Path(os.path.expanduser(run.config.train.offload_dir or run.out / "offload"))
-    optimizer = init_optimizer(bare(model).named_parameters(), decayed(run.model), run.optim, mesh, folder)
+    optimizer = build_optimizer(model, mesh, run.optim, folder)
     if saved is not None:
         fill(optimizer_pieces(model, optimizer, mesh), saved.read)
     cross = run.config.data.cross_document

@@ -38,7 +38,7 @@ def last_checkpoint(run: ResolvedRun) -> Checkpoint | None:
         raise RefusedError(
             f"{folder}: has states of the optimizer {stored!r}, optim.kind is {kind!r}; restore it, {_ANEW}"
         )
-    if difference := saved.difference(model_shapes(run.model) | optimizer_shapes(run.model)):
+    if difference := saved.difference(model_shapes(run.model) | optimizer_shapes(run.model, run.optim)):
         raise RefusedError(f"{folder}: {difference}; restore the run's model, {_ANEW}")
     return saved
 

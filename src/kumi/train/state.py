@@ -17,7 +17,7 @@ from kumi.data import Mixture, Store, Sweep
 from kumi.objectives import OBJECTIVES, Objective
 from kumi.parallel.grads import LossScale
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.optimizer import Optimizer
+from kumi.parallel.optim.base import Optimizer
 from kumi.parallel.state import model_pieces, optimizer_pieces, owned
 from kumi.spec.adapters import is_adapter
 from kumi.spec.numerics import REFERENCE
@@ -65,7 +65,7 @@ def pieces(parts: Parts) -> list[Piece]:
     if parts.run.model.lora is not None:
         model = [piece for piece in model if is_adapter(piece.name)]
     every = [*model, *optimizer_pieces(parts.model, parts.optimizer, parts.mesh)]
-    return owned(every, parts.model, parts.mesh)
+    return owned(every, parts.model, parts.mesh, parts.run.optim)
 
 
 def meta(state: TrainState, run: ResolvedRun, store: Store) -> dict[str, Any]:

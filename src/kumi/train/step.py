@@ -18,7 +18,7 @@ from kumi.parallel.grads import LossScale, clip_gradients
 from kumi.parallel.lora import begin_step
 from kumi.parallel.mesh import Mesh, counts_once, total
 from kumi.parallel.objective import forward_backward
-from kumi.parallel.optimizer import forget_gradients
+from kumi.parallel.optim.base import forget_gradients
 from kumi.parallel.record import gather, start
 from kumi.train import balance
 from kumi.train.balance import Balanced

@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kumi.parallel.drives import Drives, open_drives
 from kumi.parallel.grads import local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.optimizer import Optimizer, init_adamw, update
-from kumi.spec.optim import COUNTER, MOMENTS, Optim
+from kumi.parallel.optim.adamw import init_adamw, update
+from kumi.parallel.optim.base import Optimizer, Trained, drop_gradients
+from kumi.parallel.optim.nvme import Drives, open_drives
+from kumi.spec.optim import Optim
+from kumi.spec.optim_states import COUNTER, MOMENTS
 from kumi.spec.techniques import BUCKET, ROOMS
 
 # Buckets begin, and tensors in them, at multiples of so many elements: a cache line, and what a kernel takes at once.
@@ -73,6 +75,7 @@ class HostAdamW:
     there, and reads and writes the files.
     """
 
+    optim: Optim
     param_groups: list[dict[str, Any]]
     state: dict[Tensor, dict[str, Tensor]]
     buckets: tuple[Bucket, ...]
@@ -90,12 +93,17 @@ class HostAdamW:
 
     def zero_grad(self) -> None:
         """Drops the gradients and their memory."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        drop_gradients(self.param_groups)
 
 
-def init_optimizer(
+def build_adamw(trained: Trained) -> Optimizer:
+    """Return AdamW over `trained`, with the states where the layout's `offload` says."""
+    named = [(param.name, parameter) for param, parameter in trained.parameters]
+    decayed = {param.name for param, _ in trained.parameters if param.decayed}
+    return init_placed_adamw(named, decayed, trained.optim, trained.mesh, trained.folder)
+
+
+def init_placed_adamw(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     decayed: Container[str],
     optim: Optim,
@@ -124,7 +132,8 @@ def init_optimizer(
         drives = open_drives(folder, mesh.rank, sum(one.size for one in buckets), dtype)
     most = min(bucket, max((one.size for one in buckets), default=0))
     rooms = tuple(_room(most, dtype, trained, drives) for _ in range(min(ROOMS, len(buckets))))
-    return HostAdamW(plain.param_groups, _states(plain.param_groups, buckets, drives), buckets, rooms, drives)
+    states = _states(plain.param_groups, buckets, drives)
+    return HostAdamW(optim, plain.param_groups, states, buckets, rooms, drives)
 
 
 def _cut(groups: Sequence[dict[str, Any]], size: int) -> Iterator[Bucket]:

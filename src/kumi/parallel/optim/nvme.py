@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kumi.errors import SaveError
 from kumi.files.output import remove_file
-from kumi.spec.optim import MOMENTS
+from kumi.spec.optim_states import MOMENTS
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,40 @@
+"""Optimizers over this rank's part of the parameters, on any layout.
+
+    optimizer = build_optimizer(model, mesh, optim)     # model: what kumi.parallel.build returned
+    optimizer.step()                                    # all ranks together: an update may communicate
+
+A kind of optimizer is a file here and a line in `OPTIMIZERS`; its states are a line in `kumi.spec.optim_states.STATES`.
+adamw: on the device. host, nvme: AdamW on the host, its states there or on drives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import nn
+
+from kumi.parallel.mesh import Mesh
+from kumi.parallel.optim.adafactor import build_adafactor
+from kumi.parallel.optim.adamw_8bit import build_adamw_8bit
+from kumi.parallel.optim.base import Optimizer, Trained, trained_parameters
+from kumi.parallel.optim.host import build_adamw
+from kumi.parallel.optim.muon import build_muon
+from kumi.parallel.optim.sgd import build_sgd
+from kumi.spec.optim import Optim
+
+OPTIMIZERS: Mapping[str, Callable[[Trained], Optimizer]] = {
+    "adamw": build_adamw,
+    "adamw-8bit": build_adamw_8bit,
+    "muon": build_muon,
+    "adafactor": build_adafactor,
+    "sgd": build_sgd,
+}
+
+
+def build_optimizer(model: nn.Module, mesh: Mesh, optim: Optim, folder: Path | None = None) -> Optimizer:
+    """Return the optimizer that `optim` describes over what is trained of `model`, its states allocated and zero.
+
+    `folder` is where states on drives go. Raise SaveError where the drives have no room.
+    """
+    return OPTIMIZERS[optim.kind](trained_parameters(model, optim, mesh, folder))

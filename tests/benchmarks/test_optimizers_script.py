@@ -1,0 +1,21 @@
+"""The table of what optimizers reach."""
+
+from __future__ import annotations
+
+import optimizers
+
+
+def test_each_optimizer_is_compared_at_its_best_rate():
+    rows = {
+        f"{kind} {lr}": {"kind": kind, "lr": lr, "eval/loss": found}
+        for kind, lr, found in [
+            ("adamw", 1e-3, [5.0, 4.0]),
+            ("adamw", 2e-3, [5.0, 4.5]),
+            ("muon", 1e-3, [4.9, 4.1]),
+            ("muon", 4e-3, [4.0, 3.6]),
+        ]
+    }
+    assert optimizers.table(rows).splitlines()[1:] == [
+        "adamw            0.001   4.0000    1.0000      step 50",
+        "muon             0.004   3.6000    0.9000      step 25",
+    ]

@@ -1,0 +1,70 @@
+"""Whole matrices come to one of the ranks that shard them, and their parts go back to where they came from."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+
+from kumi.parallel.optim.whole import bring, buckets_of, send_back
+from kumi.spec.layout import Layout
+from kumi.spec.ledger import params
+from kumi.spec.optim_states import is_orthogonalised
+from kumi.spec.placement import axis
+from kumi.spec.regions import regions
+from kumi.spec.sharding import cut_shape, is_routed, local_shape
+from steps import SPECS, mesh_of
+
+
+def _numbered(param):
+    """The global tensor whose elements are numbered."""
+    return torch.arange(param.numel, dtype=torch.float64).view(param.shape)
+
+
+def _part(param, layout, rank):
+    """What `rank` holds of the numbered tensor."""
+    whole, part = _numbered(param), torch.zeros(local_shape(param, layout, rank), dtype=torch.float64)
+    for one in regions(param, layout, rank):
+        here, there = ([slice(a, a + b) for a, b in zip(start, one.shape)] for start in (one.local, one.start))
+        part[tuple(here)] = whole[tuple(there)]
+    return part
+
+
+def _exchanged(layout, family, owned):
+    """How many whole tensors this rank was given of each bucket, all of them right, and as many ranks share it."""
+    mesh = mesh_of(layout)
+    found = [(param, nn.Parameter(_part(param, layout, mesh.rank))) for param in params(SPECS[family])]
+    matrices = {parameter: param for param, parameter in found if is_orthogonalised(param)}
+    counts = []
+    for bucket in buckets_of([(param, one) for one, param in matrices.items()], mesh, owned):
+        parts = [entry.parameter.detach() for entry in bucket.entries]
+        wholes = bring(bucket, parts, mesh)
+        for place, whole in wholes.items():
+            param = matrices[bucket.entries[place].parameter]
+            experts = cut_shape(param, 1, layout.ep, 1)[0]
+            first = axis(layout, "ep").index(mesh.rank) * experts if is_routed(param) else 0
+            assert torch.equal(whole, _numbered(param)[first : first + experts])
+        back = send_back(bucket, {place: -whole for place, whole in wholes.items()}, parts[0], mesh)
+        assert all(torch.equal(part, -one) for part, one in zip(parts, back, strict=True))
+        counts.append((len(wholes), len(parts), prod(axis(layout, name).degree for name in bucket.axes)))
+    return counts
+
+
+@pytest.mark.parametrize("owned", [1, 400, 2**25])
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        (Layout(tp=2, dp_shard=2, zero=3), "qwen"),
+        (Layout(tp=4), "qwen"),  # more ranks than key-value heads
+        (Layout(dp_shard=2, tp=2, zero=1, ep=1, expert_tp=2), "moe"),
+        (Layout(dp_shard=4, zero=3, ep=2), "hybrid"),
+    ],
+)
+def test_every_matrix_comes_to_one_rank_and_goes_back(ranks, layout, family, owned):
+    runs = ranks(layout.world_size, _exchanged, layout, family, owned)
+    for bucket in zip(*runs, strict=True):
+        (total, sharing) = bucket[0][1:]
+        assert sum(mine for mine, _, _ in bucket) * sharing == total * layout.world_size
+    assert owned > 1 or {total for _, total, _ in runs[0]} == {1}
