@@ -83,7 +83,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         wanted = adamw["eval/loss"][-1]
         reached = next((25 * (place + 1) for place, loss in enumerate(found["eval/loss"]) if loss <= wanted), None)
         loss = found["eval/loss"][-1]
-        lines.append(f"{kind:12}{found['lr']:>10g}{loss:>9.4f}{loss / wanted:>10.4f}{f'step {reached}':>13}")
+        when = f"step {reached}" if reached else "never"
+        lines.append(f"{kind:12}{found['lr']:>10g}{loss:>9.4f}{loss / wanted:>10.4f}{when:>13}")
     return "\n".join(lines)
 
 
