@@ -47,14 +47,14 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
     if len(kinds) == 1 and not len(stage_layers):
         layers = rank_layers(x, len(of_layer), rank)[None, :].astype(np.float64)
     else:
-        before = _kinds_before(len(kinds), of_layer)
+        before, even = _kinds_before(len(kinds), of_layer), even_stages(len(of_layer), last_stage + 1)
         layers = np.zeros((len(kinds), len(x)))
         for chunk in range(int(x.stages.max(initial=1))):
             stage = np.minimum(stage_of(turns, x.pp, rank, chunk), last_stage)
             if len(stage_layers):
                 first, end = firsts[stage], firsts[stage + 1]
             else:
-                first, end = (even_first(len(of_layer), last_stage + 1, at) for at in (stage, stage + 1))
+                first, end = (_first_layer(*even, at) for at in (stage, stage + 1))
             layers += np.where(chunk < x.stages, before[:, end] - before[:, first], 0)
     head = np.where(turns, rank == 0, rank == x.pp - 1)
     return Share(
@@ -65,9 +65,12 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
 def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
     """The first layer of `stage` when `layers` are divided evenly over `stages` (see `kumi.spec.sharding.even_stages`);
     for stage = stages, one past the last."""
-    each, begin, end = even_stages(layers, stages)
-    found: Ints = each * stage + np.clip(stage - begin, 0, end - begin)
-    return found
+    return _first_layer(*even_stages(layers, stages), stage)
+
+
+def _first_layer(each: Ints, begin: Ints, end: Ints, stage: Ints) -> Ints:
+    """The same of stages that have `each` layers, and one more from `begin` to `end`."""
+    return each * stage + np.maximum(np.minimum(stage, end) - begin, 0)
 
 
 @lru_cache(maxsize=64)
