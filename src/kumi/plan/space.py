@@ -78,11 +78,16 @@ def _legal(job: Job, parts: list[dict[str, Ints]]) -> Columns:
 
 def legal(job: Job, x: Columns) -> Bools:
     """Return whether each row of `x` keeps all rules of `kumi.spec.checks`, (rows,)."""
-    found = np.ones(len(x), np.bool_)
+    found = np.zeros(len(x), np.bool_)
+    rows, kept = np.arange(len(x)), np.ones(len(x), np.bool_)
     # What a degree of 0 divides is of no account: its row is illegal.
     with np.errstate(divide="ignore"):
         for rule in rules(job.model, job.cluster, job.batch):
-            found &= rule.holds(x)
+            kept &= rule.holds(x)
+            if 2 * np.count_nonzero(kept) < len(x):  # so few that copying them costs less than to go on
+                rows, x = rows[kept], x.take(kept)
+                kept = np.ones(len(x), np.bool_)
+    found[rows[kept]] = True
     return found
 
 

@@ -52,13 +52,14 @@ def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Seque
         last = np.minimum(layers, 1.0)
     else:
         before, kind_of = _kinds_before(len(kinds), of_layer), np.array(of_layer)
+        even = even_stages(len(of_layer), last_stage + 1)
         layers, last_kind = np.zeros((len(kinds), len(x))), np.full(len(x), -1)
         for chunk in range(int(x.stages.max(initial=1))):
             stage = np.minimum(stage_of(turns, x.pp, rank, chunk), last_stage)
             if len(stage_layers):
                 first, end = firsts[stage], firsts[stage + 1]
             else:
-                first, end = (even_first(len(of_layer), last_stage + 1, at) for at in (stage, stage + 1))
+                first, end = (_first_layer(*even, at) for at in (stage, stage + 1))
             layers += np.where(chunk < x.stages, before[:, end] - before[:, first], 0)
             last_kind = np.where((chunk < x.stages) & (end > first), kind_of[end - 1], last_kind)
         last = (last_kind == np.arange(len(kinds))[:, None]).astype(np.float64)
@@ -93,9 +94,12 @@ def _units_of_ends(model: ModelSpec) -> tuple[tuple[Unit, tuple[tuple[bool, bool
 def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
     """The first layer of `stage` when `layers` are divided evenly over `stages` (see `kumi.spec.sharding.even_stages`);
     for stage = stages, one past the last."""
-    each, begin, end = even_stages(layers, stages)
-    found: Ints = each * stage + np.clip(stage - begin, 0, end - begin)
-    return found
+    return _first_layer(*even_stages(layers, stages), stage)
+
+
+def _first_layer(each: Ints, begin: Ints, end: Ints, stage: Ints) -> Ints:
+    """The same of stages that have `each` layers, and one more from `begin` to `end`."""
+    return each * stage + np.maximum(np.minimum(stage, end) - begin, 0)
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ What this version's trainer does not have besides is in `kumi.spec.trainable`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import lru_cache, reduce
 from math import gcd, isqrt
 from operator import and_, or_
 from typing import Any
@@ -412,7 +412,16 @@ def _schedule(batch: BatchSpec) -> Iterator[Rule]:
 
 def _by_schedule(x: Any, holds: Callable[[Schedule], Any]) -> Any:
     """What `holds` says of the schedule of `x`, or of each row's."""
-    return reduce(or_, (x.one_of("schedule", (name,)) & holds(one) for name, one in SCHEDULES.items()))
+    return reduce(or_, (x.one_of("schedule", names) & holds(SCHEDULES[names[0]]) for names in _alike()))
+
+
+@lru_cache
+def _alike() -> tuple[tuple[str, ...], ...]:
+    """The schedules, those together that take the same stages and microbatches."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, one in SCHEDULES.items():
+        found.setdefault((one.stages, one.more_stages, one.in_rounds, one.least_per_rank), []).append(name)
+    return tuple(tuple(names) for names in found.values())
 
 
 def _recompute(model: ModelSpec) -> Iterator[Rule]:

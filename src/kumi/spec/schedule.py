@@ -70,7 +70,8 @@ def placement(schedule: str, pp: int, stages: int) -> tuple[tuple[int, ...], ...
 def stage_of(turns: Any, pp: Any, rank: Any, chunk: int) -> Any:
     """Return the stage that `rank` holds as number `chunk` of its own, where stages go back over the ranks if `turns`;
     bools and ints, or arrays of them."""
-    return rank + chunk * pp + (chunk == 1) * turns * (pp - 1 - 2 * rank)
+    dealt = rank + chunk * pp
+    return dealt + turns * (pp - 1 - 2 * rank) if chunk == 1 else dealt
 
 
 def pattern(schedule: str, pp: int, stages: int, microbatches: int, rank: int) -> Pattern:

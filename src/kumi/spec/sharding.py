@@ -156,9 +156,8 @@ def rank_layers(layout: Any, layers: int, rank: Any) -> Any:
         return sum(layout.stage_layers[stage] for stage in placement(layout.schedule, layout.pp, layout.stages)[rank])
     pp, stages = layout.pp, layout.stages
     each, begin, end = even_stages(layers, pp * stages)
-    # Of the stages rank, rank + pp, ... so many come before stage n: (n - rank + pp - 1) // pp.
-    before = pp - 1 - rank
-    dealt = (end + before) // pp - (begin + before) // pp
+    # Of the stages rank, rank + pp, ... so many come before stage `end`, and only stage 0 can before `begin`.
+    dealt = (end - rank + pp - 1) // pp - (rank < begin)
     far = stage_of(True, pp, rank, 1)
     folded = 1 * ((begin <= rank) & (rank < end)) + ((begin <= far) & (far < end))
     return each * stages + dealt + layout.one_of("schedule", V_SHAPED) * (folded - dealt)
