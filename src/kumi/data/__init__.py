@@ -1,11 +1,12 @@
 """Records to tokens to training sequences, without torch.
 
 sources (which files) -> records (documents and faults) -> preparation (parallel, resumable)
-  -> store (.bin/.idx and meta.json) -> mix (sequence n as a pure function of data, seed and n)
+  -> store (.bin/.idx and meta.json) -> mix (sequence n as a pure function of data, seed and n) -> batches (of a step)
 """
 
 from __future__ import annotations
 
+from kumi.data.batches import BatchSource, MixtureSource
 from kumi.data.binfile import IndexedFile
 from kumi.data.mix import Batch, Mixture, Sweep
 from kumi.data.preparation import TOKENIZER, TOKENS, foreign_files, prepare
@@ -20,10 +21,12 @@ __all__ = [
     "TOKENIZER",
     "TOKENS",
     "Batch",
+    "BatchSource",
     "DataPathError",
     "Fault",
     "IndexedFile",
     "Mixture",
+    "MixtureSource",
     "Record",
     "Source",
     "Store",
