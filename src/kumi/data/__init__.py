@@ -11,11 +11,12 @@ from kumi.data.binfile import IndexedFile
 from kumi.data.mix import Batch, Mixture, Sweep
 from kumi.data.preparation import TOKENIZER, TOKENS, foreign_files, prepare
 from kumi.data.records import Fault, Record, read
-from kumi.data.sources import DataPathError, Source, expand, would_read
+from kumi.data.sources import DataPathError, expand, would_read
 from kumi.data.store import Store, StoredSource, inspect, open_store
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.tokenizer import load as load_tokenizer
 from kumi.data.tokenizer import train as train_tokenizer
+from kumi.spec.source import Source
 
 __all__ = [
     "TOKENIZER",

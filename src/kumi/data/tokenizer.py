@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kumi.data.sources import Source
 from kumi.errors import ConfigError
 from kumi.files.untrusted import TOKENIZER, read_bytes, read_object, strict_json
+from kumi.spec.source import Source
 
 # The file that marks a tokenizer as one that kumi trained, and says from what.
 ORIGIN = "kumi_tokenizer.json"
