@@ -65,7 +65,8 @@ def key(spec: type[Any], name: str, default: Any = None) -> Any:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # Validators are built when first used: a command needs those of a run or of a plan, not of both and each section.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class ModelSection(Section):
