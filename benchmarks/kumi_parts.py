@@ -77,7 +77,7 @@ def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> 
 
     model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm)
     optimizer = init_adamw(bare(model).named_parameters(), decayed(run.model), run.optim)
-    return Parts(run, mesh, model, optimizer, None, None, None)
+    return Parts(run, mesh, model, optimizer, None, None, None, None)
 
 
 def synthetic(rows: int, seq_len: int, vocab_size: int, documents: int) -> Batch:

@@ -17,11 +17,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from kumi.convert import convert, dcp_write, megatron, megatron_args
+from kumi.convert import convert, dcp_write, megatron
 from kumi.convert.dcp import open_checkpoint
 from kumi.convert.megatron_write import ITERATION, Options
 from kumi.convert.source import open_source
 from kumi.errors import ConfigError, KumiError, ModelError, RefusedError
+from kumi.megatron.args import to_config
 from kumi.spec import families
 from weights import read_tensors
 
@@ -209,7 +210,7 @@ ARGS = {
 
 @pytest.mark.parametrize("name", ["norm_epsilon", "layernorm_epsilon"])
 def test_the_epsilon_of_norms_has_had_two_names(name: str) -> None:
-    assert families.from_hf(megatron_args.to_config({**ARGS, name: 3e-7})).norm_eps == 3e-7
+    assert families.from_hf(to_config({**ARGS, name: 3e-7})).norm_eps == 3e-7
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_arguments_of_no_known_model_are_refused(changes: dict[str, Any], words:
     if "moe_layer_freq" in changes:
         args |= {"num_experts": 4, "moe_router_topk": 2, "ffn_hidden_size": 48}
     with pytest.raises(ModelError, match=words):
-        megatron_args.to_config(args | changes)
+        to_config(args | changes)
 
 
 def rewritten(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:

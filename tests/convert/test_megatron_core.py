@@ -19,7 +19,7 @@ from kumi import load_decoder
 from kumi.convert import convert, megatron
 from kumi.convert.megatron_write import ITERATION, Options
 from kumi.convert.source import open_source
-from kumi.plan.export import megatron_model
+from kumi.megatron import model as megatron_model
 from kumi.spec import families
 
 pytestmark = pytest.mark.skipif(

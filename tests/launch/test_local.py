@@ -194,7 +194,7 @@ def launch(tmp_path, fn, *args, nproc=2, grace=600.0):
     os.dup2(output, 2)
     code = 99
     try:
-        code = local.run(fn, args, nproc=nproc, log_dir=tmp_path / "logs", grace=grace)
+        code = local.run_ranks(fn, args, nproc=nproc, log_dir=tmp_path / "logs", grace=grace)
     except KumiError as error:
         os.write(2, f"{type(error).__name__}: {error}".encode())
         code = error.exit_code
@@ -240,10 +240,10 @@ def exists(pid):
 
 
 def test_one_rank_runs_in_this_process(tmp_path):
-    assert local.run(lambda: os.getpid() % 100 + 1, nproc=1, log_dir=tmp_path) == os.getpid() % 100 + 1
-    assert local.run(give_back, (None,), nproc=1, log_dir=tmp_path) == 0
+    assert local.run_ranks(lambda: os.getpid() % 100 + 1, nproc=1, log_dir=tmp_path) == os.getpid() % 100 + 1
+    assert local.run_ranks(give_back, (None,), nproc=1, log_dir=tmp_path) == 0
     with pytest.raises(LayoutError, match="as it is"):
-        local.run(lambda: fail_here(LayoutError("as it is")), nproc=1, log_dir=tmp_path)
+        local.run_ranks(lambda: fail_here(LayoutError("as it is")), nproc=1, log_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,7 +256,7 @@ def test_a_rank_that_torchrun_started_runs_in_this_process(tmp_path, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert local.run(lambda: os.getpid() % 100 + 1, nproc=4, log_dir=tmp_path) == os.getpid() % 100 + 1
+    assert local.run_ranks(lambda: os.getpid() % 100 + 1, nproc=4, log_dir=tmp_path) == os.getpid() % 100 + 1
 
 
 def test_ranks_meet_and_log(tmp_path, monkeypatch, capfd):
@@ -264,7 +264,7 @@ def test_ranks_meet_and_log(tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = dict(os.environ)
     handlers = [signal.getsignal(signum) for signum in signal.valid_signals()]
-    assert local.run(meet_and_tell, (tmp_path,), nproc=3, log_dir=tmp_path / "logs") == 0
+    assert local.run_ranks(meet_and_tell, (tmp_path,), nproc=3, log_dir=tmp_path / "logs") == 0
     threads = threads_per_rank(3, {})
     for rank in range(3):
         assert (tmp_path / str(rank)).read_text() == f"{rank} {rank} 3 {threads} lo {threads}"
@@ -306,31 +306,31 @@ def test_the_interface_of_ranks_that_others_started_leads_to_rank_0(monkeypatch)
 
 @pytest.mark.parametrize("code", [0, 75, 130, 143])
 def test_the_ranks_exit_code_comes_back(tmp_path, code):
-    assert local.run(give_back, (code,), nproc=2, log_dir=tmp_path) == code
+    assert local.run_ranks(give_back, (code,), nproc=2, log_dir=tmp_path) == code
 
 
 def test_ranks_of_a_parent_that_uses_cuda_are_spawned(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
-    assert local.run(give_back, (75,), nproc=2, log_dir=tmp_path) == 75
+    assert local.run_ranks(give_back, (75,), nproc=2, log_dir=tmp_path) == 75
 
 
 @pytest.mark.parametrize("how", [fail, fail_late])
 def test_the_first_ranks_sentence_is_the_error(tmp_path, capfd, how):
     with pytest.raises(LayoutError, match=r"^tp=6 does not divide 8$") as caught:
-        local.run(how, (LayoutError("tp=6 does not divide 8"),), nproc=3, log_dir=tmp_path)
+        local.run_ranks(how, (LayoutError("tp=6 does not divide 8"),), nproc=3, log_dir=tmp_path)
     assert caught.value.exit_code == 2
     assert capfd.readouterr() == ("", "")
 
 
 def test_an_error_of_another_package_keeps_its_exit_code(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
-        local.run(fail, (DataPathError("no such file"),), nproc=2, log_dir=tmp_path)
+        local.run_ranks(fail, (DataPathError("no such file"),), nproc=2, log_dir=tmp_path)
 
 
 def test_an_unexpected_error_is_shown_once_with_its_log(tmp_path, capfd):
     with pytest.raises(KumiError, match=r"rank 1 failed unexpectedly; all of it is in .*rank_00001.log") as caught:
-        local.run(fail, (ZeroDivisionError("one by zero"),), nproc=3, log_dir=tmp_path)
+        local.run_ranks(fail, (ZeroDivisionError("one by zero"),), nproc=3, log_dir=tmp_path)
     assert caught.value.exit_code == 1
     assert str(caught.value).count("Traceback") == 1
     assert str(caught.value).endswith("ZeroDivisionError: one by zero")
@@ -349,14 +349,14 @@ def test_a_rank_that_fails_does_not_wait_to_leave_its_group(tmp_path):
     )
     began = time.monotonic()
     with pytest.raises(LayoutError, match=r"^the reason$"):
-        local.run(fail_where_leaving_hangs, (run,), nproc=2, log_dir=tmp_path)
+        local.run_ranks(fail_where_leaving_hangs, (run,), nproc=2, log_dir=tmp_path)
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the state of a process")
 def test_a_stopped_rank_is_named(tmp_path):
     with pytest.raises(CommunicationError, match=r"^rank 1 \(stopped by a signal\) did not come .* rank 0 waited"):
-        local.run(stop_one, (4.0,), nproc=2, log_dir=tmp_path)
+        local.run_ranks(stop_one, (4.0,), nproc=2, log_dir=tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="only root may mount a small disk")
@@ -366,7 +366,7 @@ def test_the_reason_is_heard_on_a_full_disk(tmp_path):
         pytest.skip(f"this system does not allow a small disk: {mounted.stderr.decode().strip()}")
     try:
         with pytest.raises(SaveError, match=r"^the disk is full$"):
-            local.run(fail_on_a_full_disk, (tmp_path,), nproc=2, log_dir=tmp_path / "logs")
+            local.run_ranks(fail_on_a_full_disk, (tmp_path,), nproc=2, log_dir=tmp_path / "logs")
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
@@ -375,7 +375,7 @@ def test_memory_that_ran_out_is_told_from_another_kill(tmp_path, monkeypatch):
     kills = iter([3, 4])
     monkeypatch.setattr(local, "memory_kills", lambda: next(kills))
     with pytest.raises(DeviceMemoryError, match="rank 1 was killed by the system because memory ran out"):
-        local.run(die, (kill_self,), nproc=3, log_dir=tmp_path)
+        local.run_ranks(die, (kill_self,), nproc=3, log_dir=tmp_path)
 
 
 def test_no_room_for_semaphores_names_the_folder(tmp_path, monkeypatch):
@@ -386,7 +386,7 @@ def test_no_room_for_semaphores_names_the_folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(api.elastic_launch, "__call__", full)
     with pytest.raises(RefusedError, match=r"^/dev/shm: no space is left"):
-        local.run(give_back, (0,), nproc=2, log_dir=tmp_path)
+        local.run_ranks(give_back, (0,), nproc=2, log_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_a_dead_rank_stops_the_others(tmp_path, capfd, monkeypatch, how, sentenc
     monkeypatch.setattr("kumi.launch.watch._SETTLE_SECONDS", 0.5)
     began = time.monotonic()
     with pytest.raises(CommunicationError, match=sentence) as caught:
-        local.run(die, (how,), nproc=3, log_dir=tmp_path)
+        local.run_ranks(die, (how,), nproc=3, log_dir=tmp_path)
     assert caught.value.exit_code == 7
     assert time.monotonic() - began < 25, "the rank that slept was not stopped"
     assert capfd.readouterr() == ("", "")
@@ -419,7 +419,7 @@ def test_ranks_start_beside_a_thousand_open_files(tmp_path):
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         with pytest.raises(KumiError, match="rank 1 was killed by"):
-            local.run(die, (kill_self,), nproc=2, log_dir=tmp_path)
+            local.run_ranks(die, (kill_self,), nproc=2, log_dir=tmp_path)
     finally:
         for file in files:
             os.close(file)
@@ -428,13 +428,13 @@ def test_ranks_start_beside_a_thousand_open_files(tmp_path):
 
 def test_the_words_of_an_aborted_rank_are_shown(tmp_path):
     with pytest.raises(CommunicationError, match=r"rank 1 .* \(SIGABRT\); .*Received data size doesn't match .*; see "):
-        local.run(disagree, nproc=2, log_dir=tmp_path)
+        local.run_ranks(disagree, nproc=2, log_dir=tmp_path)
 
 
 def test_ranks_that_all_leave_without_a_word_do_not_hang_the_parent(tmp_path, monkeypatch):
     monkeypatch.setattr("kumi.launch.watch._SETTLE_SECONDS", 0.5)
     with pytest.raises(CommunicationError, match="ended with exit code 0 without saying why"):
-        local.run(leave, nproc=2, log_dir=tmp_path)
+        local.run_ranks(leave, nproc=2, log_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -497,7 +497,7 @@ def test_ranks_die_with_their_parent(tmp_path):
     # What it left lies beside the logs, and the next start removes it.
     assert [path.name for path in tmp_path.glob("kumi*")] == []
     (left,) = (tmp_path / "logs").glob(".launch-*")
-    assert local.run(give_back, (0,), nproc=2, log_dir=tmp_path / "logs") == 0
+    assert local.run_ranks(give_back, (0,), nproc=2, log_dir=tmp_path / "logs") == 0
     assert not left.exists()
 
 
@@ -506,7 +506,7 @@ def test_rank_0_keeps_the_terminal(tmp_path):
     if child == 0:
         code = 99
         try:
-            code = local.run(tell_terminal, (tmp_path,), nproc=2, log_dir=tmp_path / "logs")
+            code = local.run_ranks(tell_terminal, (tmp_path,), nproc=2, log_dir=tmp_path / "logs")
         finally:
             os._exit(code)
     assert exit_code(child) == 0

@@ -105,7 +105,7 @@ def _measure(machine: ClusterSpec, numerics: Numerics, *, quick: bool) -> tuple[
     with tempfile.TemporaryDirectory(prefix="kumi-bench-") as folder:
         result = Path(folder) / "found.json"
         arguments = (wanted, result)
-        code = local.run(measure_rank, arguments, nproc=machine.devices_per_node, log_dir=Path(folder) / "logs")
+        code = local.run_ranks(measure_rank, arguments, nproc=machine.devices_per_node, log_dir=Path(folder) / "logs")
         return code, read_found(json.loads(result.read_text())) if code == OK else None
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kumi.objectives import OBJECTIVES
-from kumi.spec.comm import COMPRESS
+from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
+from kumi.spec.lora import ALL, QUANTIZED, Lora
 from kumi.spec.lora import INITS as LORA_INITS
-from kumi.spec.lora import QUANTIZED
 from kumi.spec.numerics import parse
 from kumi.spec.optim_states import KINDS
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedules import SCHEDULES
+from kumi.spec.source import FORMATS, Source
 
 # Share of a run over which the rate climbs where the run file says nothing of it: see docs/decisions/warmup.md.
 WARMUP_RATIO = 0.03
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     ObjectiveKind: TypeAlias = str
     LoraInit: TypeAlias = str
     Quantize: TypeAlias = str
+    SourceFormat: TypeAlias = str
 else:
     Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[tuple(SCHEDULES)], Literal[OFFLOAD]
     Context = Literal[CONTEXT]
@@ -50,10 +53,21 @@ else:
     Compress = Literal[COMPRESS]
     ObjectiveKind = Literal[tuple(OBJECTIVES)]
     LoraInit, Quantize = Literal[LORA_INITS], Literal["none", *QUANTIZED]
+    SourceFormat = Literal[FORMATS]
+
+
+def key(spec: type[Any], name: str, default: Any = None) -> Any:
+    """Return the key of a run file that sets the field `name` of the dataclass `spec`: its text is that field's, and so
+    is its default, unless a run file writes it otherwise, as `default`."""
+    described = spec.__dataclass_fields__[name]
+    if default is None:
+        default = ... if described.default is MISSING else described.default
+    return Field(default, description=described.metadata["text"])
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # Validators are built when first used: a command needs those of a run or of a plan, not of both and each section.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class ModelSection(Section):
@@ -121,27 +135,14 @@ class ObjectiveSection(Section):
 class LoraSection(Section):
     """Adapters: with this section, small matrices beside those of a model's layers are trained, and nothing else."""
 
-    r: Positive = Field(16, description="Rank of the adapters.")
-    alpha: Annotated[Number, Field(gt=0)] = Field(
-        32.0, description="What an adapter gives is multiplied by `alpha` / `r`; `lora_alpha` in PEFT."
-    )
-    target_modules: tuple[Text, ...] | Text = Field(
-        "all-linear",
-        description="Matrices that get adapters, by the ends of their names in kumi (`q_proj`, `mlp.up_proj`); "
-        "'all-linear' is all those of the layers but routers, routed experts and, beside these, feed-forward layers.",
-    )
-    dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(
-        0.0, description="Share of an adapter's input that is dropped in training."
-    )
-    use_rslora: Switch = Field(False, description="Divide `alpha` by the square root of `r` instead.")
-    use_dora: Switch = Field(False, description="Train the length of each row of the adapted matrices apart (DoRA).")
-    init: LoraInit = Field(
-        "default", description="How adapters begin: 'default' as new linear layers, 'gaussian' normal with 1 / `r`."
-    )
-    quantize: Quantize = Field(
-        "none",
-        description="'nf4' keeps the frozen matrices of layers in four bits (QLoRA), with the package bitsandbytes.",
-    )
+    r: Positive = key(Lora, "r")
+    alpha: Annotated[Number, Field(gt=0)] = key(Lora, "alpha")
+    target_modules: tuple[Text, ...] | Text = key(Lora, "targets", default=ALL)
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = key(Lora, "dropout")
+    use_rslora: Switch = key(Lora, "use_rslora")
+    use_dora: Switch = key(Lora, "use_dora")
+    init: LoraInit = key(Lora, "init")
+    quantize: Quantize = key(Lora, "quantize", default="none")
     source: Text | None = Field(None, description="A folder of adapters, as PEFT writes them, to go on from.")
     merge: Switch = Field(
         False, description="Write the model with the adapters in it to `hf` at the end, besides the folder `adapter`."
@@ -151,15 +152,11 @@ class LoraSection(Section):
 class SourceSection(Section):
     """One source of documents."""
 
-    path: Text = Field(description="A file, folder or glob; {stdlib} is this Python's standard library.")
-    weight: Number = Field(
-        1.0, gt=0, description="Share of this source in the training tokens, relative to the others."
-    )
-    text_key: str = Field("text", description="The field that holds the text, in JSONL and parquet.")
-    format: Literal["auto", "jsonl", "parquet", "text", "indexed"] = Field(
-        "auto", description="How to read it; 'auto' goes by the suffix. 'indexed' is a Megatron .bin/.idx prefix."
-    )
-    exclude: tuple[str, ...] = Field((), description="Globs of files to leave out.")
+    path: Text = key(Source, "path")
+    weight: Annotated[Number, Field(gt=0)] = key(Source, "weight")
+    text_key: str = key(Source, "text_key")
+    format: SourceFormat = key(Source, "format")
+    exclude: tuple[str, ...] = key(Source, "exclude")
 
 
 class TrainedTokenizer(Section):
@@ -303,28 +300,12 @@ class LayoutSection(Section):
 class CommSection(Section):
     """How gradients and parameters travel between data-parallel ranks, and tokens between tensor-parallel ones."""
 
-    compress: Compress = Field(
-        "none",
-        description="What gradients are rounded to on their way: two bytes ('bf16', 'fp16'), or matrices of low rank "
-        "('powersgd', for whole replicas only).",
-    )
-    powersgd_rank: Positive = Field(4, description="Rank of these matrices.")
-    powersgd_start: Annotated[Positive, Field(ge=2)] = Field(
-        1000, description="Steps of a start that come before, with gradients as they are."
-    )
-    bucket_mb: Annotated[Number, Field(gt=0)] | None = Field(
-        None,
-        description="Size of the messages, in MiB, in which gradients of whole replicas are summed while the "
-        "backward pass goes on; by default PyTorch's 25.",
-    )
-    prefetch: Positive | None = Field(
-        None, description="How many layers ahead divided parameters are gathered; by default the next one."
-    )
-    async_tp: Switch = Field(
-        False,
-        description="Tensor-parallel GPUs of one node gather and sum tokens while they multiply others; needs "
-        "`layout.sequence_parallel`.",
-    )
+    compress: Compress = key(Comm, "compress")
+    powersgd_rank: Positive = key(Comm, "powersgd_rank")
+    powersgd_start: Annotated[Positive, Field(ge=2)] = key(Comm, "powersgd_start")
+    bucket_mb: Annotated[Number, Field(gt=0)] | None = key(Comm, "bucket_mb")
+    prefetch: Positive | None = key(Comm, "prefetch")
+    async_tp: Switch = key(Comm, "async_tp")
 
 
 class TrainSection(Section):

@@ -18,24 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.convert import dcp, megatron_args, pickles
+from kumi.convert import dcp, pickles
 from kumi.convert.entry import BLOCK_BYTES
-from kumi.convert.megatron_folder import LATEST, newest
 from kumi.convert.rectangles import Dims, overlap, seen, unit_rows
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError, RefusedError
 from kumi.files.untrusted import explain, open_stream, read_bytes
 from kumi.files.untrusted import inside as untrusted_file
+from kumi.megatron.args import from_run_config, to_config
+from kumi.megatron.checkpoint import COMMON, COMMON_ENTRY, LATEST, RUN_CONFIG, newest
+from kumi.megatron.names import VOCABULARY, Keys, files, parts
 from kumi.spec import families
 from kumi.spec.ledger import tensors
-from kumi.spec.megatron_weights import VOCABULARY, Keys, files, parts
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part
 
-COMMON, COMMON_ENTRY = "common.pt", "common_state/"
-RUN_CONFIG = "run_config.yaml"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYER_KEY = re.compile(r"decoder\.layers\.\d+\.")
 # Tensors that are no part of the model, by how their names begin, and what they are.
@@ -148,9 +147,9 @@ def _config(
             return families.read_config(place), place
     common = _common(inner, saved)
     if common.get("args") is not None:
-        return megatron_args.to_config(vars(common["args"])), None
+        return to_config(vars(common["args"])), None
     if (inner / RUN_CONFIG).is_file():
-        return megatron_args.to_config(megatron_args.from_run_config(_run_config(inner / RUN_CONFIG))), None
+        return to_config(from_run_config(_run_config(inner / RUN_CONFIG))), None
     raise ModelError(
         f"{inner}: has neither Megatron-LM's arguments nor {RUN_CONFIG}, so that nothing says what the "
         f"model is; give its config.json with --config"

@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from kumi.convert import dcp_write, hf_write
-from kumi.convert.megatron import COMMON, COMMON_ENTRY, box, inside, tensor_bytes
-from kumi.convert.megatron_args import to_args, to_give
-from kumi.convert.megatron_folder import LATEST
+from kumi.convert.megatron import box, inside, tensor_bytes
 from kumi.convert.rectangles import Dims
 from kumi.convert.safetensors_file import sync
 from kumi.convert.stream import Reader, threads
 from kumi.errors import ModelError
 from kumi.files.output import remove_tree
-from kumi.plan.export import megatron_model
-from kumi.plan.export.megatron_lm import BUILT_IN
+from kumi.megatron import model as megatron_model
+from kumi.megatron.args import BUILT_IN, to_args, to_give
+from kumi.megatron.checkpoint import COMMON, COMMON_ENTRY, LATEST
+from kumi.megatron.names import VOCABULARY, Keys, extra_states, keys_for, parts
 from kumi.progress import showing
 from kumi.spec.ledger import tensors
-from kumi.spec.megatron_weights import VOCABULARY, Keys, extra_states, keys_for, parts
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE

@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kumi.convert import hf, megatron_folder, native
+from kumi.convert import hf, native
 from kumi.convert.carried import carried, of_checkpoint
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError
+from kumi.megatron.checkpoint import is_checkpoint
 from kumi.paths import looked_for
 from kumi.spec import families
 from kumi.spec.families import quantised
@@ -77,7 +78,7 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
     """The model in `folder`, a Hugging Face folder, a checkpoint of kumi, or one of Megatron-Core, which may need to be
     told the model's `config` (a config.json)."""
     folder = Path(folder)
-    if megatron_folder.is_checkpoint(folder):
+    if is_checkpoint(folder):
         return _open_megatron(folder, config)
     if config is not None:
         raise ModelError(f"--config {config}: only Megatron checkpoints need one, and {folder} is none; leave it out")

@@ -1,28 +1,32 @@
 """Records to tokens to training sequences, without torch.
 
 sources (which files) -> records (documents and faults) -> preparation (parallel, resumable)
-  -> store (.bin/.idx and meta.json) -> mix (sequence n as a pure function of data, seed and n)
+  -> store (.bin/.idx and meta.json) -> mix (sequence n as a pure function of data, seed and n) -> batches (of a step)
 """
 
 from __future__ import annotations
 
+from kumi.data.batches import BatchSource, MixtureSource
 from kumi.data.binfile import IndexedFile
 from kumi.data.mix import Batch, Mixture, Sweep
 from kumi.data.preparation import TOKENIZER, TOKENS, foreign_files, prepare, train_tokenizer
 from kumi.data.records import Fault, Record, read
-from kumi.data.sources import DataPathError, Source, expand, would_read
+from kumi.data.sources import DataPathError, expand, would_read
 from kumi.data.store import Store, StoredSource, inspect, open_store
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.tokenizer import load as load_tokenizer
+from kumi.spec.source import Source
 
 __all__ = [
     "TOKENIZER",
     "TOKENS",
     "Batch",
+    "BatchSource",
     "DataPathError",
     "Fault",
     "IndexedFile",
     "Mixture",
+    "MixtureSource",
     "Record",
     "Source",
     "Store",

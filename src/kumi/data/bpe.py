@@ -20,12 +20,13 @@ from typing import Any
 
 from kumi.data import records, tokenizer, work
 from kumi.data.records import Fault
-from kumi.data.sources import Source, compression
+from kumi.data.sources import compression
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.worker import in_validation
 from kumi.errors import ConfigError, KumiError, RefusedError
 from kumi.files.output import make_folder, remove_file, write_text
 from kumi.files.untrusted import TOKENIZER, read_bytes, strict_json
+from kumi.spec.source import Source
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 _ALPHABET, _SPECIALS = 256, (EOS, PAD)

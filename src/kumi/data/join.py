@@ -17,13 +17,13 @@ import numpy as np
 import kumi
 from kumi.data import binfile, store, work
 from kumi.data.binfile import Array
-from kumi.data.sources import Source
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.verify import ContentDigest, add_checksums
 from kumi.data.work import SIDES, Plan, Unit
 from kumi.errors import ConfigError, KumiError
 from kumi.files.output import open_new
 from kumi.files.untrusted import json_record
+from kumi.spec.source import Source
 
 
 def join(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from kumi.data import pool, records, store, work
 from kumi.data.join import join
-from kumi.data.sources import DataPathError, Source
+from kumi.data.sources import DataPathError
 from kumi.data.store import Store
 from kumi.data.tokenizer import ORIGIN, Tokenizer
 from kumi.data.verify import verify
@@ -32,6 +32,7 @@ from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 from kumi.files.output import make_folder, open_kept, remove_tree
 from kumi.files.untrusted import json_record
 from kumi.progress import showing
+from kumi.spec.source import Source
 from kumi.units import format_count
 
 OWNER = ".kumi-data"

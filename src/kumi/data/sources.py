@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import glob
 import itertools
-import math
 import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kumi.errors import ConfigError
 from kumi.paths import looked_for
+from kumi.spec.source import FORMATS, Source
 
-FORMATS = ("auto", "jsonl", "parquet", "text", "indexed")
 COMPRESSIONS = (".gz", ".zst")
 _JSONL = frozenset({".jsonl", ".ndjson"})
 _PROSE = (".txt", ".md", ".rst", ".tex", ".org", ".html", ".xml")
@@ -46,24 +44,6 @@ _TEXT = frozenset({*_PROSE, *_CODE, *_SETTINGS})
 
 class DataPathError(ConfigError):
     """A data path that names nothing, or something whose format is not known."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """One named stream of documents: `weight` is its share in the mixture, `exclude` are globs of files to leave
-    out."""
-
-    path: str
-    weight: float = 1.0
-    text_key: str = "text"
-    format: str = "auto"
-    exclude: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ConfigError(f"data source {self.path!r}: format={self.format!r} is none of {', '.join(FORMATS)}")
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ConfigError(f"data source {self.path!r}: weight={self.weight} must be a finite number above 0")
 
 
 def expand(source: Source) -> list[Path]:

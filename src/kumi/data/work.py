@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from kumi.data import binfile, records
-from kumi.data.sources import Source, compression, expand, file_format
+from kumi.data.sources import compression, expand, file_format
 from kumi.data.tokenizer import Tokenizer
 from kumi.errors import RefusedError
 from kumi.files.untrusted import INDEX, read_object
+from kumi.spec.source import Source
 
 FORMAT_VERSION = 1
 SIDES = ("train", "validation")

@@ -1,1 +1,3 @@
-"""Starting the ranks of a run. `local`: on this machine; `signals`: how a run is asked to stop."""
+"""Starting the ranks of a run. `launchers`: which ways there are; `local`: on this machine; `signals`: how a run is
+asked to stop.
+"""

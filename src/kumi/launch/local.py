@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kumi.config import ResolvedRun
 from kumi.config.machine import threads_per_rank
 from kumi.errors import CommunicationError, RefusedError
 from kumi.launch import signals
@@ -37,7 +38,16 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
-def run(
+name = "local"
+most_nodes = 1
+
+
+def start(run: ResolvedRun, fn: Callable[..., int | None], args: tuple[Any, ...]) -> int:
+    """Have every rank of `run` on this machine do `fn(*args)`; its exit code (see `kumi.launch.launchers`)."""
+    return run_ranks(fn, args, nproc=run.cluster.devices_per_node, log_dir=run.out / "logs")
+
+
+def run_ranks(
     fn: Callable[..., int | None], args: tuple[Any, ...] = (), *, nproc: int, log_dir: Path | str, grace: float = 600.0
 ) -> int:
     """The exit code that `fn(*args)` returns (None is 0), run as each of `nproc` ranks of this machine.
@@ -54,7 +64,7 @@ def run(
             return fn(*args) or 0
     log_dir = Path(log_dir).absolute()
     log_dir.mkdir(parents=True, exist_ok=True)
-    return _run_ranks(fn, args, nproc, log_dir, grace)
+    return _run_under_agent(fn, args, nproc, log_dir, grace)
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
@@ -95,7 +105,9 @@ def _interface(place: Standing, nproc: int, environ: Mapping[str, str]) -> str |
     return outward_interface() if found == "lo" and place.world_size > nproc else found
 
 
-def _run_ranks(fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float) -> int:
+def _run_under_agent(
+    fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float
+) -> int:
     before, killed_before = dict(os.environ), memory_kills()
     threads = threads_per_rank(nproc, os.environ)
     os.environ.update(environment(nproc, before))
@@ -211,7 +223,7 @@ def _stopped_hard(flag: signals.StopFlag, grace: float) -> int:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Silences the agent's own reports of what `run` reports in a sentence."""
+    """Silences the agent's own reports of what `run_ranks` reports in a sentence."""
     import torch.distributed.launcher.api  # noqa: F401  (its loggers exist from here on)
 
     loggers = [

@@ -14,7 +14,7 @@ from kumi.errors import LayoutError
 # Launcher, and its variables for the rank, the number of ranks, and the rank within the machine. The first whose rank
 # or size is set counts. srun's size is that of the step: a batch script has SLURM_PROCID and SLURM_NTASKS, too.
 # srun comes last: it starts mpirun's daemons, whose place in their own step the ranks inherit.
-LAUNCHERS = (
+RANK_VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -44,7 +44,7 @@ def standing(environ: Mapping[str, str]) -> Standing | None:
 
     Raises LayoutError when `environ` sets only some of the variables that a rank needs, or sets them to nonsense.
     """
-    for launcher, rank, size, _ in LAUNCHERS:
+    for launcher, rank, size, _ in RANK_VARIABLES:
         ours = launcher == "torchrun"
         # Other launchers also start single programs, which start ranks of their own. PROCID is set in batch scripts.
         if not ({rank, size} & set(environ) if ours else environ.get(size, "1") != "1"):
@@ -61,7 +61,7 @@ def standing(environ: Mapping[str, str]) -> Standing | None:
 
 def _local_rank(environ: Mapping[str, str], rank: int, size: int) -> int | None:
     """The rank within the machine: LOCAL_RANK, or what a launcher says that counts the ranks in the same way."""
-    for launcher, rank_name, size_name, name in LAUNCHERS:
+    for launcher, rank_name, size_name, name in RANK_VARIABLES:
         same = (environ.get(rank_name), environ.get(size_name)) == (str(rank), str(size))
         if name in environ and (same or name == "LOCAL_RANK"):
             if not _is_number(environ[name]) or int(environ[name]) >= size:

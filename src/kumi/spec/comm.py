@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kumi.spec.cluster import ClusterSpec
+from kumi.spec.described import described
 from kumi.spec.engine import KUMI, Engine
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
@@ -16,22 +17,33 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Comm:
-    """Settings of communication, which change when and how much is sent; with `compress`, what arrives, too.
+    """How gradients and parameters travel between data-parallel ranks, and tokens between tensor-parallel ones.
 
-    `compress` is "none", "bf16" or "fp16" (gradients travel in two bytes, and are kept as wide as before), or
-    "powersgd" (of every matrix's gradient a product of two of `powersgd_rank`, and what that leaves out is added to the
-    next step's; Vogels et al., 2019, arXiv:1905.13727), which begins after `powersgd_start` steps. `bucket_mb` is the
-    size of the messages in which whole replicas are summed, `prefetch` how many units ahead divided parameters are
-    gathered; None leaves either to PyTorch. With `async_tp` tensor-parallel ranks, GPUs of one node, gather and sum
-    tokens while they multiply others.
+    Only `compress` changes values: "bf16" and "fp16" round what is sent, and gradients are kept as wide as before.
+    "powersgd" sends a product of two matrices for each matrix's gradient, and adds what that leaves out to the next
+    step's (Vogels et al., 2019, arXiv:1905.13727).
     """
 
-    compress: str = "none"
-    powersgd_rank: int = 4
-    powersgd_start: int = 1000
-    bucket_mb: float | None = None
-    prefetch: int | None = None
-    async_tp: bool = False
+    compress: str = described(
+        "What gradients are rounded to on their way: two bytes ('bf16', 'fp16'), or matrices of low rank "
+        "('powersgd', for whole replicas only).",
+        "none",
+    )
+    powersgd_rank: int = described("Rank of these matrices.", 4)
+    powersgd_start: int = described("Steps of a start that come before, with gradients as they are.", 1000)
+    bucket_mb: float | None = described(
+        "Size of the messages, in MiB, in which gradients of whole replicas are summed while the "
+        "backward pass goes on; by default PyTorch's 25.",
+        None,
+    )
+    prefetch: int | None = described(
+        "How many layers ahead divided parameters are gathered; by default the next one.", None
+    )
+    async_tp: bool = described(
+        "Tensor-parallel GPUs of one node gather and sum tokens while they multiply others; needs "
+        "`layout.sequence_parallel`.",
+        False,
+    )
 
 
 PLAIN = Comm()

@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
+from kumi.spec.described import described
+
 ALL = "all-linear"
 INITS = ("default", "gaussian")
 QUANTIZED = ("nf4",)
@@ -24,21 +26,25 @@ NF4_BITS, NF4_BLOCK = 4, 64
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of rank `r` on the matrices that `targets` name: the ends of module names, such as "q_proj" or
-    "mlp.up_proj", or "all-linear", which is every matrix of the layers but routers and routed experts.
+    """Adapters on the matrices of layers. A starts from `init`, B from zero; `quantize` is "" where a run file says
+    'none'."""
 
-    `dropout` is what is dropped of an adapter's input. A starts from `init`: "default" (uniform, as a new linear layer)
-    or "gaussian" (normal with 1 / r); B from zero. `quantize` "nf4" keeps frozen matrices of layers in four bits.
-    """
-
-    r: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] = (ALL,)
-    dropout: float = 0.0
-    use_rslora: bool = False
-    use_dora: bool = False
-    init: str = "default"
-    quantize: str = ""
+    r: int = described("Rank of the adapters.", 16)
+    alpha: float = described("What an adapter gives is multiplied by `alpha` / `r`; `lora_alpha` in PEFT.", 32.0)
+    targets: tuple[str, ...] = described(
+        "Matrices that get adapters, by the ends of their names in kumi (`q_proj`, `mlp.up_proj`); "
+        "'all-linear' is all those of the layers but routers, routed experts and, beside these, feed-forward layers.",
+        (ALL,),
+    )
+    dropout: float = described("Share of an adapter's input that is dropped in training.", 0.0)
+    use_rslora: bool = described("Divide `alpha` by the square root of `r` instead.", False)
+    use_dora: bool = described("Train the length of each row of the adapted matrices apart (DoRA).", False)
+    init: str = described(
+        "How adapters begin: 'default' as new linear layers, 'gaussian' normal with 1 / `r`.", "default"
+    )
+    quantize: str = described(
+        "'nf4' keeps the frozen matrices of layers in four bits (QLoRA), with the package bitsandbytes.", ""
+    )
 
     @property
     def scale(self) -> float:

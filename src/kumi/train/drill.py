@@ -26,8 +26,7 @@ def fire_drill(parts: Parts, state: TrainState, root: Path, attempt: str) -> Non
         remove_tree(root / FOLDER)  # of a run that was killed before it removed its own
     barrier(parts.mesh)
     folder = checkpoint.step_folder(root / FOLDER, state.step)
-    said = meta(state, parts.run, parts.store)
-    checkpoint.save(folder, pieces(parts), said, rank=rank, ranks=layout.world_size, attempt=attempt)
+    checkpoint.save(folder, pieces(parts), meta(state, parts), rank=rank, ranks=layout.world_size, attempt=attempt)
     barrier(parts.mesh)
     if rank == 0:
         remove_tree(root / FOLDER)

@@ -28,13 +28,14 @@ from kumi.parallel.state import Reader, fill, optimizer_pieces
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
 from kumi.train.agree import check_agreement
+from kumi.train.batches import OpenSource, mixture_source
 from kumi.train.callbacks import Callbacks, Listener
 from kumi.train.drill import fire_drill
 from kumi.train.evaluate import evaluate
 from kumi.train.folder import checkpoint_root
 from kumi.train.memory import TRIM_EVERY, keep_freed_memory, memory_errors, memory_now, out_of_memory, trim
 from kumi.train.metrics import Metrics, truncate_metrics
-from kumi.train.probe import write_probe
+from kumi.train.probe import probe_ids, write_probe
 from kumi.train.report import Reporter
 from kumi.train.resume import last_checkpoint, restored_state
 from kumi.train.state import Parts, TrainState, meta, pieces
@@ -42,26 +43,30 @@ from kumi.train.step import read_step, train_step
 from kumi.train.warmup import with_stored_warmup
 
 
-def train_rank(run: ResolvedRun, store: Store, listener: Listener | None = None) -> int:
+def train_rank(
+    run: ResolvedRun, store: Store, listener: Listener | None = None, open_source: OpenSource = mixture_source
+) -> int:
     """Train on this rank from where the run folder's last checkpoint left off; the exit code (see kumi.errors).
 
-    `listener` is told on rank 0 how the training goes, and may end it.
+    `listener` is told on rank 0 how the training goes, and may end it. `open_source` opens the batches of this rank.
     """
     stop = install()
     with memory_errors(run):
         place = init_distributed(run.cluster.device.kind, timeout_s=run.config.train.timeout_s)
         check_agreement(run, place)
-        code = _train(run, store, build_mesh(run.layout, place), stop, listener)
+        code = _train(run, store, build_mesh(run.layout, place), stop, listener, open_source)
     close_distributed()  # only after success: a rank that fails must not wait there for others
     return code
 
 
-def _train(run: ResolvedRun, store: Store, mesh: Mesh, stop: StopFlag, listener: Listener | None) -> int:
+def _train(
+    run: ResolvedRun, store: Store, mesh: Mesh, stop: StopFlag, listener: Listener | None, open_source: OpenSource
+) -> int:
     memory_before = memory_now(mesh.device)
     if mesh.device.type == "cpu":
         use(run.numerics or REFERENCE)
         keep_freed_memory()
-    parts, state = _restore(run, store, mesh)
+    parts, state = _restore(run, store, mesh, open_source)
     attempt = _attempt(mesh)
     saver = checkpoint.AsyncSaver(
         rank=mesh.rank, ranks=run.layout.world_size, attempt=attempt, timeout=run.config.train.timeout_s
@@ -72,7 +77,8 @@ def _train(run: ResolvedRun, store: Store, mesh: Mesh, stop: StopFlag, listener:
     reporter = Reporter(parts, state, metrics, memory_before, listener)
     reporter.legend()
     if state.step:
-        reporter.note(f"resumed after step {state.step} ({state.tokens} tokens, {state.sequences} sequences)")
+        data = "".join(f", {value} {name}" for name, value in parts.data.state(state.step).items())
+        reporter.note(f"resumed after step {state.step} ({state.tokens} tokens{data})")
     if parts.run.optim.warmup_steps != run.optim.warmup_steps:
         reporter.note(
             f"the warm-up stays {parts.run.optim.warmup_steps} steps, as the run began; optim.warmup_ratio="
@@ -150,14 +156,14 @@ def _save(
     """
     if state.saved != state.step:
         folder, keep = checkpoint.step_folder(root, state.step), parts.run.config.checkpoint.keep
-        saver.save(folder, pieces(parts), meta(state, parts.run, parts.store), keep=keep)
+        saver.save(folder, pieces(parts), meta(state, parts), keep=keep)
         state.saved = state.step
         listener.saved()
     if wait:
         saver.wait()
 
 
-def _restore(run: ResolvedRun, store: Store, mesh: Mesh) -> tuple[Parts, TrainState]:
+def _restore(run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource) -> tuple[Parts, TrainState]:
     """Model, optimizer and data as the last checkpoint left them, or as the run begins."""
     saved = last_checkpoint(run)
     state = TrainState() if saved is None else restored_state(saved, store, run)
@@ -184,10 +190,11 @@ def _restore(run: ResolvedRun, store: Store, mesh: Mesh) -> tuple[Parts, TrainSt
     if saved is not None:
         fill(optimizer_pieces(model, optimizer, mesh), saved.read)
     cross = run.config.data.cross_document
-    data = store.mixture(run.batch.seq_len, run.config.train.seed, cross_document=cross)
+    mixture = store.mixture(run.batch.seq_len, run.config.train.seed, cross_document=cross)
+    source = open_source(run, mixture, run.layout.dp_index(mesh.rank), None if saved is None else saved.meta)
     limit = run.config.eval.sequences
     held_out = store.sweep(run.batch.seq_len, cross_document=cross, limit=limit) if store.validation_tokens else None
-    return Parts(run, mesh, model, optimizer, data, held_out, store), state
+    return Parts(run, mesh, model, optimizer, source, held_out, store, probe_ids(mixture)), state
 
 
 def _attempt(mesh: Mesh) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from kumi.config import ResolvedRun
 from kumi.config.model import local_folder
-from kumi.config.schema import SourceSection
 from kumi.data import (
     TOKENIZER,
     TOKENS,
@@ -89,11 +88,7 @@ def tokenizer_folder(run: ResolvedRun) -> Path:
 
 
 def _sources(run: ResolvedRun) -> list[Source]:
-    return [_source(section) for section in run.config.data.sources]
-
-
-def _source(section: SourceSection) -> Source:
-    return Source(section.path, section.weight, section.text_key, section.format, section.exclude)
+    return [Source(**section.model_dump()) for section in run.config.data.sources]
 
 
 def _tokenizer(run: ResolvedRun) -> Tokenizer:

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kumi.data import Mixture
 from kumi.parallel import context, pipeline
 from kumi.parallel.data import release
 from kumi.spec.layout import AXES
 from kumi.train.state import Parts
-from kumi.train.step import to_device
 
 FILE = "probe.safetensors"
 ROWS, LENGTH = 3, 32
+
+
+def probe_ids(mixture: Mixture) -> npt.NDArray[np.int64]:
+    """Return the tokens (3, S) that the probe is made of: the beginnings of the first sequences of `mixture`."""
+    return np.ascontiguousarray(mixture.batch(0, ROWS)["input_ids"][:, :LENGTH])
 
 
 @torch.no_grad()
 def write_probe(parts: Parts, out: Path) -> None:
     """One rank, the first of those with the head, writes input ids (3, S) and the trained model's float32 logits
     (3, S, V) to `out`/probe.safetensors."""
-    batch = parts.data.batch(0, ROWS)
-    input_ids: Tensor = to_device(batch, parts.mesh.device)["input_ids"][:, :LENGTH].contiguous()
+    input_ids: Tensor = torch.from_numpy(parts.probe_ids).to(parts.mesh.device)
     parts.model.eval()
     with context.whole_sequences(parts.model):
         found = pipeline.forward(parts.model, parts.mesh, [{"input_ids": input_ids}])

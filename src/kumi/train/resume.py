@@ -132,4 +132,4 @@ def restored_state(saved: Checkpoint, store: Store, run: ResolvedRun) -> TrainSt
         skipped=meta.get("skipped_updates", 0),  # which earlier versions did not count
         in_a_row=meta.get("skipped_in_a_row", 0),
     )
-    return TrainState(meta["step"], meta["tokens"], meta["sequences"], scale, saved=meta["step"])
+    return TrainState(meta["step"], meta["tokens"], scale, saved=meta["step"])

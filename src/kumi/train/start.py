@@ -18,6 +18,7 @@ from kumi.config.schema import LayoutSection
 from kumi.data import Store
 from kumi.describe import console, describe, render
 from kumi.errors import OK, ConfigError, LayoutError, ModelError
+from kumi.launch.launchers import pick
 from kumi.launch.local import environment
 from kumi.launch.standing import Standing, standing
 from kumi.spec.families import check_trained
@@ -139,13 +140,9 @@ def _resumable(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:
 
 
 def _check_ranks(run: ResolvedRun, place: Standing | None) -> None:
-    """Nothing, when the ranks that a launcher started, or that this process will start, are those of the layout."""
-    needed, nodes = run.layout.world_size, run.cluster.nodes
-    if place is None and nodes > 1:
-        raise LayoutError(
-            f"cluster.nodes={nodes}: kumi starts the ranks of one machine only; start the {needed} ranks with a "
-            f"launcher such as torchrun, or set cluster.nodes=1"
-        )
+    """Raise LayoutError unless a launcher reaches the machines of `run` and WORLD_SIZE, where set, is its layout's."""
+    pick(run, place)
+    needed = run.layout.world_size
     if place is not None and place.world_size != needed:
         raise LayoutError(
             f"the layout needs {needed} ranks and WORLD_SIZE={place.world_size} were started; start {needed}, or set "
@@ -205,12 +202,11 @@ def _trained(run: ResolvedRun) -> bool:
 
 def _launch(run: ResolvedRun, store: Store, meeting: Meeting | None, listener: Listener | None) -> int:
     # torch comes in here, once: ranks are forked from this process and find it imported.
-    from kumi.launch import local
     from kumi.train.loop import train_rank
 
     if meeting is not None:
         meeting.await_all()
-    return local.run(train_rank, (run, store, listener), nproc=run.cluster.devices_per_node, log_dir=run.out / "logs")
+    return pick(run, standing(os.environ)).start(run, train_rank, (run, store, listener))
 
 
 def _data_line(store: Store) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from kumi import __version__
@@ -13,7 +15,7 @@ from kumi.config.machine import cpu_name
 from kumi.config.pinned import spelled
 from kumi.convert.base import digest
 from kumi.convert.origin import UNKNOWN, Origin, origin_of
-from kumi.data import Mixture, Store, Sweep
+from kumi.data import BatchSource, Store, Sweep
 from kumi.objectives import OBJECTIVES, Objective
 from kumi.parallel.grads import LossScale
 from kumi.parallel.mesh import Mesh
@@ -29,29 +31,30 @@ from kumi.train.warmup import warmup_meta
 
 @dataclass
 class TrainState:
-    """The only thing in kumi that changes: updates done, tokens trained on, sequences taken from the data.
+    """The only thing in kumi that changes: updates done, and tokens trained on.
 
     `saved` is the step of the last checkpoint that was begun or restored; None before any.
     """
 
     step: int = 0
     tokens: int = 0
-    sequences: int = 0
     scale: LossScale = field(default_factory=LossScale)
     saved: int | None = None
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What one rank trains with. `validation` is None when nothing is held out."""
+    """What one rank trains with. `validation` is None when nothing is held out. `probe_ids` (3, S) are the tokens on
+    which the exported model is compared with the trained one, equal on all ranks."""
 
     run: ResolvedRun
     mesh: Mesh
     model: nn.Module
     optimizer: Optimizer
-    data: Mixture
+    data: BatchSource
     validation: Sweep | None
     store: Store
+    probe_ids: npt.NDArray[np.int64]
 
     @property
     def objective(self) -> Objective:
@@ -68,20 +71,21 @@ def pieces(parts: Parts) -> list[Piece]:
     return owned(every, parts.model, parts.mesh, parts.run.optim)
 
 
-def meta(state: TrainState, run: ResolvedRun, store: Store) -> dict[str, Any]:
+def meta(state: TrainState, parts: Parts) -> dict[str, Any]:
     """What a checkpoint says besides its tensors: all that is needed to go on, and to export the model."""
+    run = parts.run
     return {
         "kumi": __version__,
         "run": run.config.name,
         "step": state.step,
         "tokens": state.tokens,
-        "sequences": state.sequences,
+        **parts.data.state(state.step),
         **warmup_meta(run),
         "loss_scale": state.scale.scale,
         "loss_scale_good_steps": state.scale.good_steps,
         "skipped_updates": state.scale.skipped,
         "skipped_in_a_row": state.scale.in_a_row,
-        "data": store.content,
+        "data": parts.store.content,
         "model": model_digest(run.model),
         "optimizer": run.optim.kind,
         "layout": spelled(run.layout),

@@ -68,7 +68,6 @@ def train_step(
     experts = balance.end(parts.model, run, mesh, scale)
     state.step += 1
     state.tokens += counts.tokens
-    state.sequences += run.batch.sequences
     scaling = state.scale if run.precision.loss_scaling else None
     return StepResult(state.step, total(loss, mesh), norm, lr, counts.tokens, counts.data_s, experts, scaling)
 
@@ -105,9 +104,7 @@ class StepCounts:
 def read_step(parts: Parts, state: TrainState, signal: int | None) -> StepCounts:
     """The next step's sequences, and what all ranks agree on. `signal` is the one this rank was sent, if any."""
     started = time.perf_counter()
-    share = parts.run.batch.sequences // parts.run.layout.dp
-    first = state.sequences + parts.run.layout.dp_index(parts.mesh.rank) * share
-    batch = parts.data.batch(first, share)
+    batch = parts.data.at(state.step)
     data_s = time.perf_counter() - started
     trained = int(np.count_nonzero(batch["labels"] != IGNORED))
     units, tokens, signal = _agree(parts.objective.count(batch), trained, signal, parts.mesh)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import kumi.megatron.layout as megatron_layout
+import kumi.megatron.model as megatron_model
 import kumi.plan.export.megatron as megatron
-import kumi.plan.export.megatron_model as megatron_model
 from kumi.plan.export.common import MADE_UP, floor, reduces_in_half, title, torchrun
 from kumi.plan.export.text import Code, comment, python_call
 from kumi.spec.job import Job
@@ -64,7 +65,7 @@ def model_arguments(job: Job, layout: Layout) -> dict[str, Any]:
     """Keyword arguments of the model provider."""
     fields = megatron_model.fields(job.model)
     fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
-    parallel = megatron.fields(job, layout)
+    parallel = megatron_layout.fields(job, layout)
     dtype = TORCH[job.precision.compute]
     return {
         **fields,
@@ -72,7 +73,7 @@ def model_arguments(job: Job, layout: Layout) -> dict[str, Any]:
         "share_embeddings_and_output_weights": job.model.tie_word_embeddings,
         "vocab_size": job.model.vocab_size,
         "should_pad_vocab": True,
-        "make_vocab_size_divisible_by": megatron.VOCAB_MULTIPLE,
+        "make_vocab_size_divisible_by": megatron_layout.VOCAB_MULTIPLE,
         "seq_length": job.batch.seq_len,
         **parallel,
         "params_dtype": dtype,
@@ -132,7 +133,7 @@ def _checkpoint_format(layout: Layout) -> str:
 
 
 def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
-    fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": megatron.FSDP.get(layout.zero)}
+    fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": megatron_layout.FSDP.get(layout.zero)}
     gathers = layout.zero > 0 and layout.dp_shard * layout.cp > 1
     overlap = layout.dp * layout.cp > 1 and job.engine.overlap_grads
     copies = {"num_distributed_optimizer_instances": layout.dp_replicate}
@@ -149,7 +150,7 @@ def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
 def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
     optim, moved = job.optim, layout.offload == "optimizer"
     return {
-        "optimizer": megatron.OPTIMIZERS[optim.kind],
+        "optimizer": megatron_layout.OPTIMIZERS[optim.kind],
         "lr": optim.lr,
         "min_lr": floor(optim),
         "weight_decay": optim.weight_decay,
@@ -179,7 +180,7 @@ def _scheduler(job: Job, steps: int) -> dict[str, Any]:
     optim = job.optim
     wsd = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": optim.decay_steps} if optim.schedule == "wsd" else {}
     return {
-        "lr_decay_style": megatron.LR_STYLES[optim.schedule],
+        "lr_decay_style": megatron_layout.LR_STYLES[optim.schedule],
         **wsd,
         "lr_warmup_iters": min(optim.warmup_steps, steps - 1),
         "start_weight_decay": optim.weight_decay,

@@ -8,25 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import kumi.megatron.layout as megatron_layout
+import kumi.megatron.model as megatron_model
 import kumi.plan.export.megatron as megatron
-import kumi.plan.export.megatron_model as megatron_model
-from kumi.plan.export.alike import alike, runs
+from kumi.megatron.args import ARGUMENTS, BUILT_IN
 from kumi.plan.export.common import MADE_UP, floor, only, reduces_in_half, title, torchrun
 from kumi.plan.export.text import arguments, bash_array, comment
+from kumi.spec.alike import alike, runs
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import LatentAttention, Rope
 
 FILE = "megatron_lm.sh"
-# Fields of TransformerConfig whose argument has another name.
-NAMES = {
-    "layernorm_epsilon": "norm-epsilon",
-    "num_moe_experts": "num-experts",
-    "num_query_groups": "num-query-groups",
-    "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
-}
-# Fields of MLATransformerConfig without an argument, and their defaults.
-BUILT_IN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 # Arguments written as a Python list expression.
 PATTERNS = ("moe_layer_freq", "window_attn_skip_freq")
 
@@ -66,7 +59,7 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
 
 def options(job: Job, layout: Layout, steps: int) -> dict[str, dict[str, Any]]:
     """The arguments by title, each as name and value; True is a bare flag."""
-    parallel = megatron.fields(job, layout)
+    parallel = megatron_layout.fields(job, layout)
     mixed = {name: parallel.pop(name) for name in ("bf16", "fp16")}
     recompute = {name: parallel.pop(name) for name in list(parallel) if name.startswith("recompute")}
     return {
@@ -101,7 +94,7 @@ def _named(fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if name in PATTERNS:
             value = runs(value)
-        found[NAMES.get(name, name.replace("_", "-"))] = value
+        found[ARGUMENTS.get(name, name).replace("_", "-")] = value
     return found
 
 
@@ -147,7 +140,7 @@ def _vocabulary(job: Job) -> dict[str, Any]:
         "untie-embeddings-and-output-weights": not job.model.tie_word_embeddings,
         "tokenizer-type": "NullTokenizer",
         "vocab-size": job.model.vocab_size,
-        "make-vocab-size-divisible-by": megatron.VOCAB_MULTIPLE,
+        "make-vocab-size-divisible-by": megatron_layout.VOCAB_MULTIPLE,
     }
 
 
@@ -158,7 +151,7 @@ def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
     return {
         "use-distributed-optimizer": layout.zero > 0,
         "use-megatron-fsdp": fsdp,
-        "data-parallel-sharding-strategy": megatron.FSDP.get(layout.zero),
+        "data-parallel-sharding-strategy": megatron_layout.FSDP.get(layout.zero),
         "init-model-with-meta-device": layout.zero == 3,
         "num-distributed-optimizer-instances": layout.dp_replicate if layout.zero and layout.dp_replicate > 1 else None,
         "ckpt-format": "fsdp_dtensor" if fsdp else "torch_dist",
@@ -182,10 +175,10 @@ def _optimizer(job: Job, steps: int) -> dict[str, Any]:
     own = {"sgd": {"sgd-momentum": optim.betas[0]}, "muon": {"muon-momentum": optim.betas[0]} | adam}
     wsd = {"lr-wsd-decay-style": "linear", "lr-wsd-decay-iters": optim.decay_steps} if optim.schedule == "wsd" else {}
     return {
-        "optimizer": megatron.OPTIMIZERS[optim.kind],
+        "optimizer": megatron_layout.OPTIMIZERS[optim.kind],
         "lr": optim.lr,
         "min-lr": floor(optim),
-        "lr-decay-style": megatron.LR_STYLES[optim.schedule],
+        "lr-decay-style": megatron_layout.LR_STYLES[optim.schedule],
         **wsd,
         "lr-warmup-iters": min(optim.warmup_steps, steps - 1),
         "weight-decay": optim.weight_decay,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kumi.plan.export.alike import Alike, alike, uncommon
 from kumi.plan.export.common import MADE_UP, floor, offload, only, optimizer, precision, title, torchrun
 from kumi.plan.export.text import to_yaml
+from kumi.spec.alike import Alike, alike, uncommon
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import Attention, ModelSpec

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kumi.plan.export.alike import Alike, alike, uncommon
+from kumi.spec.alike import Alike, alike, uncommon
 from kumi.spec.model import Attention, ModelSpec, MoE, Rope
 
 

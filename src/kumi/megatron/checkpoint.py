@@ -1,4 +1,4 @@
-"""Which folders hold Megatron-Core's distributed checkpoints; nothing in them is read, and torch is not imported."""
+"""The files of Megatron-Core's distributed checkpoints, and which folders hold one; `kumi.convert` reads them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from kumi.errors import ModelError, RefusedError
 from kumi.files.untrusted import read_bytes
 
 LATEST, METADATA = "latest_checkpointed_iteration.txt", ".metadata"
+# Megatron-LM's arguments and what else is no tensor: a file, or in a checkpoint of one format an entry.
+COMMON, COMMON_ENTRY = "common.pt", "common_state/"
+# Megatron-Bridge's configuration, beside the tensors.
+RUN_CONFIG = "run_config.yaml"
 
 
 def is_checkpoint(folder: Path) -> bool:

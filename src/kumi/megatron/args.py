@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.plan.export import megatron_model
-from kumi.plan.export.alike import alike
+from kumi.megatron.model import LLAMA3
+from kumi.megatron.model import fields as model_fields
+from kumi.spec.alike import alike
 from kumi.spec.model import ModelSpec, Rope
 
 # Arguments that Megatron-LM's --use-checkpoint-args leaves as they are, and what they are where they are not given.
@@ -39,11 +40,14 @@ NOT_TAKEN: dict[str, Any] = {
     "mscale_all_dim": 0.0,
 }
 # Fields of TransformerConfig, and the arguments that set them where these have another name.
-NAMES = {
+ARGUMENTS = {
     "layernorm_epsilon": "norm_epsilon",
     "num_moe_experts": "num_experts",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
 }
+# Fields of MLATransformerConfig without an argument, and their defaults.
+BUILT_IN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 _REMEDY = "give the model's config.json with --config"
 
 
@@ -52,10 +56,10 @@ def to_args(model: ModelSpec, *, dtype: str, padded_vocab: int) -> argparse.Name
     found = alike(model)
     if found is None:
         return None
-    fields = megatron_model.fields(model)
+    fields = model_fields(model)
     gated, activation = fields.pop("gated_linear_unit"), fields.pop("activation_func")
     heads, groups = fields["num_attention_heads"], fields.get("num_query_groups")
-    values: dict[str, Any] = {NAMES.get(name, name): value for name, value in fields.items()}
+    values: dict[str, Any] = {ARGUMENTS.get(name, name): value for name, value in fields.items()}
     values |= {
         "swiglu": gated and activation == "silu",
         "squared_relu": activation == "squared_relu",
@@ -128,7 +132,7 @@ def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments for the `model` of Megatron-Bridge's run_config.yaml."""
     activation = model.get("activation_func")
     name = str(activation.get("_target_", "") if isinstance(activation, Mapping) else activation).rpartition(".")[2]
-    found = {NAMES.get(key, key): value for key, value in model.items() if not isinstance(value, Mapping)}
+    found = {ARGUMENTS.get(key, key): value for key, value in model.items() if not isinstance(value, Mapping)}
     return found | {
         "swiglu": bool(model.get("gated_linear_unit")) and name in ("silu", "SiLU"),
         "untie_embeddings_and_output_weights": not model.get("share_embeddings_and_output_weights", True),
@@ -218,7 +222,7 @@ def _rope(args: Mapping[str, Any]) -> dict[str, Any]:
     theta = float(args.get("rotary_base") or 10_000)
     stretched = args.get("rotary_seq_len_interpolation_factor")
     if args.get("use_rope_scaling"):
-        low, high, original = megatron_model.LLAMA3
+        low, high, original = LLAMA3
         table: dict[str, Any] | None = {
             "rope_type": "llama3",
             "factor": float(args.get("rope_scaling_factor") or 8.0),

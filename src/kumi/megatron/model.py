@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kumi.plan.export.alike import Alike, alike
+from kumi.spec.alike import Alike, alike
 from kumi.spec.families.rope import mscales_to_hf
 from kumi.spec.model import MLP, Attention, LatentAttention, ModelSpec, MoE, Rope
 
