@@ -17,7 +17,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("run files and machines", ("describe", "config", "clusters")),
     ("reports of plans", ("report",)),
     ("the planner: memory, time, search", ("plan",)),
-    ("descriptions: frozen data", ("spec", "objectives")),
+    ("descriptions: frozen data", ("spec", "objectives", "megatron")),
     ("files, errors, units", ("hub", "files", "output", "progress", "units", "paths", "errors")),
 )
 TORCH = {"train", "bench", "launch", "convert", "dryrun", "parallel", "nn", "compat"}
