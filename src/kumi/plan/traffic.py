@@ -24,7 +24,7 @@ from kumi.plan.messages import (
 )
 from kumi.plan.stages import bounds
 from kumi.plan.types import Collective
-from kumi.plan.unit_messages import data_group, train_seconds, unit_messages
+from kumi.plan.unit_messages import UnitMessages, data_group, train_seconds, unit_messages
 from kumi.spec.job import Job
 from kumi.spec.layout import AXES as MESH_AXES
 from kumi.spec.layout import Layout
@@ -111,36 +111,49 @@ class _Own:
         return [*tables, *inner, *roots]
 
 
+# An FSDP unit, how many like it a rank has, and the messages of one.
+Counted = tuple[Unit, int, UnitMessages]
+
+
 def _data(own: _Own) -> Iterator[Collective]:
     """Gradients and parameters over the data axes, unit by unit; plain data parallelism reduces all at once."""
-    job, zero, times = own.job, own.layout.zero, own.microbatches
-    every, counts = {id(unit): unit for unit in own.units}, Counter(map(id, own.units))
-    sent = {key: unit_messages(job, own.x, unit) for key, unit in every.items()}
-    if zero == 0:
-        for routed, what in ((False, "gradients"), (True, "experts")):
-            parts = [counts[key] * sent[key].reduce.bytes for key in every if (every[key].name == "experts") == routed]
-            one = Message("all_reduce", data_group(routed=routed), sum(parts, np.zeros(1)), {}, what)
+    counts = Counter(map(id, own.units))
+    every = [(unit, counts[key]) for key, unit in {id(unit): unit for unit in own.units}.items()]
+    counted = [(unit, count, unit_messages(own.job, own.x, unit)) for unit, count in every]
+    for routed, what in ((False, "gradients"), (True, "experts")):
+        parts = [part for part in counted if (part[0].name == "experts") == routed]
+        if own.layout.zero:
+            yield from _divided(own, parts)
+        else:
+            size = sum((count * sent.reduce.bytes for _, count, sent in parts), np.zeros(1))
+            one = Message("all_reduce", data_group(routed=routed), size, {}, what)
             yield from _once(own, [(one, 1)], "backward")
-    else:
-        names = {key for key, unit in every.items() if unit.name in ("layer", "experts")}
-        # The last layer is not freed before its backward.
-        kept = {id(unit) for unit in own.units_of_layers[own.layers[-1]]} if own.layers else set()
-        again = {key: (counts[key] - (key in kept)) * (key in names) for key in every}
-        for routed in (False, True):
-            keys = [key for key, unit in every.items() if (unit.name == "experts") == routed]
-            if zero == 3:
-                for key in keys:
-                    count = times * (counts[key] + again[key])
-                    yield _collective(own, sent[key].gather, count, "forward+backward")
-            else:
-                yield from _once(own, [(sent[key].gather, counts[key]) for key in keys], "forward")
-            if zero > 1:
-                for key in keys:
-                    yield _collective(own, sent[key].reduce, times * counts[key], "backward")
-            else:
-                yield from _once(own, [(sent[key].reduce, counts[key]) for key in keys], "backward")
-            yield from _once(own, [(sent[key].copies, counts[key]) for key in keys], "backward")
     yield _collective(own, norm_message(own.x), 1, "update")
+
+
+def _divided(own: _Own, parts: Sequence[Counted]) -> Iterator[Collective]:
+    """The messages of units that ZeRO divides: what is sent in every microbatch one by one, what is sent once a step
+    together."""
+    zero, times = own.layout.zero, own.microbatches
+    if zero == 3:
+        for unit, count, sent in parts:
+            again = _gathered_again(own, unit, count)
+            yield _collective(own, sent.gather, times * (count + again), "forward+backward")
+    else:
+        yield from _once(own, [(sent.gather, count) for _, count, sent in parts], "forward")
+    if zero > 1:
+        yield from (_collective(own, sent.reduce, times * count, "backward") for _, count, sent in parts)
+    else:
+        yield from _once(own, [(sent.reduce, count) for _, count, sent in parts], "backward")
+    yield from _once(own, [(sent.copies, count) for _, count, sent in parts], "backward")
+
+
+def _gathered_again(own: _Own, unit: Unit, count: int) -> int:
+    """How many of `count` units like `unit` are gathered in the backward, too: those of layers but for the rank's last,
+    which is not freed before it. The gradient of a lookup needs no weights, and the root stays."""
+    if unit.name not in ("layer", "experts"):
+        return 0
+    return count - any(unit is kept for kept in own.units_of_layers[own.layers[-1]])
 
 
 def _once(own: _Own, train: Sequence[tuple[Message, int]], when: str) -> Iterator[Collective]:
