@@ -106,7 +106,7 @@ def test_layouts_that_do_not_fit_are_refused(layout, words, saved, tmp_path):
 
 
 def test_a_layout_is_for_checkpoints_only(saved, tmp_path):
-    with pytest.raises(ConfigError, match="only checkpoints of kumi are cut"):
+    with pytest.raises(ConfigError, match="only kumi checkpoints are sharded"):
         convert(saved(), tmp_path / "new", to="hf", layout="tp=2")
 
 

@@ -331,5 +331,5 @@ def test_verification_finds_an_old_row_that_changed(base, files, tmp_path, monke
     with pytest.raises(KumiError, match=r"'model\.embed_tokens\.weight' differs from"):
         extend(folder, tmp_path / "out", Request([add]), verify=True)
     assert open_source(tmp_path / "out").spec.vocab_size == ROWS
-    with pytest.raises(RefusedError, match="does not say that it was verified"):
+    with pytest.raises(RefusedError, match="has no record of a verification"):
         check_verified(tmp_path / "out")
