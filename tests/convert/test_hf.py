@@ -23,7 +23,7 @@ def change(folder: Path, edit) -> None:
 
 WRONG = [
     (lambda t: t.pop("model.norm.weight"), r"'model\.norm\.weight' is missing from the weights; fetch the model again"),
-    (lambda t: t.pop("lm_head.weight"), r"'lm_head\.weight' is missing .* tie_word_embeddings: true"),
+    (lambda t: t.pop("lm_head.weight"), r"'lm_head\.weight' is missing .* set tie_word_embeddings to true"),
     (lambda t: t.update(extra=torch.zeros(2)), r"'extra' \(2,\) has no place in the llama model"),
     (lambda t: t.update({"model.norm.weight": torch.zeros(31)}), r"'model\.norm\.weight' is \(31,\) in .*, \(32,\) in"),
     (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), r"has dtype I8; kumi reads F64"),
@@ -204,7 +204,7 @@ def test_a_failed_write_leaves_nothing(saved, tmp_path):
     tensors = list(read_tensors(source))
     for given, words in (
         (tensors[:-1], "never came"),
-        ([*tensors, tensors[0]], "came twice"),
+        ([*tensors, tensors[0]], "was given twice"),
         ([*tensors, ("extra", torch.zeros(1))], "'extra' is not a parameter"),
         ([(name, tensor[:1]) for name, tensor in tensors], r"is \(1"),
     ):

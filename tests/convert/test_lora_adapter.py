@@ -202,7 +202,7 @@ def _change(folder, **changes):
     ("change", "said"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"use_qalora": True}, "use_qalora=True is beyond"),
+        ({"use_qalora": True}, "use_qalora=True is a setting"),
         ({"init_lora_weights": "pissa"}, "changes the base weights"),
         ({"bias": "all"}, "bias='all'"),
         ({"r": 5}, "belong to different models"),
