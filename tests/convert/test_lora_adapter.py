@@ -210,7 +210,7 @@ def _change(folder, **changes):
         ({"lora_alpha": -1}, "must be a positive number"),
         ({"lora_alpha": 1e308}, "must be a positive number"),
         ({"alpha_pattern": {"q_proj": 10**30}}, "must be a positive number"),
-        ({"rank_pattern": [1]}, "must be a table"),
+        ({"rank_pattern": [1]}, "must be an object"),
         ({"use_dora": "yes"}, "must be true or false"),
         ({"rank_pattern": {"(a+)+$": 3}}, "names only"),
         ({"base_model_name_or_path": None}, "--base FOLDER"),

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kumi.convert.rectangles import Dims, in_runs, is_run, place, seen, strides
+from kumi.convert.rectangles import Dims, flat_index, is_contiguous, rows_are_contiguous, seen, strides
 from kumi.convert.runs import Run, opened, plain_run, read_all
 from kumi.convert.safetensors_read import Span
 from kumi.errors import ModelError
@@ -85,10 +85,10 @@ def run_of(entry: Entry, part: Part) -> Run | None:
 
     None where they are quantised, not contiguous in the file, or in another order than in the native tensor.
     """
-    if entry.decode is not None or not in_runs(part):
+    if entry.decode is not None or not rows_are_contiguous(part):
         return None
     itemsize = ITEMSIZE[entry.dtype]
-    return plain_run(entry.file, entry.offset + place(part.view, part.at) * itemsize, prod(part.size) * itemsize)
+    return plain_run(entry.file, entry.offset + flat_index(part.view, part.at) * itemsize, prod(part.size) * itemsize)
 
 
 def read_part(entry: Entry, part: Part, offsets: Dims, out: Tensor) -> None:
@@ -117,8 +117,8 @@ def _read_rectangle(entry: Entry, part: Part, at: Dims, size: Dims, out: Tensor)
     target = in_view(part, size, out)
     if target.numel() == 0:
         return
-    if is_run(part.view, size) and target.is_contiguous():
-        read_run(entry, place(part.view, at), target)
+    if is_contiguous(part.view, size) and target.is_contiguous():
+        read_run(entry, flat_index(part.view, at), target)
         return
     steps = strides(part.view)
     dim = next((dim for dim, count in enumerate(size) if count > 1), 0)
@@ -132,6 +132,6 @@ def _read_rectangle(entry: Entry, part: Part, at: Dims, size: Dims, out: Tensor)
         corner = (*at[:dim], at[dim] + low, *at[dim + 1 :])
         shape = (*size[:dim], count, *size[dim + 1 :])
         # Read from the first needed element to the last, including the gaps between them.
-        length = place(part.view, tuple(n - 1 for n in shape)) + 1
-        read_run(entry, place(part.view, corner), buffer[:length])
+        length = flat_index(part.view, tuple(n - 1 for n in shape)) + 1
+        read_run(entry, flat_index(part.view, corner), buffer[:length])
         target.narrow(dim, low, count).copy_(buffer.as_strided(shape, steps))

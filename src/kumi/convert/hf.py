@@ -12,7 +12,7 @@ from kumi.convert.card import model_card
 from kumi.convert.carried import is_carried
 from kumi.convert.entry import BLOCK_BYTES, Entry, entry_of, read_part, run_of
 from kumi.convert.hf_write import write
-from kumi.convert.rectangles import Dims, by_rows, is_run, overlap, place
+from kumi.convert.rectangles import Dims, flat_index, is_contiguous, overlap, rows_are_close
 from kumi.convert.runs import Run, plain_run
 from kumi.convert.safetensors_read import tensors_of as spans_of
 from kumi.convert.stream import Reader, Runs
@@ -82,7 +82,7 @@ def next_cut(stored: Stored, row: int) -> int:
     the entire tensor.
     """
     rows = stored.shape[0] if stored.shape else 1
-    if not all(by_rows(part) for part, _ in stored.parts):
+    if not all(rows_are_close(part) for part, _ in stored.parts):
         return rows
     row_bytes = max(1, prod(stored.shape[1:])) * ITEMSIZE[stored.dtype]
     return min(rows, row + max(1, BLOCK_BYTES // row_bytes))
@@ -95,9 +95,9 @@ def runs(stored: Stored) -> Runs | None:
     """
     result: list[Run] = []
     end = 0
-    for part, entry in sorted(stored.parts, key=lambda item: place(stored.shape, item[0].start)):
+    for part, entry in sorted(stored.parts, key=lambda item: flat_index(stored.shape, item[0].start)):
         run = run_of(entry, part)
-        if run is None or not is_run(stored.shape, part.extent) or place(stored.shape, part.start) != end:
+        if run is None or not is_contiguous(stored.shape, part.extent) or flat_index(stored.shape, part.start) != end:
             return None
         result.append(run)
         end += prod(part.extent)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from kumi.convert.rectangles import Dims, in_runs, is_run, overlap, place, seen, unit_rows
+from kumi.convert.rectangles import Dims, flat_index, is_contiguous, overlap, rows_are_contiguous, seen, unit_rows
 from kumi.convert.runs import Wrote
 from kumi.convert.safetensors_file import Layout
-from kumi.convert.stream import Bench, Job, Move, Reader, copy_job, write_at
+from kumi.convert.stream import Job, Move, Reader, ThreadBuffers, copy_job, write_at
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
@@ -20,7 +20,9 @@ from kumi.spec.weights import Part, Piece, files, parts
 def jobs(folder: Path, shards: Mapping[str, Layout], spec: ModelSpec, reader: Reader) -> list[Job]:
     """Return one job per native tensor whose parts are contiguous in the files, and one per remaining file tensor."""
     location = {name: (folder / file, layout) for file, layout in shards.items() for name in layout.shapes}
-    scattered = {name for name, pieces in files(spec).items() if not all(in_runs(piece.part) for piece in pieces)}
+    scattered = {
+        name for name, pieces in files(spec).items() if not all(rows_are_contiguous(piece.part) for piece in pieces)
+    }
     result = []
     for param in tensors(spec):
         param_parts = [part for part in parts(spec, param) if part.name not in scattered]
@@ -47,12 +49,12 @@ def _group_by_file(
 def _param_job(param: Param, param_parts: list[Part], reader: Reader, file: Path, layout: Layout) -> Job:
     """Return the job that writes those parts of `param` that belong into `file`."""
     dtype, runs = layout.dtypes[param_parts[0].name], reader.runs(param.name)
-    if runs is None or not all(is_run(param.shape, part.extent) for part in param_parts):
+    if runs is None or not all(is_contiguous(param.shape, part.extent) for part in param_parts):
         return _rows_job(param, param_parts, reader, file, layout)
     moves = []
     for part in param_parts:
-        offset = layout.offsets[part.name] + place(part.view, part.at) * ITEMSIZE[dtype]
-        moves.append(Move(place(param.shape, part.start), prod(part.extent), offset))
+        offset = layout.offsets[part.name] + flat_index(part.view, part.at) * ITEMSIZE[dtype]
+        moves.append(Move(flat_index(param.shape, part.start), prod(part.extent), offset))
     return copy_job(file, runs, moves, reader.dtypes[param.name], dtype)
 
 
@@ -61,12 +63,12 @@ def _rows_job(param: Param, param_parts: list[Part], reader: Reader, file: Path,
     dtype, rest = layout.dtypes[param_parts[0].name], param.shape[1:]
     low, high = min(part.start[0] for part in param_parts), max(part.start[0] + part.extent[0] for part in param_parts)
 
-    def work(handle: int, bench: Bench, wrote: Wrote) -> None:
+    def work(handle: int, buffers: ThreadBuffers, wrote: Wrote) -> None:
         row = low
         while row < high:
             end = min(high, reader.cut(param.name, row))
             start, shape = (row, *(0,) * len(rest)), (end - row, *rest)
-            data = bench.rows(reader, param.name, start, shape, dtype)
+            data = buffers.rows(reader, param.name, start, shape, dtype)
             for part in param_parts:
                 common = overlap(part.start, part.extent, start, shape)
                 if common:
@@ -82,7 +84,7 @@ def _rows_job(param: Param, param_parts: list[Part], reader: Reader, file: Path,
 
 def _offset(part: Part, offsets: Dims, size: Dims) -> int:
     """Return the index of the slice's first element in the flattened file tensor."""
-    return place(part.view, seen(part, offsets, size).at)
+    return flat_index(part.view, seen(part, offsets, size).at)
 
 
 def _scattered_job(name: str, pieces: tuple[Piece, ...], reader: Reader, file: Path, layout: Layout) -> Job:
@@ -95,8 +97,8 @@ def _scattered_job(name: str, pieces: tuple[Piece, ...], reader: Reader, file: P
     if run is not None:
         return copy_job(file, lambda: [run], [Move(0, prod(shape), layout.offsets[name])], dtype, dtype)
 
-    def work(handle: int, bench: Bench, wrote: Wrote) -> None:
-        assembled = bench.take("whole", shape, dtype)
+    def work(handle: int, buffers: ThreadBuffers, wrote: Wrote) -> None:
+        assembled = buffers.take("whole", shape, dtype)
         for piece in pieces:
             part, target = piece.part, assembled.view(piece.part.view)
             row, row_group = 0, unit_rows(part)
@@ -105,7 +107,7 @@ def _scattered_job(name: str, pieces: tuple[Piece, ...], reader: Reader, file: P
                 end = min(part.extent[0], -(-block_end // row_group) * row_group)
                 size = (end - row, *part.extent[1:])
                 start = (part.start[0] + row, *part.start[1:])
-                data = bench.rows(reader, piece.param.name, start, size, reader.dtypes[piece.param.name])
+                data = buffers.rows(reader, piece.param.name, start, size, reader.dtypes[piece.param.name])
                 rectangle = seen(part, (row, *(0,) * (len(size) - 1)), size)
                 region = target[tuple(slice(low, low + count) for low, count in zip(rectangle.at, rectangle.size))]
                 ordered = region.permute(part.order)

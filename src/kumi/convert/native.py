@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kumi.convert import carried, hf_write, stream
-from kumi.convert.rectangles import Dims, is_run, place
+from kumi.convert.rectangles import Dims, flat_index, is_contiguous
 from kumi.convert.runs import Run, Sums, Wrote
 from kumi.convert.safetensors_file import sync
 from kumi.convert.safetensors_read import Span
-from kumi.convert.stream import Bench, Job, Move, Reader, Runs, copy_job, write_at
+from kumi.convert.stream import Job, Move, Reader, Runs, ThreadBuffers, copy_job, write_at
 from kumi.errors import ModelError, RefusedError
 from kumi.files.output import remove_tree
 from kumi.spec.families import quantised
@@ -103,13 +103,13 @@ def reader(saved: SavedModel, spec: ModelSpec) -> Reader:
 def _runs(found: checkpoint.Checkpoint, name: str) -> Runs | None:
     """What lists the blocks of a tensor, in the order of its elements; None where a piece has only parts of rows."""
     stored = found.tensors[PREFIX + name]
-    whole = all(is_run(stored.shape, piece.extent) for piece in stored.pieces)
+    whole = all(is_contiguous(stored.shape, piece.extent) for piece in stored.pieces)
     return partial(_blocks, found, name) if whole else None
 
 
 def _blocks(found: checkpoint.Checkpoint, name: str) -> Iterator[Run]:
     stored = found.tensors[PREFIX + name]
-    for piece in sorted(stored.pieces, key=lambda piece: place(stored.shape, piece.start)):
+    for piece in sorted(stored.pieces, key=lambda piece: flat_index(stored.shape, piece.start)):
         for offset, nbytes, crc32 in found.blocks(PREFIX + name, piece):
             check = partial(found.compare, piece.file, repr(PREFIX + name), written=crc32)
             yield Run(found.folder / piece.file, offset, nbytes, partial(found.opened, piece.file), check)
@@ -218,12 +218,12 @@ def _job(file: Path, entry: dict[str, Any], dtype: str, source: Reader) -> Job:
     name = entry["name"].removeprefix(PREFIX)
     shape, start, extent = (tuple(entry[key]) for key in ("shape", "start", "extent"))
     runs = source.runs(name)
-    if runs is None or not is_run(shape, extent) or not prod(extent):
+    if runs is None or not is_contiguous(shape, extent) or not prod(extent):
         return _rows_job(file, entry, dtype, source)
     row_bytes = prod(extent[1:]) * ITEMSIZE[dtype]
     sums = Sums(block_rows(row_bytes) * row_bytes)
     entry["crc32"] = sums.sums
-    move = Move(place(shape, start), prod(extent), entry["offset"], sums)
+    move = Move(flat_index(shape, start), prod(extent), entry["offset"], sums)
     return copy_job(file, runs, [move], source.dtypes[name], dtype)
 
 
@@ -234,12 +234,12 @@ def _rows_job(file: Path, entry: dict[str, Any], dtype: str, source: Reader) -> 
     step, rows = block_rows(row_bytes), extent[0]
     entry["crc32"] = []
 
-    def work(handle: int, bench: Bench, wrote: Wrote) -> None:
+    def work(handle: int, buffers: ThreadBuffers, wrote: Wrote) -> None:
         row = 0
         while row < rows:
             cut = source.cut(name, start[0] + row) - start[0]
             end = min(rows, row + -(-max(1, cut - row) // step) * step)
-            data = bench.rows(source, name, (start[0] + row, *start[1:]), (end - row, *extent[1:]), dtype)
+            data = buffers.rows(source, name, (start[0] + row, *start[1:]), (end - row, *extent[1:]), dtype)
             entry["crc32"] += [zlib.crc32(as_bytes(data[low:high])) for low, high in blocks(end - row, row_bytes)]
             write_at(handle, data, entry["offset"] + row * row_bytes)
             wrote(data.nbytes)
