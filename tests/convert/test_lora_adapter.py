@@ -214,7 +214,7 @@ def _change(folder, **changes):
         ({"use_dora": "yes"}, "must be true or false"),
         ({"rank_pattern": {"(a+)+$": 3}}, "names only"),
         ({"base_model_name_or_path": None}, "--base FOLDER"),
-        ({"base_model_name_or_path": "/no/such"}, "is no folder here"),
+        ({"base_model_name_or_path": "/no/such"}, "is not a folder here"),
     ],
 )
 def test_what_is_not_understood_is_refused(saved, tmp_path, change, said):
