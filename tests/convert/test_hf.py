@@ -32,7 +32,7 @@ WRONG = [
     (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), r"has dtype I8, and kumi reads F64"),
     (
         lambda t: t.update({"norm.weight": t.pop("model.norm.weight")}),
-        r"the folder has 'norm\.weight': save the causal",
+        r"the folder has 'norm\.weight' instead: save the causal",
     ),
 ]
 
@@ -70,7 +70,7 @@ def test_files_that_are_not_there_or_not_readable(saved, tmp_path):
         load_decoder(folder)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
-    with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors named by .* is missing"):
+    with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors, named by .*, is missing"):
         load_decoder(folder)
     index.write_text("{}")
     with pytest.raises(ModelError, match="weight_map is empty"):
@@ -126,13 +126,13 @@ def test_experts_may_be_stored_as_one_tensor(saved):
         (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), r"experts\.3\.up_proj\.weight' is missing"),
         (
             lambda t: t.update({"model.layers.1.mlp.experts.4.up_proj.weight": torch.zeros(48, 32)}),
-            r"experts\.1\.down_proj\.weight' is float16, but .*experts\.0\.down_proj\.weight' is float32, and both",
+            r"experts\.4\.up_proj\.weight' \(48, 32\) is not a tensor of the olmoe model",
         ),
         (
             lambda t: t.update(
                 {"model.layers.0.mlp.experts.1.down_proj.weight": torch.zeros(32, 48, dtype=torch.float16)}
             ),
-            r"experts\.1\.down_proj\.weight' is float16, .*experts\.0\.down_proj\.weight' float32; parts of one tensor",
+            r"experts\.1\.down_proj\.weight' is float16, but .*experts\.0\.down_proj\.weight' is float32, and both",
         ),
     ],
 )
