@@ -34,7 +34,7 @@ def is_carried(spec: ModelSpec, name: str) -> bool:
     return bool(spec.weights.carried) and name.startswith(spec.weights.carried)
 
 
-def of_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str, Span]:
+def from_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str, Span]:
     """Return the passthrough tensors of the checkpoint `folder`, from its own file or from the Hugging Face folder
     `source`.
 

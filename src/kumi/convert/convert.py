@@ -13,7 +13,7 @@ from kumi.convert.card import mark_verified, model_card
 from kumi.convert.entry import DTYPES
 from kumi.convert.origin import origin_of
 from kumi.convert.publish import located
-from kumi.convert.source import Source, is_apart, open_source
+from kumi.convert.source import Source, is_adapter_folder, open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.checks import misfits
 from kumi.spec.layout import Layout
@@ -63,7 +63,7 @@ def convert(
     if megatron is not None and to != "megatron":
         raise ConfigError("convert: --megatron-local and --megatron-vocab are for --to megatron; leave them out")
     folder, target = located(src, "convert"), Path(dst)
-    is_adapter = is_apart(folder)
+    is_adapter = is_adapter_folder(folder)
     if base is not None and not is_adapter:
         raise ConfigError(f"--base {base}: only adapters have a base model, and {folder} holds none; leave --base out")
     source = _open_merged(folder, base) if is_adapter else open_source(folder, config)
@@ -123,8 +123,8 @@ def _dtypes(source: Source, dtype: str | None) -> Mapping[str, str]:
 
 def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
     origin = origin_of(source.folder)
-    made = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
-    card = model_card(name=target.name, model=source.spec, facts=made, origin=origin)
+    facts = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
+    card = model_card(name=target.name, model=source.spec, facts=facts, origin=origin)
     hf.write(
         target,
         source.spec,
@@ -148,7 +148,7 @@ def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layou
         source.reader,
         dtypes=dtypes,
         layout=layout,
-        beside=source.carried,
+        passthrough=source.carried,
         meta={"hf_config": dict(source.config), "tokenizer": tokenizer, "origin": origin_of(source.folder).plain()},
     )
 

@@ -112,7 +112,7 @@ def _write_pieces(
                 file_number += 1
                 file = (folder / f"__{group}_{file_number}.distcp").open("wb")
             start, data = file.tell(), piece.data
-            # torch.save writes the whole storage of a view.
+            # torch.save writes the entire storage of a view.
             torch.save(data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), file)
             info = _StorageInfo(f"__{group}_{file_number}.distcp", start, file.tell() - start)
             blank = Piece(piece.name, piece.shape, piece.start, data.to("meta"))

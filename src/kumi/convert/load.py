@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kumi.convert import hf, merge, native
 from kumi.convert.publish import located
-from kumi.convert.source import is_apart, open_source
+from kumi.convert.source import is_adapter_folder, open_source
 from kumi.errors import ConfigError
 from kumi.nn.decoder import Decoder
 from kumi.spec.model import ModelSpec
@@ -28,7 +28,7 @@ def load_decoder(source: str | Path, *, dtype: torch.dtype = torch.float32, base
     checkpoint, ConfigError if `source` does not exist, or if `base` is given for a complete model.
     """
     folder = model_folder(source)
-    if is_apart(folder):
+    if is_adapter_folder(folder):
         decoder = merge.decoder_of(merge.open_beside(folder, None if base is None else str(base)))
         return decoder.to(dtype)
     if base is not None:
@@ -59,14 +59,14 @@ def tokenizer_folder(source: str | Path) -> Path:
     Raise ConfigError if the checkpoint in `source` names no tokenizer.
     """
     folder = model_folder(source)
-    if is_apart(folder):
+    if is_adapter_folder(folder):
         return merge.open_beside(folder).base.folder
     if not native.is_checkpoint(folder):
         return folder
-    named = native.open_model(folder).tokenizer
-    if named is None:
+    tokenizer = native.open_model(folder).tokenizer
+    if tokenizer is None:
         raise ConfigError(f"{folder}: this checkpoint names no tokenizer; name the folder of its tokenizer")
-    return named
+    return tokenizer
 
 
 def weights_reader(folder: str | Path, spec: ModelSpec) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:

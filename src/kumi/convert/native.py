@@ -132,12 +132,12 @@ def write_model(
     dtypes: Mapping[str, str],
     layout: Layout,
     meta: Mapping[str, Any],
-    beside: Mapping[str, Span],
+    passthrough: Mapping[str, Span],
 ) -> None:
     """Write a checkpoint of the model `source` into `folder` (absent or empty), in the pieces of the ranks of `layout`.
 
-    With a layout of one rank the pieces are entire tensors, in files of about `SHARD_BYTES`. `beside` are passthrough
-    tensors.
+    With a layout of one rank the pieces are entire tensors, in files of about `SHARD_BYTES`. `passthrough` tensors are
+    copied unchanged.
     """
     staging = hf_write.unfinished(folder)
     remove_tree(staging)
@@ -156,8 +156,8 @@ def write_model(
                 output.truncate(len(header) + size)
             jobs += [_piece_job(file, entry, blank.dtype, source) for entry, blank in _by_entry(entries, shards[rank])]
         stream.run(jobs, str(folder))
-        if beside:
-            carried.write_spans(staging / carried.FILE, beside)
+        if passthrough:
+            carried.write_spans(staging / carried.FILE, passthrough)
             sync(staging / carried.FILE)
         for rank, (entries, header) in enumerate(layouts):
             sync(_shard_path(staging, rank))

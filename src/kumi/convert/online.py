@@ -35,7 +35,7 @@ def export_tensors(
     get empty ones.
 
     Parameters are cast to `dtype` before they are sent. Without it, and for buffers, the bits are those in training. A
-    rank holds one exported tensor at a time besides the model, and the caller may keep it. Passthrough tensors
+    rank holds one exported tensor at a time in addition to the model, and the caller may keep it. Passthrough tensors
     (`kumi.convert.carried`) do not change in training and are not exported.
 
     Raise ModelError for an unknown `to`, or for a model with adapters.

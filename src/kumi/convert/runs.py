@@ -114,7 +114,7 @@ class Target:
         return self.cast is None and self.sums is None
 
     def write(self, view: memoryview) -> None:
-        """Write whole elements."""
+        """Write the bytes of complete elements."""
         data = view if self.cast is None else self.cast(view)
         if self.sums is not None:
             self.sums.add(data)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kumi.convert import hf, megatron_folder, native
-from kumi.convert.carried import carried, of_checkpoint
+from kumi.convert.carried import carried, from_checkpoint
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError
@@ -103,7 +103,7 @@ def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
     )
 
 
-def is_apart(folder: Path) -> bool:
+def is_adapter_folder(folder: Path) -> bool:
     """True if `folder` holds adapters without their base model: in PEFT's format, or a run's checkpoint."""
     return (folder / "adapter_config.json").exists() or adapters_of_run(folder) is not None
 
@@ -131,7 +131,7 @@ def _open_native(folder: Path) -> Source:
     saved = native.open_model(folder)
     spec = families.from_hf(saved.config)
     native.check(saved, spec)
-    passthrough = of_checkpoint(folder, spec, saved.carried_from)
+    passthrough = from_checkpoint(folder, spec, saved.carried_from)
     return Source(folder, spec, saved.config, native.reader(saved, spec), saved.tokenizer, passthrough)
 
 
