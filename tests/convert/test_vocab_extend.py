@@ -311,7 +311,7 @@ def test_what_else_is_refused(base, files, tmp_path):
     with pytest.raises(ConfigError, match=r"there is a SentencePiece model \(tokenizer\.model\) alone"):
         extend(folder, tmp_path / "out", Request([add]))
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a tokenizer that can be read"):
+    with pytest.raises(ConfigError, match="not a readable tokenizer"):
         extend(folder, tmp_path / "out", Request([add]))
     assert not (tmp_path / "out").exists()
 
