@@ -127,7 +127,7 @@ def test_a_quantised_folder_is_loaded(saved):
     [
         ({"quant_method": "awq", "bits": 4}, "quantised by 'awq', and kumi reads fp8 and mxfp4 only"),
         ({}, "quantised by None"),
-        ({"quant_method": "fp8"}, r"weight_block_size None; kumi reads \[rows, columns\]"),
+        ({"quant_method": "fp8"}, r"weight_block_size None, and kumi reads \[rows, columns\]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 16]}, r"weight_block_size \[0, 16\]"),
         ({"quant_method": "fp8", "weight_block_size": [16, 16]}, r"scale_inv' is F32 .* in blocks of \[16, 16\] needs"),
         ("fp8", "quantization_config is 'fp8', no object"),

@@ -35,10 +35,9 @@ def is_carried(spec: ModelSpec, name: str) -> bool:
 
 
 def from_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str, Span]:
-    """Return the passthrough tensors of the checkpoint `folder`, from its own file or from the Hugging Face folder
-    `source`.
+    """Return the passthrough tensors of the checkpoint `folder`: from its own file, or from `source`.
 
-    Raise ModelError when `source` is not a folder any more.
+    `source` is the Hugging Face folder that training began from; raise ModelError if it is not a folder any more.
     """
     if (folder / FILE).exists():
         return read_header(inside(folder, FILE))

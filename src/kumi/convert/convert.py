@@ -40,8 +40,7 @@ def convert(
     megatron: Options | None = None,
     base: str | None = None,
 ) -> str:
-    """Convert the model in `src` (any format) into the new folder `dst`, and return a sentence that describes the
-    result.
+    """Convert the model in `src` (any format) into the new folder `dst`; return a sentence that describes the result.
 
     to         target format, one of `FORMATS`
     verify     read the folder back and compare it with `src`

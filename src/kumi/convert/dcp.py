@@ -281,7 +281,7 @@ def _blob(folder: Path, name: str, info: Any, sizes: dict[str, int]) -> Blob:
         sizes[file] = path.stat().st_size
     if offset + length > sizes[file]:
         raise RefusedError(
-            f"{folder / file}: has {sizes[file]} bytes, but {name!r} ends at byte {offset + length}; the "
-            f"file is truncated: copy it again"
+            f"{folder / file}: has {sizes[file]} bytes, but {name!r} ends at byte {offset + length}, so the "
+            f"file is truncated; copy it again"
         )
     return Blob(file, offset, length)

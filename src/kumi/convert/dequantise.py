@@ -82,8 +82,8 @@ def _block(folder: Path, quantization: Mapping[str, Any]) -> list[int] | None:
     if block is None and "weight_block_size" in quantization:
         return None
     raise ModelError(
-        f"{folder}: fp8 weights with weight_block_size {block!r}; kumi reads [rows, columns] such as [128, 128], "
-        f"or null for one scale per matrix: dequantise the model first"
+        f"{folder}: fp8 weights have weight_block_size {block!r}, and kumi reads [rows, columns] such as "
+        f"[128, 128], or null for one scale per matrix; dequantise the model first"
     )
 
 

@@ -49,8 +49,8 @@ UNKNOWN = Origin()
 def origin_of(folder: Path, name: str | None = None, commit: str | None = None) -> Origin:
     """Return the origin of a model made from `folder`, a Hugging Face folder or a kumi checkpoint.
 
-    For a download, `name` and `commit` are its repository and commit. For any other folder the origin is the base model
-    that its card names.
+    For a download, `name` and `commit` are its repository and commit. A checkpoint stores its origin. For any other
+    folder the origin is the base model that its card names.
     """
     if (folder / "meta.json").is_file() and not (folder / "config.json").is_file():
         return from_plain(_meta(folder).get("origin") or {})
