@@ -67,7 +67,7 @@ def test_layers_that_predict_further_ahead(case, saved, tmp_path):
         f"model.layers.{index}.{name}.weight" for index in (2, 3) for name in ("eh_proj", "enorm")
     ]
     said = convert(source, tmp_path / "native", to="kumi")
-    assert "and 4 tensors copied that are carried along" in said
+    assert "and 4 passthrough tensors copied unchanged" in said
     convert(tmp_path / "native", tmp_path / "back", to="hf")
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert tensors_of(tmp_path / "back").keys() == tensors_of(source).keys()
@@ -87,7 +87,7 @@ def test_a_changed_bit_of_what_is_carried_is_found(saved, tmp_path):
     with pytest.raises(ModelError, match=r"'model\.visual\.[\w.]+' differs from"):
         verify(open_source(source), open_source(tmp_path / "native"))
     file.unlink()
-    with pytest.raises(ModelError, match="which is carried along, is in one of source and target alone"):
+    with pytest.raises(ModelError, match="is in only one of source and target"):
         verify(open_source(source), open_source(tmp_path / "native"))
 
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_a_run_finds_what_it_left_in_its_source(saved, tmp_path)
     convert(tmp_path / "saved", tmp_path / "new", to="hf", verify=False)
     assert tensors_of(tmp_path / "new").keys() == tensors_of(source).keys()
     source.rename(tmp_path / "away")
-    with pytest.raises(ModelError, match=r"the tensors visual\.\* that its model carries along are in .* put it back"):
+    with pytest.raises(ModelError, match=r"the tensors visual\.\*, which kumi copies unchanged, are in .* restore it"):
         open_source(tmp_path / "saved")
 
 

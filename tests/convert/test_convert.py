@@ -147,9 +147,9 @@ def test_folders_with_a_name_like_the_target_are_left_alone(to, suffix, saved, t
 def test_an_adapter_and_a_target_inside_a_file_are_refused(saved, tmp_path):
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="a LoRA adapter, which is no model by itself: merge it"):
+    with pytest.raises(ModelError, match="a LoRA adapter, not a complete model; merge it"):
         open_source(tmp_path / "lora")
-    with pytest.raises(ModelError, match="peft_type is None; kumi reads adapters of LoRA"):
+    with pytest.raises(ModelError, match="peft_type is None, and kumi reads LoRA"):
         convert(tmp_path / "lora", tmp_path / "new", to="kumi")
     for to in ("hf", "kumi"):
         with pytest.raises(RefusedError, match=r"config\.json is a file; name another folder"):

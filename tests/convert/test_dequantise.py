@@ -116,7 +116,7 @@ def test_a_quantised_folder_is_loaded(saved):
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"has dtype F8_E4M3; kumi reads"):
+    with pytest.raises(ModelError, match=r"has dtype F8_E4M3, and kumi reads"):
         load_decoder(source)
     set_method(source, {"quant_method": "fp8", "weight_block_size": [24, 16]})
     assert torch.equal(open_source(source).read(name), meant[name])
@@ -125,9 +125,9 @@ def test_a_quantised_folder_is_loaded(saved):
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quantised by 'awq', which kumi does not read; it reads fp8 and mxfp4"),
+        ({"quant_method": "awq", "bits": 4}, "quantised by 'awq', and kumi reads fp8 and mxfp4 only"),
         ({}, "quantised by None"),
-        ({"quant_method": "fp8"}, "weight_block_size None; kumi reads those with a scale for"),
+        ({"quant_method": "fp8"}, r"weight_block_size None, and kumi reads \[rows, columns\]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 16]}, r"weight_block_size \[0, 16\]"),
         ({"quant_method": "fp8", "weight_block_size": [16, 16]}, r"scale_inv' is F32 .* in blocks of \[16, 16\] needs"),
         ("fp8", "quantization_config is 'fp8', no object"),

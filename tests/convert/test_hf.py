@@ -23,11 +23,17 @@ def change(folder: Path, edit) -> None:
 
 WRONG = [
     (lambda t: t.pop("model.norm.weight"), r"'model\.norm\.weight' is missing from the weights; fetch the model again"),
-    (lambda t: t.pop("lm_head.weight"), r"'lm_head\.weight' is missing .* tie_word_embeddings: true"),
-    (lambda t: t.update(extra=torch.zeros(2)), r"'extra' \(2,\) has no place in the llama model"),
-    (lambda t: t.update({"model.norm.weight": torch.zeros(31)}), r"'model\.norm\.weight' is \(31,\) in .*, \(32,\) in"),
-    (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), r"has dtype I8; kumi reads F64"),
-    (lambda t: t.update({"norm.weight": t.pop("model.norm.weight")}), r"it has 'norm\.weight': save the causal"),
+    (lambda t: t.pop("lm_head.weight"), r"'lm_head\.weight' is missing .* set tie_word_embeddings to true"),
+    (lambda t: t.update(extra=torch.zeros(2)), r"'extra' \(2,\) is not a tensor of the llama model"),
+    (
+        lambda t: t.update({"model.norm.weight": torch.zeros(31)}),
+        r"'model\.norm\.weight' is \(31,\) in .*, but \(32,\) in",
+    ),
+    (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), r"has dtype I8, and kumi reads F64"),
+    (
+        lambda t: t.update({"norm.weight": t.pop("model.norm.weight")}),
+        r"the folder has 'norm\.weight' instead: save the causal",
+    ),
 ]
 
 
@@ -64,7 +70,7 @@ def test_files_that_are_not_there_or_not_readable(saved, tmp_path):
         load_decoder(folder)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
-    with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors named by .* is missing"):
+    with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors, named by .*, is missing"):
         load_decoder(folder)
     index.write_text("{}")
     with pytest.raises(ModelError, match="weight_map is empty"):
@@ -120,13 +126,13 @@ def test_experts_may_be_stored_as_one_tensor(saved):
         (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), r"experts\.3\.up_proj\.weight' is missing"),
         (
             lambda t: t.update({"model.layers.1.mlp.experts.4.up_proj.weight": torch.zeros(48, 32)}),
-            r"experts\.4\.up_proj\.weight' \(48, 32\) has no place in the olmoe model",
+            r"experts\.4\.up_proj\.weight' \(48, 32\) is not a tensor of the olmoe model",
         ),
         (
             lambda t: t.update(
                 {"model.layers.0.mlp.experts.1.down_proj.weight": torch.zeros(32, 48, dtype=torch.float16)}
             ),
-            r"experts\.1\.down_proj\.weight' is float16, .*experts\.0\.down_proj\.weight' float32; parts of one tensor",
+            r"experts\.1\.down_proj\.weight' is float16, but .*experts\.0\.down_proj\.weight' is float32, and both",
         ),
     ],
 )
@@ -203,8 +209,8 @@ def test_a_failed_write_leaves_nothing(saved, tmp_path):
     source = saved()
     tensors = list(read_tensors(source))
     for given, words in (
-        (tensors[:-1], "never came"),
-        ([*tensors, tensors[0]], "came twice"),
+        (tensors[:-1], "were not given"),
+        ([*tensors, tensors[0]], "was given twice"),
         ([*tensors, ("extra", torch.zeros(1))], "'extra' is not a parameter"),
         ([(name, tensor[:1]) for name, tensor in tensors], r"is \(1"),
     ):

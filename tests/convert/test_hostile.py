@@ -41,27 +41,27 @@ def entry(edit):
 
 
 HEADERS = [
-    (lambda text: text[:-20], "its header is no JSON"),
-    (lambda text: f"[{text}]", "its header is no JSON object"),
-    (lambda text: "[" * 100_000, "no JSON: it is nested too deeply"),
+    (lambda text: text[:-20], "invalid JSON header"),
+    (lambda text: f"[{text}]", "its header is not a JSON object"),
+    (lambda text: "[" * 100_000, "invalid JSON header: it is nested too deeply"),
     (lambda text: text.replace('"b"', '"a"'), "the key 'a' is there twice"),
     (lambda text: text.replace('"dtype":"F32"', '"dtype":"F32","dtype":"F32"', 1), "the key 'dtype' is there twice"),
     (lambda text: text.replace("[3,2]", "[3,NaN]"), "NaN is no number"),
-    (lambda text: text.replace("[3,2]", "[" + "9" * 5000 + "]"), "its header is no JSON"),
-    (lambda text: text.replace('"pt"', "1"), "__metadata__ is no object of texts"),
-    (entry(lambda b: b.update(dtype="F99")), "'b' has dtype 'F99', which the format does not have"),
-    (entry(lambda b: b.update(dtype=["F32"])), "which the format does not have"),
-    (entry(lambda b: b.pop("shape")), "'b' does not have a dtype, a shape and data_offsets"),
-    (entry(lambda b: b.update(more=1)), "and these alone"),
-    (entry(lambda b: b.update(shape=[-3, -2])), r"'b' has the shape \[-3, -2\]"),
-    (entry(lambda b: b.update(shape=[True, 6])), r"'b' has the shape \[True, 6\]"),
-    (entry(lambda b: b.update(shape=[2**40, 2**40])), "'b' has the shape"),
-    (entry(lambda b: b.update(shape=[0, 2**70])), "'b' has the shape"),
-    (entry(lambda b: b.update(shape=[3, 3])), r"'b' F32 \(3, 3\) takes 36 bytes, its data_offsets are \[16, 40\]"),
+    (lambda text: text.replace("[3,2]", "[" + "9" * 5000 + "]"), "invalid JSON header"),
+    (lambda text: text.replace('"pt"', "1"), "__metadata__ is not an object of strings"),
+    (entry(lambda b: b.update(dtype="F99")), "'b' has the unknown dtype 'F99'"),
+    (entry(lambda b: b.update(dtype=["F32"])), "has the unknown dtype"),
+    (entry(lambda b: b.pop("shape")), "'b' must have exactly the keys dtype, shape and data_offsets"),
+    (entry(lambda b: b.update(more=1)), "must have exactly the keys"),
+    (entry(lambda b: b.update(shape=[-3, -2])), r"'b' has the invalid shape \[-3, -2\]"),
+    (entry(lambda b: b.update(shape=[True, 6])), r"'b' has the invalid shape \[True, 6\]"),
+    (entry(lambda b: b.update(shape=[2**40, 2**40])), "'b' has the invalid shape"),
+    (entry(lambda b: b.update(shape=[0, 2**70])), "'b' has the invalid shape"),
+    (entry(lambda b: b.update(shape=[3, 3])), r"'b' F32 \(3, 3\) takes 36 bytes, but its data_offsets are \[16, 40\]"),
     (entry(lambda b: b.update(dtype="F16")), r"'b' F16 \(3, 2\) takes 12 bytes"),
     (entry(lambda b: b.update(data_offsets=[0, 24])), "'b' overlaps the tensor before it|'a' overlaps"),
     (entry(lambda b: b.update(data_offsets=[20, 44])), "'b' leaves a gap before it"),
-    (entry(lambda b: b.update(shape=[3, 1], data_offsets=[16, 28])), r"its tensors end at byte \d+, the file has"),
+    (entry(lambda b: b.update(shape=[3, 1], data_offsets=[16, 28])), r"its tensors end at byte \d+, but the file has"),
     (entry(lambda b: b.update(shape=[2**50], data_offsets=[16, 16 + 4 * 2**50])), "its tensors end at byte"),
 ]
 
@@ -80,8 +80,8 @@ def test_headers_are_believed_only_when_they_describe_the_file(edit, words, tmp_
     ("raw", "words"),
     [
         (b"", "the file has 0"),
-        (b"\x02\0\0\0\0\0\0\0{", "to have 2 bytes, the file has 9"),
-        (b"\xff" * 8 + b"{}", "said to have 18446744073709551615 bytes, the file has 10"),
+        (b"\x02\0\0\0\0\0\0\0{", "length is 2 bytes, but the file has 9"),
+        (b"\xff" * 8 + b"{}", "length is 18446744073709551615 bytes, but the file has 10"),
     ],
 )
 def test_header_lengths_that_cannot_be(raw, words, tmp_path):
@@ -94,7 +94,7 @@ def test_a_header_of_gigabytes_is_not_read(tmp_path):
     with (tmp_path / SINGLE).open("wb") as file:  # sparse: it takes no room
         file.write((2**33).to_bytes(8, "little"))
         file.truncate(2**34)
-    with pytest.raises(ModelError, match="more than the 100000000 that the format allows"):
+    with pytest.raises(ModelError, match="at most 100000000 are allowed"):
         tensors_of(tmp_path)
 
 
@@ -119,14 +119,14 @@ INDEXES = [
     (lambda at: at.replace("two.saf", "two\\u0000.saf"), "is no plain file name"),
     (lambda at: at.replace("two.saf", "\\ud800.saf"), "half a surrogate pair"),
     (lambda at: at.replace("two.saf", "x" * 300 + ".saf"), "is no plain file name"),
-    (lambda at: at.replace('"two.safetensors"', "7"), "'b' is in 7, which is no safetensors file"),
-    (lambda at: at.replace("two.safetensors", "two.bin"), "which is no safetensors file"),
-    (lambda at: at.replace("two.saf", "three.saf"), "three.safetensors named by .* is missing"),
+    (lambda at: at.replace('"two.safetensors"', "7"), "'b' is in 7, which is not a safetensors file"),
+    (lambda at: at.replace("two.safetensors", "two.bin"), "which is not a safetensors file"),
+    (lambda at: at.replace("two.saf", "three.saf"), "three.safetensors, named by .*, is missing"),
     (lambda at: at.replace('"b"', '"a"'), "the key 'a' is there twice"),
-    (lambda at: at.replace("two.saf", "one.saf"), "'b' is not in one.safetensors, where .* says"),
+    (lambda at: at.replace("two.saf", "one.saf"), "'b' is not in one.safetensors, although .* says"),
     (lambda at: at.replace(', "b": "two.safetensors"', ', "c": "two.safetensors"'), "two.safetensors holds 'b', which"),
-    (lambda at: '{"weight_map": {"a": "two.safetensors", "b": "one.safetensors"}}', "'a' is in one.*, and in two"),
-    (lambda at: '{"weight_map": []}', "weight_map is empty or no object"),
+    (lambda at: '{"weight_map": {"a": "two.safetensors", "b": "one.safetensors"}}', "'a' is in one.*, but .* says two"),
+    (lambda at: '{"weight_map": []}', "weight_map is empty or not an object"),
     (lambda at: "[1]", "holds a list, not an object"),
     (lambda at: "[" * 100_000, "nested too deeply"),
 ]

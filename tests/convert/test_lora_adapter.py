@@ -202,19 +202,19 @@ def _change(folder, **changes):
     ("change", "said"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"use_qalora": True}, "use_qalora=True is beyond"),
-        ({"init_lora_weights": "pissa"}, "moves a part of the base's weights"),
+        ({"use_qalora": True}, "use_qalora=True is a setting"),
+        ({"init_lora_weights": "pissa"}, "changes the base weights"),
         ({"bias": "all"}, "bias='all'"),
         ({"r": 5}, "belong to different models"),
         ({"lora_alpha": "much"}, "must be a number"),
-        ({"lora_alpha": -1}, "no positive number"),
-        ({"lora_alpha": 1e308}, "no positive number"),
-        ({"alpha_pattern": {"q_proj": 10**30}}, "no positive number"),
-        ({"rank_pattern": [1]}, "must be a table"),
+        ({"lora_alpha": -1}, "must be a positive number"),
+        ({"lora_alpha": 1e308}, "must be a positive number"),
+        ({"alpha_pattern": {"q_proj": 10**30}}, "must be a positive number"),
+        ({"rank_pattern": [1]}, "must be an object"),
         ({"use_dora": "yes"}, "must be true or false"),
         ({"rank_pattern": {"(a+)+$": 3}}, "names only"),
         ({"base_model_name_or_path": None}, "--base FOLDER"),
-        ({"base_model_name_or_path": "/no/such"}, "is no folder here"),
+        ({"base_model_name_or_path": "/no/such"}, "is not a folder here"),
     ],
 )
 def test_what_is_not_understood_is_refused(saved, tmp_path, change, said):
@@ -230,12 +230,12 @@ def test_other_tensors_and_other_models_are_refused(saved, tmp_path):
     decoder = adapted(base, Lora(4, 6.0, ATTENTION))
     folder = written(decoder, tmp_path / "adapter", base)
     spec, tensors = open_source(base).spec, load_file(folder / WEIGHTS)
-    with pytest.raises(ModelError, match="set them alike"):
+    with pytest.raises(ModelError, match=r"change \[lora\] to match"):
         as_trained(read_adapters(folder, spec), replace(spec, lora=Lora(4, 7.0, ATTENTION)), folder)
     with pytest.raises(ModelError, match="disagree about"):
         as_trained(read_adapters(folder, spec), replace(spec, lora=Lora(4, 6.0, ("q_proj",))), folder)
     save_file(tensors | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}, folder / WEIGHTS)
-    with pytest.raises(ModelError, match="is no adapter of a matrix in the layers"):
+    with pytest.raises(ModelError, match="is not an adapter of a layer's matrix"):
         read_adapters(folder, spec)
     (folder / WEIGHTS).write_bytes(b"nothing")
     with pytest.raises(ModelError, match="header"):

@@ -84,7 +84,7 @@ def test_dtypes_change_only_when_asked(saved, tmp_path):
     assert same(expected, tensors(tmp_path / "new"))
     with pytest.raises(
         ConfigError,
-        match=r"--dtype int8: kumi writes weights as float64, float32, bfloat16, float16; name one of these",
+        match=r"--dtype int8: kumi writes weights as float64, float32, bfloat16, float16; choose one of these",
     ):
         convert(source, tmp_path / "other", to="hf", dtype="int8")
 
@@ -93,9 +93,9 @@ def test_dtypes_change_only_when_asked(saved, tmp_path):
     ("layout", "words"),
     [
         ("tp=3", r"--layout tp=3: tp=3 does not divide num_attention_heads=4"),
-        ("tp", r"'tp' is none of pp, dp_replicate, dp_shard, .* with a number"),
-        ("tp=2,tp=2", r"each once"),
-        ("size=2", r"'size=2' is none of"),
+        ("tp", r"'tp' must be one of pp, dp_replicate, dp_shard, .* with a number"),
+        ("tp=2,tp=2", r"each at most once"),
+        ("size=2", r"'size=2' must be one of"),
         ("dp_shard=2", r"zero=0 divides nothing, but dp_shard=2"),
     ],
 )
@@ -106,7 +106,7 @@ def test_layouts_that_do_not_fit_are_refused(layout, words, saved, tmp_path):
 
 
 def test_a_layout_is_for_checkpoints_only(saved, tmp_path):
-    with pytest.raises(ConfigError, match="only checkpoints of kumi are cut"):
+    with pytest.raises(ConfigError, match="only kumi checkpoints are sharded"):
         convert(saved(), tmp_path / "new", to="hf", layout="tp=2")
 
 

@@ -250,30 +250,30 @@ def test_tables_that_are_only_copied_and_ids_with_a_meaning_are_refused(base, fi
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"][ahead] = "ahead.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"layers\.2\.embed_tokens\.weight' \(309, 32\) is carried along.*at most 7"):
+    with pytest.raises(ModelError, match=r"layers\.2\.embed_tokens\.weight' \(309, 32\) unchanged.*at most 7"):
         extend(folder, tmp_path / "out", Request([many]))
     extend(folder, tmp_path / "out", Request([few]), verify=True)
     config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": 304}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"pad_token_id=304 is an id that the tokenizer has no token for.*at most 2"):
+    with pytest.raises(ModelError, match=r"pad_token_id=304 is an id without a token.*at most 2"):
         extend(folder, tmp_path / "again", Request([some]))
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("zap\nka\n", r":2: 'ka' is token \d+ of .* already; leave it out"),
-        (" ka", r":1: ' ka' is token \d+ of"),
-        ("<end>\n", ":1: '<end>' is token 300 of"),
-        ("zap\nzip\nzap\n", r":3: 'zap' stands already at .*:1; name a token once"),
+        ("zap\nka\n", r":2: 'ka' is already token \d+ of .*; leave it out"),
+        (" ka", r":1: ' ka' is already token \d+ of"),
+        ("<end>\n", ":1: '<end>' is already token 300 of"),
+        ("zap\nzip\nzap\n", r":3: 'zap' is already named at .*:1; name it once"),
         ("zap\n\nzip\n", ":2: '' is empty or blank"),
         ("  \n", ":1: '  ' is empty or blank"),
-        ("za\tp\n", r":1: 'za\\tp' has the character U\+0009"),
+        ("za\tp\n", r":1: 'za\\tp' has the control or unassigned character U\+0009"),
         ("za\x00p\n", r"U\+0000"),
-        ("", "holds no tokens; write one a line"),
+        ("", "holds no tokens; write one per line"),
         (b"\xffzap\n", "byte 0 is not UTF-8"),
-        ("x" * 1001, "a token of 1001 characters"),
-        ("zürich\n", "decoder would spell 'zürich' as 'z.rich'"),
+        ("x" * 1001, "the token has 1001 characters"),
+        ("zürich\n", "would decode 'zürich' as 'z.rich'"),
     ],
 )
 def test_tokens_that_cannot_be_added_are_named(text, words, base, files, tmp_path):
@@ -289,10 +289,10 @@ def test_what_else_is_refused(base, files, tmp_path):
     add, empty = files(add="zap\n", **{"empty.txt": "a b c"})
     for request, words in (
         (Request(), "nothing to add; name a file with --add or --special, or give --learn N and --data"),
-        (Request(learn=5), "--learn 5: there is nothing to learn from"),
-        (Request([add], init="zeros"), "--init zeros: rows begin as pieces, weighted, mean"),
+        (Request(learn=5), "--learn 5: there are no texts to learn from"),
+        (Request([add], init="zeros"), "--init zeros: must be one of pieces, weighted, mean"),
         (Request([str(tmp_path / "none")]), r"none: cannot be read \(No such file"),
-        (Request(learn=5, data=[empty]), "--learn 5: nothing in .* occurs twice"),
+        (Request(learn=5, data=[empty]), "--learn 5: .* has no pair of tokens that occurs twice"),
     ):
         with pytest.raises(ConfigError, match=words):
             extend(folder, tmp_path / "out", request)
@@ -302,16 +302,16 @@ def test_what_else_is_refused(base, files, tmp_path):
         extend(folder, tmp_path / "full", Request([add]))
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     byte_level(folder, size + 30, [*OLD, *NEW, "".join(NEW), Path(__file__).read_text()])
-    with pytest.raises(ModelError, match="the model 309 rows; they belong to different models"):
+    with pytest.raises(ModelError, match="the model only 309 rows; they belong to different models"):
         extend(folder, tmp_path / "out", Request([add]))
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"extends tokenizer\.json, and there is none; make one with transformers"):
+    with pytest.raises(ConfigError, match=r"extends a tokenizer\.json, but there is none; make one with transformers"):
         extend(folder, tmp_path / "out", Request([add]))
     (folder / "tokenizer.model").write_text("")
     with pytest.raises(ConfigError, match=r"there is a SentencePiece model \(tokenizer\.model\) alone"):
         extend(folder, tmp_path / "out", Request([add]))
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a tokenizer that can be read"):
+    with pytest.raises(ConfigError, match="not a readable tokenizer"):
         extend(folder, tmp_path / "out", Request([add]))
     assert not (tmp_path / "out").exists()
 
@@ -331,5 +331,5 @@ def test_verification_finds_an_old_row_that_changed(base, files, tmp_path, monke
     with pytest.raises(KumiError, match=r"'model\.embed_tokens\.weight' differs from"):
         extend(folder, tmp_path / "out", Request([add]), verify=True)
     assert open_source(tmp_path / "out").spec.vocab_size == ROWS
-    with pytest.raises(RefusedError, match="does not say that it was verified"):
+    with pytest.raises(RefusedError, match="has no record of a verification"):
         check_verified(tmp_path / "out")

@@ -70,10 +70,10 @@ def test_what_is_learnt_is_the_same_every_time_and_ends(tmp_path):
 
 
 def test_tokenizers_that_are_not_made_by_merging_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is a Unigram tokenizer, whose tokens are not made by merges; name"):
+    with pytest.raises(ConfigError, match="is a Unigram tokenizer, and kumi learns tokens by BPE merges only; name"):
         learnt(unigram(tmp_path / "unigram"))
     folder = byte_level(tmp_path / "bpe", end_of_word_suffix="</w>")
-    with pytest.raises(ConfigError, match="marks where words end or go on"):
+    with pytest.raises(ConfigError, match="has markers for the end or continuation of words"):
         learnt(folder)
     data = json.loads((byte_level(tmp_path / "bare") / "tokenizer.json").read_text()) | {"pre_tokenizer": None}
     (tmp_path / "bare" / "tokenizer.json").write_text(json.dumps(data))

@@ -82,7 +82,7 @@ REASONS: dict[str, list[str]] = {
     "a file in a folder that was made for it just now": [
         "convert/adapter.py write_adapter",
         "convert/carried.py write_spans",
-        "convert/dcp_write.py write _pieces _objects _saved",
+        "convert/dcp_write.py write _write_pieces _write_objects _archive",
         "convert/hf_write.py write _write_json",
         "convert/megatron_write.py write _write_json",
         "convert/native.py write_model",

@@ -120,13 +120,13 @@ def test_a_push_that_failed_goes_on_and_the_folder_stays(hub, model, token, tmp_
 def test_only_what_was_verified_and_is_unchanged_is_pushed(hub, model, token, tmp_path):
     folder, _ = model
     convert(folder, tmp_path / "plain", to="hf", verify=False)
-    with pytest.raises(RefusedError, match=r"README\.md does not say that it was verified"):
+    with pytest.raises(RefusedError, match=r"README\.md has no record of a verification"):
         publish(tmp_path / "plain", "me/mine")
     convert(folder, tmp_path / "out", to="hf", verify=True)
     check_verified(tmp_path / "out")
     file = tmp_path / "out" / "config.json"
     file.write_text(file.read_text().replace('"vocab_size"', '"vocab_size" '))
-    with pytest.raises(RefusedError, match="its files are not those that were verified"):
+    with pytest.raises(RefusedError, match="its files have changed since they were verified"):
         publish(tmp_path / "out", "me/mine")
     with pytest.raises(RefusedError, match=r"holds neither a Hugging Face model"):
         publish(tmp_path, "me/mine")

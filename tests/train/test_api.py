@@ -141,7 +141,7 @@ def test_a_model_is_read_from_wherever_a_run_leaves_it(small):
     assert not torch.equal(kumi.load_decoder(out / "checkpoints" / "step_000002")(ids), logits)
     with pytest.raises(ConfigError, match="base"):
         kumi.load_decoder(out / "hf", base=out)
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="neither a folder below"):
         kumi.load_decoder(out / "hff")
     with pytest.raises(ModelError, match="neither"):
         kumi.load_decoder(small.folder)

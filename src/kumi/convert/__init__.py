@@ -1,4 +1,4 @@
-"""Weights in and out, a tensor at a time: Hugging Face folders and kumi's checkpoints."""
+"""Convert, load and export weights one tensor at a time: Hugging Face folders, kumi and Megatron checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["convert", "load_decoder", "weights_reader"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what makes tensors when it is first used, since it needs torch, and copying files does not."""
+    """Import `kumi.convert.load` on first use: it needs torch, and converting files does not."""
     if name not in __all__:
         raise AttributeError(f"module 'kumi.convert' has no attribute {name!r}")
     from kumi.convert import load

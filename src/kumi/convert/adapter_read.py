@@ -1,4 +1,4 @@
-"""Adapters in the format of PEFT, read strictly: whatever is not understood is refused, for it would be left out."""
+"""Read LoRA and DoRA adapters in PEFT's format strictly: a setting that kumi does not understand is an error."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kumi.spec.adapters import takes
 from kumi.spec.ledger import ops
 from kumi.spec.model import ModelSpec
 
-# Keys of the configuration that say nothing about what the adapters compute.
-_BESIDE = (
+# Keys of adapter_config.json that do not change the function that the adapters compute.
+_NO_EFFECT = (
     "auto_mapping",
     "base_model_name_or_path",
     "ensure_weight_tying",
@@ -41,7 +41,7 @@ _BESIDE = (
     "task_type",
     "fan_in_fan_out",
 )
-# Keys that are read, with the types of their values.
+# Keys that kumi reads, and the allowed types of their values.
 _READ: dict[str, tuple[type, ...]] = {
     "peft_type": (str,),
     "bias": (str,),
@@ -55,18 +55,23 @@ _READ: dict[str, tuple[type, ...]] = {
     "revision": (str,),
     "fan_in_fan_out": (bool,),
 }
-_WORDS: dict[type, str] = {str: "a text", int: "a number", bool: "true or false", dict: "a table"}
-# A rank is at most a matrix's width; alpha is published up to 512.
-_MOST = 1e6
-# Other ways to begin take something out of the base's own weights.
+_TYPE_NAMES: dict[type, str] = {str: "a string", int: "a number", bool: "true or false", dict: "an object"}
+# Upper bound for r (at most a matrix's width) and alpha (published adapters use up to 512).
+_MAX = 1e6
+# Initialisations that leave the base weights unchanged. Others (PiSSA, OLoRA ...) subtract from them.
 _INITS = (True, False, "gaussian", "orthogonal", None)
 _ENDINGS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What stands beside a native matrix (out, in): `a` (r, in) and `b` (out, r), multiplied by `scale`, and DoRA's
-    `magnitude` (out,)."""
+    """The adapter of a native matrix (out, in).
+
+    a            (r, in)
+    b            (out, r)
+    scale        factor of the product b @ a
+    magnitude    (out,) DoRA's row norms; None for LoRA
+    """
 
     a: Tensor
     b: Tensor
@@ -75,72 +80,77 @@ class Adapter:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the adapters in `folder`, once it is sure that all it says is understood."""
+    """Return adapter_config.json of `folder`; raise ModelError unless kumi understands every setting in it."""
     path = folder / CONFIG
-    found = read_object(folder, CONFIG)
-    if found.get("peft_type") != "LORA":
+    config = read_object(folder, CONFIG)
+    if config.get("peft_type") != "LORA":
         raise ModelError(
-            f"{path}: peft_type is {brief(found.get('peft_type'))}; kumi reads adapters of LoRA and DoRA, 'LORA'"
+            f"{path}: peft_type is {brief(config.get('peft_type'))}, and kumi reads LoRA and DoRA adapters only; "
+            f"merge with peft instead"
         )
-    known = (*_BESIDE, *_READ)
-    for key, value in found.items():
+    known_keys = (*_NO_EFFECT, *_READ)
+    for key, value in config.items():
         if value is not None and not _has_type(value, _READ.get(key, (object,))):
-            raise ModelError(f"{path}: {key}={brief(value)} must be {_WORDS[_READ[key][0]]}; fetch the file again")
+            raise ModelError(f"{path}: {key}={brief(value)} must be {_TYPE_NAMES[_READ[key][0]]}; fetch the file again")
         empty = value is None or value is False or value in ({}, [], "", 0)
-        if key not in known and not empty:
+        if key not in known_keys and not empty:
             raise ModelError(
-                f"{path}: {key[:60]}={brief(value)} is beyond what kumi knows of LoRA; merge with peft instead"
+                f"{path}: {key[:60]}={brief(value)} is a setting that kumi does not support; merge with peft instead"
             )
-    if found.get("init_lora_weights", True) not in _INITS:
+    if config.get("init_lora_weights", True) not in _INITS:
         raise ModelError(
-            f"{path}: init_lora_weights={brief(found['init_lora_weights'])} moves a part of the base's weights into "
-            f"the adapters; save them with peft's path_initial_model_for_weight_conversion first"
+            f"{path}: init_lora_weights={brief(config['init_lora_weights'])} changes the base weights; convert the "
+            f"adapters with peft's path_initial_model_for_weight_conversion first"
         )
-    if found.get("bias", "none") != "none":
-        raise ModelError(f"{path}: bias={brief(found['bias'])}: kumi reads adapters with bias 'none' only")
-    return found
+    if config.get("bias", "none") != "none":
+        raise ModelError(
+            f"{path}: bias={brief(config['bias'])}: kumi supports bias 'none' only; merge with peft instead"
+        )
+    return config
 
 
 def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
-    """The adapters in `folder` by the native names of the matrices they stand beside (without ".weight"), in float32.
+    """Return the adapters in `folder`, in float32, by the native name of their matrix (without ".weight").
 
-    ModelError where they are not adapters of a model of `spec`.
+    Raise ModelError unless they are adapters of a model of `spec`.
     """
     config = read_config(folder)
     if not (folder / WEIGHTS).exists():
-        raise ModelError(f"{folder}: has no {WEIGHTS}; kumi opens no pickled adapters: save them with peft anew")
-    known, found = modules(spec), dict[str, dict[str, Tensor]]()
+        raise ModelError(
+            f"{folder}: has no {WEIGHTS}, and kumi does not open pickled adapters; save them again with peft"
+        )
+    by_name, by_module = modules(spec), dict[str, dict[str, Tensor]]()
     for name, span in read_header(inside(folder, WEIGHTS)).items():
         ending = next((one for one in _ENDINGS if name.endswith(f".{one}")), "")
         module = name.removeprefix(PREFIX).removesuffix(f".{ending}")
-        if not ending or not name.startswith(PREFIX) or module not in known:
+        if not ending or not name.startswith(PREFIX) or module not in by_name:
             raise ModelError(
-                f"{folder / WEIGHTS}: {name!r} is no adapter of a matrix in the layers of this "
-                f"{spec.family} model; kumi would drop it, so merge with peft instead"
+                f"{folder / WEIGHTS}: {name!r} is not an adapter of a layer's matrix in this "
+                f"{spec.family} model, and kumi would drop it; merge with peft instead"
             )
-        found.setdefault(module, {})[ending] = read_entry(entry_of(span)).float()
-    if not found:
-        raise ModelError(f"{folder / WEIGHTS}: holds no adapters; fetch the file again")
+        by_module.setdefault(module, {})[ending] = read_entry(entry_of(span)).float()
+    if not by_module:
+        raise ModelError(f"{folder / WEIGHTS}: contains no adapters; fetch the file again")
     result: dict[str, Adapter] = {}
-    for name, tensors in found.items():
-        result |= _natives(folder, config, known[name], tensors)
+    for name, tensors in by_module.items():
+        result |= _by_native(folder, config, by_name[name], tensors)
     return result
 
 
-def _natives(
+def _by_native(
     folder: Path, config: Mapping[str, Any], module: Module, tensors: Mapping[str, Tensor]
 ) -> dict[str, Adapter]:
-    """The adapter of `module`, as those of its pieces."""
+    """Split the adapter of `module` into the adapters of its native matrices, by native name."""
     dora = bool(config.get("use_dora"))
     r = _number(folder, config, "r", "rank_pattern", module.name)
     alpha = _number(folder, config, "lora_alpha", "alpha_pattern", module.name)
-    wanted: dict[str, tuple[int, ...]] = {"lora_A.weight": (r, module.columns), "lora_B.weight": (module.rows, r)}
-    wanted |= {"lora_magnitude_vector": (module.rows,)} if dora else {}
+    expected: dict[str, tuple[int, ...]] = {"lora_A.weight": (r, module.columns), "lora_B.weight": (module.rows, r)}
+    expected |= {"lora_magnitude_vector": (module.rows,)} if dora else {}
     shapes = {ending: tuple(tensor.shape) for ending, tensor in tensors.items()}
-    if shapes != wanted:
+    if shapes != expected:
         raise ModelError(
-            f"{folder / WEIGHTS}: {module.name!r} has {shapes}, its model and {CONFIG} say {wanted}; the "
-            f"files belong to different models"
+            f"{folder / WEIGHTS}: {module.name!r} has the shapes {shapes}, but the model and {CONFIG} imply "
+            f"{expected}; the files belong to different models"
         )
     scale = alpha / (sqrt(r) if config.get("use_rslora") else r)
     a, b = tensors["lora_A.weight"], tensors["lora_B.weight"]
@@ -152,20 +162,23 @@ def _natives(
 
 
 def _number(folder: Path, config: Mapping[str, Any], key: str, pattern: str, module: str) -> Any:
-    """What the configuration says of `module`: the entry of `pattern` whose name ends its own, else `key`."""
-    found: Any = config.get(key)
-    for name, value in (config.get(pattern) or {}).items():
+    """Return `key` for `module`: the value of the first matching suffix in `pattern`, else the default."""
+    value: Any = config.get(key)
+    for name, override in (config.get(pattern) or {}).items():
         if not re.fullmatch(r"[\w.]+", name):
-            raise ModelError(f"{folder / CONFIG}: {pattern} has the expression {brief(name)}; kumi reads names only")
+            raise ModelError(
+                f"{folder / CONFIG}: {pattern} has the regular expression {brief(name)}, and kumi reads "
+                f"module names only; list them"
+            )
         if module == name or module.endswith(f".{name}"):
-            found = value
+            value = override
             break
-    if not _has_type(found, _READ[key]) or not 0 < found <= _MOST or (key == "r" and int(found) != found):
+    if not _has_type(value, _READ[key]) or not 0 < value <= _MAX or (key == "r" and int(value) != value):
         raise ModelError(
-            f"{folder / CONFIG}: {key}={brief(found)} of {module} is no positive number of at most "
-            f"{_MOST:.0f}; correct it"
+            f"{folder / CONFIG}: {key}={brief(value)} of {module} must be a positive number of at most "
+            f"{_MAX:.0f}; correct it"
         )
-    return found
+    return value
 
 
 def _has_type(value: Any, types: tuple[type, ...]) -> bool:
@@ -173,61 +186,68 @@ def _has_type(value: Any, types: tuple[type, ...]) -> bool:
 
 
 def as_trained(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -> dict[str, Tensor]:
-    """The parameters of the adapters of `spec`, by name, to go on from `adapters`, which `folder` has.
+    """Return the adapter parameters of `spec`, by name, initialised from `adapters`, which were read from `folder`.
 
-    What `write_adapter` has joined is taken apart. ModelError where rank, scale, DoRA or the matrices that have
-    adapters are not those of `spec`.
+    Fused adapters (see `write_adapter`) are split again. Raise ModelError unless rank, scale, DoRA and the adapted
+    matrices agree with `spec`.
     """
-    lora, found = spec.lora, dict[str, Tensor]()
-    assert lora is not None, "only a model with adapters goes on from some"
-    wanted = [op.name for op in ops(spec) if takes(lora, op)]
-    held = {name: one for name, one in adapters.items() if bool(one.b.any()) or name in wanted}
-    other = sorted(set(wanted) ^ set(held))
+    lora, result = spec.lora, dict[str, Tensor]()
+    assert lora is not None, "spec.lora is None: the model has no adapters to initialise"
+    targets = [op.name for op in ops(spec) if takes(lora, op)]
+    adapted = {name: adapter for name, adapter in adapters.items() if bool(adapter.b.any()) or name in targets}
+    other = sorted(set(targets) ^ set(adapted))
     if other:
         raise ModelError(
             f"lora.source: {folder} and lora.target_modules disagree about {other[0]} and "
-            f"{len(other) - 1} more; name the modules that the adapters have"
+            f"{len(other) - 1} more; set lora.target_modules to the modules that the adapters have"
         )
-    joined = {name: own for own in _joined(spec, wanted) for name in own}
-    for name in wanted:
-        one = _apart(held[name], joined[name].index(name), len(joined[name]), lora.r)
-        rank, dora = one.a.shape[0], one.magnitude is not None
-        if rank != lora.r or dora != lora.use_dora or abs(one.scale - lora.scale) > 1e-9 * lora.scale:
+    groups = {name: group for group in _fused_groups(spec, targets) for name in group}
+    for name in targets:
+        adapter = _split(adapted[name], groups[name].index(name), len(groups[name]), lora.r)
+        rank, dora = adapter.a.shape[0], adapter.magnitude is not None
+        if rank != lora.r or dora != lora.use_dora or abs(adapter.scale - lora.scale) > 1e-9 * lora.scale:
             raise ModelError(
-                f"lora.source: {name} in {folder} has rank {rank}, scale {one.scale:g}{' and DoRA' if dora else ''}, "
-                f"and [lora] says {lora.r}, {lora.scale:g}{' and DoRA' if lora.use_dora else ''}; set them alike"
+                f"lora.source: {name} in {folder} has rank {rank}, scale {adapter.scale:g}"
+                f"{' and DoRA' if dora else ''}, but [lora] has {lora.r}, {lora.scale:g}"
+                f"{' and DoRA' if lora.use_dora else ''}; change [lora] to match"
             )
-        found |= {f"{name}.lora_A.weight": one.a, f"{name}.lora_B.weight": one.b}
-        if one.magnitude is not None:
-            found[f"{name}.lora_magnitude_vector"] = one.magnitude
-    return found
+        result |= {f"{name}.lora_A.weight": adapter.a, f"{name}.lora_B.weight": adapter.b}
+        if adapter.magnitude is not None:
+            result[f"{name}.lora_magnitude_vector"] = adapter.magnitude
+    return result
 
 
-def _joined(spec: ModelSpec, wanted: list[str]) -> list[list[str]]:
-    """Those of the matrices `wanted` that are one in files, together."""
-    return [[piece.native for piece in one.pieces if piece.native in wanted] for one in modules(spec).values()]
+def _fused_groups(spec: ModelSpec, names: list[str]) -> list[list[str]]:
+    """Group those of the native matrices `names` that one Hugging Face module fuses."""
+    return [[piece.native for piece in module.pieces if piece.native in names] for module in modules(spec).values()]
 
 
-def _apart(one: Adapter, place: int, count: int, r: int) -> Adapter:
-    """`one` without the ranks of other matrices, where its module's adapter is made of `count` and it is number
-    `place`: their columns of B are zero."""
-    own = slice(place * r, (place + 1) * r)
-    if one.a.shape[0] != count * r or bool(one.b[:, : own.start].any()) or bool(one.b[:, own.stop :].any()):
-        return one
-    return replace(one, a=one.a[own].clone(), b=one.b[:, own].clone())
+def _split(adapter: Adapter, place: int, count: int, r: int) -> Adapter:
+    """Return the adapter of matrix number `place` out of a fused `adapter` of `count` matrices with rank `r` each.
+
+    An adapter that is not block-structured is returned unchanged: all its ranks act on the matrix.
+    """
+    ranks = slice(place * r, (place + 1) * r)
+    if (
+        adapter.a.shape[0] != count * r
+        or bool(adapter.b[:, : ranks.start].any())
+        or bool(adapter.b[:, ranks.stop :].any())
+    ):
+        return adapter
+    return replace(adapter, a=adapter.a[ranks].clone(), b=adapter.b[:, ranks].clone())
 
 
 def adapters_reader(folder: Path, spec: ModelSpec) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
-    """A function that reads one part of an adapter's parameter, `read("model/<parameter>", start, shape)`: those of
-    `spec`, to go on from the adapters in `folder`."""
+    """Return a function `read("model/<parameter>", start, shape)` that reads a slice of an adapter parameter of `spec`.
+
+    Raise ModelError unless `folder` has adapters that fit `spec`.
+    """
     if not (folder / CONFIG).exists():
-        raise ModelError(
-            f"lora.source: {looked_for(folder)} has no {CONFIG}; name a folder of adapters as PEFT writes them"
-        )
-    found = as_trained(read_adapters(folder, replace(spec, lora=None)), spec, folder)
+        raise ModelError(f"lora.source: {looked_for(folder)} has no {CONFIG}; name a folder of PEFT adapters")
+    parameters = as_trained(read_adapters(folder, replace(spec, lora=None)), spec, folder)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        part = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
-        return found[name.removeprefix("model/")][part]
+        block = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+        return parameters[name.removeprefix("model/")][block]
 
     return read

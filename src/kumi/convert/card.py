@@ -1,4 +1,4 @@
-"""The model card: README.md of an exported folder."""
+"""The model card: README.md of an exported folder, with the record of its verification."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kumi.spec.ledger import num_params
 from kumi.spec.model import ModelSpec
 from kumi.units import format_count
 
-# The row of a card under which stands what makes a folder the verified one.
+# Rows of the card's table: how the folder was verified, and the digest of the verified files.
 VERIFIED, DIGEST = "verified", "SHA-256 of weights, config and tokenizer"
 
 
@@ -35,9 +35,9 @@ def model_card(
     license: str | None = None,
     tags: Sequence[str] = (),
 ) -> str:
-    """A model card in Markdown, with the header that model hubs read. `facts` become a table, in their order.
+    """Return a model card in Markdown with the YAML header that model hubs read; `facts` become rows of its table.
 
-    `origin` is what the model was made of, and how; what is given besides it, is said instead of it.
+    Base model, relation, datasets and licence come from `origin`, unless given explicitly.
     """
     base = base_model or origin.base_model
     header: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -48,7 +48,7 @@ def model_card(
         header["datasets"] = list(datasets or origin.datasets)
     header |= {"license": license} if license else dict(origin.license)
     header["tags"] = ["kumi", *tags]
-    # JSON is YAML: names with colons or quotes need no care.
+    # JSON is valid YAML, so names with colons or quotes need no escaping.
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items()]
     rows = {"architecture": FAMILIES[model.family].ARCHITECTURE, "parameters": f"{num_params(model):,}"}
     rows |= {"base commit": origin.commit} if origin.commit else {}
@@ -77,7 +77,7 @@ def model_card(
 
 
 def mark_verified(folder: Path, how: str) -> None:
-    """Note in the card of `folder` that it was verified, and the digest of what was."""
+    """Record in the card of `folder` how it was verified, and the digest of its files."""
     path = folder / "README.md"
     lines = _text(folder).split("\n")
     last = max((index for index, line in enumerate(lines) if line.startswith("|")), default=len(lines) - 1)
@@ -86,29 +86,29 @@ def mark_verified(folder: Path, how: str) -> None:
 
 
 def check_verified(folder: Path) -> None:
-    """Nothing, when `folder` is as it was when its card was told that it is verified; RefusedError otherwise."""
+    """Raise RefusedError unless `folder` was verified and its files have not changed since."""
     text = _text(folder) if (folder / "README.md").is_file() else ""
-    noted = re.search(rf"^\| {re.escape(DIGEST)} \| (\w+) \|$", text, re.M)
-    if noted is None:
+    recorded = re.search(rf"^\| {re.escape(DIGEST)} \| (\w+) \|$", text, re.M)
+    if recorded is None:
         raise RefusedError(
-            f"{folder}: its README.md does not say that it was verified; write it again with --verify, "
-            f"or push it as it is with --unverified"
+            f"{folder}: its README.md has no record of a verification; write it again with --verify, "
+            f"or push it unverified with --unverified"
         )
-    if noted[1] != digest(folder):
+    if recorded[1] != digest(folder):
         raise RefusedError(
-            f"{folder}: its files are not those that were verified; write it again with --verify, or "
-            f"push it as it is with --unverified"
+            f"{folder}: its files have changed since they were verified; write it again with --verify, or "
+            f"push it unverified with --unverified"
         )
 
 
 def digest(folder: Path) -> str:
-    """The SHA-256 of names and contents of weights, config.json and tokenizer.json in `folder`."""
-    whole = hashlib.sha256()
+    """Return the SHA-256 over names and contents of the weights, config.json and tokenizer.json in `folder`."""
+    sha = hashlib.sha256()
     names = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")
     for file in sorted(file for name in names for file in folder.glob(name)):
         with open_stream(inside(folder, file.name)) as opened:
-            whole.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
-    return whole.hexdigest()
+            sha.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+    return sha.hexdigest()
 
 
 def _text(folder: Path) -> str:
@@ -116,5 +116,5 @@ def _text(folder: Path) -> str:
 
 
 def _cell(text: str) -> str:
-    """`text` as a table's cell: one line, in which a bar does not end it."""
+    """Return `text` as a Markdown table cell: on one line, with bars escaped."""
     return " ".join(text.split()).replace("|", "\\|")

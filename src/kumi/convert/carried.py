@@ -1,7 +1,7 @@
-"""Tensors that a model carries along: neither computed nor trained, and written again byte by byte.
+"""Passthrough tensors: kumi neither computes nor trains them, and copies them byte for byte, whatever their dtype.
 
-A vision tower, or layers that predict tokens further ahead (`kumi.spec.rules.Weights.carried` has the beginnings of
-their names). They are bytes here, of whatever dtype.
+Examples are a vision tower and multi-token-prediction layers. `kumi.spec.rules.Weights.carried` lists the prefixes of
+their names.
 """
 
 from __future__ import annotations
@@ -18,46 +18,49 @@ from kumi.files.output import copy_into
 from kumi.files.untrusted import inside
 from kumi.spec.model import ModelSpec
 
-# Where a checkpoint of kumi has them.
+# The file of a kumi checkpoint that holds them.
 FILE = "carried.safetensors"
-# Files of a folder that say how images and the like are given to a model.
+# Preprocessing of images and other inputs, copied with the tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def carried(folder: str | Path, spec: ModelSpec) -> dict[str, Span]:
-    """Those of the tensors in the Hugging Face folder `folder` that a `spec` carries along."""
+    """Return the passthrough tensors of a model of `spec` in the Hugging Face folder `folder`, by name."""
     return {name: span for name, span in tensors_of(Path(folder)).items() if is_carried(spec, name)}
 
 
 def is_carried(spec: ModelSpec, name: str) -> bool:
-    """Whether files have, under `name`, what a `spec` carries along."""
+    """True if `name` is a passthrough tensor of `spec`."""
     return bool(spec.weights.carried) and name.startswith(spec.weights.carried)
 
 
-def of_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str, Span]:
-    """What the checkpoint `folder` carries along: a file of its own, or what it took from the folder `source`."""
+def from_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str, Span]:
+    """Return the passthrough tensors of the checkpoint `folder`: from its own file, or from `source`.
+
+    `source` is the Hugging Face folder that training began from; raise ModelError if it is not a folder any more.
+    """
     if (folder / FILE).exists():
         return read_header(inside(folder, FILE))
     if source is None or not spec.weights.carried:
         return {}
     if not Path(source).is_dir():
-        names = ", ".join(f"{beginning}*" for beginning in spec.weights.carried)
+        names = ", ".join(f"{prefix}*" for prefix in spec.weights.carried)
         raise ModelError(
-            f"{folder}: the tensors {names} that its model carries along are in {source}, which is no "
-            f"folder (any more); put it back"
+            f"{folder}: the tensors {names}, which kumi copies unchanged, are in {source}, which is not a "
+            f"folder any more; restore it"
         )
     return carried(source, spec)
 
 
 def copy_processor(source: Path, folder: Path) -> None:
-    """Copy what `source` says of how images are given to its model, as it is."""
+    """Copy the image-processor files of `source` to `folder` unchanged."""
     for name in PROCESSOR_FILES:
         if (source / name).exists():
             copy_into(folder, source, name)
 
 
 def grouped(spans: Mapping[str, Span], limit: int) -> list[dict[str, Span]]:
-    """`spans` in groups of no more than `limit` bytes, where none is larger."""
+    """Split `spans` into groups of at most `limit` bytes; a larger tensor gets a group of its own."""
     groups: list[dict[str, Span]] = []
     size = 0
     for name, span in spans.items():
@@ -70,7 +73,7 @@ def grouped(spans: Mapping[str, Span], limit: int) -> list[dict[str, Span]]:
 
 
 def write_spans(path: Path, spans: Mapping[str, Span]) -> None:
-    """Write the safetensors file `path` with copies of `spans`."""
+    """Write a safetensors file at `path` with copies of `spans`."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, span in spans.items():
@@ -87,18 +90,21 @@ def write_spans(path: Path, spans: Mapping[str, Span]) -> None:
 
 
 def check_equal(written: Mapping[str, Span], spans: Mapping[str, Span], folder: Path) -> None:
-    """Nothing, when `written` in `folder` are `spans` byte by byte; ModelError naming the first that is not."""
+    """Raise ModelError, naming the tensor, unless `written` (in `folder`) equals `spans` byte for byte."""
     if written.keys() != spans.keys():
         name = min(written.keys() ^ spans.keys())
-        raise ModelError(f"{folder}: {name!r}, which is carried along, is in one of source and target alone")
+        raise ModelError(
+            f"{folder}: the passthrough tensor {name!r} is in only one of source and target; convert again"
+        )
     for name, span in spans.items():
-        found = written[name]
-        same = (found.dtype, found.shape) == (span.dtype, span.shape)
-        if not same or any(one != other for one, other in zip(_blocks(found), _blocks(span), strict=True)):
+        copy = written[name]
+        same = (copy.dtype, copy.shape) == (span.dtype, span.shape)
+        if not same or any(a != b for a, b in zip(_blocks(copy), _blocks(span), strict=True)):
             raise ModelError(f"{folder}: {name!r} differs from {span.file}; the disk may be failing")
 
 
 def _blocks(span: Span) -> Iterator[bytearray]:
+    """Yield the bytes of a tensor in blocks of `BLOCK_BYTES`."""
     for first in range(0, span.nbytes, BLOCK_BYTES):
         block = bytearray(min(BLOCK_BYTES, span.nbytes - first))
         read_bytes(span.file, memoryview(block), span.offset + first)

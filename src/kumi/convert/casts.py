@@ -1,6 +1,6 @@
-"""Casting elements between dtypes, a buffer at a time and in the thread that asks, to the bits that PyTorch gives.
+"""Cast elements between dtypes, one buffer at a time in the calling thread, bit for bit as PyTorch does.
 
-NumPy does it between bfloat16 and float32: torch takes longer to import than gigabytes take to cast.
+Between bfloat16 and float32 NumPy casts: importing torch takes longer than casting gigabytes.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import numpy as np
 
 from kumi.storage.write import as_bytes
 
-# Returns elements in their new dtype; they are valid until the next call.
+# Maps the bytes of elements to their bytes in the new dtype. The result is valid until the next call.
 Cast = Callable[[memoryview], memoryview]
 
-# PyTorch casts up to this many elements in the calling thread, and more in several; conversion has threads of its own.
+# Elements per call to PyTorch: it casts more of them in several threads, and conversion has its own threads.
 _SERIAL = 2**15
 
 
 def make_cast(before: str, after: str, numel: int) -> Cast:
-    """Return the cast from the dtype `before` to `after`, of at most `numel` elements a call."""
+    """Return a function that casts up to `numel` elements per call from the dtype `before` to `after`."""
     if (before, after) == ("bfloat16", "float32"):
-        return _widen(numel)
+        return _bf16_to_fp32(numel)
     if (before, after) == ("float32", "bfloat16"):
-        return _round(numel)
-    return _by_torch(before, after, numel)
+        return _fp32_to_bf16(numel)
+    return _torch_cast(before, after, numel)
 
 
-def _widen(numel: int) -> Cast:
-    """A bfloat16 is the upper half of a float32."""
+def _bf16_to_fp32(numel: int) -> Cast:
+    """Shift left by 16 bits: a bfloat16 is the upper half of a float32."""
     buffer = np.empty(numel, np.uint32)
 
     def cast(view: memoryview) -> memoryview:
@@ -41,15 +41,15 @@ def _widen(numel: int) -> Cast:
     return cast
 
 
-def _round(numel: int) -> Cast:
-    """To the nearest, and to even bits in the middle: half a unit is added, or one bit less, and the rest cut off."""
+def _fp32_to_bf16(numel: int) -> Cast:
+    """Round to nearest, ties to even: add 0x7FFF plus the lowest kept bit, then drop the lower 16 bits."""
     buffer, rounded = np.empty(numel, np.uint32), np.empty(numel, np.uint16)
 
     def cast(view: memoryview) -> memoryview:
         values = np.frombuffer(view, np.float32)
         with np.errstate(invalid="ignore"):
-            if np.isnan(values.max()):  # which bits PyTorch gives these differs between CPUs
-                return _by_torch("float32", "bfloat16", numel)(view)
+            if np.isnan(values.max()):  # PyTorch's bits for NaN differ between CPUs
+                return _torch_cast("float32", "bfloat16", numel)(view)
         bits, words, halves = values.view(np.uint32), buffer[: values.size], rounded[: values.size]
         np.right_shift(bits, 16, out=words)
         np.bitwise_and(words, 1, out=words)
@@ -62,7 +62,7 @@ def _round(numel: int) -> Cast:
     return cast
 
 
-def _by_torch(before: str, after: str, numel: int) -> Cast:
+def _torch_cast(before: str, after: str, numel: int) -> Cast:
     import torch
 
     buffer = torch.empty(numel, dtype=getattr(torch, after))

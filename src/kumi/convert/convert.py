@@ -1,4 +1,4 @@
-"""A model from one format into another."""
+"""Convert a model from one format to another: Hugging Face, kumi, Megatron-Core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kumi.convert.card import mark_verified, model_card
 from kumi.convert.entry import DTYPES
 from kumi.convert.origin import origin_of
 from kumi.convert.publish import located
-from kumi.convert.source import Source, is_apart, open_source
+from kumi.convert.source import Source, is_adapter_folder, open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.checks import misfits
 from kumi.spec.layout import Layout
@@ -22,7 +22,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.folders import free_space_check
 
-if TYPE_CHECKING:  # imported where they are used, since torch, which they need, takes seconds to import
+if TYPE_CHECKING:  # imports torch, which takes seconds; imported where it is used
     from kumi.convert.megatron_write import Options
 
 FORMATS = ("hf", "kumi", "megatron")
@@ -40,27 +40,32 @@ def convert(
     megatron: Options | None = None,
     base: str | None = None,
 ) -> str:
-    """What was done, in a sentence: the model in `src` (any format) is in the new folder `dst`, in one of `FORMATS`.
+    """Convert the model in `src` (any format) into the new folder `dst`; return a sentence that describes the result.
 
-    Weights keep their dtype unless `dtype` says otherwise. A `layout` such as "tp=2,pp=2" cuts a checkpoint of kumi
-    into the pieces that its ranks hold. `config` is the config.json of a Megatron checkpoint that does not say what its
-    model is, `megatron` how the Megatron that loads it is set up. Adapters are merged into their model, `base` where it
-    is not the one that they name, and the logits compared. With `verify`, the folder is read back and compared with
-    `src`.
+    to         target format, one of `FORMATS`
+    verify     read the folder back and compare it with `src`
+    dtype      dtype of all parameters; by default each keeps its own
+    layout     such as "tp=2,pp=2": shard a kumi checkpoint into the pieces of that layout's ranks
+    config     config.json for a Megatron checkpoint that does not describe its model
+    megatron   settings of the Megatron-LM that will load the result
+    base       base model of adapters, instead of the one that they name
+
+    Adapters are merged into their base, and the logits before and after merging are compared. Raise ConfigError for
+    options that do not fit, ModelError or RefusedError for a damaged source or a failed comparison.
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: kumi writes {', '.join(FORMATS[:-1])} and {FORMATS[-1]}")
     if not str(dst):
-        raise ConfigError("convert: the folder to write has an empty name; name a new folder")
+        raise ConfigError("convert: the target folder has an empty name; name a new folder")
     if layout is not None and to != "kumi":
-        raise ConfigError(f"--layout {layout}: only checkpoints of kumi are cut by a layout; use --to kumi")
+        raise ConfigError(f"--layout {layout}: only kumi checkpoints are sharded by a layout; use --to kumi")
     if megatron is not None and to != "megatron":
         raise ConfigError("convert: --megatron-local and --megatron-vocab are for --to megatron; leave them out")
     folder, target = located(src, "convert"), Path(dst)
-    apart = is_apart(folder)
-    if base is not None and not apart:
-        raise ConfigError(f"--base {base}: is for adapters, and {folder} holds none; leave it out")
-    source = _open_merged(folder, base) if apart else open_source(folder, config)
+    is_adapter = is_adapter_folder(folder)
+    if base is not None and not is_adapter:
+        raise ConfigError(f"--base {base}: only adapters have a base model, and {folder} holds none; leave --base out")
+    source = _open_merged(folder, base) if is_adapter else open_source(folder, config)
     dtypes, notes = _dtypes(source, dtype), [f"note: {note}" for note in source.spec.notes]
     if to == "hf":
         _write_hf(source, target, dtypes)
@@ -68,22 +73,22 @@ def convert(
         notes += _write_megatron(source, target, dtypes, megatron)
     else:
         _write_native(source, target, dtypes, Layout() if layout is None else parse_layout(layout, source.spec))
-    done = f"{target}: {num_params(source.spec):,} parameters written as {to}"
+    summary = f"{target}: {num_params(source.spec):,} parameters written as {to}"
     if source.carried and to != "megatron":
-        done += f", and {len(source.carried)} tensors copied that are carried along"
-    if apart:
+        summary += f", and {len(source.carried)} passthrough tensors copied unchanged"
+    if is_adapter:
         difference = _check_merged(folder, base, target)
-        done += f"; merged, with logits within {difference:.1e} of those with the adapters beside their matrices"
+        summary += f"; adapters merged, logits within {difference:.1e} of those with unmerged adapters"
     if not verify:
-        return "\n".join([done, *notes])
+        return "\n".join([summary, *notes])
     from kumi.convert.verify import verify as verify_written
 
-    kept = replace(source, carried={}) if to == "megatron" else source
-    verdict = verify_written(kept, open_source(target))
+    comparable = replace(source, carried={}) if to == "megatron" else source
+    verdict = verify_written(comparable, open_source(target))
     if to == "hf":
         mark_verified(target, f"against the source: {verdict}")
-    done += f"; verified against {source.folder}: {verdict}"
-    return "\n".join([done, *notes])
+    summary += f"; verified against {source.folder}: {verdict}"
+    return "\n".join([summary, *notes])
 
 
 def _open_merged(folder: Path, base: str | None) -> Source:
@@ -93,7 +98,10 @@ def _open_merged(folder: Path, base: str | None) -> Source:
 
 
 def _check_merged(folder: Path, base: str | None, target: Path) -> float:
-    """How far the logits of `target` are from those with the adapters beside; it is removed if that is too far."""
+    """Return the largest logit difference between merged and unmerged adapters.
+
+    If it is too large, remove `target` and raise ModelError.
+    """
     from kumi.convert import merge
 
     try:
@@ -104,18 +112,18 @@ def _check_merged(folder: Path, base: str | None, target: Path) -> float:
 
 
 def _dtypes(source: Source, dtype: str | None) -> Mapping[str, str]:
-    """What every tensor is written in, by name; buffers, which choose and are not trained, keep theirs."""
+    """Return the dtype to write each tensor in, by name. `dtype` applies to parameters; buffers keep their own."""
     if dtype is None:
         return source.dtypes
     if dtype not in DTYPES.values():
-        raise ConfigError(f"--dtype {dtype}: kumi writes weights as {', '.join(DTYPES.values())}; name one of these")
+        raise ConfigError(f"--dtype {dtype}: kumi writes weights as {', '.join(DTYPES.values())}; choose one of these")
     return dict(source.dtypes) | {param.name: dtype for param in params(source.spec)}
 
 
 def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
     origin = origin_of(source.folder)
-    made = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
-    card = model_card(name=target.name, model=source.spec, facts=made, origin=origin)
+    facts = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
+    card = model_card(name=target.name, model=source.spec, facts=facts, origin=origin)
     hf.write(
         target,
         source.spec,
@@ -139,13 +147,13 @@ def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layou
         source.reader,
         dtypes=dtypes,
         layout=layout,
-        beside=source.carried,
+        passthrough=source.carried,
         meta={"hf_config": dict(source.config), "tokenizer": tokenizer, "origin": origin_of(source.folder).plain()},
     )
 
 
 def _write_megatron(source: Source, target: Path, dtypes: Mapping[str, str], options: Options | None) -> list[str]:
-    """Writes it, and says what Megatron will not have or not compute of the model."""
+    """Write a Megatron-Core checkpoint; return notes on the parts of the model that Megatron lacks or ignores."""
     from kumi.convert import megatron_write
 
     notes = megatron_write.write(
@@ -157,31 +165,31 @@ def _write_megatron(source: Source, target: Path, dtypes: Mapping[str, str], opt
         tokenizer=source.tokenizer,
         options=options,
     )
-    left = (
+    left_out = (
         [
-            f"left out, for Megatron has no place for them: {len(source.carried)} tensors that are carried along, such "
+            f"left out, because Megatron has no counterpart: {len(source.carried)} passthrough tensors, such "
             f"as {next(iter(source.carried))}"
         ]
         if source.carried
         else []
     )
-    return [*left, *notes]
+    return [*left_out, *notes]
 
 
 def parse_layout(text: str, spec: ModelSpec) -> Layout:
-    """The layout that `text` such as "tp=2,dp_shard=2,zero=3" describes; LayoutError where it does not suit `spec`."""
-    known = {field.name: field.default for field in fields(Layout) if type(field.default) is int}
-    found: dict[str, int] = {}
+    """Parse `text` such as "tp=2,dp_shard=2,zero=3"; raise LayoutError unless the layout fits `spec`."""
+    defaults = {field.name: field.default for field in fields(Layout) if type(field.default) is int}
+    degrees: dict[str, int] = {}
     for word in text.split(","):
         key, _, value = (part.strip() for part in word.partition("="))
-        if key not in known or not value.isdecimal() or key in found:
+        if key not in defaults or not value.isdecimal() or key in degrees:
             raise LayoutError(
-                f"--layout {text}: {word!r} is none of {', '.join(known)} with a number, each once; "
+                f"--layout {text}: {word!r} must be one of {', '.join(defaults)} with a number, each at most once; "
                 f"write it as in tp=2,pp=2"
             )
-        found[key] = int(value)
-    layout = replace(Layout(), **found)  # type: ignore[arg-type]
-    wrong = misfits(spec, layout)
-    if wrong:
-        raise LayoutError(f"--layout {text}: {wrong[0]}")
+        degrees[key] = int(value)
+    layout = replace(Layout(), **degrees)  # type: ignore[arg-type]
+    problems = misfits(spec, layout)
+    if problems:
+        raise LayoutError(f"--layout {text}: {problems[0]}")
     return layout

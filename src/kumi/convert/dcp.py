@@ -1,8 +1,8 @@
-"""Reading PyTorch's distributed checkpoints (DCP) without trusting them: any rectangle of any tensor, from storage.
+"""Read PyTorch's distributed checkpoints (DCP) without trusting them: any slice of any tensor, from storage.
 
-A folder has `.metadata`, a pickle that says of every piece of every tensor in which file it is, from which byte on and
-how long; there it is an archive as torch.save writes it. Nothing of PyTorch's own loading is used: every name, offset,
-length and shape is checked before a byte is read, and only the bytes asked for are.
+The pickle `.metadata` lists the file, offset and length of every chunk of every tensor; a chunk is an archive that
+torch.save wrote. PyTorch's own loader is not used: names, offsets, lengths and shapes are checked before any byte is
+read, and only the requested bytes are read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Blob:
-    """Bytes of a file of the folder."""
+    """A range of bytes of a file in the folder."""
 
     file: str
     offset: int
@@ -39,7 +39,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor, and where it is."""
+    """A slice of a tensor, from `start` with the shape `extent`, and its bytes."""
 
     start: Shape
     extent: Shape
@@ -48,7 +48,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor: its dtype, shape, and chunks, which tile it."""
+    """A tensor: dtype, shape, and the chunks that tile it."""
 
     dtype: torch.dtype
     shape: Shape
@@ -57,7 +57,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder holds: tensors, and other objects by name. `heads` remembers where chunks' data begin."""
+    """An open checkpoint: its tensors, and its other objects by name.
+
+    `heads` caches each chunk's parsed head and the file offset of its data.
+    """
 
     folder: Path
     tensors: Mapping[str, Stored]
@@ -65,20 +68,20 @@ class Checkpoint:
     heads: dict[Blob, tuple[pickles.Head, int]] = field(default_factory=dict, repr=False, compare=False)
 
     def read(self, name: str, start: Shape, shape: Shape) -> Tensor:
-        """The rectangle of the tensor `name` of `shape` from `start` on."""
+        """Return the slice of the tensor `name` that begins at `start` and has the shape `shape`."""
         stored = self.tensors[name]
         out = torch.empty(shape, dtype=stored.dtype)
         for chunk in stored.chunks:
             low = tuple(map(max, chunk.start, start))
             high = tuple(min(a + n, b + m) for a, n, b, m in zip(chunk.start, chunk.extent, start, shape))
             if all(a < b for a, b in zip(low, high)):
-                into = tuple(slice(a - c, b - c) for a, b, c in zip(low, high, start))
-                inner = tuple(slice(a - c, b - c) for a, b, c in zip(low, high, chunk.start))
-                out[into] = self._piece(name, stored.dtype, chunk, inner)
+                target = tuple(slice(a - c, b - c) for a, b, c in zip(low, high, start))
+                source = tuple(slice(a - c, b - c) for a, b, c in zip(low, high, chunk.start))
+                out[target] = self._read_chunk(name, stored.dtype, chunk, source)
         return out
 
     def load(self, name: str) -> Any:
-        """The object `name`, as far as it is made of plain things; of tensors in it only heads."""
+        """Return the object `name`, limited to plain Python types; tensors in it are heads without data."""
         blob = self.objects[name]
         with self._open(blob) as file:
             return pickles.load_archive(_window(file, blob), f"{self.folder / blob.file}: {name!r}").content
@@ -86,47 +89,51 @@ class Checkpoint:
     def _open(self, blob: Blob) -> BinaryIO:
         return open_stream(inside(self.folder, blob.file, RefusedError))
 
-    def _piece(self, name: str, dtype: torch.dtype, chunk: Chunk, wanted: tuple[slice, ...]) -> Tensor:
-        """The rectangle `wanted` of `chunk`; the bytes read are rows of its first dim of more than one."""
+    def _read_chunk(self, name: str, dtype: torch.dtype, chunk: Chunk, region: tuple[slice, ...]) -> Tensor:
+        """Return the slice `region` of `chunk`.
+
+        Of a contiguous chunk only the needed rows of its first dim larger than 1 are read.
+        """
         with self._open(chunk.blob) as file:
             head, first = self._head(file, name, dtype, chunk)
             if not _is_contiguous(head):
-                whole = _bytes(file, first, head.storage.count * dtype.itemsize).view(dtype)
-                return whole.as_strided(head.shape, head.stride, head.offset)[wanted]
-            lead = next((dim for dim, size in enumerate(head.shape) if size > 1), 0)
+                storage = _read_bytes(file, first, head.storage.count * dtype.itemsize).view(dtype)
+                return storage.as_strided(head.shape, head.stride, head.offset)[region]
+            row_dim = next((dim for dim, size in enumerate(head.shape) if size > 1), 0)
             if not head.shape:
-                return _bytes(file, first + head.offset * dtype.itemsize, dtype.itemsize).view(dtype).view(())
-            row = prod(head.shape[lead + 1 :])
-            rows = wanted[lead]
-            begin = first + (head.offset + rows.start * row) * dtype.itemsize
-            data = _bytes(file, begin, (rows.stop - rows.start) * row * dtype.itemsize).view(dtype)
-            shape = (*head.shape[:lead], rows.stop - rows.start, *head.shape[lead + 1 :])
-            return data.view(shape)[(*wanted[:lead], slice(None), *wanted[lead + 1 :])]
+                return _read_bytes(file, first + head.offset * dtype.itemsize, dtype.itemsize).view(dtype).view(())
+            row_numel = prod(head.shape[row_dim + 1 :])
+            rows = region[row_dim]
+            offset = first + (head.offset + rows.start * row_numel) * dtype.itemsize
+            data = _read_bytes(file, offset, (rows.stop - rows.start) * row_numel * dtype.itemsize).view(dtype)
+            shape = (*head.shape[:row_dim], rows.stop - rows.start, *head.shape[row_dim + 1 :])
+            return data.view(shape)[(*region[:row_dim], slice(None), *region[row_dim + 1 :])]
 
     def _head(self, file: BinaryIO, name: str, dtype: torch.dtype, chunk: Chunk) -> tuple[pickles.Head, int]:
-        """The head of a chunk and the byte of the file where its storage begins, checked."""
+        """Return the chunk's head and the file offset of its storage, checked."""
         if chunk.blob not in self.heads:
-            self.heads[chunk.blob] = self._parsed(file, name, dtype, chunk)
+            self.heads[chunk.blob] = self._parse_head(file, name, dtype, chunk)
         return self.heads[chunk.blob]
 
-    def _parsed(self, file: BinaryIO, name: str, dtype: torch.dtype, chunk: Chunk) -> tuple[pickles.Head, int]:
+    def _parse_head(self, file: BinaryIO, name: str, dtype: torch.dtype, chunk: Chunk) -> tuple[pickles.Head, int]:
+        """Parse the chunk's archive; raise RefusedError unless it agrees with `.metadata` and fits its byte range."""
         where = f"{self.folder / chunk.blob.file}: {name!r} at {chunk.start}"
         archive = pickles.load_archive(_window(file, chunk.blob), where)
         head = archive.content
         if not isinstance(head, pickles.Head) or head.storage.dtype != dtype or head.shape != chunk.extent:
-            found = (head.storage.dtype, head.shape) if isinstance(head, pickles.Head) else type(head).__name__
+            actual = (head.storage.dtype, head.shape) if isinstance(head, pickles.Head) else type(head).__name__
             raise RefusedError(
-                f"{where} is {found}, its metadata say {(dtype, chunk.extent)}; the files do not belong together"
+                f"{where} is {actual}, but .metadata says {(dtype, chunk.extent)}; the files do not belong together"
             )
         record = archive.find(head.storage.record)
         size = head.storage.count * dtype.itemsize
         if record is None or record[1] != size or record[0] + size > chunk.blob.length or not _fits(head):
-            raise RefusedError(f"{where}: its data do not lie inside of its file entry; copy the checkpoint again")
+            raise RefusedError(f"{where}: its data reach beyond its entry in the file; copy the checkpoint again")
         return head, chunk.blob.offset + record[0]
 
 
 def _fits(head: pickles.Head) -> bool:
-    """True when `head` has a step for each dim, all whole numbers, that stay within its storage."""
+    """True if `head` has a non-negative integer stride per dim and its elements stay inside its storage."""
     if len(head.stride) != len(head.shape) or not all(type(n) is int and n >= 0 for n in (*head.stride, head.offset)):
         return False
     reach = head.offset + sum((size - 1) * step for size, step in zip(head.shape, head.stride)) + 1
@@ -134,6 +141,7 @@ def _fits(head: pickles.Head) -> bool:
 
 
 def _is_contiguous(head: pickles.Head) -> bool:
+    """True if the elements of `head` are row-major without gaps."""
     expected = 1
     for size, step in zip(reversed(head.shape), reversed(head.stride)):
         if size != 1 and step != expected:
@@ -142,20 +150,20 @@ def _is_contiguous(head: pickles.Head) -> bool:
     return True
 
 
-def _bytes(file: BinaryIO, offset: int, count: int) -> Tensor:
-    """`count` bytes from `offset` on, as uint8."""
+def _read_bytes(file: BinaryIO, offset: int, count: int) -> Tensor:
+    """Return `count` bytes of `file` from `offset` on, as a uint8 tensor."""
     buffer = torch.empty(count, dtype=torch.uint8)
     view = buffer.numpy().data
     while view:
-        got = os.preadv(file.fileno(), [view], offset)
-        if got == 0:
+        count_read = os.preadv(file.fileno(), [view], offset)
+        if count_read == 0:
             raise RefusedError(f"{file.name}: ends before byte {offset + len(view)}; copy the checkpoint again")
-        view, offset = view[got:], offset + got
+        view, offset = view[count_read:], offset + count_read
     return buffer
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, seen as a file."""
+    """A read-only file object over the bytes of a blob."""
 
     def __init__(self, file: BinaryIO, blob: Blob) -> None:
         super().__init__()
@@ -170,7 +178,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._blob.length}[whence]
         if base + offset < 0:
-            raise ValueError(f"seeks before its beginning, to {base + offset}")
+            raise ValueError(f"cannot seek to {base + offset}, before the beginning of the entry")
         self._at = base + offset
         return self._at
 
@@ -187,26 +195,28 @@ def _window(file: BinaryIO, blob: Blob) -> BinaryIO:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, its metadata checked; RefusedError naming what is wrong."""
-    found = pickles.load_metadata(folder / ".metadata")
-    where, described = getattr(found, "storage_data", None), getattr(found, "state_dict_metadata", None)
-    if not isinstance(where, dict) or not isinstance(described, dict):
-        raise RefusedError(f"{folder / '.metadata'}: does not say where tensors are; copy the checkpoint again")
+    """Return the checkpoint in `folder`; raise RefusedError naming the problem unless its metadata are consistent."""
+    metadata = pickles.load_metadata(folder / ".metadata")
+    storage, entries = getattr(metadata, "storage_data", None), getattr(metadata, "state_dict_metadata", None)
+    if not isinstance(storage, dict) or not isinstance(entries, dict):
+        raise RefusedError(f"{folder / '.metadata'}: lacks the storage locations of tensors; copy the checkpoint again")
     sizes: dict[str, int] = {}
     tensors, objects = {}, {}
-    for name, one in described.items():
-        if isinstance(one, TensorStorageMetadata) and isinstance(name, str):
-            tensors[name] = _tensor(folder, name, one, where, sizes)
-        elif isinstance(one, BytesStorageMetadata) and isinstance(name, str):
-            objects[name] = _blob(folder, name, where.get(MetadataIndex(name)), sizes)
+    for name, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata) and isinstance(name, str):
+            tensors[name] = _tensor(folder, name, entry, storage, sizes)
+        elif isinstance(entry, BytesStorageMetadata) and isinstance(name, str):
+            objects[name] = _blob(folder, name, storage.get(MetadataIndex(name)), sizes)
         else:
-            raise RefusedError(f"{folder / '.metadata'}: {name!r:.80} is neither a tensor nor an object")
-    _check_apart(folder, tensors)
+            raise RefusedError(
+                f"{folder / '.metadata'}: {name!r:.80} is neither a tensor nor an object; copy the checkpoint again"
+            )
+    _check_disjoint(folder, tensors)
     return Checkpoint(folder, tensors, objects)
 
 
-def _check_apart(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Nothing, or RefusedError where two pieces of tensors have bytes in common."""
+def _check_disjoint(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    """Raise RefusedError if two chunks share bytes."""
     spans = sorted(
         (chunk.blob.file, chunk.blob.offset, chunk.blob.offset + chunk.blob.length, name)
         for name, stored in tensors.items()
@@ -215,54 +225,63 @@ def _check_apart(folder: Path, tensors: Mapping[str, Stored]) -> None:
     for (file, _, end, name), (other_file, begin, _, other) in pairwise(spans):
         if file == other_file and begin < end:
             raise RefusedError(
-                f"{folder / file}: {name!r} and {other!r} are both said to have its byte {begin}; copy "
-                f"the checkpoint again"
+                f"{folder / file}: {name!r} and {other!r} overlap at byte {begin}, according to "
+                f".metadata; copy the checkpoint again"
             )
 
 
 def _tensor(
-    folder: Path, name: str, one: TensorStorageMetadata, where: Mapping[Any, Any], sizes: dict[str, int]
+    folder: Path, name: str, entry: TensorStorageMetadata, storage: Mapping[Any, Any], sizes: dict[str, int]
 ) -> Stored:
+    """Return the tensor `name` from its metadata; raise RefusedError unless its chunks tile it."""
     try:
-        dtype, shape = one.properties.dtype, _shape(one.size)
-        boxes = [(_shape(chunk.offsets), _shape(chunk.sizes)) for chunk in one.chunks]
+        dtype, shape = entry.properties.dtype, _shape(entry.size)
+        boxes = [(_shape(chunk.offsets), _shape(chunk.sizes)) for chunk in entry.chunks]
     except (AttributeError, TypeError, ValueError) as error:
-        raise RefusedError(f"{folder / '.metadata'}: {name!r} is not described as a tensor ({error})") from None
+        raise RefusedError(
+            f"{folder / '.metadata'}: {name!r} has a malformed tensor description ({error}); copy the checkpoint again"
+        ) from None
     problem = "dims differ" if any(len(start) != len(shape) for start, _ in boxes) else tiling_problem(boxes, shape)
     if problem or not isinstance(dtype, torch.dtype):
         raise RefusedError(
-            f"{folder}: the pieces of {name!r} {shape} do not make it whole: {problem or dtype}; the "
-            f"checkpoint is incomplete or damaged"
+            f"{folder}: the chunks of {name!r} {shape} do not tile it ({problem or dtype}), because the "
+            f"checkpoint is incomplete or damaged; copy it again"
         )
     chunks = tuple(
-        Chunk(start, extent, _blob(folder, name, where.get(MetadataIndex(name, start)), sizes))
+        Chunk(start, extent, _blob(folder, name, storage.get(MetadataIndex(name, start)), sizes))
         for start, extent in boxes
     )
     return Stored(dtype, shape, chunks)
 
 
-def _shape(found: Any) -> Shape:
-    shape = tuple(found)
+def _shape(dims: Any) -> Shape:
+    """Return `dims` as a tuple; raise ValueError unless they are a valid shape."""
+    shape = tuple(dims)
     if any(type(n) is not int or not 0 <= n < 2**60 for n in shape) or len(shape) > 8:
-        raise ValueError(f"{shape!r:.80} is no shape")
+        raise ValueError(f"{shape!r:.80} is not a shape")
     return shape
 
 
 def _blob(folder: Path, name: str, info: Any, sizes: dict[str, int]) -> Blob:
-    """Where `name` is, by its entry `info` of the metadata: in a file of the folder, and inside of it."""
+    """Return the bytes of `name` from its metadata entry `info`.
+
+    Raise RefusedError unless they lie inside a file of the folder.
+    """
     file, offset, length = (getattr(info, key, None) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise RefusedError(f"{folder / '.metadata'}: says not where {name!r} is ({info!r:.120}); copy it again")
+        raise RefusedError(
+            f"{folder / '.metadata'}: lacks the location of {name!r} ({info!r:.120}); copy the checkpoint again"
+        )
     if getattr(info, "transform_descriptors", None):
         raise RefusedError(f"{folder}: {name!r} is compressed ({info.transform_descriptors}); save it uncompressed")
     if file not in sizes:
         path = inside(folder, file, RefusedError)
         if not path.is_file():
-            raise RefusedError(f"{folder / file}: the file is missing, and {name!r} in it; copy the checkpoint again")
+            raise RefusedError(f"{folder / file}: is missing, and {name!r} with it; copy the checkpoint again")
         sizes[file] = path.stat().st_size
     if offset + length > sizes[file]:
         raise RefusedError(
-            f"{folder / file}: has {sizes[file]} bytes, but {name!r} reaches to {offset + length}; the "
-            f"file is truncated"
+            f"{folder / file}: has {sizes[file]} bytes, but {name!r} ends at byte {offset + length}, so the "
+            f"file is truncated; copy it again"
         )
     return Blob(file, offset, length)

@@ -1,6 +1,6 @@
-"""Writing PyTorch's distributed checkpoints (DCP) a piece at a time: no thread has more than one piece in memory.
+"""Write PyTorch's distributed checkpoints (DCP) one piece at a time: each thread holds at most one piece in memory.
 
-A file has archives as torch.save writes them, one behind the other; `.metadata`, written last, says where each is.
+A file is a sequence of torch.save archives; `.metadata`, written last, lists the file and offset of each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of the tensor `name` of `shape`, from `start` on."""
+    """A slice of the tensor `name` (of shape `shape`), beginning at `start`."""
 
     name: str
     shape: Shape
@@ -43,8 +43,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where something is in the folder."""
+class _Location:
+    """The location of a piece (or of an object, where `piece` is None) in the folder."""
 
     name: str
     index: MetadataIndex
@@ -60,16 +60,17 @@ def write(
     wrote: Callable[[int], None] = lambda _: None,
     file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a checkpoint into `folder`, which exists and is empty, in files of about `file_bytes`.
+    """Write a checkpoint into the empty folder `folder`, in files of about `file_bytes`.
 
-    Each of the `groups` is written at the same time as the others, into files of its own; the pieces of a tensor must
-    tile it. Objects that are one and the same, one after the other, are stored once. `wrote` is called with the bytes
-    of every piece, once it is written.
+    groups   pieces; each group is written by its own thread into its own files, and the pieces of a tensor must tile it
+    objects  non-tensor state by name; consecutive entries that are the same object are stored once
+    wrote    called with the bytes of each piece after it was written
     """
     stop = threading.Event()
     with ThreadPoolExecutor(max(1, len(groups))) as pool:
         jobs = [
-            pool.submit(_pieces, folder, number, group, file_bytes, wrote, stop) for number, group in enumerate(groups)
+            pool.submit(_write_pieces, folder, number, group, file_bytes, wrote, stop)
+            for number, group in enumerate(groups)
         ]
         try:
             for job in as_completed(jobs):
@@ -77,81 +78,84 @@ def write(
         except BaseException:
             stop.set()
             raise
-    places = [place for job in jobs for place in job.result()]
-    places += _objects(folder / f"__{len(groups)}_0.distcp", objects)
-    described = _described(places)
-    for name, tensor in described.items():
+    locations = [location for job in jobs for location in job.result()]
+    locations += _write_objects(folder / f"__{len(groups)}_0.distcp", objects)
+    entries = _metadata_entries(locations)
+    for name, tensor in entries.items():
         if isinstance(tensor, TensorStorageMetadata):
             boxes = [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
             problem = tiling_problem(boxes, tensor.size)
             assert problem is None, f"the pieces of {name} do not tile it: {problem}"
-    content = Metadata(
-        described,
-        planner_data={name: (name,) for name in described},
-        storage_data={place.index: place.info for place in places},
+    metadata = Metadata(
+        entries,
+        planner_data={name: (name,) for name in entries},
+        storage_data={location.index: location.info for location in locations},
         storage_meta=StorageMeta(),
         version="1.0.0",
     )
     with (folder / ".metadata").open("wb") as file:
-        pickle.dump(content, file)
+        pickle.dump(metadata, file)
 
 
-def _pieces(
+def _write_pieces(
     folder: Path, group: int, pieces: Iterable[Piece], limit: int, wrote: Callable[[int], None], stop: threading.Event
-) -> list[_Place]:
-    """Where the pieces of a group are, once they are written."""
-    places: list[_Place] = []
-    number, file = 0, (folder / f"__{group}_0.distcp").open("wb")
+) -> list[_Location]:
+    """Write the pieces of a group; return their locations."""
+    locations: list[_Location] = []
+    file_number, file = 0, (folder / f"__{group}_0.distcp").open("wb")
     try:
         for piece in pieces:
             if stop.is_set():
                 break
             if file.tell() and file.tell() + piece.data.nbytes > limit:
                 file.close()
-                number += 1
-                file = (folder / f"__{group}_{number}.distcp").open("wb")
+                file_number += 1
+                file = (folder / f"__{group}_{file_number}.distcp").open("wb")
             start, data = file.tell(), piece.data
-            # What torch.save writes is the storage, not the view.
+            # torch.save writes the entire storage of a view.
             torch.save(data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), file)
-            info = _StorageInfo(f"__{group}_{number}.distcp", start, file.tell() - start)
+            info = _StorageInfo(f"__{group}_{file_number}.distcp", start, file.tell() - start)
             blank = Piece(piece.name, piece.shape, piece.start, data.to("meta"))
-            places.append(_Place(piece.name, MetadataIndex(piece.name, piece.start), info, blank))
+            locations.append(_Location(piece.name, MetadataIndex(piece.name, piece.start), info, blank))
             wrote(data.nbytes)
             del piece, data
     finally:
         file.close()
-    return places
+    return locations
 
 
-def _objects(path: Path, objects: Iterable[tuple[str, Any]]) -> Iterator[_Place]:
-    """Writes them, and says of each where it is."""
+def _write_objects(path: Path, objects: Iterable[tuple[str, Any]]) -> Iterator[_Location]:
+    """Write the objects into the file `path`; yield their locations."""
     last: tuple[Any, _StorageInfo] | None = None
     with path.open("wb") as file:
         for name, content in objects:
             if last is None or last[0] is not content:
                 start = file.tell()
-                file.write(_saved(content))
+                file.write(_archive(content))
                 last = (content, _StorageInfo(path.name, start, file.tell() - start))
-            yield _Place(name, MetadataIndex(name), last[1], None)
+            yield _Location(name, MetadataIndex(name), last[1], None)
 
 
-def _saved(content: Any) -> bytes:
+def _archive(content: Any) -> bytes:
+    """Return `content` as torch.save writes it."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def _described(places: Iterable[_Place]) -> dict[str, Any]:
-    """What the metadata say of every tensor and object."""
-    found: dict[str, Any] = {}
-    for place in places:
-        piece = place.piece
+def _metadata_entries(locations: Iterable[_Location]) -> dict[str, Any]:
+    """Return the entry in `.metadata` for every tensor and object, by name."""
+    entries: dict[str, Any] = {}
+    for location in locations:
+        piece = location.piece
         if piece is None:
-            found[place.name] = BytesStorageMetadata()
+            entries[location.name] = BytesStorageMetadata()
             continue
         size = torch.Size(piece.shape)
-        tensor = found.setdefault(piece.name, TensorStorageMetadata(TensorProperties(piece.data.dtype), size, []))
+        tensor = entries.setdefault(piece.name, TensorStorageMetadata(TensorProperties(piece.data.dtype), size, []))
         kind = (tensor.properties.dtype, tensor.size)
-        assert kind == (piece.data.dtype, size), f"{piece.name}: pieces differ in kind"
+        assert kind == (piece.data.dtype, size), (
+            f"{piece.name}: pieces differ in dtype or shape: {kind} and {(piece.data.dtype, size)}"
+        )
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.data.shape)))
-    return found
+    return entries

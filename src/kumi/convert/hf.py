@@ -1,4 +1,4 @@
-"""Hugging Face model folders: reading them strictly, and the one place to write them from."""
+"""Read Hugging Face model folders strictly: where each native tensor is stored. Re-exports the writer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kumi.convert.card import model_card
 from kumi.convert.carried import is_carried
 from kumi.convert.entry import BLOCK_BYTES, Entry, entry_of, read_part, run_of
 from kumi.convert.hf_write import write
-from kumi.convert.rectangles import Dims, by_rows, is_run, overlap, place
+from kumi.convert.rectangles import Dims, flat_index, is_contiguous, overlap, rows_are_close
 from kumi.convert.runs import Run, plain_run
 from kumi.convert.safetensors_read import tensors_of as spans_of
 from kumi.convert.stream import Reader, Runs
@@ -33,7 +33,7 @@ __all__ = ["Entry", "Stored", "check", "entries", "model_card", "read", "read_in
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a model: its shape and dtype, and the parts of it that files hold."""
+    """A native tensor: shape, dtype, and the parts of file tensors that it is read from."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -41,23 +41,23 @@ class Stored:
 
 
 def entries(folder: str | Path, spec: ModelSpec | None = None) -> dict[str, Entry]:
-    """Every tensor of the safetensors file or files in `folder`, by name; nothing but headers is read.
+    """Return every tensor of the safetensors files in `folder`, by name; only headers are read.
 
-    Quantised ones are what they stand for. With `spec`, what such a model carries along is left out.
+    Quantised tensors appear dequantised. With `spec`, its passthrough tensors are left out.
     """
     folder = Path(folder)
     spans = spans_of(folder)
-    kept = {name: span for name, span in spans.items() if spec is None or not is_carried(spec, name)}
-    found = quantised.method(read_config(folder)) if (folder / "config.json").exists() else None
-    if found is None:
-        return {name: entry_of(span) for name, span in kept.items()}
+    selected = {name: span for name, span in spans.items() if spec is None or not is_carried(spec, name)}
+    quantization = quantised.method(read_config(folder)) if (folder / "config.json").exists() else None
+    if quantization is None:
+        return {name: entry_of(span) for name, span in selected.items()}
     from kumi.convert import dequantise
 
-    return dequantise.entries(folder, kept, found)
+    return dequantise.entries(folder, selected, quantization)
 
 
 def read(stored: Stored, start: Dims | None = None, shape: Dims | None = None) -> Tensor:
-    """The tensor `stored`, or its part of `shape` from the indices `start` on; nothing else is read."""
+    """Return `stored`, or its slice of shape `shape` from `start` on; only its bytes are read."""
     import torch
 
     out = torch.empty(stored.shape if shape is None else shape, dtype=getattr(torch, stored.dtype))
@@ -66,41 +66,47 @@ def read(stored: Stored, start: Dims | None = None, shape: Dims | None = None) -
 
 
 def read_into(stored: Stored, start: Dims, out: Tensor) -> None:
-    """Fill `out` (of the stored dtype, with any strides) with what `stored` has from the indices `start` on."""
+    """Fill `out` (of the stored dtype, any strides) with the slice of `stored` that begins at `start`."""
     for part, entry in stored.parts:
-        found = overlap(part.start, part.extent, start, tuple(out.shape))
-        if found:
-            first, shape = found
+        common = overlap(part.start, part.extent, start, tuple(out.shape))
+        if common:
+            first, shape = common
             inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, start, shape))
             read_part(entry, part, tuple(a - b for a, b in zip(first, part.start)), out[inside])
 
 
 def next_cut(stored: Stored, row: int) -> int:
-    """The row before which to stop when rows of `stored` are read in blocks and `row` is the next: each is near the
-    others in its file, so that none is read twice."""
+    """Return the row before which a block of rows that begins at `row` should end.
+
+    The rows of a block are close together in the file, so no byte is read twice; where rows are scattered, a block is
+    the entire tensor.
+    """
     rows = stored.shape[0] if stored.shape else 1
-    if not all(by_rows(part) for part, _ in stored.parts):
+    if not all(rows_are_close(part) for part, _ in stored.parts):
         return rows
     row_bytes = max(1, prod(stored.shape[1:])) * ITEMSIZE[stored.dtype]
     return min(rows, row + max(1, BLOCK_BYTES // row_bytes))
 
 
 def runs(stored: Stored) -> Runs | None:
-    """The runs of bytes that are all of `stored`, in the order of its elements; None where it is made otherwise."""
-    found: list[Run] = []
+    """Return a function that lists the byte ranges of `stored` in element order.
+
+    None where files have its elements quantised or in another order.
+    """
+    result: list[Run] = []
     end = 0
-    for part, entry in sorted(stored.parts, key=lambda one: place(stored.shape, one[0].start)):
+    for part, entry in sorted(stored.parts, key=lambda item: flat_index(stored.shape, item[0].start)):
         run = run_of(entry, part)
-        if run is None or not is_run(stored.shape, part.extent) or place(stored.shape, part.start) != end:
+        if run is None or not is_contiguous(stored.shape, part.extent) or flat_index(stored.shape, part.start) != end:
             return None
-        found.append(run)
+        result.append(run)
         end += prod(part.extent)
-    return found.copy if end == prod(stored.shape) else None
+    return result.copy if end == prod(stored.shape) else None
 
 
 def reader(stored: Mapping[str, Stored]) -> Reader:
-    """The same, for all tensors of a model, by name."""
-    files = {part.name: entry for one in stored.values() for part, entry in one.parts}
+    """Return a reader of a model's native tensors."""
+    files = {part.name: entry for tensor in stored.values() for part, entry in tensor.parts}
 
     def file_run(name: str, shape: Dims, dtype: str) -> Run | None:
         entry = files.get(name)
@@ -109,7 +115,7 @@ def reader(stored: Mapping[str, Stored]) -> Reader:
         return plain_run(entry.file, entry.offset, prod(shape) * ITEMSIZE[dtype])
 
     return Reader(
-        {name: one.dtype for name, one in stored.items()},
+        {name: tensor.dtype for name, tensor in stored.items()},
         lambda name, start, out: read_into(stored[name], start, out),
         lambda name, row: next_cut(stored[name], row),
         lambda name: runs(stored[name]),
@@ -118,98 +124,111 @@ def reader(stored: Mapping[str, Stored]) -> Reader:
 
 
 def check(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
-    """Where every tensor of `spec` is stored, once it is sure that `folder` holds exactly these.
+    """Return where every tensor of `spec` is stored; raise ModelError unless `folder` holds exactly these tensors.
 
-    ModelError for a tensor that is missing, unknown or of another shape. Accepted besides: the rotary tables that old
-    versions of transformers saved, a copy of the tied embedding, and what is carried along.
+    Also allowed in the folder: rotary tables that old versions of transformers saved, a copy of the tied embedding (its
+    values are compared), and passthrough tensors.
     """
     stored, head = check_headers(folder, spec), entries(folder, spec).get(stored_name(spec, HEAD))
     if spec.tie_word_embeddings and head is not None:
-        copy = Stored(head.shape, head.dtype, ((_whole(head), head),))
+        copy = Stored(head.shape, head.dtype, ((_entire(head), head),))
         if copy.dtype != stored[EMBEDDING].dtype or not _equal(copy, stored[EMBEDDING]):
             raise _untied(spec, head)
     return stored
 
 
-def _whole(entry: Entry) -> Part:
+def _entire(entry: Entry) -> Part:
+    """Return the part that is the entire file tensor `entry`."""
     zeros = (0,) * len(entry.shape)
     return Part(entry.name, entry.shape, zeros, entry.shape, entry.shape, zeros, entry.shape, (*range(len(zeros)),))
 
 
-def _equal(one: Stored, other: Stored) -> bool:
-    """Whether two tensors of one shape and dtype have the same values, compared a few rows at a time."""
-    row, rest = 0, (0,) * (len(one.shape) - 1)
-    while row < one.shape[0]:
-        end = next_cut(one, row)
-        shape = (end - row, *one.shape[1:])
-        if not read(one, (row, *rest), shape).equal(read(other, (row, *rest), shape)):
+def _equal(a: Stored, b: Stored) -> bool:
+    """True if two tensors of one shape and dtype have equal values, compared a few rows at a time."""
+    row, rest = 0, (0,) * (len(a.shape) - 1)
+    while row < a.shape[0]:
+        end = next_cut(a, row)
+        shape = (end - row, *a.shape[1:])
+        if not read(a, (row, *rest), shape).equal(read(b, (row, *rest), shape)):
             return False
         row = end
     return True
 
 
 def _untied(spec: ModelSpec, head: Entry) -> ModelError:
+    """Return the error for a head that differs from the embedding although config.json ties them."""
     return ModelError(
         f"{head.file}: {head.name!r} differs from {stored_name(spec, EMBEDDING)!r}, but config.json ties "
-        f"them; set tie_word_embeddings to false"
+        f"them; set tie_word_embeddings to false in config.json"
     )
 
 
 def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
-    """Where every tensor of `spec` is stored, once it is sure that the names and shapes in `folder` are those of
-    `spec`; no tensor is read."""
-    found = _with_base(spec, entries(folder, spec))
-    stored = {param.name: _stored(folder, spec, param, found) for param in tensors_of(spec)}
-    wanted = {part.name: part.shape for one in stored.values() for part, _ in one.parts}
-    for name in found.keys() - wanted.keys():
+    """Return where every tensor of `spec` is stored, from the headers alone.
+
+    Raise ModelError unless names and shapes in `folder` are those of `spec`.
+    """
+    by_name = _with_base(spec, entries(folder, spec))
+    stored = {param.name: _stored(folder, spec, param, by_name) for param in tensors_of(spec)}
+    expected = {part.name: part.shape for tensor in stored.values() for part, _ in tensor.parts}
+    for name in by_name.keys() - expected.keys():
         if name.endswith(spec.weights.ignored):
             continue
         if name != stored_name(spec, HEAD) or not spec.tie_word_embeddings:
             raise ModelError(
-                f"{found[name].file}: {name!r} {found[name].shape} has no place in the {spec.family} "
-                f"model of this config.json; kumi would drop it"
+                f"{by_name[name].file}: {name!r} {by_name[name].shape} is not a tensor of the {spec.family} "
+                f"model of this config.json, and kumi would drop it; fetch the config.json of this model"
             )
-        if found[name].shape != wanted[stored_name(spec, EMBEDDING)]:
-            raise _untied(spec, found[name])
+        if by_name[name].shape != expected[stored_name(spec, EMBEDDING)]:
+            raise _untied(spec, by_name[name])
     return stored
 
 
-def _with_base(spec: ModelSpec, found: dict[str, Entry]) -> dict[str, Entry]:
-    """`found` under the names that a model with a head has, where it was saved without one."""
+def _with_base(spec: ModelSpec, by_name: dict[str, Entry]) -> dict[str, Entry]:
+    """Return `by_name`, with the base model's prefix added to names where the model was saved without its head."""
     base = spec.weights.base
-    if not base or any(name.startswith(base) for name in found):
-        return found
+    if not base or any(name.startswith(base) for name in by_name):
+        return by_name
     head = stored_name(spec, HEAD)
-    return {name if name == head else base + name: entry for name, entry in found.items()}
+    return {name if name == head else base + name: entry for name, entry in by_name.items()}
 
 
-def _stored(folder: str | Path, spec: ModelSpec, param: Param, found: Mapping[str, Entry]) -> Stored:
-    """Where `param` is in `found`; experts there are several tensors, or one as transformers 5 can store them, too."""
-    kept = parts(spec, param, stacked=True)
-    if kept[0].name not in found:
-        kept = parts(spec, param)
-    for part in kept:
-        if part.name not in found:
-            hint = _missing_hint(spec, part.name, found)
+def _stored(folder: str | Path, spec: ModelSpec, param: Param, by_name: Mapping[str, Entry]) -> Stored:
+    """Return where `param` is stored; `by_name` are the tensors of `folder`.
+
+    Experts are one stacked tensor (transformers 5) or several. Raise ModelError for a missing part, or parts whose
+    shapes or dtypes do not fit.
+    """
+    param_parts = parts(spec, param, stacked=True)
+    if param_parts[0].name not in by_name:
+        param_parts = parts(spec, param)
+    for part in param_parts:
+        if part.name not in by_name:
+            hint = _missing_hint(spec, part.name, by_name)
             raise ModelError(f"{folder}: {part.name!r} is missing from the weights; {hint}")
-        entry = found[part.name]
+        entry = by_name[part.name]
         if entry.shape != part.shape:
             raise ModelError(
-                f"{folder}: {part.name!r} is {entry.shape} in {entry.file.name}, {part.shape} in the "
+                f"{folder}: {part.name!r} is {entry.shape} in {entry.file.name}, but {part.shape} in the "
                 f"model of config.json; the two files belong to different models"
             )
-        if entry.dtype != found[kept[0].name].dtype:
+        if entry.dtype != by_name[param_parts[0].name].dtype:
             raise ModelError(
-                f"{folder}: {part.name!r} is {entry.dtype}, {kept[0].name!r} {found[kept[0].name].dtype}; "
-                f"parts of one tensor must have one dtype"
+                f"{folder}: {part.name!r} is {entry.dtype}, but {param_parts[0].name!r} is "
+                f"{by_name[param_parts[0].name].dtype}, and both are parts of one tensor; save them in one dtype"
             )
-    return Stored(param.shape, found[kept[0].name].dtype, tuple((part, found[part.name]) for part in kept))
+    return Stored(
+        param.shape, by_name[param_parts[0].name].dtype, tuple((part, by_name[part.name]) for part in param_parts)
+    )
 
 
-def _missing_hint(spec: ModelSpec, name: str, found: Mapping[str, Entry]) -> str:
+def _missing_hint(spec: ModelSpec, name: str, by_name: Mapping[str, Entry]) -> str:
+    """Return the likely reason or remedy for the missing tensor `name`."""
     if name == stored_name(spec, HEAD):
-        return "a model whose head is its embedding has tie_word_embeddings: true"
+        return "if the head is the embedding, set tie_word_embeddings to true in config.json"
     bare = name.removeprefix("model.")
     return (
-        f"it has {bare!r}: save the causal language model, not its base" if bare in found else "fetch the model again"
+        f"the folder has {bare!r} instead: save the causal language model, not its base model"
+        if bare in by_name
+        else "fetch the model again"
     )

@@ -1,8 +1,8 @@
-"""A model with the adapters of a PEFT folder in it: merged, tensor by tensor, in float32.
+"""Merge adapters into their base model, one tensor at a time, in float32.
 
     W' = W + s B A,    and with DoRA    W' = m / |W + s B A| * (W + s B A)  by rows
 
-rounded once, to the dtype that W has.
+rounded once, to the dtype of W.
 """
 
 from __future__ import annotations
@@ -35,81 +35,86 @@ from kumi.spec.ledger import ops, tensors
 from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
 
-# Largest share of the logits' own spread by which a merged model may differ from its base with the adapters beside it,
-# both computed in float32, by the dtype that the merged weights are rounded to.
+# Allowed difference between the float32 logits of a merged model and of its base with unmerged adapters, relative to
+# the standard deviation of the logits; by the dtype of the merged weights.
 TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A model, and the adapters that stand beside its matrices, by the native names of these (without ".weight")."""
+class AdaptedModel:
+    """A base model and its unmerged adapters, by the native names of their matrices (without ".weight")."""
 
     folder: Path
     base: Source
     adapters: Mapping[str, Adapter]
 
 
-def _named(config: Mapping[str, Any]) -> str | None:
-    """The base model of PEFT's configuration: a folder, or a hub id with its revision."""
+def _base_model(config: Mapping[str, Any]) -> str | None:
+    """Return the base model in PEFT's configuration: a folder, or a hub id with its revision."""
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     return f"{name}@{revision}" if isinstance(name, str) and revision and hub.is_id(name) else name
 
 
-def open_beside(folder: Path, base: str | None = None) -> Beside:
-    """The adapters in `folder` and their model: `base`, by default the one that they name."""
-    saved = adapters_of_run(folder)
-    if saved is None:
-        named = _named(adapter_read.read_config(folder)) if base is None else base
+def open_beside(folder: Path, base: str | None = None) -> AdaptedModel:
+    """Open the adapters in `folder` and their base model: `base`, or else the one that they name."""
+    trained = adapters_of_run(folder)
+    if trained is None:
+        base_name = _base_model(adapter_read.read_config(folder)) if base is None else base
     else:
-        named = saved.checkpoint.meta["base"] if base is None else base
-    if not named:
-        raise ConfigError(f"{folder}: its adapter_config.json names no base model; say which one with --base FOLDER")
-    path = located(named, "--base")
+        base_name = trained.checkpoint.meta["base"] if base is None else base
+    if not base_name:
+        raise ConfigError(f"{folder}: its adapters name no base model; name it with --base FOLDER")
+    path = located(base_name, "--base")
     if not path.is_dir():
         raise ConfigError(
-            f"{folder}: its base model {looked_for(str(named))} is no folder here; say where it is with --base FOLDER"
+            f"{folder}: its base model {looked_for(str(base_name))} is not a folder here; name its folder with "
+            f"--base FOLDER"
         )
     source = open_source(path)
-    if saved is None:
-        return Beside(folder, source, adapter_read.read_adapters(folder, source.spec))
-    if (path / "config.json").exists() and digest(path) != saved.checkpoint.meta["base_digest"]:
+    if trained is None:
+        return AdaptedModel(folder, source, adapter_read.read_adapters(folder, source.spec))
+    if (path / "config.json").exists() and digest(path) != trained.checkpoint.meta["base_digest"]:
         raise ConfigError(
-            f"{folder}: holds adapters of another model than {path} holds now; restore it, or name it "
-            f"with --base FOLDER"
+            f"{folder}: its adapters were trained on another model than the one in {path}; restore that model, or "
+            f"name its folder with --base FOLDER"
         )
-    return Beside(folder, source, _trained(saved, source.spec))
+    return AdaptedModel(folder, source, _trained(trained, source.spec))
 
 
 def _trained(saved: native.SavedModel, spec: ModelSpec) -> dict[str, Adapter]:
-    """The adapters in a checkpoint of a run."""
+    """Read the adapters from a run's checkpoint."""
     lora = Lora(**saved.checkpoint.meta["lora"] | {"targets": tuple(saved.checkpoint.meta["lora"]["targets"])})
-    found, read, adapted = {}, saved.checkpoint.read, replace(spec, lora=lora)
+    result, read, adapted = {}, saved.checkpoint.read, replace(spec, lora=lora)
     native.check(saved, adapted)
     for op in ops(adapted):
         if takes(lora, op):
-            a, b = (read(f"model/{op.name}.lora_{which}.weight").float() for which in "AB")
+            a, b = (read(f"model/{op.name}.lora_{matrix}.weight").float() for matrix in "AB")
             magnitude = read(f"model/{op.name}.lora_magnitude_vector").float() if lora.use_dora else None
-            found[op.name] = Adapter(a, b, lora.scale, magnitude)
-    return found
+            result[op.name] = Adapter(a, b, lora.scale, magnitude)
+    return result
 
 
 def open_merged(folder: Path, base: str | None = None) -> Source:
-    """The model `base`, by default the one that the adapters in `folder` name, with these in it."""
-    found = open_beside(folder, base)
-    return replace(found.base, folder=folder, reader=_reader(found.base, found.adapters))
+    """Return the base model with the adapters in `folder` merged into it while it is read.
+
+    The base is `base`, or else the one that the adapters name.
+    """
+    model = open_beside(folder, base)
+    return replace(model.base, folder=folder, reader=_merging_reader(model.base, model.adapters))
 
 
-def _reader(source: Source, adapters: Mapping[str, Adapter]) -> Reader:
+def _merging_reader(source: Source, adapters: Mapping[str, Adapter]) -> Reader:
+    """Return a reader of `source` that merges the adapters into the matrices that it reads."""
     shapes = {param.name: param.shape for param in tensors(source.spec)}
 
     def read_into(name: str, start: Dims, out: Tensor) -> None:
-        one = adapters.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if one is None:
+        adapter = adapters.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if adapter is None:
             source.reader.read_into(name, start, out)
             return
         rows = torch.empty(out.shape[0], shapes[name][1], dtype=out.dtype)
         source.reader.read_into(name, (start[0], 0), rows)
-        out.copy_(merged(rows, one, start[0])[:, start[1] : start[1] + out.shape[1]])
+        out.copy_(merged(rows, adapter, start[0])[:, start[1] : start[1] + out.shape[1]])
 
     def runs(name: str) -> Runs | None:
         return None if name.removesuffix(".weight") in adapters else source.reader.runs(name)
@@ -117,50 +122,52 @@ def _reader(source: Source, adapters: Mapping[str, Adapter]) -> Reader:
     return Reader(source.reader.dtypes, read_into, source.reader.cut, runs)
 
 
-def merged(rows: Tensor, one: Adapter, first: int = 0) -> Tensor:
-    """The `rows` (N, in) of a matrix, from number `first` on, with their adapter, in float32 or wider."""
-    own = slice(first, first + rows.shape[0])
+def merged(rows: Tensor, adapter: Adapter, first: int = 0) -> Tensor:
+    """Return `rows` (N, in) of a matrix, beginning at row `first`, with `adapter` merged, in float32 or wider."""
+    block = slice(first, first + rows.shape[0])
     dtype = wide(rows.dtype)
-    found = torch.addmm(rows.to(dtype), one.b[own].to(dtype), one.a.to(dtype), alpha=one.scale)
-    if one.magnitude is not None:
-        found *= (one.magnitude[own].to(dtype) / torch.linalg.vector_norm(found, dim=1))[:, None]
-    return found
+    result = torch.addmm(rows.to(dtype), adapter.b[block].to(dtype), adapter.a.to(dtype), alpha=adapter.scale)
+    if adapter.magnitude is not None:
+        result *= (adapter.magnitude[block].to(dtype) / torch.linalg.vector_norm(result, dim=1))[:, None]
+    return result
 
 
 def check_merged(folder: Path, base: str | None, written: Source) -> float:
-    """The largest difference between the logits of `written`, which `open_merged` was written to, and those of the base
-    with the adapters of `folder` beside its matrices, in float32; ModelError where it is too large."""
+    """Return the largest difference between the float32 logits of `written` and of the base with unmerged adapters.
+
+    `written` is a copy of `open_merged(folder, base)`. Raise ModelError if the difference exceeds `TOLERANCE`.
+    """
     with torch.no_grad():
         prompts = sample_prompts(written.spec.vocab_size, min(16, written.spec.max_position_embeddings))
-        # One model in memory at a time.
-        wanted = decoder_of(open_beside(folder, base))(prompts)
-        found = written.decoder().eval()(prompts)
-    difference = float((wanted - found).abs().max())
+        # The first model is freed before the second is loaded.
+        expected = decoder_of(open_beside(folder, base))(prompts)
+        actual = written.decoder().eval()(prompts)
+    difference = float((expected - actual).abs().max())
     names = [name for name in written.dtypes if name.endswith("_proj.weight")]
-    allowed = max(TOLERANCE[written.dtypes[name]] for name in names or written.dtypes) * float(wanted.std())
+    allowed = max(TOLERANCE[written.dtypes[name]] for name in names or written.dtypes) * float(expected.std())
     if not difference <= allowed:
         raise ModelError(
-            f"{written.folder}: its logits differ by {difference:.3g} from those of the base with the adapters beside "
-            f"it, more than {allowed:.3g}; the adapters are too large for the dtype of the base: write it in float32 "
-            f"with --dtype, or keep them apart"
+            f"{written.folder}: its logits differ by {difference:.3g} from those of the base with unmerged adapters, "
+            f"more than the allowed {allowed:.3g}, because the adapters are too large for the dtype of the base; "
+            f"write it in float32 with --dtype, or do not merge"
         )
     return difference
 
 
 @torch.no_grad()
-def decoder_of(found: Beside) -> Decoder:
-    """The model in float32, with the adapters as modules of their own."""
-    decoder = found.base.decoder().eval()
-    there = dict(decoder.named_modules())
-    for name, one in found.adapters.items():
-        old = there[name]
-        assert isinstance(old, Linear), f"{name} is a {type(old).__name__}"
-        lora = Lora(one.a.shape[0], one.scale * one.a.shape[0], use_dora=one.magnitude is not None)
-        made = LoraLinear(old, lora, name, dtype=torch.float32)
-        made.lora_A.weight.copy_(one.a)
-        made.lora_B.weight.copy_(one.b)
-        if one.magnitude is not None and made.lora_magnitude_vector is not None:
-            made.lora_magnitude_vector.copy_(one.magnitude)
+def decoder_of(model: AdaptedModel) -> Decoder:
+    """Return the model in float32, with the adapters as separate modules."""
+    decoder = model.base.decoder().eval()
+    modules = dict(decoder.named_modules())
+    for name, adapter in model.adapters.items():
+        linear = modules[name]
+        assert isinstance(linear, Linear), f"{name} is a {type(linear).__name__}"
+        lora = Lora(adapter.a.shape[0], adapter.scale * adapter.a.shape[0], use_dora=adapter.magnitude is not None)
+        replacement = LoraLinear(linear, lora, name, dtype=torch.float32)
+        replacement.lora_A.weight.copy_(adapter.a)
+        replacement.lora_B.weight.copy_(adapter.b)
+        if adapter.magnitude is not None and replacement.lora_magnitude_vector is not None:
+            replacement.lora_magnitude_vector.copy_(adapter.magnitude)
         path, _, leaf = name.rpartition(".")
-        setattr(there[path], leaf, made.eval())
+        setattr(modules[path], leaf, replacement.eval())
     return decoder

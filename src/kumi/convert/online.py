@@ -1,4 +1,4 @@
-"""The weights of a model in training, as Hugging Face names and tensors, to whoever wants them while it trains.
+"""Export the weights of a model during training, as Hugging Face names and tensors, from any layout.
 
 for name, tensor in export_tensors(model, mesh, dtype=torch.bfloat16):
     engine.load_weights([(name, tensor)])        # such as an inference engine that samples for reinforcement learning
@@ -28,57 +28,62 @@ _PREFIX = "model/"
 def export_tensors(
     model: nn.Module, mesh: Mesh, *, dtype: torch.dtype | None = None, to: str = "all"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that the Hugging Face files of `model` have, with its name there, put together from all ranks.
+    """Yield every Hugging Face tensor of `model` with its name, gathered from all ranks.
 
-    All ranks must iterate, to the end: each step is a collective over all of them, whatever the layout. They get the
-    same names in the same order, and the same whole tensors on their devices; with `to="first"` only rank 0 gets the
-    tensors, the others empty ones. Parameters are cast to `dtype` before they are sent; without it, and of buffers, the
-    bits are those that are trained. A rank holds one tensor of the files at a time besides the model. Each tensor is
-    new memory that the caller may keep. What the files have besides (`kumi.convert.carried`) does not change in
-    training and is not sent.
+    All ranks must iterate to the end: each step is a collective over all of them. Every rank gets the same names in the
+    same order, and the same complete tensors on its device; with `to="first"` only rank 0 gets the tensors, the others
+    get empty ones.
+
+    Parameters are cast to `dtype` before they are sent. Without it, and for buffers, the bits are those in training. A
+    rank holds one exported tensor at a time in addition to the model, and the caller may keep it. Passthrough tensors
+    (`kumi.convert.carried`) do not change in training and are not exported.
+
+    Raise ModelError for an unknown `to`, or for a model with adapters.
     """
     spec = spec_of(model)
     if to not in ("all", "first"):
-        raise ModelError(f"export to {to!r}: tensors go to 'all' ranks, or to the 'first'")
+        raise ModelError(f"to={to!r}: tensors go to 'all' ranks or the 'first' one; choose one of these")
     if spec.lora is not None:
-        raise ModelError("a model with adapters is exported when they are merged: it has tensors that files do not")
-    mine = owned(model_pieces(model, mesh), model, mesh)
-    held: dict[str, list[Piece]] = {}
-    for piece in mine:
-        held.setdefault(piece.name.removeprefix(_PREFIX), []).append(piece)
-    trained = dtype or next(parameter.dtype for parameter in model.parameters())
-    own = {param.name: torch.float32 for param in buffers(spec)}
-    for name, made_of in files(spec).items():
-        kind = own.get(made_of[0].param.name, trained)
-        whole: Tensor | None = None
-        for param, part in ((one.param, one.part) for one in made_of):
-            data = _gathered(held.get(param.name, []), part, kind, mesh, to)
+        raise ModelError(
+            "the model has adapters, and Hugging Face files have no tensors for these; merge them before exporting"
+        )
+    own_pieces = owned(model_pieces(model, mesh), model, mesh)
+    by_name: dict[str, list[Piece]] = {}
+    for piece in own_pieces:
+        by_name.setdefault(piece.name.removeprefix(_PREFIX), []).append(piece)
+    trained_dtype = dtype or next(parameter.dtype for parameter in model.parameters())
+    buffer_dtypes = {param.name: torch.float32 for param in buffers(spec)}
+    for name, native_parts in files(spec).items():
+        tensor_dtype = buffer_dtypes.get(native_parts[0].param.name, trained_dtype)
+        result: Tensor | None = None
+        for param, part in ((native_part.param, native_part.part) for native_part in native_parts):
+            data = _gather(by_name.get(param.name, []), part, tensor_dtype, mesh, to)
             if part.is_whole:
-                whole = data.view(part.shape)
+                result = data.view(part.shape)
             else:
-                whole = torch.empty(part.shape, dtype=kind, device=mesh.device) if whole is None else whole
-                _place(whole, part, data)
-        assert whole is not None, f"{name} is made of nothing"
-        yield name, whole if to == "all" or mesh.rank == 0 else torch.empty(0, dtype=kind, device=mesh.device)
+                result = torch.empty(part.shape, dtype=tensor_dtype, device=mesh.device) if result is None else result
+                _place(result, part, data)
+        assert result is not None, f"{name} has no native tensors"
+        yield name, result if to == "all" or mesh.rank == 0 else torch.empty(0, dtype=tensor_dtype, device=mesh.device)
 
 
-def _gathered(held: list[Piece], part: Part, dtype: torch.dtype, mesh: Mesh, to: str) -> Tensor:
-    """The native rectangle that `part` is of, of which this rank gives what it has in `held`.
+def _gather(pieces: list[Piece], part: Part, dtype: torch.dtype, mesh: Mesh, to: str) -> Tensor:
+    """Return the native slice of `part`, gathered from the pieces of all ranks.
 
-    Ranks' bits are added, and nothing else is set where a rank has nothing: no rounding, and zeros keep their signs.
+    Ranks sum the integer bits of disjoint pieces, with zeros elsewhere: no rounding, and signed zeros are preserved.
     """
     out = torch.zeros(part.extent, dtype=dtype, device=mesh.device)
-    for piece in held:
-        found = overlap(part.start, part.extent, piece.start, tuple(piece.data.shape))
-        if found:
-            first, size = found
-            into = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, part.start, size))
-            out[into] = piece.data[tuple(slice(a - b, a - b + n) for a, b, n in zip(first, piece.start, size))].to(
+    for piece in pieces:
+        common = overlap(part.start, part.extent, piece.start, tuple(piece.data.shape))
+        if common:
+            first, size = common
+            target = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, part.start, size))
+            out[target] = piece.data[tuple(slice(a - b, a - b + n) for a, b, n in zip(first, piece.start, size))].to(
                 dtype
             )
     if mesh.layout.world_size > 1:
-        whole_words = prod(part.extent) * dtype.itemsize % 4 == 0
-        bits = out.view(-1).view(torch.int32 if whole_words else torch.uint8)
+        word_aligned = prod(part.extent) * dtype.itemsize % 4 == 0
+        bits = out.view(-1).view(torch.int32 if word_aligned else torch.uint8)
         if to == "all":
             dist.all_reduce(bits)
         else:
@@ -86,8 +91,8 @@ def _gathered(held: list[Piece], part: Part, dtype: torch.dtype, mesh: Mesh, to:
     return out
 
 
-def _place(whole: Tensor, part: Part, data: Tensor) -> None:
-    """Write a native rectangle to its place in the file's tensor."""
-    inside = whole.view(part.view)[tuple(slice(low, low + count) for low, count in zip(part.at, part.size))]
-    ordered = inside.permute(part.order)
+def _place(file_tensor: Tensor, part: Part, data: Tensor) -> None:
+    """Write a native slice to its place in the file tensor."""
+    region = file_tensor.view(part.view)[tuple(slice(low, low + count) for low, count in zip(part.at, part.size))]
+    ordered = region.permute(part.order)
     ordered.copy_(data.view(ordered.shape))

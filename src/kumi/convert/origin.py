@@ -1,4 +1,4 @@
-"""What a model was made of, as far as is known: from the card in its folder, or from where on the hub it came."""
+"""The published model that a model was made from, by the card in its folder or its place in the hub's cache."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from typing import Any
 from kumi.errors import RefusedError
 from kumi.files.untrusted import INDEX, inside, open_stream, read_object
 
-# Of a card no more than this is read in search of its header.
+# Bytes of a card that are searched for its header.
 _LONGEST = 2**20
 _LICENSE = ("license", "license_name", "license_link")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The repository and commit that a model was made of, None where it was none that is known; with what the card
-    said of its licence, by the header's keys, and of the datasets it was trained on. `relation` is how, as in
-    "finetune"; None where the model is that one in another format."""
+    """The published model that a model was made from, and the facts of its card that carry over.
+
+    base_model   repository on the hub; None if unknown
+    commit       its commit; None unless the model is that repository's own
+    license      license keys of the card's header
+    datasets     training datasets
+    relation     such as "finetune"; None where the model is `base_model` in another format
+    """
 
     base_model: str | None = None
     commit: str | None = None
@@ -30,11 +35,11 @@ class Origin:
 
     @property
     def published(self) -> str | None:
-        """The repository that is this very model; None where it is only known what it descends from."""
+        """The repository of this very model; None if only its ancestor is known."""
         return self.base_model if self.commit else None
 
     def plain(self) -> dict[str, Any]:
-        """As data, for a checkpoint's meta.json."""
+        """Return plain data for a checkpoint's meta.json."""
         return asdict(self)
 
 
@@ -42,10 +47,10 @@ UNKNOWN = Origin()
 
 
 def origin_of(folder: Path, name: str | None = None, commit: str | None = None) -> Origin:
-    """The origin of what is made of the model in `folder`, a Hugging Face folder or a checkpoint of kumi.
+    """Return the origin of a model made from `folder`, a Hugging Face folder or a kumi checkpoint.
 
-    `name` and `commit` are the repository's where it is the hub's copy of one. Of another folder it is not known where
-    it is published, so that the nearest published model it was made of stands for it.
+    For a download, `name` and `commit` are its repository and commit. A checkpoint stores its origin. For any other
+    folder the origin is the base model that its card names.
     """
     if (folder / "meta.json").is_file() and not (folder / "config.json").is_file():
         return from_plain(_meta(folder).get("origin") or {})
@@ -53,29 +58,29 @@ def origin_of(folder: Path, name: str | None = None, commit: str | None = None) 
         name, commit = f"{cached[1]}/{cached[2]}", cached[3]
     header = card_header(folder)
     license = {key: str(header[key]) for key in _LICENSE if isinstance(header.get(key), str)}
-    datasets = _words(header.get("datasets"))
+    datasets = _strings(header.get("datasets"))
     if name is not None:
         return Origin(name, commit, license, datasets)
-    above, relation = header.get("base_model"), header.get("base_model_relation")
-    above = above[0] if isinstance(above, list) and len(above) == 1 else above
-    if not (isinstance(above, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", above)):
+    base_model, relation = header.get("base_model"), header.get("base_model_relation")
+    base_model = base_model[0] if isinstance(base_model, list) and len(base_model) == 1 else base_model
+    if not (isinstance(base_model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", base_model)):
         return Origin(license=license, datasets=datasets)
-    return Origin(above, None, license, datasets, relation if isinstance(relation, str) else "finetune")
+    return Origin(base_model, None, license, datasets, relation if isinstance(relation, str) else "finetune")
 
 
 def from_plain(data: Mapping[str, Any]) -> Origin:
-    """The origin that `plain` wrote."""
+    """Return the origin from `Origin.plain`'s data."""
     return Origin(
         data.get("base_model"),
         data.get("commit"),
         data.get("license") or {},
-        _words(data.get("datasets")),
+        _strings(data.get("datasets")),
         data.get("relation"),
     )
 
 
 def card_header(folder: Path) -> dict[str, Any]:
-    """The header of the model card in `folder`, empty where there is none that can be read."""
+    """Return the YAML header of the model card in `folder`, empty if there is none or it is malformed."""
     import yaml  # type: ignore[import-untyped]
 
     if not (folder / "README.md").is_file():
@@ -83,16 +88,18 @@ def card_header(folder: Path) -> dict[str, Any]:
     with open_stream(inside(folder, "README.md")) as file:
         match = re.match(r"﻿?---\r?\n(.*?)\n---", file.read(_LONGEST).decode(errors="replace"), re.S)
     try:
-        found = yaml.safe_load(match[1]) if match else {}
-    except (yaml.YAMLError, ValueError, RecursionError):  # written by hand, and nothing that a model depends on
+        header = yaml.safe_load(match[1]) if match else {}
+    except (yaml.YAMLError, ValueError, RecursionError):  # headers are written by hand, and no model depends on them
         return {}
-    return found if isinstance(found, dict) else {}
+    return header if isinstance(header, dict) else {}
 
 
-def _words(value: Any) -> tuple[str, ...]:
-    return tuple(word for word in value if isinstance(word, str)) if isinstance(value, list | tuple) else ()
+def _strings(value: Any) -> tuple[str, ...]:
+    """Return the strings in a list, nothing for other values."""
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list | tuple) else ()
 
 
 def _meta(folder: Path) -> dict[str, Any]:
-    found = read_object(folder, "meta.json", RefusedError, INDEX).get("meta")
-    return found if isinstance(found, dict) else {}
+    """Return the `meta` of a checkpoint, empty if there is none."""
+    meta = read_object(folder, "meta.json", RefusedError, INDEX).get("meta")
+    return meta if isinstance(meta, dict) else {}

@@ -1,6 +1,6 @@
-"""Reading pickles that may be hostile: only what is listed here is ever called, everything else is refused by name.
+"""Read untrusted pickles: only the callables listed here are ever called, everything else is refused by name.
 
-Megatron-Core's checkpoints have three: `.metadata` (PyTorch's distributed checkpointing), the state that is no tensor
+Megatron-Core's checkpoints have three kinds: `.metadata` (PyTorch's distributed checkpoint), the non-tensor state
 (`common.pt`, or an entry of the checkpoint), and the head of every stored tensor.
 """
 
@@ -24,11 +24,11 @@ from torch.distributed.checkpoint import filesystem, metadata
 from kumi.errors import RefusedError
 from kumi.files.untrusted import inside, open_stream
 
-# The longest pickle that is read: a megabyte of metadata describes some ten thousand pieces of tensors.
+# Upper bound on the bytes of a pickle; a megabyte of metadata describes some ten thousand chunks of tensors.
 LIMIT = 2**31
 
 
-# What reading a damaged pickle or archive may raise.
+# Exceptions that a damaged pickle or archive may cause.
 _DAMAGED = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -47,18 +47,18 @@ _DAMAGED = (
 
 
 class Unread:
-    """An object of a class that is not loaded: it can be made and filled, and does nothing."""
+    """Stands for an object of a class that is not loaded; it accepts any arguments and state, and stores nothing."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        """Nothing is kept of what it is made from."""
+        """Ignore all arguments."""
 
     def __setstate__(self, state: object) -> None:
-        """Nothing is kept of its state."""
+        """Ignore the state."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What a tensor's head says of its data: their record in the archive, dtype and number."""
+    """The data of a tensor: dtype, name of their record in the archive, and number of elements."""
 
     dtype: torch.dtype
     record: str
@@ -67,7 +67,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Head:
-    """A stored tensor without its data."""
+    """A tensor without its data: storage, offset in elements, shape and strides in elements."""
 
     storage: Storage
     offset: int
@@ -79,8 +79,8 @@ def _head(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[i
     return Head(storage, offset, tuple(shape), tuple(stride))
 
 
-def _bytes(text: str, encoding: str) -> bytes:
-    """How such pickles write bytes."""
+def _decode_bytes(text: str, encoding: str) -> bytes:
+    """Decode bytes as Python 2 pickles store them: as latin1 text."""
     if encoding != "latin1":
         raise ValueError(f"bytes are encoded as {encoding!r:.20}")
     return text.encode("latin1")
@@ -129,13 +129,13 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): argparse.Namespace,
     ("types", "SimpleNamespace"): types.SimpleNamespace,
     ("_io", "BytesIO"): io.BytesIO,
-    # Under both names of the module: torch.save writes pickles as Python 2 would read them.
+    # Under both names of the module: torch.save writes Python 2's names.
     **{
         (module, kind.__name__): kind
         for module in ("builtins", "__builtin__")
         for kind in (set, frozenset, slice, complex, bytearray)
     },
-    ("_codecs", "encode"): _bytes,
+    ("_codecs", "encode"): _decode_bytes,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): Unread,
     ("torch.serialization", "_get_layout"): _layout,
@@ -161,105 +161,117 @@ _METADATA: dict[tuple[str, str], Any] = {
             "_MEM_FORMAT_ENCODING",
         )
     },
-    # A subclass of it in megatron-core up to 0.15, with nothing that is needed here.
+    # A subclass in megatron-core up to 0.15; its additions are not needed here.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    # Megatron-Core keeps how it saved beside what it saved.
+    # Megatron-Core also stores its save plan, which is not needed here.
     **{
         ("torch.distributed.checkpoint.planner", name): Unread
         for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
     },
 }
-# Packages whose objects say how a run was started; they are passed over, and nothing of them is loaded.
-_PASSED_OVER = ("megatron.", "transformer_engine.", "nemo.", "signal.", "enum.", "numpy.", "datetime.")
+# Packages whose objects describe a run's configuration; they become `Unread`, and nothing is imported.
+_UNREAD_PACKAGES = ("megatron.", "transformer_engine.", "nemo.", "signal.", "enum.", "numpy.", "datetime.")
 
 
 class _Restricted(pickle.Unpickler):
+    """An unpickler that resolves `allowed` names only."""
+
     def __init__(self, file: Any, name: str, allowed: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(file)
         self._name, self._allowed = name, allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        """What `module`.`name` stands for here, which is not necessarily what it is."""
-        found = self._allowed.get((module, name))
-        if found is not None:
-            return found
-        if f"{module}.".startswith(_PASSED_OVER) and "." not in name:
+        """Return the allowed replacement of `module`.`name`; raise RefusedError for anything not listed."""
+        replacement = self._allowed.get((module, name))
+        if replacement is not None:
+            return replacement
+        if f"{module}.".startswith(_UNREAD_PACKAGES) and "." not in name:
             return Unread
         raise RefusedError(
-            f"{self._name}: its pickle asks for {module}.{name}, which no Megatron checkpoint needs; it "
-            f"is not opened, for it may run commands"
+            f"{self._name}: its pickle asks for {module}.{name}, which no Megatron checkpoint needs and which "
+            f"could run commands; do not trust this file"
         )
 
     def persistent_load(self, pid: Any) -> Storage:
-        """The storage that a tensor's head names."""
+        """Return the storage that a tensor's head refers to."""
         if not (isinstance(pid, tuple) and len(pid) == 5 and isinstance(pid[2], str)):
-            raise RefusedError(f"{self._name}: a tensor's storage is described by {pid!r:.80}; save it again")
+            raise RefusedError(
+                f"{self._name}: a tensor's storage has the invalid description {pid!r:.80}; save the checkpoint again"
+            )
         dtype = torch.uint8 if pid[1] is None else pid[1]
         if not (isinstance(dtype, torch.dtype) and type(pid[4]) is int and pid[4] >= 0):
-            raise RefusedError(f"{self._name}: a tensor's storage is described by {pid!r:.80}; save it again")
+            raise RefusedError(
+                f"{self._name}: a tensor's storage has the invalid description {pid!r:.80}; save the checkpoint again"
+            )
         return Storage(dtype, pid[2], pid[4])
 
 
 def _load(file: BinaryIO, name: str, allowed: Mapping[tuple[str, str], Any]) -> Any:
-    """The object pickled in `file`, which errors call `name`; RefusedError where it asks for anything not `allowed`."""
+    """Return the object pickled in `file`; raise RefusedError, with `name`, for anything not `allowed`."""
     return _guarded(lambda: _Restricted(file, name, allowed).load(), name)
 
 
 def load_metadata(path: Path) -> metadata.Metadata:
-    """The metadata of a distributed checkpoint."""
+    """Return the metadata of a distributed checkpoint; raise RefusedError unless the file holds just that."""
     with _guarded(lambda: open_stream(inside(path.parent, path.name, RefusedError)), str(path)) as file:
         size = os.fstat(file.fileno()).st_size
         if size > LIMIT:
             raise RefusedError(
-                f"{path}: {size} bytes are more than metadata have ({LIMIT}); the file is something else"
+                f"{path}: has {size} bytes, and metadata have at most {LIMIT}; copy the checkpoint again"
             )
-        found = _load(file, str(path), _PLAIN | _METADATA)
-    if not isinstance(found, metadata.Metadata):
-        raise RefusedError(f"{path}: holds {type(found).__name__}, not the metadata of a checkpoint")
-    return found
+        content = _load(file, str(path), _PLAIN | _METADATA)
+    if not isinstance(content, metadata.Metadata):
+        raise RefusedError(
+            f"{path}: holds a {type(content).__name__}, not a checkpoint's metadata; copy the checkpoint again"
+        )
+    return content
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A file written by torch.save: the object in it, tensors without their data, and where each record begins."""
+    """A file that torch.save wrote: its object, with heads for tensors, and offset and length of each record."""
 
     content: Any
     records: Mapping[str, tuple[int, int]]
 
     def find(self, record: str) -> tuple[int, int] | None:
-        """First byte in the file and length of the data called `record`."""
+        """Return the file offset and length of the data record `record`; None if there is none."""
         return self.records.get(f"data/{record}")
 
 
 def load_archive(file: BinaryIO, name: str) -> Archive:
-    """The archive in `file`, a seekable one; no tensor's data are read."""
-    found: Archive = _guarded(lambda: _archive(file, name), name)
-    return found
+    """Return the archive in a seekable `file`; tensor data are not read."""
+    archive: Archive = _guarded(lambda: _archive(file, name), name)
+    return archive
 
 
 def _archive(file: BinaryIO, name: str) -> Archive:
-    with zipfile.ZipFile(file) as found:
+    with zipfile.ZipFile(file) as archive:
         records = {}
-        for entry in found.infolist():
+        for entry in archive.infolist():
             inner = entry.filename.partition("/")[2]
             if entry.compress_type != zipfile.ZIP_STORED:
-                raise RefusedError(f"{name}: {entry.filename!r} is compressed, which torch.save never does")
+                raise RefusedError(
+                    f"{name}: {entry.filename!r} is compressed, which torch.save never does; save the checkpoint again"
+                )
             if inner in records:
-                raise RefusedError(f"{name}: {entry.filename!r} is there twice")
+                raise RefusedError(f"{name}: {entry.filename!r} occurs twice; copy the checkpoint again")
             records[inner] = (_data_start(file, entry), entry.file_size)
         if "data.pkl" not in records:
-            raise RefusedError(f"{name}: has no data.pkl; it was not written by torch.save")
+            raise RefusedError(f"{name}: has no data.pkl, so torch.save did not write it; copy the checkpoint again")
         start, length = records["data.pkl"]
         if length > LIMIT:
-            raise RefusedError(f"{name}: its data.pkl is said to have {length} bytes; the file is damaged")
+            raise RefusedError(
+                f"{name}: its data.pkl claims {length} bytes, more than {LIMIT}; copy the checkpoint again"
+            )
         file.seek(start)
         content = _load(io.BytesIO(file.read(length)), name, _PLAIN)
     return Archive(content, records)
 
 
 def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
-    """Where the data of `entry` begin: behind a header that has the name and an extra field once more."""
+    """Return the file offset of an entry's data, after its local header with file name and extra field."""
     file.seek(entry.header_offset)
     header = file.read(30)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
@@ -268,7 +280,7 @@ def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
 
 
 def _guarded(do: Callable[[], Any], name: str) -> Any:
-    """What `do` returns; RefusedError for whatever a damaged file makes of it."""
+    """Return `do()`; turn any error that a damaged file causes into RefusedError."""
     try:
         return do()
     except RefusedError:

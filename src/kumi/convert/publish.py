@@ -1,4 +1,4 @@
-"""Models from the hub and to it: what `kumi convert`, `kumi vocab` and `kumi push` name."""
+"""Download source models from the hub, and upload exported folders to it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from kumi.paths import looked_for
 
 
 def located(source: str | Path, key: str) -> Path:
-    """The folder of the model `source`: itself where it exists, else the hub's copy of that repository with weights.
+    """Return the folder of the model `source`: itself if it exists, else the hub's download of that repository.
 
-    `key` is what the command line calls it. ConfigError when it is neither.
+    `key` is its name on the command line. Raise ConfigError if it is neither.
     """
     path = Path(os.path.expanduser(source))
     return path if path.exists() or not hub.is_id(str(source)) else hub.fetch(str(source), key, weights=True).folder
 
 
 def publish(folder: str | Path, name: str, *, public: bool = False, unverified: bool = False) -> str:
-    """The address of the repository `name`, once it holds the files of `folder`.
+    """Upload the files of `folder` to the repository `name`; return its address.
 
-    RefusedError when the folder holds neither a model nor adapters of one, or is not as it was when it was verified,
-    unless `unverified`.
+    Raise RefusedError unless the folder holds a model or adapters, verified and unchanged since (unless `unverified`).
     """
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):

@@ -1,4 +1,4 @@
-"""Which rectangle of a file's tensor holds a rectangle of a native one, and which rectangles are one run of bytes."""
+"""Map slices of native tensors to slices of file tensors, and tell which slices are contiguous."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A rectangle of a file's tensor, seen as a part's `view`: `size` elements from `at` on.
+class FileSlice:
+    """A slice of a file tensor, seen with the shape of a part's `view`.
 
-    With its dims in the part's order, it is the rectangle of `shape` of the native tensor, of which what was asked for
-    begins at `skip`: where several dims of the file are one here, it can be more than was asked for.
+    at      its start
+    size    its shape
+    shape   its shape as a slice of the native tensor, after permuting the dims into the part's order
+    skip    start, within that native slice, of the requested elements
+
+    Where the file splits a native dim into several, the slice can be larger than the request.
     """
 
     at: Dims
@@ -24,73 +28,73 @@ class Seen:
     skip: Dims
 
 
-def seen(part: Part, offsets: Dims, shape: Dims) -> Seen:
-    """Where the file has the elements of `part` from `offsets` on (counted from its start), as many as `shape` says."""
+def seen(part: Part, offsets: Dims, shape: Dims) -> FileSlice:
+    """Return the slice of the file tensor that has the elements of `part` from `offsets`, of shape `shape`."""
     at, size = list(part.at), list(part.size)
-    wide, skip = [], []
-    for dims, whole, low, count in zip(merged(part), part.extent, offsets, shape, strict=True):
+    native_shape, skip = [], []
+    for dims, extent, offset, count in zip(file_dims(part), part.extent, offsets, shape, strict=True):
         outer = next((dim for dim in dims if part.size[dim] > 1), None)
         if outer is None:
-            wide.append(whole)
+            native_shape.append(extent)
             skip.append(0)
             continue
-        inner = whole // part.size[outer]
-        first, end = low // inner, -(-(low + count) // inner)
-        at[outer], size[outer] = part.at[outer] + first, end - first
-        wide.append((end - first) * inner)
-        skip.append(low - first * inner)
-    return Seen(tuple(at), tuple(size), tuple(wide), tuple(skip))
+        inner = extent // part.size[outer]
+        first_outer, end_outer = offset // inner, -(-(offset + count) // inner)
+        at[outer], size[outer] = part.at[outer] + first_outer, end_outer - first_outer
+        native_shape.append((end_outer - first_outer) * inner)
+        skip.append(offset - first_outer * inner)
+    return FileSlice(tuple(at), tuple(size), tuple(native_shape), tuple(skip))
 
 
-def merged(part: Part) -> tuple[Dims, ...]:
-    """Of every native dim the dims of the file's view that it is made of, the outermost first."""
-    left, found = list(part.order), []
-    for whole in part.extent:
-        dims, have = [], 1
-        while left and (have < whole or part.size[left[0]] == 1):
-            dims.append(left.pop(0))
-            have *= part.size[dims[-1]]
-        assert have == whole, f"{part.name}: the dims {part.size} in the order {part.order} are no {part.extent}"
-        found.append(tuple(dims))
-    assert not left, f"{part.name}: the dims {part.size} in the order {part.order} are no {part.extent}"
-    return tuple(found)
+def file_dims(part: Part) -> tuple[Dims, ...]:
+    """Return, for each native dim, the dims of the file's view that it consists of, the outermost first."""
+    remaining, result = list(part.order), []
+    for extent in part.extent:
+        dims, numel = [], 1
+        while remaining and (numel < extent or part.size[remaining[0]] == 1):
+            dims.append(remaining.pop(0))
+            numel *= part.size[dims[-1]]
+        assert numel == extent, f"{part.name}: the dims {part.size} in the order {part.order} do not form {part.extent}"
+        result.append(tuple(dims))
+    assert not remaining, f"{part.name}: the dims {part.size} in the order {part.order} do not form {part.extent}"
+    return tuple(result)
 
 
 def unit_rows(part: Part) -> int:
-    """Native rows that can only be found together in the file: a range of whole units is a rectangle there."""
-    outer = next((dim for dim in merged(part)[0] if part.size[dim] > 1), None)
+    """Return the native rows per outermost file row: aligned multiples of it are slices of the file tensor."""
+    outer = next((dim for dim in file_dims(part)[0] if part.size[dim] > 1), None)
     return part.extent[0] if outer is None else part.extent[0] // part.size[outer]
 
 
-def by_rows(part: Part) -> bool:
-    """Whether a range of native rows is near each other in the file, so that it can be read a few rows at a time."""
-    dims = [dim for dim in merged(part)[0] if part.size[dim] > 1]
+def rows_are_close(part: Part) -> bool:
+    """True if a range of native rows is one region of the file, so that a few rows at a time can be read."""
+    dims = [dim for dim in file_dims(part)[0] if part.size[dim] > 1]
     return not dims or all(part.size[dim] == 1 for dim in range(dims[0]))
 
 
 def strides(view: Dims) -> Dims:
-    """Of every dim of a row-major tensor, how many elements apart its neighbours are."""
+    """Return the strides, in elements, of a row-major tensor of shape `view`."""
     return tuple(prod(view[dim + 1 :]) for dim in range(len(view)))
 
 
-def is_run(view: Dims, size: Dims) -> bool:
-    """Whether a rectangle of `size` is one run of consecutive elements of a row-major tensor of the shape `view`."""
-    wide = [dim for dim, count in enumerate(size) if count > 1]
-    return not wide or size[wide[0] + 1 :] == view[wide[0] + 1 :]
+def is_contiguous(view: Dims, size: Dims) -> bool:
+    """True if a slice of shape `size` is contiguous in a row-major tensor of shape `view`."""
+    long_dims = [dim for dim, count in enumerate(size) if count > 1]
+    return not long_dims or size[long_dims[0] + 1 :] == view[long_dims[0] + 1 :]
 
 
-def in_runs(part: Part) -> bool:
-    """Whether any rows of the native tensor are a run of the file's tensor, once rows are complete."""
-    return part.in_order and is_run(part.view, part.size)
+def rows_are_contiguous(part: Part) -> bool:
+    """True if every range of native rows of `part` is contiguous in the file, in native order."""
+    return part.in_order and is_contiguous(part.view, part.size)
 
 
-def place(view: Dims, at: Dims) -> int:
-    """The number of the element `at` of a row-major tensor of the shape `view`."""
-    return sum(low * step for low, step in zip(at, strides(view)))
+def flat_index(view: Dims, at: Dims) -> int:
+    """Return the index of the element `at` in the flattened row-major tensor of shape `view`."""
+    return sum(index * stride for index, stride in zip(at, strides(view)))
 
 
 def overlap(start: Dims, extent: Dims, other: Dims, shape: Dims) -> tuple[Dims, Dims] | None:
-    """Start and shape of what two rectangles have in common; None where that is nothing."""
+    """Return start and shape of the intersection of two slices; None if it is empty."""
     first = tuple(map(max, start, other))
     size = tuple(min(a + n, b + m) - low for a, n, b, m, low in zip(start, extent, other, shape, first))
     return (first, size) if all(count > 0 for count in size) else None

@@ -1,8 +1,7 @@
-"""Tensors as runs of bytes in files, and copying these from file to file.
+"""Tensors as byte ranges ("runs") of files, and copying runs from file to file.
 
-Where neither the order of elements nor their dtype changes, no tensor is made of them and torch is not imported. Bytes
-that no checksum covers are copied by the kernel; all others go through a buffer that is small enough for a core's
-cache, so that the memory is read and written once.
+Where neither element order nor dtype changes, bytes are copied without torch. The kernel copies bytes that have no
+checksum; all others pass through a buffer that fits in a core's cache, so that memory is read and written once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from kumi.errors import ModelError
 from kumi.files.untrusted import open_regular
 
-# What the kernel copies in one call: little enough for the progress bar to move, and to stop soon.
+# Bytes per call to the kernel: few enough for a smooth progress bar and a quick stop.
 KERNEL_BYTES = 2**25
 BUFFER_BYTES = 2**18
 
@@ -29,10 +28,10 @@ Wrote = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes of a tensor, in the order of its elements: `nbytes` of `file` from `offset` on.
+    """Consecutive elements of a tensor: `nbytes` bytes of `file` from `offset` on.
 
-    `opened` gives a handle for reading the file. `check`, where the file has a checksum of these bytes, is given their
-    CRC-32 and raises where it is another.
+    opened   opens the file for reading
+    check    for a run with a checksum: called with the CRC-32 of its bytes, raises unless it is right
     """
 
     file: Path
@@ -43,13 +42,13 @@ class Run:
 
 
 def plain_run(file: Path, offset: int, nbytes: int) -> Run:
-    """Return the run of bytes of a weight file that has no checksums."""
+    """Return a run of a weight file without checksums."""
     return Run(file, offset, nbytes, partial(opened, file))
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[int]:
-    """Open a weight file for reading; ModelError where that cannot be done."""
+    """Open a weight file for reading; raise ModelError where that fails."""
     try:
         handle = open_regular(file)
     except OSError as error:
@@ -61,7 +60,7 @@ def opened(file: Path) -> Iterator[int]:
 
 
 def read_all(handle: int, view: memoryview, offset: int, file: Path) -> None:
-    """Fill `view` with the bytes of `file`, open as `handle`, from `offset` on; ModelError where it ends before."""
+    """Fill `view` with the bytes of `file`, open as `handle`, from `offset` on; raise ModelError at an early end."""
     while view:
         count = os.preadv(handle, [view], offset)
         if count == 0:
@@ -70,36 +69,37 @@ def read_all(handle: int, view: memoryview, offset: int, file: Path) -> None:
 
 
 def write_all(handle: int, view: memoryview, offset: int) -> None:
-    """Write all of `view` into a file, from `offset` on."""
+    """Write all of `view` into a file at `offset`."""
     while view:
         count = os.pwrite(handle, view, offset)
         view, offset = view[count:], offset + count
 
 
 class Sums:
-    """The CRC-32 of each block of `size` bytes, of bytes that are added in their order."""
+    """CRC-32 checksums of consecutive blocks of `size` bytes."""
 
     def __init__(self, size: int) -> None:
         self.sums: list[int] = []
-        self._size, self._room = size, 0
+        self._size, self._left = size, 0
 
     def add(self, view: memoryview) -> None:
         """Add the next bytes."""
         while view:
-            if not self._room:
+            if not self._left:
                 self.sums.append(0)
-                self._room = self._size
-            part = view[: self._room]
+                self._left = self._size
+            part = view[: self._left]
             self.sums[-1] = zlib.crc32(part, self.sums[-1])
-            view, self._room = view[len(part) :], self._room - len(part)
+            view, self._left = view[len(part) :], self._left - len(part)
 
 
 @dataclass
 class Target:
-    """A file that is open for writing as `handle`; what is written goes to `offset`, which then moves on.
+    """A file open for writing as `handle`; each write goes to `offset` and advances it.
 
-    `wrote` is told the bytes that were written since it was told before. With `cast`, which returns the elements in
-    their new dtype, these are what is written. `sums` gets all that is written.
+    wrote   called with the number of bytes after each write
+    cast    casts elements to the file's dtype before they are written
+    sums    checksums of the written bytes
     """
 
     handle: int
@@ -109,12 +109,12 @@ class Target:
     sums: Sums | None = None
 
     @property
-    def takes_bytes(self) -> bool:
-        """Whether bytes go into the file as they are and nobody has to see them."""
+    def accepts_raw_bytes(self) -> bool:
+        """True if bytes are written unchanged and without a checksum, so that the kernel can copy them."""
         return self.cast is None and self.sums is None
 
     def write(self, view: memoryview) -> None:
-        """Write whole elements."""
+        """Write the bytes of complete elements."""
         data = view if self.cast is None else self.cast(view)
         if self.sums is not None:
             self.sums.add(data)
@@ -122,44 +122,44 @@ class Target:
         self.advance(len(data))
 
     def advance(self, count: int) -> None:
-        """Note that `count` bytes were written."""
+        """Record that `count` bytes were written."""
         self.offset += count
         self.wrote(count)
 
 
 class Stored:
-    """A tensor as the runs of bytes that are all of it, in the order of its elements."""
+    """A tensor as its runs, in element order."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
         self._runs = tuple(runs)
         self._ends = list(accumulate(run.nbytes for run in self._runs))
 
     def copy(self, low: int, high: int, target: Target, buffer: memoryview) -> None:
-        """Write the bytes [low, high) of the tensor, whole elements, to `target`.
+        """Write the bytes [low, high) of the tensor (complete elements) to `target`.
 
-        RefusedError or ModelError where a checksum is wrong or a file has become shorter; what was written until then
-        is of no use.
+        Raise RefusedError or ModelError for a wrong checksum or a file that ends early; the target is then unusable.
         """
-        for _, cuts in groupby(self._cuts(low, high), key=lambda cut: cut.run.file):
-            first = next(cuts)
+        for _, segments in groupby(self._segments(low, high), key=lambda segment: segment.run.file):
+            first = next(segments)
             with first.run.opened() as source:
-                for cut in chain((first,), cuts):
-                    if cut.run.check is None and target.takes_bytes:
-                        _copy_plain(source, cut, target, buffer)
+                for segment in chain((first,), segments):
+                    if segment.run.check is None and target.accepts_raw_bytes:
+                        _copy_plain(source, segment, target, buffer)
                     else:
-                        _copy_seen(source, cut, target, buffer)
+                        _copy_buffered(source, segment, target, buffer)
 
-    def _cuts(self, low: int, high: int) -> Iterator[_Cut]:
+    def _segments(self, low: int, high: int) -> Iterator[_Segment]:
+        """Yield the segments of runs that cover the bytes [low, high) of the tensor."""
         for number in range(bisect_right(self._ends, low), len(self._runs)):
             run = self._runs[number]
             begin = self._ends[number] - run.nbytes
             if begin >= high:
                 return
-            yield _Cut(run, max(low, begin) - begin, min(high - begin, run.nbytes))
+            yield _Segment(run, max(low, begin) - begin, min(high - begin, run.nbytes))
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Segment:
     """The bytes [first, last) of a run."""
 
     run: Run
@@ -167,24 +167,25 @@ class _Cut:
     last: int
 
 
-def _copy_plain(source: int, cut: _Cut, target: Target, buffer: memoryview) -> None:
-    at, end = cut.run.offset + cut.first, cut.run.offset + cut.last
-    while at < end:
-        count = _copy_by_kernel(source, target, min(end - at, KERNEL_BYTES), at)
+def _copy_plain(source: int, segment: _Segment, target: Target, buffer: memoryview) -> None:
+    """Copy a segment without a checksum, by the kernel where possible, else through the buffer."""
+    position, end = segment.run.offset + segment.first, segment.run.offset + segment.last
+    while position < end:
+        count = _copy_by_kernel(source, target, min(end - position, KERNEL_BYTES), position)
         if count:
             target.advance(count)
         else:
-            count = min(end - at, len(buffer))
-            read_all(source, buffer[:count], at, cut.run.file)
+            count = min(end - position, len(buffer))
+            read_all(source, buffer[:count], position, segment.run.file)
             target.write(buffer[:count])
-        at += count
+        position += count
 
 
 def _copy_by_kernel(source: int, target: Target, count: int, at: int) -> int:
-    """Return how many bytes the kernel copied, of `count` from `at` of `source` on.
+    """Let the kernel copy up to `count` bytes of `source` from `at` on; return the number of bytes copied.
 
-    0 where it does not copy between these files, where the source ends, and where writing fails: reading and writing
-    them tells which.
+    0 where it does not support these files, at the end of the source, or when writing fails. The caller then reads and
+    writes, which raises the specific error.
     """
     try:
         return os.copy_file_range(source, target.handle, count, at, target.offset)
@@ -197,21 +198,21 @@ def _copy_by_kernel(source: int, target: Target, count: int, at: int) -> int:
         return 0
 
 
-def _copy_seen(source: int, cut: _Cut, target: Target, buffer: memoryview) -> None:
-    """Copy through the buffer. Of a run with a checksum all bytes are read, since it is one of all of them."""
-    run, crc32 = cut.run, 0
-    low, high = (cut.first, cut.last) if run.check is None else (0, run.nbytes)
+def _copy_buffered(source: int, segment: _Segment, target: Target, buffer: memoryview) -> None:
+    """Copy a segment through the buffer. A checksum covers its run, so all of the run is read then."""
+    run, crc32 = segment.run, 0
+    low, high = (segment.first, segment.last) if run.check is None else (0, run.nbytes)
     for begin in range(low, high, len(buffer)):
         block = buffer[: min(len(buffer), high - begin)]
         try:
             read_all(source, block, run.offset + begin, run.file)
         except ModelError:
             if run.check is not None:
-                run.check(crc32)  # a file with checksums is damaged where it ends early
+                run.check(crc32)  # reports the early end as damage
             raise
         if run.check is not None:
             crc32 = zlib.crc32(block, crc32)
-        part = block[max(0, cut.first - begin) : max(0, cut.last - begin)]
+        part = block[max(0, segment.first - begin) : max(0, segment.last - begin)]
         if part:
             target.write(part)
     if run.check is not None:

@@ -1,4 +1,4 @@
-"""Writing a safetensors file a tensor at a time, in any order: the header is laid out before the data are there.
+"""Write a safetensors file one tensor at a time, in any order: the header comes first, from shapes and dtypes.
 
 The format is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, offsets), and the raw data.
 """
@@ -24,7 +24,7 @@ NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor of a file goes: its byte offset, dtype and shape; and the bytes of header and file."""
+    """The layout of a file: its header and total size in bytes, and each tensor's byte offset, dtype and shape."""
 
     header: bytes
     offsets: Mapping[str, int]
@@ -34,7 +34,7 @@ class Layout:
 
 
 def lay_out(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> Layout:
-    """The layout of a file with these tensors, in this order, marked as PyTorch's."""
+    """Return the layout of a file with these tensors in this order, with the metadata {"format": "pt"}."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset, offsets = 0, {}
     for name, shape in shapes.items():
@@ -59,7 +59,7 @@ def create(path: Path, layout: Layout) -> None:
 
 
 def put(path: Path, layout: Layout, part: Part, tensor: Tensor) -> None:
-    """Write `tensor`, the native elements of `part`, cast to its dtype in `layout`, to its place."""
+    """Write `tensor`, the native elements of `part`, to its place in the file, cast to the dtype in `layout`."""
     import numpy as np
     import torch
 
@@ -72,17 +72,17 @@ def put(path: Path, layout: Layout, part: Part, tensor: Tensor) -> None:
             file.seek(offset)
             file.write(data.flatten().view(torch.uint8).numpy().data)
         return
-    # NumPy has no bfloat16; bits are bits.
+    # NumPy has no bfloat16, so elements are written as integers of the same bits.
     bits = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
-    turned = [part.size[dim] for dim in part.order]
-    bits = bits.reshape(turned).permute([part.order.index(dim) for dim in range(len(turned))])
-    place = np.memmap(path, dtype=bits.numpy().dtype, mode="r+", offset=offset, shape=part.view)
-    place[tuple(slice(a, a + n) for a, n in zip(part.at, part.size, strict=True))] = bits.numpy()
-    place.flush()
+    permuted = [part.size[dim] for dim in part.order]
+    bits = bits.reshape(permuted).permute([part.order.index(dim) for dim in range(len(permuted))])
+    target = np.memmap(path, dtype=bits.numpy().dtype, mode="r+", offset=offset, shape=part.view)
+    target[tuple(slice(a, a + n) for a, n in zip(part.at, part.size, strict=True))] = bits.numpy()
+    target.flush()
 
 
 def sync(path: Path) -> None:
-    """Return when the file or folder `path` is on the disk."""
+    """Flush the file or folder `path` to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""A model on disk in any format, seen the same way."""
+"""Open a model on disk, in any format, behind one interface."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kumi.convert import hf, native
-from kumi.convert.carried import carried, of_checkpoint
+from kumi.convert.carried import carried, from_checkpoint
 from kumi.convert.safetensors_read import Span
 from kumi.convert.stream import Reader
 from kumi.errors import ModelError
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A checked model on disk: its spec and config.json, and how to read its tensors.
+    """A checked model on disk: its spec and config.json, and a reader of its tensors.
 
-    `carried` are tensors besides, which are only copied.
+    carried   passthrough tensors, which are only copied
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class Source:
         return self.reader.dtypes
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """Return a tensor."""
         shape = self._shapes[name]
         return self.reader.read(name, (0,) * len(shape), shape)
 
@@ -57,12 +57,12 @@ class Source:
         return {param.name: param.shape for param in tensors(self.spec)}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter with its name, one at a time."""
+        """Yield every parameter and buffer with its name, one at a time."""
         for param in tensors(self.spec):
             yield param.name, self.read(param.name)
 
     def decoder(self, dtype: torch.dtype | None = None) -> Decoder:
-        """Return the model as a module, its weights in `dtype`, by default float32."""
+        """Return the model as a module, its weights in `dtype` (default float32)."""
         import torch
 
         from kumi.nn.decoder import Decoder
@@ -75,42 +75,48 @@ class Source:
 
 
 def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
-    """The model in `folder`, a Hugging Face folder, a checkpoint of kumi, or one of Megatron-Core, which may need to be
-    told the model's `config` (a config.json)."""
+    """Open the model in `folder`: a Hugging Face folder, or a checkpoint of kumi or Megatron-Core.
+
+    `config` is a config.json for Megatron checkpoints that do not describe their model. Raise ModelError for any other
+    folder, or if `config` is not needed.
+    """
     folder = Path(folder)
     if is_checkpoint(folder):
         return _open_megatron(folder, config)
     if config is not None:
-        raise ModelError(f"--config {config}: only Megatron checkpoints need one, and {folder} is none; leave it out")
+        raise ModelError(
+            f"--config {config}: only Megatron checkpoints need one, and {folder} is not one; leave it out"
+        )
     if (folder / "config.json").exists():
         return _open_hf(folder)
     if native.is_checkpoint(folder):
         return _open_native(folder)
     if (folder / "adapter_config.json").exists():
         raise ModelError(
-            f"{folder}: a LoRA adapter, which is no model by itself: merge it into its model first, with "
+            f"{folder}: a LoRA adapter, not a complete model; merge it into its base model with "
             f"`kumi convert {folder} MERGED --to hf`, and name the merged folder"
         )
     if candidates := models_in_run(folder):
-        raise ModelError(f"{folder}: a run's folder, which holds several models; name one of them: {candidates}")
+        raise ModelError(f"{folder}: a run folder, which holds several models; name one of them: {candidates}")
     raise ModelError(
-        f"{looked_for(folder)}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or Megatron"
+        f"{looked_for(folder)}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or "
+        f"Megatron; name a model's folder"
     )
 
 
-def is_apart(folder: Path) -> bool:
-    """Whether `folder` holds adapters of a model that is elsewhere: PEFT's, or those of a run's checkpoint."""
+def is_adapter_folder(folder: Path) -> bool:
+    """True if `folder` holds adapters without their base model: in PEFT's format, or a run's checkpoint."""
     return (folder / "adapter_config.json").exists() or adapters_of_run(folder) is not None
 
 
 def adapters_of_run(folder: Path) -> native.SavedModel | None:
-    """Return the checkpoint in `folder` where a run saved adapters in it; None for any other folder."""
+    """Return the checkpoint in `folder` if a run saved adapters in it, else None."""
     saved = native.open_model(folder) if native.is_checkpoint(folder) else None
     return saved if saved is not None and "lora" in saved.checkpoint.meta else None
 
 
 def models_in_run(folder: Path) -> str:
-    """Return the exported folder and the checkpoints in the run folder `folder`, newest first; empty for others."""
+    """Return the exported folder and the checkpoints in a run folder, newest first; empty for other folders."""
     names = [name for name in (folder / "hf", folder / "adapter") if name.is_dir()]
     return ", ".join(str(name) for name in (*names, *reversed(list_complete(folder / "checkpoints"))))
 
@@ -126,8 +132,8 @@ def _open_native(folder: Path) -> Source:
     saved = native.open_model(folder)
     spec = families.from_hf(saved.config)
     native.check(saved, spec)
-    kept = of_checkpoint(folder, spec, saved.carried_from)
-    return Source(folder, spec, saved.config, native.reader(saved, spec), saved.tokenizer, kept)
+    passthrough = from_checkpoint(folder, spec, saved.carried_from)
+    return Source(folder, spec, saved.config, native.reader(saved, spec), saved.tokenizer, passthrough)
 
 
 def _open_megatron(folder: Path, config: str | Path | None) -> Source:

@@ -1,8 +1,8 @@
-"""Filling files from a model on disk: many small jobs over the files, several at once, in memory of fixed size.
+"""Fill files from a model on disk: many small jobs, run in a few threads in bounded memory.
 
-A job reads a few rows of a tensor into a buffer that is used again and again, changes their dtype where that is asked
-for, and writes them to their place. Places are known before, so that jobs need no order. Where the elements keep their
-order and lie one after the other, the job needs no rows: it copies or casts bytes (`kumi.convert.runs`).
+A job reads blocks of rows of a tensor into a reused buffer, casts them if needed, and writes them to their offset in
+the target. Offsets are known in advance, so jobs run in any order. Where elements are contiguous and keep their order,
+the job copies or casts bytes instead (`kumi.convert.runs`).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from kumi.progress import Update, showing
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.write import as_bytes
 
-if TYPE_CHECKING:  # imported where they are used: bytes are copied without torch, which takes seconds to import
+if TYPE_CHECKING:  # copying bytes needs no torch, which takes seconds to import
     from torch import Tensor
 
     from kumi.convert.casts import Cast
 
-# More threads than this only wait for each other on the disks of one machine.
+# More threads only compete for one machine's disks.
 MAX_THREADS = 8
 
-# A tensor that has to be in memory as a whole, and is larger than this, is the only such one at the time.
+# Of jobs that need an entire tensor in memory, those above this size run one at a time.
 _SMALL_BYTES = 16 * 2**20
 
 
-# Lists the runs of a tensor anew, since a large checkpoint has too many to keep those of all tensors.
+# Lists the runs of a tensor on demand: a large checkpoint has too many to store.
 Runs = Callable[[], Iterable[Run]]
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A model's tensors: the dtype of each, by name, and how to read a part of one.
+    """Reads a model's tensors, slice by slice.
 
-    `read_into(name, start, out)` fills `out`, of the tensor's dtype, with what begins at the indices `start`. Rows are
-    best read from any `row` up to `cut(name, row)`.
-
-    `runs(name)` are the bytes of all of the tensor, in the order of its elements, and `file_run(name, shape, dtype)`
-    those of a tensor that Hugging Face's files have under `name`; None where they are not in files like that.
+    dtypes                          dtype of each tensor, by name
+    read_into(name, start, out)     fills `out` (of the tensor's dtype) with the slice that begins at `start`
+    cut(name, row)                  row before which a block of rows from `row` on should end
+    runs(name)                      lists all bytes of the tensor in element order; None where that is impossible
+    file_run(name, shape, dtype)    bytes of the Hugging Face tensor `name`; None where no file has it in this form
     """
 
     dtypes: Mapping[str, str]
@@ -58,7 +58,7 @@ class Reader:
     file_run: Callable[[str, Dims, str], Run | None] = lambda name, shape, dtype: None
 
     def read(self, name: str, start: Dims, shape: Dims) -> Tensor:
-        """The part of `shape` of a tensor, from the indices `start` on."""
+        """Return the slice of a tensor from `start` on of shape `shape`."""
         import torch
 
         out = torch.empty(shape, dtype=getattr(torch, self.dtypes[name]))
@@ -66,27 +66,27 @@ class Reader:
         return out
 
 
-class Bench:
-    """The buffers of a thread, used again for one tensor after another."""
+class ThreadBuffers:
+    """The buffers of a thread, reused from tensor to tensor."""
 
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._kept: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._casts: dict[tuple[str, str], Cast] = {}
 
     def take(self, use: str, shape: Dims, dtype: str) -> Tensor:
-        """An uninitialised tensor, valid until the next call for the same `use`."""
+        """Return an uninitialised tensor, valid until the next call with the same `use`."""
         import torch
 
         size = prod(shape) * ITEMSIZE[dtype]
-        kept = self._kept.get(use)
-        if kept is None or kept.numel() < size:
-            self._kept.pop(use, None)
-            kept = self._kept[use] = torch.empty(size, dtype=torch.uint8)
-        return kept[:size].view(getattr(torch, dtype)).view(shape)
+        buffer = self._tensors.get(use)
+        if buffer is None or buffer.numel() < size:
+            self._tensors.pop(use, None)
+            buffer = self._tensors[use] = torch.empty(size, dtype=torch.uint8)
+        return buffer[:size].view(getattr(torch, dtype)).view(shape)
 
     def cast(self, before: str, after: str) -> Cast:
-        """Return what casts as much as `buffer` has from one dtype to another."""
+        """Return a function that casts up to a full `buffer` from the dtype `before` to `after`."""
         if (before, after) not in self._casts:
             from kumi.convert.casts import make_cast
 
@@ -94,11 +94,11 @@ class Bench:
         return self._casts[before, after]
 
     def drop_large(self) -> None:
-        """Give back what the next jobs will hardly need."""
-        self._kept = {use: kept for use, kept in self._kept.items() if kept.numel() <= _SMALL_BYTES}
+        """Free buffers above `_SMALL_BYTES`."""
+        self._tensors = {use: buffer for use, buffer in self._tensors.items() if buffer.numel() <= _SMALL_BYTES}
 
     def rows(self, reader: Reader, name: str, start: Dims, shape: Dims, dtype: str) -> Tensor:
-        """A part of a tensor, in `dtype`."""
+        """Read a slice of a tensor, cast to `dtype`."""
         read = self.take("read", shape, reader.dtypes[name])
         reader.read_into(name, start, read)
         if reader.dtypes[name] == dtype:
@@ -108,17 +108,20 @@ class Bench:
 
 @dataclass(frozen=True)
 class Job:
-    """Something to write into `file`: `nbytes` bytes of it. `work(handle, bench, wrote)` calls `wrote` as it goes, with
-    the bytes written since. A job that is `whole` holds a whole tensor in memory."""
+    """Writes `nbytes` bytes into `file`.
+
+    work(handle, buffers, wrote)   does it, calling `wrote` with the bytes written since the last call
+    whole                          True if the job holds an entire tensor in memory
+    """
 
     file: Path
     nbytes: int
-    work: Callable[[int, Bench, Wrote], None]
+    work: Callable[[int, ThreadBuffers, Wrote], None]
     whole: bool = False
 
 
 class Move(NamedTuple):
-    """`numel` elements of a tensor, from number `first` on, that go to `offset` of a file; `sums` gets their bytes."""
+    """Consecutive elements of a tensor and their byte `offset` in the target; `sums` gets their bytes."""
 
     first: int
     numel: int
@@ -127,26 +130,29 @@ class Move(NamedTuple):
 
 
 def copy_job(file: Path, runs: Runs, moves: Sequence[Move], before: str, after: str) -> Job:
-    """Return the job that writes parts of the tensor that is stored as `runs`, cast from its dtype `before`."""
+    """Return the job that copies elements of the tensor `runs`, cast from its dtype `before` to `after`."""
     size = ITEMSIZE[before]
 
-    def work(handle: int, bench: Bench, wrote: Wrote) -> None:
-        stored, cast = Stored(runs()), None if before == after else bench.cast(before, after)
+    def work(handle: int, buffers: ThreadBuffers, wrote: Wrote) -> None:
+        stored, cast = Stored(runs()), None if before == after else buffers.cast(before, after)
         for move in moves:
             target = Target(handle, move.offset, wrote, cast, move.sums)
-            stored.copy(move.first * size, (move.first + move.numel) * size, target, bench.buffer)
+            stored.copy(move.first * size, (move.first + move.numel) * size, target, buffers.buffer)
 
     return Job(file, sum(move.numel for move in moves) * ITEMSIZE[after], work)
 
 
 def threads() -> int:
-    """How many jobs are worth doing at once."""
+    """Return the number of jobs to run at once."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MAX_THREADS, cores)
 
 
 def run(jobs: Sequence[Job], title: str) -> None:
-    """Do all jobs; at the first error the others stop, and it is raised. A bar shows how far it is, after a while."""
+    """Run all jobs in threads, with a progress bar.
+
+    At the first error the other jobs are stopped, and the error is raised.
+    """
     stop, lock, local, large = threading.Event(), threading.Lock(), threading.local(), threading.Lock()
 
     def do(job: Job, update: Update) -> None:
@@ -159,19 +165,19 @@ def run(jobs: Sequence[Job], title: str) -> None:
 
         if stop.is_set():
             return
-        if not hasattr(local, "bench"):
-            local.bench = Bench()
+        if not hasattr(local, "buffers"):
+            local.buffers = ThreadBuffers()
         with _opened(job.file) as handle:
             if job.whole and job.nbytes > _SMALL_BYTES:
                 with large:
-                    job.work(handle, local.bench, wrote)
-                    local.bench.drop_large()
+                    job.work(handle, local.buffers, wrote)
+                    local.buffers.drop_large()
             else:
-                job.work(handle, local.bench, wrote)
+                job.work(handle, local.buffers, wrote)
 
     done, workers = [0], threads()
     with showing(title, sum(job.nbytes for job in jobs)) as update, ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(do, job, update) for job in _spread(jobs, workers)]
+        futures = [pool.submit(do, job, update) for job in _interleave_files(jobs, workers)]
         try:
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
@@ -185,15 +191,17 @@ class _Stopped(Exception):
     """Another job failed, or the user interrupted."""
 
 
-def _spread(jobs: Sequence[Job], workers: int) -> list[Job]:
-    """The jobs in an order in which neighbours write to different files, so that no thread waits for another's write,
-    but only to as many as there are threads."""
+def _interleave_files(jobs: Sequence[Job], workers: int) -> list[Job]:
+    """Order jobs such that neighbours write to different files, and threads do not wait for each other's writes.
+
+    At most `workers` files are written at a time.
+    """
     files: dict[Path, list[Job]] = {}
     for job in jobs:
         files.setdefault(job.file, []).append(job)
-    waiting = list(files.values())
-    groups = [waiting[first : first + workers] for first in range(0, len(waiting), workers)]
-    return [job for group in groups for row in zip_longest(*group) for job in row if job is not None]
+    by_file = list(files.values())
+    groups = [by_file[first : first + workers] for first in range(0, len(by_file), workers)]
+    return [job for group in groups for round_ in zip_longest(*group) for job in round_ if job is not None]
 
 
 @contextmanager
@@ -206,5 +214,5 @@ def _opened(file: Path) -> Iterator[int]:
 
 
 def write_at(handle: int, data: Tensor, offset: int) -> None:
-    """Write the bytes of a contiguous tensor."""
+    """Write the bytes of a contiguous tensor at `offset`."""
     write_all(handle, as_bytes(data), offset)

@@ -1,9 +1,9 @@
-"""Larger vocabularies, for training on in another language or domain.
+"""Extend a model's vocabulary, to train it on in another language or domain.
 
-base    the tokenizer that is extended        wanted  tokens that a user names
-corpus  texts, words and fertility            learn   tokens from texts: the old merging, continued
-edit    new tokens in the tokenizer's files   rows    their rows in embeddings and head
-extend  all of it, into a new folder          report  what was done
+base    the tokenizer to extend               wanted  tokens that a user names
+corpus  texts, words and fertility            learn   tokens from texts: BPE training, continued
+edit    the tokenizer's files                 rows    rows of embeddings and head
+extend  the entire operation                  report  its result
 """
 
 from kumi.convert.vocab.extend import INITS, Request, extend

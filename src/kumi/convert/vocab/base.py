@@ -1,4 +1,4 @@
-"""The tokenizer that is extended: its tokenizer.json as data and as a tokenizer."""
+"""The tokenizer to extend: its tokenizer.json as data and as a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kumi.files.untrusted import TOKENIZER, read_bytes, strict_json
 
 @dataclass(frozen=True)
 class Base:
-    """A tokenizer folder. `vocab` is every token with its id, added ones included, and `size` the highest id + 1."""
+    """A tokenizer folder. `vocab` maps every token, including added ones, to its id; `size` is the highest id + 1."""
 
     folder: Path
     data: Mapping[str, Any] = field(repr=False)
@@ -23,45 +23,50 @@ class Base:
 
     @property
     def kind(self) -> str:
-        """Which algorithm cuts words: BPE, Unigram, WordPiece or WordLevel."""
+        """The tokenization model: BPE, Unigram, WordPiece or WordLevel."""
         return str(self.data["model"].get("type") or "BPE")
 
     def pieces(self, text: str) -> tuple[int, ...]:
-        """The ids that `text` becomes; none where that would be the token for what is unknown."""
+        """Return the ids of `text`; none if they include the unknown token."""
         ids = tuple(self.backend.encode(text, add_special_tokens=False).ids)
         unknown = self.vocab.get(str(self.data["model"].get("unk_token")))
         return () if unknown is not None and unknown in ids else ids
 
 
 def load_base(folder: Path | None) -> Base:
-    """The tokenizer in `folder`; ConfigError when there is none that can be extended."""
+    """Load the tokenizer in `folder`; raise ConfigError unless it can be extended."""
     if folder is None:
-        raise ConfigError("vocab: the model has no tokenizer; put its tokenizer.json into the folder")
+        raise ConfigError("vocab: the model has no tokenizer; put its tokenizer.json into the model's folder")
     path = folder / "tokenizer.json"
     if not path.is_file():
-        given = "a SentencePiece model (tokenizer.model) alone" if (folder / "tokenizer.model").exists() else "none"
+        alternative = (
+            "a SentencePiece model (tokenizer.model) alone" if (folder / "tokenizer.model").exists() else "none"
+        )
         raise ConfigError(
-            f"{folder}: kumi extends tokenizer.json, and there is {given}; make one with transformers: "
+            f"{folder}: kumi extends a tokenizer.json, but there is {alternative}; make one with transformers: "
             f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     try:
         raw = read_bytes(folder, path.name, ConfigError, TOKENIZER.size)
-        base = parsed(folder, strict_json(raw, TOKENIZER), raw.decode("utf-8"))
+        base = parse_tokenizer(folder, strict_json(raw, TOKENIZER), raw.decode("utf-8"))
     except ConfigError:
         raise
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"{path}: not a tokenizer that can be read ({error}); fetch it again") from None
+        raise ConfigError(f"{path}: not a readable tokenizer ({error}); fetch it again") from None
     if base.kind not in ("BPE", "Unigram", "WordPiece", "WordLevel"):
-        raise ConfigError(f"{path}: kumi does not know how a {base.kind} tokenizer is extended")
+        raise ConfigError(
+            f"{path}: kumi cannot extend a {base.kind} tokenizer, only BPE, Unigram, WordPiece and WordLevel; name "
+            f"another model"
+        )
     return base
 
 
-def parsed(folder: Path, data: Mapping[str, Any], text: str) -> Base:
-    """The tokenizer that `data`, written as `text`, describes."""
+def parse_tokenizer(folder: Path, data: Mapping[str, Any], text: str) -> Base:
+    """Return the tokenizer `data`; `text` is `data` as JSON."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(text)
-    # A saved truncation or padding would change what a text becomes here.
+    # Saved truncation or padding would change the ids of a text.
     backend.no_truncation()
     backend.no_padding()
     vocab = backend.get_vocab(with_added_tokens=True)

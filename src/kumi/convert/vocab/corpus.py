@@ -1,4 +1,4 @@
-"""Texts to learn tokens from, and how many tokens a tokenizer needs for texts."""
+"""Texts to learn tokens from, and a tokenizer's fertility on texts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from kumi.data import Fault, Source, expand, read
 from kumi.data.tokenizer import PIECE, pieces
 from kumi.errors import ConfigError
 
-# Characters that are read at most, spread over all documents: beyond it frequencies hardly change.
+# Bytes of text to sample, spread over all documents: with more, frequencies hardly change.
 SAMPLE = 64 << 20
-# Of ten documents one is kept to measure with what was learnt from the others.
+# One of this many documents is held out to measure the tokenizer.
 _HELD_OUT = 10
-# Where words begin in a tokenizer that has no rule of its own for that: at blanks.
+# Words of a tokenizer without a pre-tokenizer begin at blanks (SentencePiece's ▁).
 _AT_BLANKS = re.compile("▁*[^▁]+|▁+")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts to learn from, others to measure on, and how many records could not be read."""
+    """The sampled documents.
+
+    learn     texts to learn tokens from
+    measure   texts to measure the tokenizer on
+    faults    number of unreadable records
+    """
 
     learn: tuple[str, ...]
     measure: tuple[str, ...]
@@ -32,52 +37,54 @@ class Corpus:
 
 
 def read_corpus(paths: Sequence[str], text_key: str, limit: int = SAMPLE) -> Corpus:
-    """The documents in files, folders or globs: of more than `limit` bytes, those that a hash of the text picks.
+    """Read documents from files, folders or globs, sampled by a hash of the text down to about `limit` bytes.
 
-    ConfigError when there are none.
+    Raise ConfigError if there are none.
     """
     files = [file for path in paths for file in expand(Source(path, text_key=text_key))]
     share = limit / max(1, sum(file.stat().st_size for file in files))
-    kept: dict[bool, list[str]] = {True: [], False: []}
+    by_held_out: dict[bool, list[str]] = {True: [], False: []}
     faults = 0
     for file in files:
-        for item in read(file, "auto", text_key):
-            if isinstance(item, Fault):
+        for document in read(file, "auto", text_key):
+            if isinstance(document, Fault):
                 faults += 1
                 continue
-            drawn = int.from_bytes(hashlib.sha256(item.text.encode()).digest()[:8]) / 2**64
-            if drawn < share:
-                kept[drawn * _HELD_OUT < min(share, 1)].append(item.text)
-    measure, learn = (tuple(kept[True]), tuple(kept[False]))
+            draw = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8]) / 2**64
+            if draw < share:
+                by_held_out[draw * _HELD_OUT < min(share, 1)].append(document.text)
+    measure, learn = (tuple(by_held_out[True]), tuple(by_held_out[False]))
     if not learn and not measure:
         raise ConfigError(
             f"--data: {', '.join(paths)} holds no text under the key {text_key!r} ({faults} records "
-            f"cannot be read); name files with documents"
+            f"are unreadable); name files with documents"
         )
-    # Of a handful of documents none may be left for one of the two; then both are the same.
+    # With few documents one of the two may be empty; then both are the same texts.
     return Corpus(learn or measure, measure or learn, faults)
 
 
 def words(base: Base, texts: Iterable[str]) -> Counter[str]:
-    """The words of `texts` as the tokenizer cuts them before it looks tokens up, with how often each occurs."""
-    normalizer, cutter = base.backend.normalizer, base.backend.pre_tokenizer
-    found: Counter[str] = Counter()
+    """Return the words of `texts`, normalised and pre-tokenized as by the tokenizer, with their counts."""
+    normalizer, pre_tokenizer = base.backend.normalizer, base.backend.pre_tokenizer
+    counts: Counter[str] = Counter()
     for text in texts:
         for piece in pieces(text, PIECE):
             plain = normalizer.normalize_str(piece) if normalizer is not None else piece
-            cut = [word for word, _ in cutter.pre_tokenize_str(plain)] if cutter is not None else [plain]
-            found.update(word for word in cut if "▁" not in word[1:])
-            found.update(part for word in cut if "▁" in word[1:] for part in _AT_BLANKS.findall(word))
-    if cutter is None and found and not any("▁" in word for word in found):
+            pre_tokens = (
+                [word for word, _ in pre_tokenizer.pre_tokenize_str(plain)] if pre_tokenizer is not None else [plain]
+            )
+            counts.update(word for word in pre_tokens if "▁" not in word[1:])
+            counts.update(part for word in pre_tokens if "▁" in word[1:] for part in _AT_BLANKS.findall(word))
+    if pre_tokenizer is None and counts and not any("▁" in word for word in counts):
         raise ConfigError(
-            f"--learn: {base.folder} has no rule for where words begin, so that whole texts would become "
+            f"--learn: {base.folder} has no rule for where words begin, and entire texts would become "
             f"tokens; name the new tokens with --add"
         )
-    return found
+    return counts
 
 
 def fertility(backend: Any, texts: Sequence[str]) -> Mapping[str, float]:
-    """Of `texts` together: tokens, tokens for each word between blanks, and bytes that a token stands for."""
+    """Return, over all `texts`: tokens, tokens per word (separated by blanks), and bytes per token."""
     tokens = sum(
         len(backend.encode(part, add_special_tokens=False).ids) for text in texts for part in pieces(text, PIECE)
     )

@@ -1,4 +1,4 @@
-"""A model with a larger vocabulary: tokens into its tokenizer, rows for them into its embeddings and head."""
+"""Extend a model's vocabulary: add tokens to its tokenizer, and their rows to its embeddings and head."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kumi.convert.vocab.base import Base, load_base
 from kumi.convert.vocab.corpus import Corpus, read_corpus, words
 from kumi.convert.vocab.edit import extended, write_files
 from kumi.convert.vocab.learn import Piece, learn
-from kumi.convert.vocab.report import New, facts, reported
-from kumi.convert.vocab.wanted import Wanted, check_wanted, read_wanted
+from kumi.convert.vocab.report import NewRow, facts, reported
+from kumi.convert.vocab.wanted import NewToken, check_tokens, read_tokens
 from kumi.errors import ConfigError, KumiError, ModelError
 from kumi.spec.model import ModelSpec
 
@@ -30,8 +30,16 @@ INITS = ("pieces", "weighted", "mean")
 
 @dataclass(frozen=True)
 class Request:
-    """What to add: the tokens of files `add` and, as marks, `special`; `learn` more from `data`, on which the tokenizer
-    is measured, too. How rows begin: `init`. The table gets a multiple of `multiple` rows."""
+    """The tokens to add, and the initialisation of their rows.
+
+    add        files of tokens to add
+    special    files of special tokens to add
+    learn      number of tokens to learn from `data`
+    data       texts to learn from, and to measure the tokenizer on
+    text_key   key of the text in a record
+    init       initialisation of rows, one of `INITS`
+    multiple   round the table up to a multiple of this many rows
+    """
 
     add: Sequence[str] = ()
     special: Sequence[str] = ()
@@ -43,12 +51,13 @@ class Request:
 
 
 def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool = False) -> dict[str, Any]:
-    """What was done, as data: the model `base` (a folder, a checkpoint of kumi or a hub id) is in the new Hugging Face
-    folder `out`, with the tokens that `request` names.
+    """Write the model `base` with the tokens of `request` into the new Hugging Face folder `out`.
 
-    Old tokens keep their ids and, bit for bit, their rows; every other tensor is copied. Rows that `base` has beyond
-    its tokens are used first. With `verify`, the folder is read back and compared. Refusals are ConfigErrors, before
-    anything is written.
+    Return the result as data. `base` is a folder, a kumi checkpoint or a hub id. Old tokens keep their ids and, bit for
+    bit, their rows; all other tensors are copied. Padding rows of `base` are used first. With `verify`, the folder is
+    read back and compared.
+
+    Raise ConfigError or ModelError, before anything is written, for a request or a model that does not fit.
     """
     _check_request(request)
     target = Path(out)
@@ -57,109 +66,117 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     tokenizer = load_base(source.tokenizer)
     _check_sizes(source, tokenizer)
     tokens = [
-        *(token for file in request.add for token in read_wanted(file, special=False)),
-        *(token for file in request.special for token in read_wanted(file, special=True)),
+        *(token for file in request.add for token in read_tokens(file, special=False)),
+        *(token for file in request.special for token in read_tokens(file, special=True)),
     ]
-    check_wanted(tokens, tokenizer)
+    check_tokens(tokens, tokenizer)
     corpus = read_corpus(request.data, request.text_key) if request.data else None
     pieces = _learnt(tokenizer, request, corpus, tokens)
     if not pieces and not tokens:
         raise ConfigError(
-            f"--learn {request.learn}: nothing in {', '.join(request.data)} occurs twice that is not one "
-            f"token already; give more text"
+            f"--learn {request.learn}: {', '.join(request.data)} has no pair of tokens that occurs twice; "
+            f"give more text"
         )
     new = [_new_piece(tokenizer, piece, request.init) for piece in pieces]
     new += [_new_token(tokenizer, token, request.init) for token in tokens]
     place = _place(source.spec, tokenizer, len(new), request.multiple)
     _check_carried(source, place)
     _check_meanings(source.config, place)
-    wide = extended(tokenizer, pieces, tokens)
-    report = reported(base, target, tokenizer, wide, new, place, corpus, request.init)
+    extended_base = extended(tokenizer, pieces, tokens)
+    report = reported(base, target, tokenizer, extended_base, new, place, corpus, request.init)
     spec = replace(source.spec, vocab_size=place.new)
     report["notes"] = list(source.spec.notes)
-    report["files_left_out"] = _write(source, target, spec, (tokenizer, wide, tokens), place, new, report)
+    report["files_left_out"] = _write(source, target, spec, (tokenizer, extended_base, tokens), place, new, report)
     if verify:
         _verify(source, target, place)
     return report
 
 
 def _check_request(request: Request) -> None:
+    """Raise ConfigError unless the request names tokens and a known initialisation."""
     if not (request.add or request.special or request.learn):
         raise ConfigError("vocab: nothing to add; name a file with --add or --special, or give --learn N and --data")
     if request.learn and not request.data:
-        raise ConfigError(f"--learn {request.learn}: there is nothing to learn from; name texts with --data")
+        raise ConfigError(f"--learn {request.learn}: there are no texts to learn from; name some with --data")
     if request.init not in INITS:
-        raise ConfigError(f"--init {request.init}: rows begin as {', '.join(INITS)}")
+        raise ConfigError(f"--init {request.init}: must be one of {', '.join(INITS)}")
 
 
 def _check_sizes(source: Source, tokenizer: Base) -> None:
+    """Raise ModelError if the tokenizer has more entries than the model has rows."""
     if tokenizer.size > source.spec.vocab_size:
         raise ModelError(
-            f"{tokenizer.folder}: the tokenizer has {tokenizer.size} entries and the model "
+            f"{tokenizer.folder}: the tokenizer has {tokenizer.size} entries, but the model only "
             f"{source.spec.vocab_size} rows; they belong to different models"
         )
 
 
-def _learnt(tokenizer: Base, request: Request, corpus: Corpus | None, tokens: Sequence[Wanted]) -> list[Piece]:
+def _learnt(tokenizer: Base, request: Request, corpus: Corpus | None, tokens: Sequence[NewToken]) -> list[Piece]:
+    """Return the tokens learnt from the corpus, none unless requested."""
     if not request.learn or corpus is None:
         return []
     return learn(tokenizer, words(tokenizer, corpus.learn), request.learn, [token.text for token in tokens])
 
 
-def _new_piece(base: Base, piece: Piece, init: str) -> New:
-    return New(piece.text, "learnt", _shares(base, piece.parts, init))
+def _new_piece(base: Base, piece: Piece, init: str) -> NewRow:
+    """Return the new row of a learnt token."""
+    return NewRow(piece.text, "learnt", _shares(base, piece.parts, init))
 
 
-def _new_token(base: Base, token: Wanted, init: str) -> New:
-    """The letters of a mark say nothing about it, so that it begins as the mean of all tokens."""
+def _new_token(base: Base, token: NewToken, init: str) -> NewRow:
+    """Return the new row of a named token; a special one starts as the mean, since its letters carry no meaning."""
     kind = "special" if token.special else "added"
-    return New(token.text, kind, () if token.special else _shares(base, base.pieces(token.text), init))
+    return NewRow(token.text, kind, () if token.special else _shares(base, base.pieces(token.text), init))
 
 
 def _shares(base: Base, parts: Sequence[int], init: str) -> tuple[tuple[int, float], ...]:
-    """The share of each of `parts`: equal ones, or by the bytes that it stands for."""
+    """Return the weight of each old token in `parts`: equal, or by its bytes of text."""
     if init == "mean" or not parts:
         return ()
-    weights = [float(_bytes(base, part)) if init == "weighted" else 1.0 for part in parts]
+    weights = [float(_text_bytes(base, part)) if init == "weighted" else 1.0 for part in parts]
     return tuple((part, weight / sum(weights)) for part, weight in zip(parts, weights))
 
 
-def _bytes(base: Base, number: int) -> int:
-    """How many bytes of text the old token stands for, a blank that SentencePiece draws counting as one."""
-    text = str(base.backend.id_to_token(number))
+def _text_bytes(base: Base, token_id: int) -> int:
+    """Return the bytes of text of an old token; SentencePiece's blank ▁ counts as one."""
+    text = str(base.backend.id_to_token(token_id))
     if re.fullmatch(r"<0x[0-9A-F]{2}>", text):
         return 1
-    kinds = json.dumps(base.data.get("decoder"))
-    return max(1, len(text) if '"ByteLevel"' in kinds else len(text.replace("▁", " ").encode()))
+    decoder = json.dumps(base.data.get("decoder"))
+    return max(1, len(text) if '"ByteLevel"' in decoder else len(text.replace("▁", " ").encode()))
 
 
 def _place(spec: ModelSpec, tokenizer: Base, count: int, multiple: int) -> rows.Place:
+    """Return the position of `count` new rows, the table rounded up to a multiple of `multiple` rows."""
     needed = max(spec.vocab_size, tokenizer.size + count)
     return rows.Place(tokenizer.size, count, spec.vocab_size, -(-needed // multiple) * multiple)
 
 
 def _check_carried(source: Source, place: rows.Place) -> None:
-    """Nothing, unless a tensor that is only copied has a row for every token, too."""
+    """Raise ModelError if the table grows and a passthrough tensor seems to have a row per token, too."""
     for name, span in source.carried.items():
         if place.old in span.shape and place.new != place.old:
             raise ModelError(
-                f"{source.folder}: {name!r} {span.shape} is carried along, and has a row for every token, "
-                f"as it seems; kumi does not extend it: add at most {place.old - place.first} tokens, for "
-                f"which there are rows"
+                f"{source.folder}: kumi copies {name!r} {span.shape} unchanged, although it seems to have a row "
+                f"per token; add at most {place.old - place.first} tokens, which fit into the padding rows"
             )
 
 
-def _check_meanings(config: Mapping[str, Any], place: rows.Place, inside: str = "") -> None:
-    """Nothing, unless config.json gives a meaning, such as that of an image, to the id of a new token."""
+def _check_meanings(config: Mapping[str, Any], place: rows.Place, prefix: str = "") -> None:
+    """Raise ModelError if config.json already uses the id of a new token, as for images."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            _check_meanings(value, place, f"{inside}{key}.")
+            _check_meanings(value, place, f"{prefix}{key}.")
         numbers = value if isinstance(value, list) else [value]
-        taken = [one for one in numbers if isinstance(one, int) and place.first <= one < place.first + place.count]
+        taken = [
+            number
+            for number in numbers
+            if isinstance(number, int) and place.first <= number < place.first + place.count
+        ]
         if re.search(r"_token_(id|index)s?$", key) and taken:
             raise ModelError(
-                f"config.json: {inside}{key}={value} is an id that the tokenizer has no token for, and "
-                f"that a new one would get; add at most {min(taken) - place.first} tokens"
+                f"config.json: {prefix}{key}={value} is an id without a token in the tokenizer, and "
+                f"a new token would get it; add at most {min(taken) - place.first} tokens"
             )
 
 
@@ -167,19 +184,19 @@ def _write(
     source: Source,
     target: Path,
     spec: ModelSpec,
-    tokenizers: tuple[Base, Base, Sequence[Wanted]],
+    tokenizers: tuple[Base, Base, Sequence[NewToken]],
     place: rows.Place,
-    new: Sequence[New],
+    new: Sequence[NewRow],
     report: Mapping[str, Any],
 ) -> list[str]:
-    """Write the folder; the names of the tokenizer's files that were left out."""
-    old, wide, tokens = tokenizers
-    reader = rows.extended_reader(source, place, [one.shares for one in new])
+    """Write the folder; return the names of the tokenizer files left out."""
+    old, extended_base, tokens = tokenizers
+    reader = rows.extended_reader(source, place, [row.shares for row in new])
     origin = replace(origin_of(source.folder), relation="finetune")
     card = model_card(name=target.name, model=spec, facts=facts(report), origin=origin)
     with tempfile.TemporaryDirectory(prefix="kumi-vocab-") as folder:
         names = (*hf_write.TOKENIZER_FILES, "generation_config.json")
-        left_out = write_files(old, wide, tokens, Path(folder), names)
+        left_out = write_files(old, extended_base, tokens, Path(folder), names)
         hf_write.write(
             target,
             spec,
@@ -194,7 +211,8 @@ def _write(
 
 
 def _verify(source: Source, target: Path, place: rows.Place) -> None:
-    wrong = rows.check_rows(source, open_source(target), place)
-    if wrong is not None:
-        raise KumiError(f"{target}: {wrong!r} differs from {source.folder}; the disk may be failing")
+    """Raise KumiError if a tensor or an old row differs; else mark the folder as verified."""
+    tensor_name = rows.check_rows(source, open_source(target), place)
+    if tensor_name is not None:
+        raise KumiError(f"{target}: {tensor_name!r} differs from {source.folder}; the disk may be failing")
     mark_verified(target, "against the base: every tensor, and the row of every old token, equal bit for bit")

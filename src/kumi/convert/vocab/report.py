@@ -1,4 +1,4 @@
-"""What became of a vocabulary: as data, in a model card, and for a terminal."""
+"""The result of a vocabulary extension: as data, for the model card, and for the terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from kumi.convert.vocab.base import Base
 from kumi.convert.vocab.corpus import Corpus, fertility
 from kumi.convert.vocab.rows import Place
 
-# New tokens that a terminal shows.
+# New tokens shown on the terminal.
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class New:
-    """A new token: its spelling in the vocabulary, what it is, and the old rows (id, share) that its row is the sum of,
-    none where it is the mean of all."""
+class NewRow:
+    """A new token and the initialisation of its row.
+
+    text     spelling in the vocabulary
+    kind     "learnt", "added" or "special"
+    shares   old rows (id, weight) that are summed; empty for the mean of all rows
+    """
 
     text: str
     kind: str
@@ -29,18 +33,18 @@ def reported(
     base: str | Path,
     out: Path,
     old: Base,
-    wide: Base,
-    new: Sequence[New],
+    extended: Base,
+    new: Sequence[NewRow],
     place: Place,
     corpus: Corpus | None,
     init: str,
 ) -> dict[str, Any]:
-    """What is done, as data: sizes, rows, every new token, and fertility where there is a corpus."""
+    """Return the result as data: sizes, rows, every new token, and fertility if there is a corpus."""
     end = place.first + place.count
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "base": str(base),
         "out": str(out),
-        "tokens": {"before": old.size, "after": wide.size},
+        "tokens": {"before": old.size, "after": extended.size},
         "vocab_size": {"before": place.old, "after": place.new},
         "rows": {
             "in_place_of_padding": min(end, place.old) - place.first,
@@ -48,67 +52,68 @@ def reported(
             "padding": place.new - end,
         },
         "init": init,
-        "added": [_entry(old, wide, number, one) for number, one in enumerate(new, place.first)],
+        "added": [_entry(old, extended, token_id, token) for token_id, token in enumerate(new, place.first)],
     }
     if corpus is not None:
-        before, after = (fertility(one.backend, corpus.measure) for one in (old, wide))
-        found["fertility"] = {"documents": len(corpus.measure), "before": before, "after": after}
-        found["records_left_out"] = corpus.faults
-    return found
+        before, after = (fertility(tokenizer.backend, corpus.measure) for tokenizer in (old, extended))
+        result["fertility"] = {"documents": len(corpus.measure), "before": before, "after": after}
+        result["records_left_out"] = corpus.faults
+    return result
 
 
-def _entry(old: Base, wide: Base, number: int, one: New) -> dict[str, Any]:
-    spelled = [old.backend.id_to_token(part) for part, _ in one.shares]
-    text = wide.backend.decode([number], skip_special_tokens=False)
+def _entry(old: Base, extended: Base, token_id: int, token: NewRow) -> dict[str, Any]:
+    """Return one new token as data."""
+    spelled = [old.backend.id_to_token(row) for row, _ in token.shares]
+    text = extended.backend.decode([token_id], skip_special_tokens=False)
     return {
-        "id": number,
-        "token": one.text,
+        "id": token_id,
+        "token": token.text,
         "text": text,
-        "kind": one.kind,
+        "kind": token.kind,
         "made_of": spelled,
-        "shares": [round(share, 6) for _, share in one.shares],
+        "shares": [round(share, 6) for _, share in token.shares],
     }
 
 
 def facts(report: Mapping[str, Any]) -> dict[str, str]:
-    """What the model card says of it."""
+    """Return the rows of the model card's table."""
     kinds = [entry["kind"] for entry in report["added"]]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("learnt", "added", "special") if kind in kinds)
-    found = {
+    result = {
         "made by": f"kumi vocab extend; new rows are untrained ({report['init']})",
         "vocabulary": f"{report['tokens']['before']} tokens and {len(kinds)} new ones: {counts}",
     }
     if "fertility" in report:
         before, after = (report["fertility"][key]["bytes_per_token"] for key in ("before", "after"))
-        found["bytes a token"] = (
+        result["bytes per token"] = (
             f"{before:.2f} before, {after:.2f} after, on {report['fertility']['documents']} documents"
         )
-    return found
+    return result
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
-    """A few lines on what `extend` did."""
+    """Return the result as lines for the terminal."""
     tokens, size, rows = report["tokens"], report["vocab_size"], report["rows"]
-    found = [
+    result = [
         f"tokens     {tokens['before']:,} -> {tokens['after']:,}; vocab_size {size['before']:,} -> {size['after']:,}",
         f"rows       {rows['in_place_of_padding']:,} in place of padding, {rows['appended']:,} appended, "
         f"{rows['padding']:,} of padding",
     ]
     for entry in report["added"][:_SHOWN]:
-        made = " + ".join(map(repr, entry["made_of"])) or "mean of all tokens"
-        found.append(f"{entry['kind']:10} {entry['id']} {entry['text']!r} from {made}")
+        source = " + ".join(map(repr, entry["made_of"])) or "mean of all tokens"
+        result.append(f"{entry['kind']:10} {entry['id']} {entry['text']!r} from {source}")
     if len(report["added"]) > _SHOWN:
-        found.append(f"           and {len(report['added']) - _SHOWN:,} more; --json lists them")
+        result.append(f"           and {len(report['added']) - _SHOWN:,} more; --json lists them")
     if "fertility" in report:
         before, after = report["fertility"]["before"], report["fertility"]["after"]
-        found.append(
-            f"fertility  {before['tokens_per_word']:.3f} -> {after['tokens_per_word']:.3f} tokens a word, "
-            f"{before['bytes_per_token']:.3f} -> {after['bytes_per_token']:.3f} bytes a token, on "
+        result.append(
+            f"fertility  {before['tokens_per_word']:.3f} -> {after['tokens_per_word']:.3f} tokens per word, "
+            f"{before['bytes_per_token']:.3f} -> {after['bytes_per_token']:.3f} bytes per token, on "
             f"{report['fertility']['documents']:,} documents"
         )
     if report.get("records_left_out"):
-        found.append(f"data       {report['records_left_out']:,} records could not be read")
+        result.append(f"data       {report['records_left_out']:,} records are unreadable")
     if report["files_left_out"]:
-        found.append(f"left out   {', '.join(report['files_left_out'])}: the old vocabulary in another format")
-    found += [f"note       {note}" for note in report["notes"]]
-    return [*found, f"wrote      {report['out']}"]
+        result.append(f"left out   {', '.join(report['files_left_out'])}: the old vocabulary in another format")
+    result += [f"note       {note}" for note in report["notes"]]
+    return [*result, f"wrote      {report['out']}"]

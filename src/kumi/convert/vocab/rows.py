@@ -1,4 +1,4 @@
-"""The rows of new tokens in the embeddings and the head, and both tables with them in."""
+"""Rows of new tokens in the embeddings and the head, and a reader of the tables that include them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kumi.convert.source import Source
 from kumi.convert.stream import Reader
 from kumi.spec.ledger import tensors
 
-# The tensors that have a row for every token.
+# The tensors with a row per token.
 TABLES = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
-# Elements of a table that are read at a time.
+# Elements of a table per read.
 _BLOCK = 1 << 24
 
 Shares = Sequence[tuple[int, float]]
@@ -22,7 +22,13 @@ Shares = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows go: new tokens from `first` on, `count` of them, in a table of `old` rows that gets `new`."""
+    """The position of new rows in a table.
+
+    first   row of the first new token
+    count   number of new tokens
+    old     rows before
+    new     rows after
+    """
 
     first: int
     count: int
@@ -31,59 +37,62 @@ class Place:
 
 
 def tables(source: Source) -> dict[str, tuple[int, ...]]:
-    """The tensors of the model in `source` that have a row for every token, and their shapes."""
+    """Return the shapes of the tensors in `source` with a row per token, by name."""
     return {param.name: param.shape for param in tensors(source.spec) if param.name in TABLES}
 
 
 def extended_reader(source: Source, place: Place, shares: Sequence[Shares]) -> Reader:
-    """The tensors of `source`, its tables with the rows of new tokens: new token n is the sum of old rows (id, share)
-    in `shares[n]`, the mean of all rows of tokens where that is empty. Rows added beyond that are that mean, too."""
-    fresh = {name: _fresh(source, name, shape, place, shares) for name, shape in tables(source).items()}
+    """Return a reader of `source` whose tables include the rows of new tokens.
+
+    Row n of the new ones is the weighted sum of the old rows (id, weight) in `shares[n]`; where that is empty, and for
+    padding rows after the new ones, the mean of all tokens' rows.
+    """
+    new_rows = {name: _new_rows(source, name, shape, place, shares) for name, shape in tables(source).items()}
 
     def read_into(name: str, start: tuple[int, ...], out: Tensor) -> None:
-        if name in fresh:
-            _read_rows(source.reader, name, start, out, place, *fresh[name])
+        if name in new_rows:
+            _read_rows(source.reader, name, start, out, place, *new_rows[name])
         else:
             source.reader.read_into(name, start, out)
 
     def cut(name: str, row: int) -> int:
         return (
-            min(row + max(1, _BLOCK // fresh[name][1].numel()), place.new)
-            if name in fresh
+            min(row + max(1, _BLOCK // new_rows[name][1].numel()), place.new)
+            if name in new_rows
             else (source.reader.cut(name, row))
         )
 
     return Reader(source.reader.dtypes, read_into, cut)
 
 
-def _fresh(
+def _new_rows(
     source: Source, name: str, shape: tuple[int, ...], place: Place, shares: Sequence[Shares]
 ) -> tuple[Tensor, Tensor]:
-    """The rows of new tokens (K, ...) and the mean row (...), from one pass over the old tokens' rows."""
-    wanted = sorted((old, number, share) for number, one in enumerate(shares) for old, share in one)
+    """Return the rows of new tokens (K, ...) and the mean row (...), from one pass over the old rows."""
+    terms = sorted((old, index, share) for index, row_shares in enumerate(shares) for old, share in row_shares)
     total = torch.zeros(shape[1:], dtype=torch.float64)
-    wide = torch.float64 if source.dtypes[name] == "float64" else torch.float32
-    rows = torch.zeros((place.count, *shape[1:]), dtype=wide)
-    step, used = max(1, _BLOCK // max(1, total.numel())), 0
+    accumulate_dtype = torch.float64 if source.dtypes[name] == "float64" else torch.float32
+    rows = torch.zeros((place.count, *shape[1:]), dtype=accumulate_dtype)
+    step, next_term = max(1, _BLOCK // max(1, total.numel())), 0
     for begin in range(0, place.first, step):
         count = min(step, place.first - begin)
         block = source.reader.read(name, (begin, *(0,) * total.ndim), (count, *shape[1:]))
         total += block.sum(0, dtype=torch.float64)
-        while used < len(wanted) and wanted[used][0] < begin + count:
-            old, number, share = wanted[used]
-            rows[number] += block[old - begin].to(wide) * share
-            used += 1
+        while next_term < len(terms) and terms[next_term][0] < begin + count:
+            old, index, share = terms[next_term]
+            rows[index] += block[old - begin].to(accumulate_dtype) * share
+            next_term += 1
     mean = total / place.first
-    for number, one in enumerate(shares):
-        if not one:
-            rows[number] = mean
+    for index, row_shares in enumerate(shares):
+        if not row_shares:
+            rows[index] = mean
     return rows, mean
 
 
 def _read_rows(
     reader: Reader, name: str, start: tuple[int, ...], out: Tensor, place: Place, rows: Tensor, mean: Tensor
 ) -> None:
-    """Fill `out`, rows from `start` on: new ones where they are, the old table's elsewhere, the mean beyond it."""
+    """Fill `out` from row `start` on: new rows at their place, old rows elsewhere, the mean after both."""
     columns = tuple(slice(a, a + n) for a, n in zip(start[1:], out.shape[1:]))
     row, end = start[0], start[0] + out.shape[0]
     last = place.first + place.count
@@ -103,26 +112,27 @@ def _read_rows(
 
 
 def check_rows(source: Source, written: Source, place: Place) -> str | None:
-    """The first tensor of `written` that is not, bit for bit, what `source` has of it; None where all are."""
-    wide = tables(source)
+    """Return the first tensor of `written` that does not equal its part in `source` bit for bit; None if all do."""
+    table_shapes = tables(source)
     for param in tensors(source.spec):
-        spans = (
+        ranges = (
             [(0, param.shape[0])]
-            if param.name not in wide
+            if param.name not in table_shapes
             else [(0, place.first), (place.first + place.count, place.old)]
         )
-        for begin, end in spans:
+        for begin, end in ranges:
             if begin < end and not _same(source.reader, written.reader, param.name, param.shape, begin, end):
                 return param.name
     return None
 
 
-def _same(one: Reader, other: Reader, name: str, shape: tuple[int, ...], begin: int, end: int) -> bool:
+def _same(a: Reader, b: Reader, name: str, shape: tuple[int, ...], begin: int, end: int) -> bool:
+    """True if rows [begin, end) of a tensor have the same dtype and bits in both."""
     width = max(1, torch.Size(shape[1:]).numel())
     for row in range(begin, end, max(1, _BLOCK // width)):
         count = min(max(1, _BLOCK // width), end - row)
         at, size = (row, *(0,) * (len(shape) - 1)), (count, *shape[1:])
-        bits = (reader.read(name, at, size).view(torch.uint8) for reader in (one, other))
-        if one.dtypes[name] != other.dtypes[name] or not torch.equal(*bits):
+        bits = (reader.read(name, at, size).view(torch.uint8) for reader in (a, b))
+        if a.dtypes[name] != b.dtypes[name] or not torch.equal(*bits):
             return False
     return True
