@@ -1,6 +1,6 @@
 """Measurements as a machine with round figures would give them."""
 
-from kumi.bench.found import Found, Timing, Transfer
+from kumi.bench.found import Measurements, Timing, Transfer
 from kumi.plan.comm import collective_seconds
 from kumi.spec.cluster import ClusterSpec, Device, Link
 
@@ -17,7 +17,7 @@ GPU = Device(
 LINK = Link("gloo", 4, 2e9, 3e-4, 1.0)
 
 
-def found(*, processors: int = 0, speed: float = 1e11, memory: float = 2e10, transfers=()) -> Found:
+def found(*, processors: int = 0, speed: float = 1e11, memory: float = 2e10, transfers=()) -> Measurements:
     """Products at `speed` (twice in bfloat16), layers at 0.8 and 0.4 of it, sweeps of memory at `memory`."""
     timings = [
         timing("launch", "float32", "one element", 1.0, 1 / 5e-6),
@@ -35,7 +35,7 @@ def found(*, processors: int = 0, speed: float = 1e11, memory: float = 2e10, tra
             timings.append(timing("element-wise", dtype, f"{kind} 2048x512", 1e7, memory * 0.4))
         timings.append(timing("attention", dtype, "forward 2x512, 4 heads of 128", 1e9, speed * gain / 4))
         timings.append(timing("attention", dtype, "backward 2x512, 4 heads of 128", 1e9, speed * gain / 5))
-    return Found(tuple(timings), tuple(transfers), 300 * 2**20, processors, 1, "2.13.0")
+    return Measurements(tuple(timings), tuple(transfers), 300 * 2**20, processors, 1, "2.13.0")
 
 
 def timing(kind: str, dtype: str, what: str, amount: float, rate: float) -> Timing:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kumi.bench import clock, collectives, kernels, rank, start
-from kumi.bench.found import read_found
+from kumi.bench.found import read_measurements
 from kumi.cli import main
 from kumi.config.cluster import cluster_spec
 from kumi.config.schema import ClusterSection
@@ -67,13 +67,13 @@ def test_one_rank_from_the_command_line(tiny, tmp_path, capsys):
     assert cluster.devices == 1
     assert cluster.device.peak_flops("float32") > 0
     assert main(["bench", "--ranks", "1", "--out", str(file)]) == 2
-    assert "nothing is overwritten" in capsys.readouterr().err
+    assert "is not overwritten" in capsys.readouterr().err
 
 
 def test_json_holds_every_timing(tiny, capsys):
     assert main(["bench", "--ranks", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    found = read_found(said["found"])
+    found = read_measurements(said["found"])
     assert {one.kind for one in found.kernels} == {
         "launch",
         "copy",
@@ -110,7 +110,9 @@ def _measured(quick):
         )
     )
     mesh = mesh_of(Layout(dp_replicate=torch.distributed.get_world_size()))
-    found = rank._measure(rank.Wanted("cpu", ("float32", "float16"), "float16", quick, REFERENCE), mesh, StopFlag())
+    found = rank._measure(
+        rank.BenchRequest("cpu", ("float32", "float16"), "float16", quick, REFERENCE), mesh, StopFlag()
+    )
     torch.set_float32_matmul_precision("highest")  # the rank lives on, for other tests
     return found
 
@@ -134,7 +136,7 @@ def _stopped():
     mesh, flag = mesh_of(Layout(dp_replicate=2)), StopFlag()
     flag.requested = 15 if mesh.rank == 1 else None
     try:
-        rank._measure(rank.Wanted("cpu", ("float32",), "float32", True, REFERENCE), mesh, flag)
+        rank._measure(rank.BenchRequest("cpu", ("float32",), "float32", True, REFERENCE), mesh, flag)
     except rank.Stopped as stopped:
         return stopped.signum
     return None
@@ -158,5 +160,5 @@ def test_work_is_timed_by_the_call():
 
 def test_messages_divide_the_world():
     place = Place(0, 6, 0, torch.device("cpu"))
-    degrees = {message.degree for message in collectives.messages(place.world_size, "cpu", quick=False)}
+    degrees = {case.degree for case in collectives.cases(place.world_size, "cpu", quick=False)}
     assert degrees == {2, 3, 6}

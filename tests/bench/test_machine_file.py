@@ -68,7 +68,9 @@ def test_what_was_not_measured_is_left_out(tmp_path):
 
 def test_the_file_says_with_what_it_was_measured():
     text = node_toml(node_of(found(), CPU, 1), remarks(found(), CPU, 1, 0.25))
-    assert text.startswith("# Measured by kumi bench: 1 x Testor 3000, 1 thread a rank, torch 2.13.0; load before 0.2.")
+    assert text.startswith(
+        "# Measured by kumi bench: 1 x Testor 3000, 1 thread per rank, torch 2.13.0; load before 0.2."
+    )
     assert "#   bfloat16  forward 999x999x999" in text
 
 
@@ -79,12 +81,13 @@ def test_every_preset_survives_being_written(preset, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("there.toml", "nothing is overwritten"), ("a.txt", "end in .toml"), ("no/a.toml", "no folder")]
+    ("name", "words"),
+    [("there.toml", "is not overwritten"), ("a.txt", "end in .toml"), ("no/a.toml", "does not exist")],
 )
 def test_files_that_are_not_written(name, words, tmp_path):
     (tmp_path / "there.toml").write_text("mine")
     with pytest.raises(RefusedError, match=words):
         refuse_existing(tmp_path / name, "--out")
-    with pytest.raises(RefusedError, match="nothing is overwritten"):
+    with pytest.raises(RefusedError, match="is not overwritten"):
         write_new(tmp_path / "there.toml", "yours", "--out")
     assert (tmp_path / "there.toml").read_text() == "mine"

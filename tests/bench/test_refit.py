@@ -120,8 +120,12 @@ def test_a_run_is_its_median_step_after_the_warm_up(tmp_path):
     ("change", "ranks", "words"),
     [
         ({"steps": WARM_UP + LEAST_STEPS - 1}, 2, "9 measured steps after the first 5"),
-        ({"ranks": 4}, 2, "ran with 4 ranks, and .*describes 2 that share the CPU; measure with kumi bench --ranks 4"),
-        ({}, 1, "ran with 2 ranks, and .*describes 1"),
+        (
+            {"ranks": 4},
+            2,
+            "ran with 4 ranks, but .*describes 2 ranks that share the CPU; measure with kumi bench --ranks 4",
+        ),
+        ({}, 1, "ran with 2 ranks, but .*describes 1 rank"),
     ],
 )
 def test_runs_that_say_nothing_of_the_cluster(change, ranks, words, tmp_path):
@@ -133,11 +137,11 @@ def test_runs_that_say_nothing_of_the_cluster(change, ranks, words, tmp_path):
 
 def test_other_refusals(tmp_path):
     folder, cluster = run_folder(tmp_path / "run"), cluster_file(tmp_path)
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         recalibrate([tmp_path], cluster, tmp_path / "new.toml")
     with pytest.raises(ConfigError, match="ran on a cpu device"):
         recalibrate([folder], "h100-sxm", tmp_path / "new.toml")
-    with pytest.raises(ConfigError, match="no file with constants"):
+    with pytest.raises(ConfigError, match="not a cluster file with constants"):
         recalibrate([folder], "auto", tmp_path / "new.toml")
-    with pytest.raises(RefusedError, match="nothing is overwritten"):
+    with pytest.raises(RefusedError, match="is not overwritten"):
         recalibrate([folder], cluster, Path(cluster))

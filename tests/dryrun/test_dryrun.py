@@ -14,7 +14,7 @@ import pytest
 from kumi.cli import main
 from kumi.dryrun import chosen_ranks, dry_run
 from kumi.dryrun.compare import compared, model_flops
-from kumi.dryrun.program import carry_out, enough, hold, step, watch_head
+from kumi.dryrun.program import dry_step, microbatches_to_run, step, track_head, track_states
 from kumi.dryrun.track import Tracker
 from kumi.errors import LayoutError
 from kumi.parallel import bare, init_adamw
@@ -54,7 +54,7 @@ def _nothing_collected():
 def test_products_that_add_in_place_are_counted():
     """Without recomputation a step has the model's products, and in attention's backward the scores once more."""
     job, layout = _job("llama"), Layout(tp=2)
-    assert carry_out(job, layout, 0).flops >= model_flops(job, layout, 0)
+    assert dry_step(job, layout, 0).flops >= model_flops(job, layout, 0)
 
 
 @_nothing_collected()
@@ -67,8 +67,8 @@ def _really(layout: Layout, family: str):
     with tracker:
         model = replicated(laid, mesh, job.precision)
     optimizer = init_adamw(bare(model).named_parameters(), decayed(job.model), job.optim)
-    watch_head(model, tracker)
-    hold(model, optimizer, tracker)
+    track_head(model, tracker)
+    track_states(model, optimizer, tracker)
     tracker.begin()
     with tracker.resizing():
         step(model, mesh, job, optimizer, tracker, job.batch.microbatches(layout))
@@ -104,7 +104,7 @@ def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
     for rank in {0, layout.world_size - 1}:  # those between are like one of them
         memory, flops, sent = really[rank]
         with _nothing_collected():
-            found = carry_out(_job(family), layout, rank)
+            found = dry_step(_job(family), layout, rank)
         dry = Counter()
         for message, count in found.messages.items():
             dry[message.kind, message.bytes] += count
@@ -129,9 +129,9 @@ def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
 def test_a_step_that_is_not_carried_out_to_its_end_costs_what_all_of_it_does(layout, monkeypatch):
     many = 20  # more than what such a pipeline carries out
     job = job_of(SPECS["deep"], seq_len=LENGTH, sequences=many * layout.dp)
-    some = carry_out(job, layout, 0)
-    monkeypatch.setattr("kumi.dryrun.program.enough", lambda layout, microbatches: (microbatches, 0))
-    every = carry_out(job, layout, 0)
+    some = dry_step(job, layout, 0)
+    monkeypatch.setattr("kumi.dryrun.program.microbatches_to_run", lambda layout, microbatches: (microbatches, 0))
+    every = dry_step(job, layout, 0)
     assert some.microbatches < every.microbatches == many
     assert some.messages == every.messages
     assert some.flops == every.flops
@@ -141,9 +141,9 @@ def test_a_step_that_is_not_carried_out_to_its_end_costs_what_all_of_it_does(lay
 
 
 def test_schedules_that_keep_everything_are_carried_out_to_their_end():
-    assert enough(Layout(pp=4, schedule="gpipe"), 100) == (100, 0)
-    assert enough(Layout(pp=4, stages=2, schedule="interleaved"), 100) == (16, 4)
-    assert enough(Layout(), 5) == (5, 0)
+    assert microbatches_to_run(Layout(pp=4, schedule="gpipe"), 100) == (100, 0)
+    assert microbatches_to_run(Layout(pp=4, stages=2, schedule="interleaved"), 100) == (16, 4)
+    assert microbatches_to_run(Layout(), 5) == (5, 0)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_schedules_that_keep_everything_are_carried_out_to_their_end():
 def test_the_planner_is_near_an_8b_model_on_64_ranks(layout):
     model = families.from_hf(json.loads((MODELS / "llama-3.1-8b" / "config.json").read_text()))
     job = job_of(model, seq_len=8192, sequences=64 // layout.tp)
-    found = compared(job, layout, 0, carry_out(job, layout, 0))
+    found = compared(job, layout, 0, dry_step(job, layout, 0))
     assert abs(found["memory"]["difference"]) < 0.05
     assert found["collectives"]
     assert all(row["agrees"] for row in found["collectives"])
@@ -166,7 +166,7 @@ def test_experts_get_equally_many_tokens():
     model = families.from_hf(json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text()))
     model = replace(model, layers=model.layers[:2])
     job, layout = job_of(model, seq_len=512, sequences=8), Layout(dp_shard=8, zero=3, ep=8)
-    found = compared(job, layout, 3, carry_out(job, layout, 3))
+    found = compared(job, layout, 3, dry_step(job, layout, 3))
     rows = {row["bytes"]: row for row in found["collectives"] if row["kind"] == "all_to_all"}
     tokens = rows[512 * 8 * 2048 * 2]  # eight experts for each of 512 tokens, 2048 wide, in bfloat16
     assert tokens["agrees"]
@@ -186,7 +186,7 @@ def test_scores_of_every_kind_keep_on_a_gpu_what_plain_ones_keep(layout):
     found = []
     for one in kinds:
         model = replace(SPECS["llama"], layers=(LayerSpec(one, MLP(32)),) * 2)
-        found.append(carry_out(job_of(model, seq_len=64, sequences=4), layout, 0))
+        found.append(dry_step(job_of(model, seq_len=64, sequences=4), layout, 0))
     # A kernel keeps besides what it would draw random numbers from.
     assert all(0 <= found[0].peak - other.peak <= 64 for other in found[1:])
     assert all(other.flops == found[0].flops for other in found[1:])
@@ -200,9 +200,9 @@ def test_ranks_are_chosen_and_refused():
     assert chosen_ranks(found, "all-stages") == [0, 2]
     assert chosen_ranks(found, "3") == [3]
     assert chosen_ranks(found, None)[0] in (0, 2)
-    with pytest.raises(LayoutError, match="--rank first is no rank; give a number"):
+    with pytest.raises(LayoutError, match="--rank first is not a rank; give a number"):
         chosen_ranks(found, "first")
-    with pytest.raises(LayoutError, match="there is no rank 4; the layout has ranks 0 to 3"):
+    with pytest.raises(LayoutError, match="rank 4 is not in the layout; give a rank from 0 to 3"):
         dry_run(job, layout, [4])
     with pytest.raises(LayoutError, match=r"dry run: .*tp.?5"):
         dry_run(job, replace(layout, tp=5), [0])

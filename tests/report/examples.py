@@ -178,9 +178,9 @@ def report() -> Report:
         best(),
         others=(near, far, sharded()),
         expected=(
-            Expected("DDP (a whole copy on every device)", Layout(dp_replicate=64), estimate=copies()),
+            Expected("DDP (a full replica per device)", Layout(dp_replicate=64), estimate=copies()),
             Expected("FSDP (ZeRO-3) over all devices", SHARDED, estimate=sharded()),
-            Expected("TP in the node, FSDP across", Layout(tp=16), ("tp=16 does not divide 8 heads; use 8",)),
+            Expected("TP in nodes, FSDP across", Layout(tp=16), ("tp=16 does not divide 8 heads; use 8",)),
         ),
         searched=12345,
         fitting=678,

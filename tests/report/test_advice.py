@@ -23,36 +23,36 @@ def whole(gib, *, devices=64):
 
 
 def test_whether_a_whole_copy_fits_decides_whether_states_are_divided():
-    assert "needs 1.07 TiB on each device, 15x the 72 GiB usable: states must be divided" in said(report())
+    assert "needs 1.07 TiB per device, 15x the 72 GiB usable: the states must be sharded" in said(report())
     roomy = Report(job(), best(), expected=(whole(70),))
-    assert "fits on one device (70 GiB of 72 GiB): memory forces no division" in said(roomy)
+    assert "fits on one device (70 GiB of 72 GiB usable): memory does not require sharding" in said(roomy)
     alone = estimate(Layout(), {"forward": 1.0, "backward": 2.0}, (memory(params=90),))
     single = Report(one_device(), alone, expected=(Expected("Plain", Layout(), estimate=alone),))
-    assert "states must leave for the host" in said(single)
+    assert "the states must be offloaded to the host" in said(single)
 
 
 def test_a_network_is_slow_when_fsdp_would_wait_for_it():
     assert (
-        "450 GB/s to its neighbours in the node (NVLink) and 50.0 GB/s to the furthest (InfiniBand), 9.0x less"
+        "450 GB/s inside its node (NVLink) and 50.0 GB/s to the most distant devices (InfiniBand), 9.0x less"
         in said(report())
     )
-    assert "FSDP over all devices would wait for it 33% of a step: slow for this job" in said(report())
+    assert "would wait for communication for 33% of the step: the network is slow for this job" in said(report())
     hidden = Report(job(), best(), expected=(Expected("FSDP", SHARDED, estimate=sharded(dp=0.0)),))
-    assert "FSDP over all devices would hide what it sends: fast enough for this job" in said(hidden)
+    assert "would hide its communication behind compute: the network is fast enough for this job" in said(hidden)
     node = Report(job(nodes=1), best(), expected=hidden.expected)
-    assert "Devices are joined by NVLink, 450 GB/s each" in said(node)
+    assert "Devices are connected by NVLink, 450 GB/s each" in said(node)
 
 
 def test_a_layer_that_does_not_fit_must_itself_be_cut():
     assert "The largest layer does not fit" not in said(report())
     small = best(usable=2**30)
-    assert "The largest layer does not fit: two at a time, gathered, are 3.91 GiB of the 1 GiB usable" in said(
-        Report(job(), small)
-    )
+    text = said(Report(job(), small))
+    assert "The largest layer does not fit: ZeRO-3 gathers two layers at a time, 3.91 GiB, and 1 GiB are usable" in text
 
 
 @pytest.mark.parametrize(
-    ("layers", "words"), [(2, "says DDP for"), (40, "says FSDP for"), (160, "says 3D parallelism for"), (96, "")]
+    ("layers", "words"),
+    [(2, "suggests DDP for"), (40, "suggests FSDP for"), (160, "suggests 3D parallelism for"), (96, "")],
 )
 def test_the_rule_by_size_is_held_against_the_estimates(layers, words):
     made = job(num_hidden_layers=layers)
@@ -62,31 +62,31 @@ def test_the_rule_by_size_is_held_against_the_estimates(layers, words):
         Expected("Megatron", CHOSEN, estimate=best()),
     ]
     text = said(Report(made, best(), expected=tuple(items)))
-    assert (words in text) if words else ("rule by size" not in text)
+    assert (words in text) if words else ("rule of thumb by size" not in text)
 
 
 def test_why_the_chosen_one_wins_names_the_terms_that_differ():
     assert (
-        "Of what one might have tried first, FSDP (ZeRO-3) over all devices comes closest. The chosen one saves 4.20 s "
-        "of exposed dp traffic and 1.80 s of recomputation, and pays 1.50 s of pipeline bubble and 1.00 s of exposed "
-        "tp traffic for it."
+        "Of the standard layouts, FSDP (ZeRO-3) over all devices comes closest. The chosen layout saves 4.20 s of "
+        "exposed dp communication and 1.80 s of recomputation at the cost of 1.50 s of pipeline bubble and 1.00 s of "
+        "exposed tp communication."
     ) in said(report())
 
 
 def test_a_rival_within_the_models_error_is_worth_measuring():
     near = Expected("Megatron", replace(CHOSEN, pp=2), estimate=runner_up("tp", 0.5, replace(CHOSEN, pp=2)))
     text = said(Report(job(), best(), expected=(near,)))
-    assert "Megatron is 500 ms a step behind, within the model's error of 8.0%: take whichever is simpler" in text
+    assert "Megatron is 500 ms per step slower, within the model's error of 8.0%: take the one that is simpler" in text
     same = Expected("Megatron", CHOSEN, estimate=best())
-    assert "The choice is what the field would take: Megatron." in said(Report(job(), best(), expected=(same,)))
+    assert "The choice is a standard layout: Megatron." in said(Report(job(), best(), expected=(same,)))
 
 
 def test_what_pins_rule_out_is_said_when_it_would_be_faster():
     faster = Expected("FSDP", SHARDED, estimate=sharded(dp=0.0))
-    assert "FSDP would take 8.70 s in place of 10.0 s; what is pinned rules it out." in said(
+    assert "FSDP would take 8.70 s per step instead of 10.0 s; the pinned fields rule it out." in said(
         Report(job(), best(), expected=(faster,))
     )
-    assert verdict(faster, best()) == "0.87x the time: ruled out by what is pinned."
+    assert verdict(faster, best()) == "0.87x the time: ruled out by the pinned fields."
     near = Expected("HSDP", SHARDED, estimate=sharded(dp=1.0))
     assert verdict(near, best()) == "0.97x the time: as fast, within the model's error."
     assert "HSDP is as fast, within the model's error of 8.0%" in said(Report(job(), best(), expected=(near,)))
@@ -94,15 +94,17 @@ def test_what_pins_rule_out_is_said_when_it_would_be_faster():
 
 def test_nothing_expected_that_runs_is_said():
     none = Report(job(), best(), expected=(Expected("DDP", PLAIN, estimate=copies()), Expected("TP", PLAIN, ("no",))))
-    assert "None of the layouts that one might have tried first can run" in said(none)
-    assert "None of the layouts" not in said(Report(job(), best()))
+    assert "None of the standard layouts can run here" in said(none)
+    assert "None of the standard layouts" not in said(Report(job(), best()))
 
 
 def test_verdicts():
     items = {item.title: verdict(item, best()) for item in report().expected}
-    assert items["DDP (a whole copy on every device)"] == "Does not fit: a device needs 1.07 TiB, 15x what is usable."
-    assert items["FSDP (ZeRO-3) over all devices"] == "1.3x the time: 3.00 s less exposed dp traffic to draw level."
-    assert items["TP in the node, FSDP across"] == "Refused: tp=16 does not divide 8 heads; use 8."
+    ddp = "Does not fit: each device needs 1.07 TiB, 15x the usable memory."
+    assert items["DDP (a full replica per device)"] == ddp
+    fsdp = "1.3x the time: needs 3.00 s less exposed dp communication to match."
+    assert items["FSDP (ZeRO-3) over all devices"] == fsdp
+    assert items["TP in nodes, FSDP across"] == "Refused: tp=16 does not divide 8 heads; use 8."
     assert verdict(Expected("", CHOSEN, estimate=best()), best()).startswith("The chosen layout")
     assert "(within the model's error)" in verdict(Expected("", PLAIN, estimate=runner_up("dp", 0.1, PLAIN)), best())
 
@@ -110,16 +112,16 @@ def test_verdicts():
 def test_what_one_would_expect_of_a_cluster():
     found = dict(expected_layouts(job()))
     assert list(found) == [
-        "DDP (a whole copy on every device)",
+        "DDP (a full replica per device)",
         "DeepSpeed ZeRO-2 over all devices",
         "FSDP (ZeRO-3) over all devices",
-        "HSDP (shards in a node, copies across)",
-        "TP in the node, FSDP across",
+        "HSDP (shard in nodes, replicate across)",
+        "TP in nodes, FSDP across",
         "Megatron-LM (TP x PP, ZeRO-1)",
     ]
     assert all(layout.world_size == 64 for layout in found.values())
-    assert found["HSDP (shards in a node, copies across)"].dp_replicate == 8
-    assert found["TP in the node, FSDP across"].tp == 8
+    assert found["HSDP (shard in nodes, replicate across)"].dp_replicate == 8
+    assert found["TP in nodes, FSDP across"].tp == 8
     assert found["FSDP (ZeRO-3) over all devices"].microbatch == 2
 
 
@@ -137,12 +139,12 @@ def test_megatron_takes_as_much_tp_and_pp_as_the_states_need():
 
 def test_tp_goes_no_further_than_the_heads():
     found = dict(expected_layouts(job(num_key_value_heads=2)))
-    assert found["TP in the node, FSDP across"].tp == 2
+    assert found["TP in nodes, FSDP across"].tp == 2
 
 
 def test_a_single_device_is_expected_to_offload_where_there_is_a_host_to_take_it():
     bare = one_device()
-    assert [title for title, _ in expected_layouts(bare)] == ["Plain (all on the device)"]
+    assert [title for title, _ in expected_layouts(bare)] == ["No offload (all states on the device)"]
     host = Host(2**40, 50e9, 6e9, 2**42)
     rich = replace(bare, cluster=replace(bare.cluster, host=host))
     assert [layout.offload for _, layout in expected_layouts(rich)] == ["none", "optimizer", "states", "states-nvme"]
@@ -154,17 +156,17 @@ def test_expected_layouts_are_estimated_the_fastest_way_that_fits():
     )
     found = {item.title: item for item in expected(made)}
     assert list(found) == [title for title, _ in expected_layouts(made)]
-    ddp = found["DDP (a whole copy on every device)"]
+    ddp = found["DDP (a full replica per device)"]
     assert ddp.fits
     assert ddp.estimate.layout.dp_replicate == 8
     huge = {item.title: item for item in expected(replace(job(nodes=1, sequences=64)))}
-    ddp = huge["DDP (a whole copy on every device)"]
+    ddp = huge["DDP (a full replica per device)"]
     assert not ddp.fits
     assert ddp.estimate.layout.recompute == "full"
 
 
 def test_what_is_illegal_comes_with_its_reasons():
     found = {item.title: item for item in expected(job(nodes=1, sequences=4, links=LINKS))}
-    ddp = found["DDP (a whole copy on every device)"]
+    ddp = found["DDP (a full replica per device)"]
     assert ddp.estimate is None
     assert any("does not divide the 4 sequences" in problem for problem in ddp.problems)

@@ -78,7 +78,7 @@ def test_every_figure_of_the_report_is_in_a_table_as_well():
         "TP 8 x PP 2 (1f1b) x ZeRO-1 over 4",
         "Refused: tp=16 does not divide 8 heads; use 8.",
         "60-79",
-        "Tensor parallelism makes one all-reduce a layer",
+        "Tensor parallelism sends one all-reduce per layer",
     ):
         assert wanted in said
 
@@ -95,7 +95,7 @@ def test_a_plan_for_one_device_is_a_short_page():
     alone = estimate(Layout(), {"forward": 1.0, "backward": 2.0}, (memory(params=10),))
     found = Outline(page(Report(one_device(), alone)))
     assert found.tags.count("svg") == 2
-    assert "Traffic" not in found.said
+    assert "Communication" not in found.said
 
 
 def test_it_is_the_same_every_time():

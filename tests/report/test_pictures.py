@@ -111,8 +111,8 @@ def test_a_long_timeline_is_cut_and_that_is_said():
     found = timeline(700)
     drawn = lanes.timelines(found)
     assert len(re.findall(r"<title>(?:forward|backward)", drawn["timeline"])) <= 1.1 * lanes.SPANS
-    assert "of which the first" in drawn["timeline"]
-    assert "of which the first" in drawn["timeline-start"]
+    assert "; the first " in drawn["timeline"]
+    assert "; the first " in drawn["timeline-start"]
 
 
 def test_marks_of_layouts_that_coincide_stand_apart():

@@ -31,9 +31,9 @@ def test_as_dict_is_strict_json_with_every_part():
 def test_the_headline_says_speed_memory_and_the_convention_of_mfu():
     text = "\n".join(headline(report()))
     assert "TP 8 x PP 4 (1f1b) x ZeRO-1 over 2" in text
-    assert "105k tokens/s, 1,638 a device; 10.0 s a step, give or take 8.0%" in text
-    assert f"MFU {100 * best().mfu:.0f}% (attention counted in full, recomputation not)" in text
-    assert "memory 55 GiB of 72 GiB usable on a card of 80 GiB, on pp rank 0, the fullest" in text
+    assert "105k tokens/s (1,638 per device); 10.0 s per step, +/- 8.0%" in text
+    assert f"MFU {100 * best().mfu:.0f}% (full attention counted, recomputation not counted)" in text
+    assert "memory 55 GiB of 72 GiB usable (80 GiB device), on pp rank 0 (the fullest)" in text
     assert "DOES NOT FIT" not in text
     assert "DOES NOT FIT" in "".join(headline(Report(job(), copies())))
 
@@ -46,8 +46,8 @@ def test_the_headline_says_what_it_costs_and_what_was_assumed():
     model = replace(made.job.model, notes=("one head is not counted",))
     rich = replace(made, job=replace(made.job, cluster=cluster, model=model), best=best(host_memory=2**34))
     assert headline(rich)[-4:] == [
-        "16 GiB of the host's memory for each device",
-        "a billion tokens take 170 device hours, 424 at 2.5 an hour, 119 kWh at 700 W",
+        "host memory 16 GiB per device",
+        "a billion tokens take 170 device hours, 424 at 2.5 per device hour, 119 kWh at 700 W per device",
         "note: one head is not counted",
         "assumed, not measured: NVLink: latency",
     ]
@@ -152,7 +152,7 @@ def test_a_gap_names_what_is_lost_and_what_would_have_to_be_gained():
     assert found.seconds == pytest.approx(3.0)
     assert not found.noise
     assert found.losses[0] == ("dp", pytest.approx(4.2))
-    assert needs(found) == "3.00 s less exposed dp traffic"
+    assert needs(found) == "3.00 s less exposed dp communication"
 
 
 def test_a_gap_is_that_of_equal_tokens_in_every_kind():
@@ -164,7 +164,7 @@ def test_a_gap_is_that_of_equal_tokens_in_every_kind():
     found = gap(best(), half)
     assert found.seconds == pytest.approx(1.0)
     assert dict(found.losses)["dp"] == pytest.approx(2.2)
-    assert needs(found) == "1.00 s less exposed dp traffic"
+    assert needs(found) == "1.00 s less exposed dp communication"
 
 
 def test_what_one_kind_cannot_close_others_must():
@@ -172,7 +172,7 @@ def test_what_one_kind_cannot_close_others_must():
     slower = estimate(CHOSEN, time | {"tp": 2.0, "bubble": 2.0, "dp": 0.4, "optimizer": 0.4}, best().memory)
     assert (
         needs(gap(best(), slower))
-        == "1.00 s less exposed tp traffic and 500 ms less pipeline bubble and 500 ms elsewhere"
+        == "1.00 s less exposed tp communication and 500 ms less pipeline bubble and 500 ms elsewhere"
     )
 
 
@@ -199,35 +199,35 @@ def test_a_ring_over_all_devices_of_a_node_has_all_their_network_cards():
 
 def test_arithmetic_binds_unless_something_takes_longer():
     assert binding(report())[0] == (
-        "Arithmetic binds: forward and backward are 69% of the step. Of the other 31% the largest part is pipeline "
-        "bubble: 1.50 s, 15% of the step."
+        "Compute-bound: forward and backward take 69% of the step. The largest other part is pipeline bubble: 1.50 s, "
+        "15% of the step."
     )
     slow = replace(report(), best=sharded(dp=7.0))
     even = replace(report(), best=sharded(dp=6.0))
     assert binding(even)[0] == (
-        "No one thing binds: forward and backward are 44% of the step, and the largest other part is exposed dp "
-        "traffic: 6.00 s, 41%."
+        "No single bottleneck: forward and backward take 44% of the step, and the largest other part is exposed dp "
+        "communication: 6.00 s, 41%."
     )
-    assert binding(slow)[0].startswith("Exposed dp traffic binds: it is 7.00 s of the 15.7 s of a step (45%)")
+    assert binding(slow)[0].startswith("Exposed dp communication is the bottleneck: it takes 7.00 s of the 15.7 s")
 
 
 def test_memory_binds_where_it_is_full_or_keeps_something_faster_out():
-    assert binding(report())[1].startswith("Memory binds too: the fullest rank needs 55 GiB of the 72 GiB usable (76%)")
-    assert binding(report())[2].startswith("With 8 GiB more on each device, TP 8 x PP 4 (1f1b) x ZeRO-1 over 2")
+    assert "Memory is a limit, too: the fullest rank needs 55 GiB of the 72 GiB usable (76%)" in binding(report())[1]
+    assert binding(report())[2].startswith("With 8 GiB more memory per device, TP 8 x PP 4 (1f1b) x ZeRO-1 over 2")
     alone = Report(job(), best())
     assert len(binding(alone)) == 2
-    assert binding(alone)[1].startswith("Memory does not bind")
-    assert binding(Report(job(), best(usable=56 * 2**30)))[1].startswith("Memory binds too")
+    assert binding(alone)[1].startswith("Memory is not a limit")
+    assert binding(Report(job(), best(usable=56 * 2**30)))[1].startswith("Memory is a limit, too")
 
 
 def test_levers_are_what_each_resource_could_save_at_most():
     found = {lever.what: lever.seconds for lever in levers(report())}
-    assert found["devices 10% faster at arithmetic"] == pytest.approx((2.3 + 4.6 + 0.3 + 1.5) * (1 - 1 / 1.1))
+    assert found["devices with 10% more FLOP/s"] == pytest.approx((2.3 + 4.6 + 0.3 + 1.5) * (1 - 1 / 1.1))
     waits = 1 + (1 + UNEVEN) * 1.5 / (
         2.3 + 4.6 + 0.3 + 1.0
     )  # the bubble, to what every microbatch takes: compute and tp traffic
-    assert found["memory enough to recompute nothing"] == pytest.approx(waits * 0.3)
-    assert found["twice the tokens a step"] == pytest.approx((1.5 + 0.2 + 0.1) / 2)
+    assert found["enough memory to recompute nothing"] == pytest.approx(waits * 0.3)
+    assert found["twice the tokens per step"] == pytest.approx((1.5 + 0.2 + 0.1) / 2)
     sent = 2 * 2560 * 128e6 * 7 / 8 / (450e9 * 0.8)
     assert found["10% more bandwidth on NVLink"] == pytest.approx(waits * sent * (1 - 1 / 1.1))
     assert list(found.values()) == sorted(found.values(), reverse=True)

@@ -27,14 +27,14 @@ def test_every_section_is_there():
     text = " ".join(shown(report()).split())
     for said in (
         "TP 8 x PP 4 (1f1b) x ZeRO-1 over 2",
-        "Memory of pp rank 0, the fullest",
+        "Memory of pp rank 0 (the fullest)",
         "activations 24 GiB 33%",
         "pipeline bubble 1.50 s 15%",
         "tp over NVLink 5,120 573 GB 2.00 s 1.00 s 287 GB/s 450 GB/s",
         "within noise",
-        "3.00 s less exposed dp traffic",
+        "3.00 s less exposed dp",
         "Refused: tp=16",
-        "Where rules of thumb mislead here",
+        "Rules of thumb that mislead here",
         "[layout] pp = 4",
     ):
         assert said in text
@@ -72,6 +72,6 @@ def test_many_ranks_are_picked_from_and_that_is_said():
 def test_one_device_needs_no_traffic_and_no_ranks():
     alone = estimate(Layout(), {"forward": 1.0, "backward": 2.0}, (memory(params=10),))
     text = shown(Report(one_device(), alone))
-    assert "Traffic" not in text
+    assert "Communication" not in text
     assert "rank" not in text.replace("ranks", "")
     assert "one device" in text

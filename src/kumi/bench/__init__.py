@@ -1,9 +1,9 @@
-"""Measuring this machine for the planner, and refitting a cluster file from finished runs.
+"""Measure this machine for the planner, or refit a cluster file to finished runs.
 
-bench(out, ranks, quick, write_json)   kumi bench: kernels and collectives, timed, as a cluster file
-recalibrate(folders, cluster, out)      kumi plan --calibrate: the constants of a cluster file from measured steps
+bench(out, ranks, quick, write_json)   kumi bench: time kernels and collectives, write a cluster file
+recalibrate(folders, cluster, out)      kumi plan --calibrate: refit the constants of a cluster file to measured steps
 
-Torch is imported by the ranks that measure, not here.
+This package does not import torch; the ranks that measure do.
 """
 
 from kumi.bench.refit import recalibrate

@@ -1,4 +1,4 @@
-"""How long one call of a piece of work takes on this rank while the other ranks do the same."""
+"""Time a function on this rank while the other ranks run the same one."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import torch
 
 Work = Callable[[], object]
 
-# A sample is at least this long. Where ranks outnumber cores the system gives a core to one of them for a few
-# milliseconds at a time: a shorter sample would see a core to itself or none at all, a longer one sees its share.
+# The least seconds of a sample. If ranks outnumber cores, the scheduler gives a core to one of them for a few
+# milliseconds at a time: a shorter sample would have the core for itself or not at all, a longer one has its share.
 SAMPLE_S = 0.03
 _LEAST_SAMPLES = 3
 
 
 def wait(device: torch.device) -> None:
-    """Returns once `device` has done all that it was given."""
+    """Wait until `device` has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(work: Work, device: torch.device, budget: float) -> float:
-    """Median seconds of one call of `work`, from samples of many calls; about `budget` seconds are spent."""
-    work()  # the first call compiles kernels and takes memory
+    """Return the median seconds per call of `work` over samples of many calls; spend about `budget` seconds."""
+    work()  # the first call compiles kernels and allocates memory
     wait(device)
     calls = 1
-    while (taken := lasting(work, calls, device)) < SAMPLE_S:
-        calls = max(calls + 1, min(8 * calls, int(1.2 * calls * SAMPLE_S / taken)))
-    samples = [taken]
-    until = time.perf_counter() + budget - taken
+    while (elapsed := elapsed_seconds(work, calls, device)) < SAMPLE_S:
+        calls = max(calls + 1, min(8 * calls, int(1.2 * calls * SAMPLE_S / elapsed)))
+    samples = [elapsed]
+    until = time.perf_counter() + budget - elapsed
     while len(samples) < _LEAST_SAMPLES or time.perf_counter() < until:
-        samples.append(lasting(work, calls, device))
+        samples.append(elapsed_seconds(work, calls, device))
     return median(samples) / calls
 
 
-def lasting(work: Work, calls: int, device: torch.device) -> float:
-    """Seconds that `calls` calls of `work` take together."""
+def elapsed_seconds(work: Work, calls: int, device: torch.device) -> float:
+    """Return the seconds of `calls` consecutive calls of `work`."""
     wait(device)
-    since = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(calls):
         work()
     wait(device)
-    return time.perf_counter() - since
+    return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""How long collectives take, by kind, size and group, over the backend that training uses."""
+"""Time collectives by kind, size and group, over the backend that training uses."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kumi.bench.clock import Work, lasting
+from kumi.bench.clock import Work, elapsed_seconds
 from kumi.compat import one_tensor_collectives
 from kumi.parallel.mesh import Mesh, barrier, greatest
 from kumi.spec.checks import divisors
 
-# Bytes of the whole tensor. The smallest is all latency, the largest all bandwidth.
+# Bytes of the full tensor. The smallest is dominated by latency, the largest by bandwidth.
 LEAST, MOST = 2**12, {"cpu": 2**25, "cuda": 2**30}
-# Calls in a row that make a sample, at most; and at least, since the first ones of a row may find ranks apart.
+# The most and the least consecutive calls per sample; ranks may be out of step in the first call.
 _MOST_CALLS, _LEAST_CALLS, _SAMPLES = 100, 2, 3
 
 
 @dataclass(frozen=True)
-class Message:
-    """A collective of `kind` over `size` bytes (the whole tensor; of all_to_all, what one rank sends in all).
+class CollectiveCase:
+    """A collective to time: `kind`, and `size` in bytes of the full tensor (all_to_all: all bytes that a rank sends).
 
-    Consecutive ranks form groups of `degree`, all of which communicate at once, as in training.
+    Consecutive ranks form groups of `degree`. All groups communicate at once, as in training.
     """
 
     kind: str
@@ -33,75 +33,75 @@ class Message:
     size: int
 
 
-def messages(world_size: int, device_type: str, *, quick: bool) -> Iterator[Message]:
-    """Every collective to time: for each group size, powers of four (16 where `quick`) from LEAST to MOST bytes."""
+def cases(world_size: int, device_type: str, *, quick: bool) -> Iterator[CollectiveCase]:
+    """Yield the collectives to time: per group size, powers of 4 (16 if `quick`) from LEAST to MOST bytes."""
     for degree in divisors(world_size)[1:]:
         if quick and 2 < degree < world_size:
             continue
         for kind in KINDS:
             size = LEAST
             while size <= MOST[device_type]:
-                yield Message(kind, degree, size)
+                yield CollectiveCase(kind, degree, size)
                 size *= 16 if quick else 4
 
 
 def groups(world_size: int, rank: int) -> dict[int, dist.ProcessGroup]:
-    """This rank's group of every size that divides the world. All ranks must call it together."""
-    mine: dict[int, dist.ProcessGroup] = {}
+    """Create this rank's group of every size that divides the world. All ranks must call this together."""
+    own: dict[int, dist.ProcessGroup] = {}
     for degree in divisors(world_size)[1:]:
         for first in range(0, world_size, degree):
             group = dist.new_group(list(range(first, first + degree)))
             if first <= rank < first + degree:
                 assert group is not None, "a member gets its group"
-                mine[degree] = group
-    return mine
+                own[degree] = group
+    return own
 
 
-def seconds_of_message(message: Message, group: dist.ProcessGroup, mesh: Mesh, budget: float) -> float:
-    """Median seconds of one `message`, the same on all ranks: that of the rank that took longest."""
-    work = KINDS[message.kind](message.size, group, mesh)
+def seconds_of_case(case: CollectiveCase, group: dist.ProcessGroup, mesh: Mesh, budget: float) -> float:
+    """Return the median seconds of `case` on the slowest rank; all ranks return the same."""
+    work = KINDS[case.kind](case.size, group, mesh)
     work()
     calls, seconds = _LEAST_CALLS, []
     for _ in range(_SAMPLES):
         barrier(mesh)
-        taken = torch.tensor(lasting(work, calls, mesh.device), dtype=torch.float64)
-        seconds.append(float(greatest(taken, mesh)) / calls)
+        elapsed = torch.tensor(elapsed_seconds(work, calls, mesh.device), dtype=torch.float64)
+        seconds.append(float(greatest(elapsed, mesh)) / calls)
         calls = max(_LEAST_CALLS, min(_MOST_CALLS, int(budget / (_SAMPLES * seconds[-1]))))
     return median(seconds)
 
 
 def _all_reduce(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
-    whole = _whole(size, mesh)
-    return lambda: dist.all_reduce(whole, group=group)
+    full = _full(size, mesh)
+    return lambda: dist.all_reduce(full, group=group)
 
 
 def _all_gather(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
-    whole, part = _whole_and_part(size, group, mesh)
+    full, shard = _full_and_shard(size, group, mesh)
     gather, _ = one_tensor_collectives()
-    return lambda: gather(whole, part, group=group)
+    return lambda: gather(full, shard, group=group)
 
 
 def _reduce_scatter(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
-    whole, part = _whole_and_part(size, group, mesh)
+    full, shard = _full_and_shard(size, group, mesh)
     _, scatter = one_tensor_collectives()
-    return lambda: scatter(part, whole, group=group)
+    return lambda: scatter(shard, full, group=group)
 
 
 def _all_to_all(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
-    sent, _ = _whole_and_part(size, group, mesh)
+    sent, _ = _full_and_shard(size, group, mesh)
     received = torch.empty_like(sent)
     return lambda: dist.all_to_all_single(received, sent, group=group)
 
 
 def _send(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
-    """Ranks stand in pairs: the even one sends to the odd one. The last of an odd number looks on."""
-    whole, rank, size_of_group = _whole(size, mesh), group.rank(), group.size()
-    other = dist.get_global_rank(group, min(rank ^ 1, size_of_group - 1))
-    if rank ^ 1 >= size_of_group:
+    """Send from each even rank to the next odd one. In a group of odd size the last rank does nothing."""
+    full, rank, group_size = _full(size, mesh), group.rank(), group.size()
+    peer = dist.get_global_rank(group, min(rank ^ 1, group_size - 1))
+    if rank ^ 1 >= group_size:
         return lambda: None
     if rank % 2 == 0:
-        return lambda: dist.send(whole, other, group=group)
-    return lambda: dist.recv(whole, other, group=group)
+        return lambda: dist.send(full, peer, group=group)
+    return lambda: dist.recv(full, peer, group=group)
 
 
 KINDS: dict[str, Callable[[int, dist.ProcessGroup, Mesh], Work]] = {
@@ -113,11 +113,11 @@ KINDS: dict[str, Callable[[int, dist.ProcessGroup, Mesh], Work]] = {
 }
 
 
-def _whole(size: int, mesh: Mesh) -> Tensor:
+def _full(size: int, mesh: Mesh) -> Tensor:
     return torch.zeros(size // 4, device=mesh.device)
 
 
-def _whole_and_part(size: int, group: dist.ProcessGroup, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """About `size` bytes, and the equal part of them that each rank of the group has."""
+def _full_and_shard(size: int, group: dist.ProcessGroup, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return a tensor of about `size` bytes, and one rank's equal shard of it."""
     count = size // 4 // group.size()
     return torch.zeros(count * group.size(), device=mesh.device), torch.zeros(count, device=mesh.device)

@@ -1,4 +1,4 @@
-"""A node with its device and links as the TOML file that `cluster.source` names."""
+"""Write a cluster file: a node with its device and links as TOML, for `cluster.source`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WRITE = {
 
 
 def node_toml(node: NodeFile, remarks: Sequence[str] = ()) -> str:
-    """`node` as TOML that `read_node` reads back, with `remarks` as comments on top."""
+    """Return `node` as TOML that `read_node` reads back, with `remarks` as comments at the top."""
     import tomli_w
 
     written = _texts(node.model_dump(mode="json", exclude_none=True, exclude_defaults=True))
@@ -32,38 +32,38 @@ def node_toml(node: NodeFile, remarks: Sequence[str] = ()) -> str:
 
 
 def _texts(table: Mapping[str, Any]) -> dict[str, Any]:
-    """`table` with every quantity as text with its unit."""
-    found: dict[str, Any] = {}
+    """Return `table` with every quantity as text with its unit."""
+    texts: dict[str, Any] = {}
     for key, value in table.items():
         if key == "sources":
-            found[key] = value
+            texts[key] = value
         elif key == "peak_flops":
-            found[key] = {dtype: write_flops(flops) for dtype, flops in value.items()}
+            texts[key] = {dtype: write_flops(flops) for dtype, flops in value.items()}
         elif key in _WRITE:
-            found[key] = _WRITE[key](value)
+            texts[key] = _WRITE[key](value)
         elif isinstance(value, dict):
-            found[key] = _texts(value)
+            texts[key] = _texts(value)
         elif key == "links":
-            found[key] = [_texts(link) for link in value]
+            texts[key] = [_texts(link) for link in value]
         else:
-            found[key] = value
-    return found
+            texts[key] = value
+    return texts
 
 
 def refuse_existing(out: Path, flag: str) -> None:
-    """Nothing where `out` can be written as a new file; RefusedError where something is there, or no folder for it."""
+    """Raise RefusedError unless `out` ends in .toml, does not exist, and its folder does."""
     if out.suffix != ".toml":
         raise RefusedError(
-            f"{flag} {out}: cluster.source takes names that end in .toml; name a new file such as {out}.toml"
+            f"{flag} {out}: cluster.source takes files whose names end in .toml; name a new file such as {out}.toml"
         )
     if out.exists():
-        raise RefusedError(f"{flag} {out}: exists, and nothing is overwritten; name a new file, or remove that one")
+        raise RefusedError(f"{flag} {out}: the file exists and is not overwritten; name a new file, or remove this one")
     if not out.absolute().parent.is_dir():
-        raise RefusedError(f"{flag} {out}: there is no folder {out.parent}; make it, or name another place")
+        raise RefusedError(f"{flag} {out}: the folder {out.parent} does not exist; create it, or name another file")
 
 
 def write_new(out: Path, text: str, flag: str) -> None:
-    """Write `text` to the new file `out`; RefusedError when one has appeared there."""
+    """Write `text` to the new file `out`. Raise RefusedError if the file exists by now."""
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -72,5 +72,5 @@ def write_new(out: Path, text: str, flag: str) -> None:
 
 
 def digits(value: float) -> float:
-    """`value` to four significant digits: more would be noise."""
+    """Round `value` to four significant digits; measurements are no more precise."""
     return float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""What was measured, as plain data: no torch here, so that it can be read, fitted and shown without."""
+"""Measurements as plain data, without torch, so that they can be read, fitted and shown without it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Timing:
-    """A kernel's `seconds` for `amount` FLOPs or bytes; see `kumi.bench.kernels.Kernel`. The mean over the ranks."""
+    """The seconds of a kernel for `amount` FLOPs or bytes, mean over the ranks; fields as in `kernels.Kernel`."""
 
     kind: str
     dtype: str
@@ -25,7 +25,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Transfer:
-    """`seconds` of a collective of `kind` over `size` bytes among `degree` ranks; see `kumi.bench.collectives`."""
+    """The seconds of a collective over `size` bytes among `degree` ranks; fields as in `collectives.CollectiveCase`."""
 
     kind: str
     degree: int
@@ -34,9 +34,15 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Found:
-    """All measurements; bytes that a rank holds before any tensor; the device's processors (0 on a CPU), the threads
-    a rank computes with, torch's version, and how a CPU computed (see `kumi.spec.numerics`)."""
+class Measurements:
+    """All measurements of a machine.
+
+    `reserved`: bytes of a rank before it allocates a tensor.
+    `processors`: multiprocessors of the device, 0 on a CPU.
+    `threads`: CPU threads of a rank.
+    `torch`: version.
+    `numerics`: how a CPU computed (see `kumi.spec.numerics`), empty on a GPU.
+    """
 
     kernels: tuple[Timing, ...]
     transfers: tuple[Transfer, ...]
@@ -47,18 +53,18 @@ class Found:
     numerics: str = ""
 
     def of(self, kind: str, dtype: str | None = None) -> list[Timing]:
-        """The kernels of `kind`, in `dtype` or in all."""
-        return [one for one in self.kernels if one.kind == kind and dtype in (None, one.dtype)]
+        """Return the kernels of `kind`, in `dtype` or in all dtypes."""
+        return [timing for timing in self.kernels if timing.kind == kind and dtype in (None, timing.dtype)]
 
 
-def read_found(written: dict[str, Any]) -> Found:
-    """`Found` from the JSON object that a rank wrote."""
-    kernels = tuple(Timing(**one) for one in written["kernels"])
-    transfers = tuple(Transfer(**one) for one in written["transfers"])
-    return Found(**{**written, "kernels": kernels, "transfers": transfers})
+def read_measurements(written: dict[str, Any]) -> Measurements:
+    """Return the measurements in the JSON object that a rank wrote."""
+    kernels = tuple(Timing(**item) for item in written["kernels"])
+    transfers = tuple(Transfer(**item) for item in written["transfers"])
+    return Measurements(**{**written, "kernels": kernels, "transfers": transfers})
 
 
 def rate(kernels: Iterable[Timing]) -> float:
-    """FLOP/s or bytes/s of `kernels` done one after another."""
-    listed = list(kernels)
-    return sum(one.amount for one in listed) / sum(one.seconds for one in listed)
+    """Return the FLOP/s or bytes/s of `kernels` run one after another."""
+    timings = list(kernels)
+    return sum(timing.amount for timing in timings) / sum(timing.seconds for timing in timings)

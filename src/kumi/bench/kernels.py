@@ -1,6 +1,6 @@
-"""The pieces of a train step that are timed on a device: products, element-wise work, attention, launches, the update.
+"""The kernels of a train step to time on a device: matmuls, element-wise operations, attention, launches, the update.
 
-Each is made of what training itself calls (`kumi.nn`, `kumi.parallel.optim`), on tensors of training's sizes.
+They call the same functions as training (`kumi.nn`, `kumi.parallel.optim`), on tensors of realistic sizes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ Forward = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A piece of work: its `kind`, the `dtype` it computes in, `what` tells it from others of its kind.
+    """A kernel to time.
 
-    `amount` is what one call does: FLOPs of a product or of attention, bytes of anything else, 1 for a launch.
-    `prepare` takes the memory it needs and returns the call to be timed.
+    `kind`: product, linear, element-wise, attention, copy, update or launch.
+    `dtype`: the dtype it computes in.
+    `what`: its shape or variant, for display.
+    `amount`: FLOPs per call of products, layers and attention, bytes of others, 1 for a launch.
+    `prepare`: allocate the tensors and return the function to time.
     """
 
     kind: str
@@ -47,12 +50,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the work is: enough to fill the device, little enough to be done in seconds.
+    """Sizes of the kernels: large enough to fill the device, small enough to take seconds.
 
-    `squares` and `shapes` are (M, N, K) of products y (M, N) = x (M, K) w (N, K)^T, M for short where all are equal; of
-    the large square `peak` the products of a backward pass are timed too. `linears`: the same of whole layers. `copy`:
-    elements of the tensor that is copied. `tokens`, `hidden`, `vocab`: of element-wise work. `attention`: sequences,
-    positions, query heads, key heads, head size. `update`: parameters.
+    `squares`: M of products y (M, N) = x (M, K) w (N, K)^T with M = N = K.
+    `peak`: M of the largest square, for which the products of the backward pass are timed too.
+    `shapes`: (M, N, K) of other products.
+    `linears`: (M, N, K) of linear layers, forward and backward.
+    `copy`: elements of the copied tensor.
+    `tokens`, `hidden`, `vocab`: sizes of element-wise operations.
+    `attention`: (sequences, positions, query heads, key heads, head size).
+    `update`: parameters of the optimizer update.
     """
 
     squares: tuple[int, ...]
@@ -67,7 +74,7 @@ class Sizes:
     update: int
 
 
-# The first shapes are those of layers; the last have sizes that no tile divides.
+# The first `shapes` occur in layers; the sizes of the last ones are not divisible by any tile.
 SIZES = {
     "cpu": Sizes(
         squares=(64, 128, 256, 512, 1024),
@@ -115,8 +122,10 @@ SIZES = {
 
 
 def kernels(device: torch.device, dtypes: tuple[str, ...], main: str, *, quick: bool) -> Iterator[Kernel]:
-    """All kernels for `device` in each of `dtypes`, of which training takes `main`. `quick` leaves out the shapes that
-    only show how products vary, and all but products and layers in other dtypes."""
+    """Yield the kernels to time on `device` in each of `dtypes`; training uses `main`.
+
+    `quick` leaves out most shapes of products, and in dtypes other than `main` all but products and linear layers.
+    """
     sizes = SIZES[device.type]
     yield _launch(device)
     yield _copy(device, sizes.copy)
@@ -143,7 +152,7 @@ def _products(device: torch.device, dtype: str, sizes: Sizes, *, quick: bool) ->
 
 
 def _linear(device: torch.device, dtype: str, shape: tuple[int, int, int]) -> Kernel:
-    """A linear layer there and back as it trains: its three products, the casts of its weight, autograd's own work."""
+    """Time the forward and backward of a linear layer: three matmuls, the casts of its weight, autograd's overhead."""
     m, n, k = shape
 
     def make(x: Tensor) -> Forward:
@@ -157,11 +166,11 @@ def _linear(device: torch.device, dtype: str, shape: tuple[int, int, int]) -> Ke
 
         return forward
 
-    prepare = partial(_there_and_back, make, device, dtype, (m, k))
+    prepare = partial(_forward_backward, make, device, dtype, (m, k))
     return Kernel("linear", dtype, f"{m}x{n}x{k}", 6.0 * m * n * k, prepare)
 
 
-# The three products of a linear layer: y = x w^T, and the gradients dy w and dy^T x.
+# The three matmuls of a linear layer: y = x w^T, and the gradients dy w and dy^T x.
 FORMS = ("forward", "backward input", "backward weight")
 
 
@@ -178,17 +187,17 @@ def _product(device: torch.device, dtype: str, shape: tuple[int, int, int], form
 
 
 def _launch(device: torch.device) -> Kernel:
-    """The interval of operations that have next to nothing to do."""
+    """Time operations on one element: the interval between kernel launches."""
 
     def prepare() -> Work:
-        one = torch.ones(1, device=device)
-        return lambda: one.mul_(1.0)
+        element = torch.ones(1, device=device)
+        return lambda: element.mul_(1.0)
 
     return Kernel("launch", "float32", "one element", 1.0, prepare)
 
 
 def _copy(device: torch.device, count: int) -> Kernel:
-    """A copy from memory to memory: every byte is read and written."""
+    """Time a copy; every byte is read and written."""
 
     def prepare() -> Work:
         source, target = _random(device, "float32", count), torch.empty(count, device=device)
@@ -198,7 +207,7 @@ def _copy(device: torch.device, count: int) -> Kernel:
 
 
 def _update(device: torch.device, count: int) -> Kernel:
-    """AdamW's fused update: parameter and two moments are read and written, the gradient is read."""
+    """Time the fused AdamW update: it reads and writes the parameter and two moments, and reads the gradient."""
 
     def prepare() -> Work:
         parameter = nn.Parameter(_random(device, "float32", count))
@@ -209,19 +218,19 @@ def _update(device: torch.device, count: int) -> Kernel:
 
 
 def _element_wise(device: torch.device, dtype: str, sizes: Sizes) -> Iterator[Kernel]:
-    """A layer's element-wise work, forward and backward; `amount` is the bytes that the planner counts for it."""
+    """Time a layer's element-wise operations, forward and backward; `amount` is the planner's count of bytes."""
     tokens, hidden = sizes.tokens, sizes.hidden
     shape = {"rope": (1, tokens, hidden // 128, 128)}
     for kind, forward in ELEMENT_WISE.items():
         passes = sum(PASSES[kind][KUMI.kernels][:2])
         amount = float(passes * ITEMSIZE[dtype] * tokens * hidden)
-        prepare = partial(_there_and_back, forward, device, dtype, shape.get(kind, (tokens, hidden)))
+        prepare = partial(_forward_backward, forward, device, dtype, shape.get(kind, (tokens, hidden)))
         yield Kernel("element-wise", dtype, f"{kind} {tokens}x{hidden}", amount, prepare)
     yield _logits(device, dtype, tokens, sizes.vocab)
 
 
 def _logits(device: torch.device, dtype: str, tokens: int, vocab: int) -> Kernel:
-    """The loss and its gradient. Hidden states are so narrow that the products with the head hardly count."""
+    """Time the loss and its gradient; the hidden states are so narrow that the head's matmuls are negligible."""
 
     def prepare() -> Work:
         hidden, head = (_random(device, dtype, rows, _NARROW, grad=True) for rows in (tokens, vocab))
@@ -262,14 +271,14 @@ def _rope(x: Tensor) -> Forward:
     return lambda: rope.rotate(x, angles, angles)
 
 
-# The ledger's kind of operation -> what makes its call from an input.
+# Kind of operation in the ledger -> function that builds its forward pass from an input.
 ELEMENT_WISE: dict[str, Callable[[Tensor], Forward]] = {"add": _add, "gate": _gate, "norm": _norm, "rope": _rope}
 
 
-def _there_and_back(
+def _forward_backward(
     make: Callable[[Tensor], Forward], device: torch.device, dtype: str, shape: tuple[int, ...]
 ) -> Work:
-    """A call that goes forward and leaves gradients, which the next call replaces."""
+    """Return a function that runs forward and backward; each call replaces the gradients of the one before."""
     x = _random(device, dtype, *shape, grad=True)
     forward = make(x)
     grad = torch.ones_like(forward())
@@ -282,7 +291,7 @@ def _there_and_back(
 
 
 def _attention(device: torch.device, dtype: str, shape: tuple[int, int, int, int, int]) -> Iterator[Kernel]:
-    """Causal attention; `amount` is the FLOPs over pairs that see each other, and 2.5 times as many going back."""
+    """Time causal attention; `amount` counts the FLOPs of unmasked pairs, and 2.5 times as many for the backward."""
     rows, length, heads, kv_heads, size = shape
     width = Dim("heads", heads * size)
     flops = 4.0 * rows * length * width.size * Op("", "attention", width, width).reach(length)
@@ -291,17 +300,17 @@ def _attention(device: torch.device, dtype: str, shape: tuple[int, int, int, int
     def inputs(*, grad: bool) -> list[Tensor]:
         return [_random(device, dtype, rows, length, count, size, grad=grad) for count in (heads, kv_heads, kv_heads)]
 
-    def plain() -> Segments:
+    def single_documents() -> Segments:
         return segments(torch.zeros(rows, length, dtype=torch.int64, device=device), None)
 
     def forward() -> Work:
         q, k, v = inputs(grad=False)
-        where = plain()
-        return lambda: attend(where, q, k, v, None)
+        context = single_documents()
+        return lambda: attend(context, q, k, v, None)
 
     def backward() -> Work:
         q, k, v = inputs(grad=True)
-        out = attend(plain(), q, k, v, None)
+        out = attend(single_documents(), q, k, v, None)
         grad = torch.ones_like(out)
         return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
@@ -310,5 +319,5 @@ def _attention(device: torch.device, dtype: str, shape: tuple[int, int, int, int
 
 
 def _random(device: torch.device, dtype: str, *shape: int, grad: bool = False) -> Tensor:
-    """Random numbers: a device computes zeros with less power, and so faster."""
+    """Return random numbers: matmuls of zeros draw less power, so they would run at a higher clock."""
     return torch.randn(*shape, device=device).to(getattr(torch, dtype)).requires_grad_(grad)

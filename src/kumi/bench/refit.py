@@ -1,4 +1,4 @@
-"""`kumi plan --calibrate`: finished runs' folders in, a cluster file with refitted constants out."""
+"""`kumi plan --calibrate`: refit the constants of a cluster file to finished runs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kumi.describe import console
 from kumi.errors import OK, ConfigError
 from kumi.paths import looked_for
 from kumi.plan.calibrate import Calibration, MeasuredRun, calibrate
+from kumi.report.words import plural
 from kumi.spec.layout import Layout
 from kumi.train.metrics import read_metrics
 from kumi.units import format_bytes
@@ -27,26 +28,28 @@ from kumi.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Joins = TypeVar("Joins", LinkFile, NetworkFile)
+AnyLink = TypeVar("AnyLink", LinkFile, NetworkFile)
 
-# The first steps compile kernels, warm caches, and hold the fire drill.
+# Steps to skip: they compile kernels, warm caches, and include the preflight checks.
 WARM_UP = 5
 LEAST_STEPS = 10
 
 
 def recalibrate(folders: Sequence[Path], cluster: str, out: Path) -> Calibration:
-    """The constants of `cluster` (a preset or a TOML file) that the runs in `folders` determine, written to the new
-    file `out`. Raises ConfigError for a run that cannot be used, RefusedError when `out` exists."""
+    """Refit the constants of `cluster` (a preset or a TOML file) to the runs in `folders`; write the new file `out`.
+
+    Raise ConfigError for a run that cannot be used, RefusedError if `out` exists.
+    """
     refuse_existing(out, "--out")
     if cluster == "auto":
         raise ConfigError(
-            "calibrate: cluster.source='auto' is no file with constants; write one with kumi bench --out FILE.toml, "
-            "and set cluster.source to it"
+            "calibrate: cluster.source='auto' is not a cluster file with constants; write one with "
+            "kumi bench --out FILE.toml, and set cluster.source to it"
         )
-    found = calibrate([read_run(folder, cluster) for folder in folders])
-    node = refitted(read_node(cluster), found)
-    write_new(out, node_toml(node, [f"{cluster}, {found.source}."]), "--out")
-    return found
+    calibration = calibrate([read_run(folder, cluster) for folder in folders])
+    node = refitted(read_node(cluster), calibration)
+    write_new(out, node_toml(node, [f"{cluster}, {calibration.source}."]), "--out")
+    return calibration
 
 
 def run(
@@ -56,27 +59,34 @@ def run(
     out: str | None,
     write_json: Callable[[Any], None] | None = None,
 ) -> int:
-    """Refit the cluster that the run file `plan` names to the runs in `folders`, into the new file `out`, and print
-    what moved, or hand it to `write_json`. Returns the exit code."""
+    """Refit the cluster of the run file `plan` to the runs in `folders`, and write the new file `out`.
+
+    Print the changes, or pass them to `write_json`. Return the exit code.
+    """
     if out is None:
         raise ConfigError("plan: --calibrate writes a cluster file; name it with --out FILE.toml")
     cluster = load_plan(plan, overrides).cluster.source
-    found = recalibrate([Path(folder) for folder in folders], cluster, Path(out))
+    calibration = recalibrate([Path(folder) for folder in folders], cluster, Path(out))
     if write_json is not None:
-        write_json(asdict(found))
+        write_json(asdict(calibration))
     else:
-        console().print(render(found))
+        console().print(render(calibration))
         print(f'wrote {out}; use it with cluster.source="{out}"')
     return OK
 
 
 def read_run(folder: Path, cluster: str) -> MeasuredRun:
-    """The finished run in `folder`, as if on `cluster`. Raises ConfigError when it is none or has too few steps."""
+    """Return the measurements of the run in `folder`, with `cluster` as its cluster.
+
+    Raise ConfigError if it is not a run folder, has too few steps, or ran on another kind of machine.
+    """
     if not (folder / CONFIG).is_file():
-        raise ConfigError(f"calibrate: {looked_for(folder)} has no {CONFIG}, so it is no run folder; name a train.out")
+        raise ConfigError(
+            f"calibrate: {looked_for(folder)} has no {CONFIG}, so it is not a run folder; name the train.out of a run"
+        )
     config = load_stored(folder)
     snapshots = fetch_snapshots(config)
-    # Without a plan, as in a folder of an earlier version, what would be chosen today is all that is known.
+    # Folders of earlier versions have no stored plan: assume the one that would be chosen today.
     plan = read_plan(folder) or resolve(config, snapshots, read_begun(config)).plan
     steps = _steps(folder, plan.layout)[WARM_UP:]
     if len(steps) < LEAST_STEPS:
@@ -100,85 +110,87 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
 
 
 def _steps(folder: Path, layout: Layout) -> list[dict[str, Any]]:
-    """Return the metrics of the steps that the run in `folder` made with `layout`; of steps without one, any."""
+    """Return the metrics of the run's steps with `layout`, and of steps that do not record a layout."""
     entries = read_metrics(folder / "metrics.jsonl")
-    return [one for one in entries if "perf/step_s" in one and one.get("layout", layout.words) == layout.words]
+    return [entry for entry in entries if "perf/step_s" in entry and entry.get("layout", layout.words) == layout.words]
 
 
 def _check_same_machine(folder: Path, kind: str, section: ClusterSection, cluster: str) -> None:
-    """Refuses a cluster that is not what the run ran on. The ranks of a CPU share its cores, so that each number of
-    them is another cluster."""
+    """Raise ConfigError unless `cluster` describes the kind of machine of the run.
+
+    On a CPU the number of ranks must match too, because ranks share its cores.
+    """
     node = read_node(cluster)
     ranks = section.devices_per_node or (1 if kind == "cpu" else node.devices_per_node)
     if node.device.kind != kind:
         raise ConfigError(
-            f"calibrate: {folder} ran on a {kind} device, and {cluster} describes a {node.device.kind} device; "
-            f"name the cluster file of the machine it ran on"
+            f"calibrate: {folder} ran on a {kind} device, but {cluster} describes a {node.device.kind} device; "
+            f"name the cluster file of the machine that it ran on"
         )
     if kind == "cpu" and node.devices_per_node != ranks:
         raise ConfigError(
-            f"calibrate: {folder} ran with {ranks} ranks, and {cluster} describes {node.devices_per_node} that share "
-            f"the CPU; measure with kumi bench --ranks {ranks}"
+            f"calibrate: {folder} ran with {plural(ranks, 'rank')}, but {cluster} describes "
+            f"{plural(node.devices_per_node, 'rank')} that share the CPU; measure with kumi bench --ranks {ranks}"
         )
 
 
-def refitted(node: NodeFile, found: Calibration) -> NodeFile:
-    """`node` with the constants that `found` moved, and where they come from."""
-    factors = {name: after / before for name, (before, after) in found.moved.items()}
-    network = None if node.network is None else _joined(node.network, factors, found.source)
+def refitted(node: NodeFile, calibration: Calibration) -> NodeFile:
+    """Return `node` with the constants that `calibration` changed and their provenance."""
+    factors = {name: after / before for name, (before, after) in calibration.moved.items()}
+    network = None if node.network is None else _refitted_link(node.network, factors, calibration.source)
     return node.model_copy(
         update={
-            "device": _device(node.device, found),
-            "links": tuple(_joined(link, factors, found.source) for link in node.links),
+            "device": _device(node.device, calibration),
+            "links": tuple(_refitted_link(link, factors, calibration.source) for link in node.links),
             "network": network,
         }
     )
 
 
-def _device(file: DeviceFile, found: Calibration) -> DeviceFile:
+def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:
     moved = {
         name.removeprefix("device."): digits(after)
-        for name, (_, after) in found.moved.items()
+        for name, (_, after) in calibration.moved.items()
         if name.startswith("device.")
     }
     shares = {name.removeprefix("matmul."): moved.pop(name) for name in list(moved) if name.startswith("matmul.")}
     update: dict[str, Any] = dict(moved)
     if "reserved" in moved:
-        update["reserved"] = round(found.moved["device.reserved"][1])
+        update["reserved"] = round(calibration.moved["device.reserved"][1])
     if shares:
         update["matmul"] = (file.matmul or {}) | shares
-    return file.model_copy(update={**update, "sources": _sources(file.sources, list(update), found.source)})
+    return file.model_copy(update={**update, "sources": _sources(file.sources, list(update), calibration.source)})
 
 
-def _joined(file: Joins, factors: Mapping[str, float], source: str) -> Joins:
+def _refitted_link(file: AnyLink, factors: Mapping[str, float], source: str) -> AnyLink:
     names = [name for name in ("bandwidth", "latency") if f"{file.name}: {name}" in factors]
     update: dict[str, Any] = {name: digits(getattr(file, name) * factors[f"{file.name}: {name}"]) for name in names}
     return file.model_copy(update={**update, "sources": _sources(file.sources, names, source)})
 
 
 def _sources(before: Mapping[str, str], names: Sequence[str], source: str) -> dict[str, str]:
-    """`before` with `names`, which may stand in keys that name several figures, attributed to `source`."""
-    kept = {
-        ", ".join(left): text
+    """Return the provenances `before` with `names` attributed to `source`; a key may list several names."""
+    others = {
+        ", ".join(remaining): text
         for key, text in before.items()
-        if (left := [name for name in key.split(", ") if name not in names])
+        if (remaining := [name for name in key.split(", ") if name not in names])
     }
-    return kept | ({", ".join(names): source} if names else {})
+    return others | ({", ".join(names): source} if names else {})
 
 
-def render(found: Calibration) -> RenderableType:
-    """What moved, what stayed and why, and the runs before and after, as tables."""
+def render(calibration: Calibration) -> RenderableType:
+    """Return tables of the changed constants and of the runs before and after, and why other constants stayed."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     constants = Table("constant", "before", "after", box=None, pad_edge=False)
-    for name, (before, after) in found.moved.items():
+    for name, (before, after) in calibration.moved.items():
         constants.add_row(name, f"{before:.4g}", f"{after:.4g}")
     steps = Table(
         "run", "steps", "measured", "estimated before", "after", "memory", "estimated", box=None, pad_edge=False
     )
-    for run in found.runs:
+    for run in calibration.runs:
         steps.add_row(
             run.name,
             str(run.steps),
@@ -188,9 +200,9 @@ def render(found: Calibration) -> RenderableType:
             format_bytes(run.measured_memory),
             format_bytes(run.estimated_memory),
         )
-    reasons = dict.fromkeys(found.kept.values())
-    kept = [
-        Text(f"kept {', '.join(name for name, why in found.kept.items() if why == reason)}: {reason}")
+    reasons = dict.fromkeys(calibration.kept.values())
+    unchanged = [
+        Text(f"unchanged: {', '.join(name for name, why in calibration.kept.items() if why == reason)}: {reason}")
         for reason in reasons
     ]
-    return Group(constants, Text(), steps, Text(), *kept)
+    return Group(constants, Text(), steps, Text(), *unchanged)

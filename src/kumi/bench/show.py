@@ -1,11 +1,11 @@
-"""What was measured, as tables for the terminal."""
+"""Measurements as tables for the terminal."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from kumi.bench.fit import line
-from kumi.bench.found import Found
+from kumi.bench.found import Measurements
 from kumi.bench.machine import sizes_of
 from kumi.config.cluster_file import NodeFile
 from kumi.report.words import plural
@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def render(found: Found, node: NodeFile) -> RenderableType:
-    """Products, other kernels and collectives, each with what the cluster file makes of them."""
+def render(measured: Measurements, node: NodeFile) -> RenderableType:
+    """Return tables of the resulting cluster file, of matrix products, other kernels and collectives."""
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [_summary(found, node), Text(), _products(found, node), Text(), _kernels(found)]
-    if found.transfers:
-        parts += [Text(), _collectives(found)]
+    parts: list[RenderableType] = [
+        _summary(measured, node),
+        Text(),
+        _products(measured, node),
+        Text(),
+        _kernels(measured),
+    ]
+    if measured.transfers:
+        parts += [Text(), _collectives(measured)]
     return Group(*parts)
 
 
@@ -36,63 +42,62 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _summary(found: Found, node: NodeFile) -> Table:
+def _summary(measured: Measurements, node: NodeFile) -> Table:
     from rich.table import Table
 
     device = node.device
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     peak = ", ".join(f"{dtype} {flops / 1e12:.4g} TFLOP/s" for dtype, flops in device.peak_flops.items())
-    threads = plural(found.threads, "thread")
-    table.add_row("machine", f"{node.devices_per_node} x {device.name}, {threads} a rank, torch {found.torch}")
-    if found.numerics:
-        table.add_row("numerics", found.numerics)
+    threads = plural(measured.threads, "thread")
+    table.add_row("machine", f"{node.devices_per_node} x {device.name}, {threads} per rank, torch {measured.torch}")
+    if measured.numerics:
+        table.add_row("numerics", measured.numerics)
     table.add_row("peak", peak)
     table.add_row("products", ", ".join(f"{dtype} {share:.1%}" for dtype, share in (device.matmul or {}).items()))
     if device.attention:
-        ways = device.attention
-        table.add_row("attention", f"{ways.forward:.1%} of the peak forward, {ways.backward:.1%} backward")
+        attention = device.attention
+        table.add_row("attention", f"{attention.forward:.1%} of the peak forward, {attention.backward:.1%} backward")
     if device.stream and device.memory_bandwidth and device.launch:
         table.add_row(
-            "memory",
-            f"{device.memory_bandwidth / 1e9:.4g} GB/s, of which element-wise work reaches {device.stream:.1%}",
+            "memory", f"{device.memory_bandwidth / 1e9:.4g} GB/s, element-wise operations reach {device.stream:.1%}"
         )
-        table.add_row("launch", f"{device.launch * 1e6:.3g} us from one operation to the next")
+        table.add_row("launch", f"{device.launch * 1e6:.3g} us per operation")
     for link in node.links:
-        table.add_row("link", f"{link.name}: {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us a hop")
+        table.add_row("link", f"{link.name}: {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us per hop")
     return table
 
 
-def _products(found: Found, node: NodeFile) -> Table:
-    """One row a shape, one column a dtype."""
-    dtypes = list(dict.fromkeys(one.dtype for one in found.of("product")))
+def _products(measured: Measurements, node: NodeFile) -> Table:
+    """Return one row per shape and one column per dtype."""
+    dtypes = list(dict.fromkeys(timing.dtype for timing in measured.of("product")))
     table = _table(
         "matrix products (rows x columns x inner)", "shape", *(f"{dtype}: TFLOP/s, of peak" for dtype in dtypes)
     )
-    timed = {(one.what, one.dtype): one.rate for one in found.of("product")}
+    timed = {(timing.what, timing.dtype): timing.rate for timing in measured.of("product")}
     peak: dict[str, float] = dict(node.device.peak_flops.items())
-    for what in dict.fromkeys(one.what for one in found.of("product")):
+    for what in dict.fromkeys(timing.what for timing in measured.of("product")):
         rates = [(timed[what, dtype], peak[dtype]) for dtype in dtypes]
         table.add_row(what, *(f"{rate / 1e12:8.4g}  {rate / peak:6.1%}" for rate, peak in rates))
     return table
 
 
-def _kernels(found: Found) -> Table:
-    table = _table("other work", "what", "dtype", "each", "rate")
-    for one in found.kernels:
-        if one.kind != "product":
-            unit, scale = ("TFLOP/s", 1e12) if one.kind in ("attention", "linear") else ("GB/s", 1e9)
-            speed = "" if one.kind == "launch" else f"{one.rate / scale:.4g} {unit}"
-            table.add_row(f"{one.kind}: {one.what}", one.dtype, f"{one.seconds * 1e6:,.1f} us", speed)
+def _kernels(measured: Measurements) -> Table:
+    table = _table("other kernels", "kernel", "dtype", "time", "rate")
+    for timing in measured.kernels:
+        if timing.kind != "product":
+            unit, scale = ("TFLOP/s", 1e12) if timing.kind in ("attention", "linear") else ("GB/s", 1e9)
+            speed = "" if timing.kind == "launch" else f"{timing.rate / scale:.4g} {unit}"
+            table.add_row(f"{timing.kind}: {timing.what}", timing.dtype, f"{timing.seconds * 1e6:,.1f} us", speed)
     return table
 
 
-def _collectives(found: Found) -> Table:
-    """One row for each kind and group: its own line through all sizes, and its largest size."""
-    table = _table("collectives", "kind", "ranks", "no length", "bandwidth", "off by", "largest", "takes")
-    for kind, degree in sizes_of(found):
-        timed = [one for one in found.transfers if (one.kind, one.degree) == (kind, degree)]
-        fitted, last = line([one.size for one in timed], [one.seconds for one in timed]), timed[-1]
+def _collectives(measured: Measurements) -> Table:
+    """Return one row per kind and group size: a line fitted to all sizes, and the time of the largest size."""
+    table = _table("collectives", "kind", "ranks", "latency", "bandwidth", "error", "largest", "time")
+    for kind, degree in sizes_of(measured):
+        timed = [transfer for transfer in measured.transfers if (transfer.kind, transfer.degree) == (kind, degree)]
+        fitted, last = line([item.size for item in timed], [item.seconds for item in timed]), timed[-1]
         table.add_row(
             kind,
             str(degree),

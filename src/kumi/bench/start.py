@@ -1,4 +1,4 @@
-"""`kumi bench`: start the ranks, let them measure, fit, and write the cluster file."""
+"""`kumi bench`: start ranks that measure, fit the measurements, and write the cluster file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kumi.bench.file import node_toml, refuse_existing, write_new
-from kumi.bench.found import Found, read_found
+from kumi.bench.found import Measurements, read_measurements
 from kumi.bench.machine import main_dtype, node_of, remarks
 from kumi.config.cluster import cluster_spec
 from kumi.config.cluster_file import NodeFile
@@ -24,66 +24,68 @@ from kumi.spec.cluster import ClusterSpec
 from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.train.numerics import measure_here
 
-# Ranks on a machine without GPUs unless told: the fewest that communicate.
+# Default number of ranks on a machine without GPUs: the fewest that communicate.
 CPU_RANKS = 2
 
-# Processes that want a core before we do, from which on figures are not the machine's own.
+# A load average above this before the start makes the measurements unreliable.
 BUSY = 0.5
 
 
 def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Callable[[Any], None] | None = None) -> int:
-    """Measure this machine with `ranks` ranks at once and write it to the new file `out`; the exit code.
+    """Measure this machine with `ranks` ranks at once, and write the new cluster file `out`. Return the exit code.
 
-    Without `out` the file's text is printed after the tables. `write_json` takes all of it as plain data instead.
-    Raises RefusedError when `out` exists, before anything is measured, and ConfigError when there are not as many GPUs
-    as `ranks`.
+    Without `out`, print the file's text after the tables. `write_json` receives everything as plain data instead.
+
+    Raise RefusedError before measuring if `out` exists, and ConfigError if the machine has fewer GPUs than `ranks`.
     """
     if out is not None:
         refuse_existing(out, "--out")
     machine, load = this_machine(ranks), os.getloadavg()[0]
     if load > BUSY:
         print(
-            f"bench: {load:.1f} processes wanted a core of this machine in the last minute; what is measured beside "
-            f"other work is too slow",
+            f"bench: the load average of the last minute is {load:.1f}; other processes slow the measurements down, "
+            f"stop them and measure again",
             file=sys.stderr,
         )
-    # OpenMP reads these once, when torch is imported.
+    # OpenMP reads these variables once, when torch is imported.
     os.environ.update(environment(machine.devices_per_node, os.environ))
-    numerics, machine = _chosen(machine)
-    code, found = _measure(machine, numerics, quick=quick)
-    if found is None:
+    numerics, machine = _choose_numerics(machine)
+    code, measured = _measure(machine, numerics, quick=quick)
+    if measured is None:
         return code
-    node = node_of(found, machine.device, machine.devices_per_node)
-    text = node_toml(node, remarks(found, machine.device, machine.devices_per_node, load))
+    node = node_of(measured, machine.device, machine.devices_per_node)
+    text = node_toml(node, remarks(measured, machine.device, machine.devices_per_node, load))
     if out is not None:
         write_new(out, text, "--out")
     if write_json is not None:
-        write_json({"file": None if out is None else str(out), "toml": text, "found": asdict(found)})
+        write_json({"file": None if out is None else str(out), "toml": text, "found": asdict(measured)})
     else:
-        _print(found, node, text, out)
+        _print(measured, node, text, out)
     return OK
 
 
 def this_machine(ranks: int | None) -> ClusterSpec:
-    """This machine as `ranks` devices; by default its GPUs, or `CPU_RANKS` shares of its CPU."""
+    """Return this machine as `ranks` devices; by default its GPUs, or `CPU_RANKS` shares of its CPU."""
     if is_rank(os.environ):
         raise ConfigError(
-            "bench: this process is one rank of a launcher (RANK and WORLD_SIZE are set), and bench starts its own "
+            "bench: this process is one rank of a launcher (RANK and WORLD_SIZE are set), but bench starts its own "
             "ranks; run it without torchrun or srun, on one machine"
         )
-    found = cluster_spec(ClusterSection(source="auto"))
-    if found.device.kind == "cpu":
+    machine = cluster_spec(ClusterSection(source="auto"))
+    if machine.device.kind == "cpu":
         return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks or CPU_RANKS))
-    if ranks is not None and ranks > found.devices_per_node:
+    if ranks is not None and ranks > machine.devices_per_node:
         raise ConfigError(
-            f"bench: --ranks {ranks}, and this machine has {found.devices_per_node} GPUs; use at most as many"
+            f"bench: --ranks {ranks}, and this machine has {machine.devices_per_node} GPUs; use at most as many"
         )
-    return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks)) if ranks else found
+    return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks)) if ranks else machine
 
 
-def _chosen(machine: ClusterSpec) -> tuple[Numerics, ClusterSpec]:
-    """How a CPU is to compute, measured where it has not been; and the machine, where bfloat16 counts as a fast format
-    only if it is the faster one."""
+def _choose_numerics(machine: ClusterSpec) -> tuple[Numerics, ClusterSpec]:
+    """Return how a CPU computes, measured if needed, and the machine.
+
+    The dtypes of the machine include bfloat16 only if it was measured to be faster than float32.
+    """
     device, ranks = machine.device, machine.devices_per_node
     if device.kind != "cpu":
         return REFERENCE, machine
@@ -94,30 +96,30 @@ def _chosen(machine: ClusterSpec) -> tuple[Numerics, ClusterSpec]:
     return numerics, replace(machine, device=replace(device, dtypes=fast))
 
 
-def _measure(machine: ClusterSpec, numerics: Numerics, *, quick: bool) -> tuple[int, Found | None]:
-    """The ranks' exit code, and what they found unless they were stopped."""
-    from kumi.bench.rank import Wanted, measure_rank
+def _measure(machine: ClusterSpec, numerics: Numerics, *, quick: bool) -> tuple[int, Measurements | None]:
+    """Return the exit code of the ranks and their measurements, None if they did not finish."""
+    from kumi.bench.rank import BenchRequest, measure_rank
     from kumi.launch import local
 
     device = machine.device
     dtypes = tuple(dtype for dtype in device.dtypes if dtype in MEASURED)
-    wanted = Wanted(device.kind, dtypes, main_dtype(device), quick, numerics)
+    request = BenchRequest(device.kind, dtypes, main_dtype(device), quick, numerics)
     with tempfile.TemporaryDirectory(prefix="kumi-bench-") as folder:
-        result = Path(folder) / "found.json"
-        arguments = (wanted, result)
+        result = Path(folder) / "measurements.json"
+        arguments = (request, result)
         code = local.run_ranks(measure_rank, arguments, nproc=machine.devices_per_node, log_dir=Path(folder) / "logs")
-        return code, read_found(json.loads(result.read_text())) if code == OK else None
+        return code, read_measurements(json.loads(result.read_text())) if code == OK else None
 
 
-# Dtypes of plain matrix products; float8 and float4 need scales beside their matrices.
+# Dtypes of plain matrix products; float8 and float4 need scales as well.
 MEASURED = ("float32", "bfloat16", "float16")
 
 
-def _print(found: Found, node: NodeFile, text: str, out: Path | None) -> None:
+def _print(measured: Measurements, node: NodeFile, text: str, out: Path | None) -> None:
     from kumi.bench.show import render
     from kumi.describe import console
 
-    console().print(render(found, node))
+    console().print(render(measured, node))
     if out is None:
         print(f"\nA cluster file with these figures (--out FILE.toml writes it):\n\n{text}", end="")
     else:

@@ -1,11 +1,11 @@
-"""What a run is going to do, before it does it: as data, and as tables and pictures for a terminal.
+"""The description of a run before it starts, as plain data and as tables for the terminal.
 
-described(path)       -> plain data of what a run file describes, the placement of its ranks included
-describe(run)         -> the same of what it resolved to
-estimated(path)       -> the job of a run file, and the estimate of the layout it is trained with
-render(data)          -> that data as a table
-render_placement(...) -> where ranks stand, drawn
-render_data(...)      -> the sources of a run's data
+described(path)       -> the description of a run file: model, layout, placement of ranks, batch, memory
+describe(run)         -> the description of a resolved run
+estimated(path)       -> the job of a run file, and the estimate of its layout
+render(data)          -> a description as a table
+render_placement(...) -> a drawing of the ranks on their nodes
+render_data(...)      -> tables of the sources of a run's data
 """
 
 from kumi.describe.placement import placement, render_placement

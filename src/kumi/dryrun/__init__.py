@@ -1,7 +1,7 @@
-"""Training without devices: one rank's real program over tensors without content, beside what the planner says of it.
+"""Dry runs: run one rank's training step on fake tensors, and compare it with the planner.
 
-found = dry_run(job, layout, [rank])    # plain data: memory by kind, FLOPs, messages, measured and planned
-show(render(found))
+result = dry_run(job, layout, [rank])    # plain data: memory by kind, FLOPs, messages, measured and planned
+show(render(result))
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ if TYPE_CHECKING:
 
 
 def dry_run(job: Job, layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
-    """What each of `ranks` holds, computes and sends in a step, as plain data (see `kumi.dryrun.compare`).
+    """Return the memory, FLOPs and messages of each of `ranks` in a step as plain data (see `kumi.dryrun.compare`).
 
-    Raises LayoutError where `layout` is illegal, or not one that this version trains.
+    Raise LayoutError if `layout` is illegal, is not trained by this version, or offloads, or if a rank is not in it.
     """
     wrong = problems(job.model, layout, job.cluster, job.batch) or untrainable(job, layout)
     if wrong:
         raise LayoutError(f"dry run: {'; '.join(wrong)}")
     if layout.offload != "none":
         raise LayoutError(
-            f"dry run: offload='{layout.offload}' moves tensors to the host, which a dry run on the CPU cannot tell "
-            f"from the device; set layout.offload=none"
+            f"dry run: offload='{layout.offload}' moves tensors to the host, but in a dry run the CPU stands for the "
+            f"device; set layout.offload=none"
         )
     for rank in ranks:
         if not 0 <= rank < layout.world_size:
-            raise LayoutError(f"dry run: there is no rank {rank}; the layout has ranks 0 to {layout.world_size - 1}")
-    # torch comes in here.
+            raise LayoutError(
+                f"dry run: rank {rank} is not in the layout; give a rank from 0 to {layout.world_size - 1}"
+            )
+    # These modules import torch.
     from kumi.dryrun.compare import compared
-    from kumi.dryrun.program import carry_out
+    from kumi.dryrun.program import dry_step
 
-    found = [compared(job, layout, rank, carry_out(job, layout, rank)) for rank in ranks]
+    results = [compared(job, layout, rank, dry_step(job, layout, rank)) for rank in ranks]
     return {
         "ranks_in_all": layout.world_size,
-        "ranks": found,
+        "ranks": results,
         "cost": {
             "cpu_seconds": time.process_time(),
             "host_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -52,15 +54,18 @@ def dry_run(job: Job, layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def chosen_ranks(estimate: Estimate, wanted: str | None) -> list[int]:
-    """The ranks that `wanted` names: a number, "all-stages" for one of every pipeline rank, or None for one of those
-    that the planner says are fullest."""
+def chosen_ranks(estimate: Estimate, selection: str | None) -> list[int]:
+    """Return the ranks of the `--rank` option.
+
+    `selection` is a number, "all-stages" for one rank of every pipeline rank, or None for one of the fullest ranks by
+    the estimate. Raise LayoutError for anything else.
+    """
     layout = estimate.layout
-    if wanted == "all-stages":
+    if selection == "all-stages":
         return [layout.rank({**layout.coords(0), "pp": index}) for index in range(layout.pp)]
-    if wanted is None:
+    if selection is None:
         fullest = max(range(layout.pp), key=lambda index: estimate.memory[index].total)
         return [layout.rank({**layout.coords(0), "pp": fullest})]
-    if not wanted.isdecimal():
-        raise LayoutError(f"dry run: --rank {wanted} is no rank; give a number from 0, or all-stages")
-    return [int(wanted)]
+    if not selection.isdecimal():
+        raise LayoutError(f"dry run: --rank {selection} is not a rank; give a number from 0, or all-stages")
+    return [int(selection)]

@@ -1,4 +1,4 @@
-"""What a rank sends: collectives and messages to one rank, as PyTorch's dispatcher sees them."""
+"""The collectives and sends of a rank, as PyTorch's dispatcher sees them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kumi.compat import name_of_group
 
 
 class Message(NamedTuple):
-    """`kind` as in `kumi.plan.types.Collective`, which group it goes to, and its bytes as counted there."""
+    """A collective or a send; `kind` and `bytes` as in `kumi.plan.types.Collective`, `group` is a group's name."""
 
     kind: str
     group: str
     bytes: int
 
 
-# Operators of torch.distributed by how what they send is counted: the whole tensor on one rank.
+# Operator of torch.distributed -> kind; the bytes are those of the full tensor on one rank.
 KINDS = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
@@ -33,15 +33,15 @@ KINDS = {
 
 
 def message_of(func: Any, args: tuple[Any, ...]) -> Message | None:
-    """What the operator `func` of torch.distributed sends when called with `args`; None where it sends nothing."""
+    """Return the message that the operator `func` of torch.distributed sends for `args`; None if it sends nothing."""
     kind = KINDS.get(func._opname)
     if kind is None:
         return None
-    sizes = [sum(tensor.nbytes for tensor in _tensors(one)) for one in args[:2]]
-    # Of a collective from one tensor into another the whole is the larger.
+    sizes = [sum(tensor.nbytes for tensor in _tensors(argument)) for argument in args[:2]]
+    # Of the input and the output of a collective, the larger one is the full tensor.
     size = sizes[0] if kind in ("all_reduce", "send") else max(sizes)
     return Message(kind, name_of_group(args), size)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [one for one in tree_iter(value) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]

@@ -1,6 +1,7 @@
-"""One rank's program, carried out over tensors without content: what it holds, computes and sends in a step.
+"""Run one rank's training step on fake tensors, and measure its memory, FLOPs and messages.
 
-The same model, schedule, recomputation, communication and optimizer as in training; no weights are drawn, no data read.
+Model, schedule, recomputation, communication and optimizer are those of training. No weights are initialized and no
+data is read.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from kumi.dryrun.messages import Message
-from kumi.dryrun.stand_in import ring_without_attention, stand_in
+from kumi.dryrun.stand_in import ring_without_attention, use_fake_kernels
 from kumi.dryrun.track import Tracker
-from kumi.dryrun.world import rank_of
+from kumi.dryrun.world import fake_rank
 from kumi.objectives import OBJECTIVES
 from kumi.parallel import bare, build_optimizer, clip_gradients, tensor
 from kumi.parallel.build import assemble, replicated
@@ -32,8 +33,14 @@ from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS
 
 @dataclass(frozen=True)
 class Measured:
-    """A step of one rank: bytes of each kind at its fullest moment, FLOPs, and what it sends how often, of which
-    `groups` says over which axes of the mesh each group stretches. `microbatches` of the step were carried out."""
+    """Measurements of one rank's step.
+
+    `memory`: bytes by kind at the peak.
+    `flops`: FLOPs.
+    `messages`: how often each message is sent.
+    `groups`: name of a process group -> names of the mesh's groups with the same ranks.
+    `microbatches`: microbatches that were run; the rest of the step is extrapolated.
+    """
 
     memory: Mapping[str, int]
     flops: float
@@ -46,83 +53,85 @@ class Measured:
         return sum(self.memory.values())
 
 
-def carry_out(job: Job, layout: Layout, rank: int) -> Measured:
-    """What `rank` of `layout` does in a step of `job`.
+def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
+    """Measure the step of `rank` of `layout`.
 
-    A step of many microbatches is not carried out to its end: once the pipeline is full each is like the one before,
-    and what one more costs is taken times those that are left.
+    Of a step with many microbatches only the first are run. Once the pipeline is full, all microbatches cost the same,
+    so FLOPs and messages of the rest are extrapolated from one more.
     """
-    with rank_of(layout, rank) as mesh:
+    with fake_rank(layout, rank) as mesh:
         model = assemble(job.model, mesh, job.precision)
         mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(fake=True)
         tracker.inside |= ring_without_attention(tracker.flops)
         with mode, tracker.resizing():
-            # What was laid out on the meta device becomes fake here, and only that.
+            # to_empty turns the tensors on the meta device, and only those, into fake tensors.
             model.to_empty(device=mesh.device)
             mode.allow_non_fake_inputs = False
             tensor.clear_padding(model, mesh)
-            with tracker:  # DDP makes its buckets here
-                made = replicated(model, mesh, job.precision)
-            for stage in stages_of(bare(made)).values():
-                stand_in(stage, mesh, job.cluster.device.kind)
-            watch_head(made, tracker)
-            optimizer = build_optimizer(made, mesh, job.optim)
-            hold(made, optimizer, tracker)
-            return _measured(made, mesh, job, optimizer, tracker)
+            with tracker:  # DDP allocates its buckets here
+                wrapped = replicated(model, mesh, job.precision)
+            for stage in stages_of(bare(wrapped)).values():
+                use_fake_kernels(stage, mesh, job.cluster.device.kind)
+            track_head(wrapped, tracker)
+            optimizer = build_optimizer(wrapped, mesh, job.optim)
+            track_states(wrapped, optimizer, tracker)
+            return _measured(wrapped, mesh, job, optimizer, tracker)
 
 
 def _measured(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker) -> Measured:
-    whole = job.batch.microbatches(mesh.layout)
-    # DDP chooses its buckets anew after a first step, which takes content.
-    some, more = (whole, 0) if isinstance(model, DistributedDataParallel) else enough(mesh.layout, whole)
-    seen: list[tuple[Counter[Message], float]] = []
-    for count in (some, some + more) if more else (some,):
+    total = job.batch.microbatches(mesh.layout)
+    # DDP rebuilds its buckets after the first step, which needs real tensors: run all microbatches in one step.
+    first, more = (total, 0) if isinstance(model, DistributedDataParallel) else microbatches_to_run(mesh.layout, total)
+    runs: list[tuple[Counter[Message], float]] = []
+    for count in (first, first + more) if more else (first,):
         tracker.begin()
         step(model, mesh, job, optimizer, tracker, count)
-        seen.append((Counter(tracker.messages), float(tracker.flops.total())))
-    (messages, flops), (first, less) = seen[-1], seen[0]
-    left = (whole - some - more) // more if more else 0
-    for message in set(messages) | set(first):
-        messages[message] += left * (messages[message] - first[message])
+        runs.append((Counter(tracker.messages), float(tracker.flops.total())))
+    (messages, flops), (messages_before, flops_before) = runs[-1], runs[0]
+    repeats = (total - first - more) // more if more else 0
+    for message in set(messages) | set(messages_before):
+        messages[message] += repeats * (messages[message] - messages_before[message])
     names = {
         str(group.group_name): tuple(n for n, g in mesh.groups.items() if g is group) for group in mesh.groups.values()
     }
-    return Measured(tracker.peak(), flops + left * (flops - less), messages, names, some + more)
+    return Measured(tracker.peak(), flops + repeats * (flops - flops_before), messages, names, first + more)
 
 
-def enough(layout: Layout, microbatches: int) -> tuple[int, int]:
-    """How many microbatches to carry out at first, and how many more the second time; all at once where a second time
-    would not be less."""
+def microbatches_to_run(layout: Layout, microbatches: int) -> tuple[int, int]:
+    """Return the microbatches of a first run, and how many more a second run has.
+
+    The second number is 0 if one run of all microbatches is cheaper, or if their memory grows with their number.
+    """
     unit = layout.pp if layout.schedule in IN_ROUNDS else 1
-    some = 2 * layout.pp * layout.stages if layout.pp > 1 else 2
-    some = -(-some // unit) * unit
-    if layout.schedule in FORWARDS_FIRST or 2 * some + unit >= microbatches:
+    first = 2 * layout.pp * layout.stages if layout.pp > 1 else 2
+    first = -(-first // unit) * unit
+    if layout.schedule in FORWARDS_FIRST or 2 * first + unit >= microbatches:
         return microbatches, 0
-    return some, unit
+    return first, unit
 
 
-def watch_head(model: nn.Module, tracker: Tracker) -> None:
-    """Makes `tracker` count what the loss makes as the head's."""
+def track_head(model: nn.Module, tracker: Tracker) -> None:
+    """Make `tracker` count the tensors of the loss as kind "head"."""
     for decoder in stages_of(bare(model)).values():
         decoder.weighted_sum = tracker.within("head", decoder.weighted_sum)  # type: ignore[assignment, arg-type]
 
 
-def hold(model: nn.Module, optimizer: Optimizer, tracker: Tracker) -> None:
-    """Counts what stays from step to step."""
-    tracker.hold("params", bare(model).parameters())
-    tracker.hold("params", bare(model).buffers())
-    tracker.hold("optimizer", (one for state in optimizer.state.values() for one in state.values()))
-    tracker.hold("grads", (one.grad for one in bare(model).parameters() if one.grad is not None))
+def track_states(model: nn.Module, optimizer: Optimizer, tracker: Tracker) -> None:
+    """Make `tracker` count parameters, buffers, optimizer states and gradients."""
+    tracker.track("params", bare(model).parameters())
+    tracker.track("params", bare(model).buffers())
+    tracker.track("optimizer", (tensor for state in optimizer.state.values() for tensor in state.values()))
+    tracker.track("grads", (param.grad for param in bare(model).parameters() if param.grad is not None))
 
 
 def step(model: nn.Module, mesh: Mesh, job: Job, optimizer: Optimizer, tracker: Tracker, microbatches: int) -> None:
-    """A step as `kumi.train.step` makes it, of `microbatches` microbatches whose rows are one document each."""
+    """Run a step as `kumi.train.step` does, of `microbatches` microbatches with one document per sequence."""
     shape = (mesh.layout.microbatch, job.batch.seq_len)
     with tracker:
         names = ("input_ids", "labels", "position_ids")
         batches = ({name: torch.zeros(shape, dtype=torch.int64) for name in names} for _ in range(microbatches))
         forward_backward(model, mesh, OBJECTIVES["lm"], batches, job.batch.tokens_per_step)
-        hold(model, optimizer, tracker)  # once more: FSDP2 pads its parts at its first use
+        track_states(model, optimizer, tracker)  # again, because FSDP2 pads its shards at their first use
         clip_gradients(model, job.optim.grad_clip, mesh)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A dry run's figures as tables for the terminal."""
+"""The result of a dry run as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def render(found: dict[str, Any]) -> RenderableType:
-    """What `kumi.dryrun.dry_run` returns."""
+def render(result: dict[str, Any]) -> RenderableType:
+    """Return the tables of a result of `kumi.dryrun.dry_run`."""
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = []
-    for rank in found["ranks"]:
-        parts += [Text(_title(found, rank), style="bold"), _memory(rank["memory"]), Text()]
+    for rank in result["ranks"]:
+        parts += [Text(_title(result, rank), style="bold"), _memory(rank["memory"]), Text()]
         parts += [Text(_verdict(rank["memory"])), Text(_flops(rank["flops"])), Text()]
         if rank["collectives"]:
             parts += [_messages(rank["collectives"]), Text()]
-    cost = found["cost"]
-    parts.append(Text(f"took {cost['cpu_seconds']:.1f} CPU seconds and {format_bytes(cost['host_memory'])} of memory"))
+    cost = result["cost"]
+    parts.append(
+        Text(
+            f"the dry run took {cost['cpu_seconds']:.1f} CPU seconds and {format_bytes(cost['host_memory'])} of memory"
+        )
+    )
     return Group(*parts)
 
 
-def _title(found: dict[str, Any], rank: dict[str, Any]) -> str:
-    where = ", ".join(f"{axis} {index}" for axis, index in rank["coordinates"].items() if index)
+def _title(result: dict[str, Any], rank: dict[str, Any]) -> str:
+    coordinates = ", ".join(f"{axis} {index}" for axis, index in rank["coordinates"].items() if index)
     count = rank["microbatches"]
-    some = f"; {count['carried_out']} carried out" if count["carried_out"] < count["step"] else ""
-    place = f" ({where})" if where else ""
-    return f"rank {rank['rank']} of {found['ranks_in_all']}{place}: a step of {count['step']} microbatches{some}"
+    run = f", {count['carried_out']} of them run" if count["carried_out"] < count["step"] else ""
+    place = f" ({coordinates})" if coordinates else ""
+    return f"rank {rank['rank']} of {result['ranks_in_all']}{place}: a step of {count['step']} microbatches{run}"
 
 
 def _table(*columns: str) -> Table:
@@ -59,16 +63,19 @@ def _verdict(memory: dict[str, Any]) -> str:
     need = memory["measured"] + memory["reserved"]
     fits = "fits" if memory["fits"] else "does not fit"
     return (
-        f"with {format_bytes(memory['reserved'])} for libraries and rounding, as planned, "
+        f"with the planner's {format_bytes(memory['reserved'])} for context and allocator, "
         f"{format_bytes(need)} of {format_bytes(memory['usable'])} usable: it {fits}"
     )
 
 
 def _flops(flops: dict[str, float]) -> str:
-    model, done = flops["model"], flops["measured"]
+    model, measured = flops["model"], flops["measured"]
     unit, size = ("TFLOP", 1e12) if model >= 1e12 else ("GFLOP", 1e9)
-    again = ": the rest is what is computed again" if done > 1.0005 * model else ""
-    return f"{done / size:,.1f} {unit} a step, {done / model:.3f} times the {model / size:,.1f} of the model{again}"
+    rest = "; the rest is recomputation" if measured > 1.0005 * model else ""
+    return (
+        f"{measured / size:,.1f} {unit} per step, {measured / model:.3f} times the {model / size:,.1f} of the "
+        f"model{rest}"
+    )
 
 
 def _messages(rows: list[dict[str, Any]]) -> Table:

@@ -1,8 +1,8 @@
-"""What the kernels of a GPU return and keep, in shapes alone, for a model whose tensors are on the CPU and fake.
+"""Fake GPU kernels for a model of fake CPU tensors: they return and save tensors of the right shapes.
 
-kumi calls other kernels on the CPU than on a GPU. Here a model is made to keep what it would keep on a GPU: of
-attention queries, keys, values, result and log-sum-exp (flash attention); of norms input and 1 / rms; of the loss the
-chunks of logits that a GPU takes at a time. Experts get equally many tokens, for what they get is not known.
+kumi calls different kernels on a CPU and on a GPU. These replacements save for the backward what a GPU saves: attention
+its queries, keys, values, output and log-sum-exp (flash attention), norms their input and 1 / rms, the loss the logits
+of a GPU's chunks. Routed experts get equally many tokens, because fake routing cannot say how many they would get.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kumi.parallel.ring import OPERATOR as RING
 from kumi.parallel.ulysses import ulysses_over
 
 
-def stand_in(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
-    """Makes `decoder` keep what it keeps on a device of `kind`."""
+def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
+    """Replace kernels of `decoder` so that it saves for the backward what it saves on a device of `kind`."""
     assert isinstance(decoder, Decoder)
     for module in decoder.modules():
         if isinstance(module, MoE) and isinstance(module.exchange, Exchange):
@@ -50,16 +50,16 @@ def _attention(decoder: Decoder, mesh: Mesh) -> None:
     if group is None:
         decoder.attention_over = lambda tokens, document_ids: _flash
     elif mesh.layout.context == "ulysses":
-        dealt = ulysses_over(_flash, group)
-        decoder.attention_over = lambda tokens, document_ids: dealt
+        ulysses = ulysses_over(_flash, group)
+        decoder.attention_over = lambda tokens, document_ids: ulysses
 
 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN
 ) -> Tensor:
-    """Flash attention (B, S, H, E'), which takes heads of one size: shorter values are filled up."""
+    """Flash attention, (B, S, H, E) -> (B, S, H, E'). It needs one head size: shorter values are padded."""
     if sinks is not None or not scores.fused:
-        # It keeps what flash attention keeps, whether a kernel or products of blocks make it.
+        # Blockwise attention saves the same tensors as flash attention.
         return blockwise(q, k, v, list(range(0, q[..., 0, 0].numel() + 1, q.shape[1])), window, sinks, scores)
     missing = q.shape[3] - v.shape[3]
     q, k, padded = (x.transpose(1, 2) for x in (q, k, F.pad(v, (0, missing)) if missing else v))
@@ -73,7 +73,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """The fused kernel of F.rms_norm: no copies of what it reads."""
+    """The fused kernel of F.rms_norm, which saves no copies of its inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class _Norm(torch.autograd.Function):
 
 
 class Balanced(Exchange):
-    """An exchange in which every rank sends equally many rows to every other, for nobody knows how many it would."""
+    """An expert exchange in which every rank sends equally many rows to every other."""
 
     rows = 0
 
@@ -98,30 +98,33 @@ class Balanced(Exchange):
 
     def _splits(self, counts: Tensor) -> tuple[list[int], list[int], Tensor]:
         assert self.ep is not None
-        mine, ranks = counts.view(self.ep.size(), -1), self.ep.size()
-        own = torch.empty_like(mine)
-        dist.all_to_all_single(own, mine.contiguous(), group=self.ep)
+        sent, ranks = counts.view(self.ep.size(), -1), self.ep.size()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent.contiguous(), group=self.ep)
         even = [self.rows // ranks + (index < self.rows % ranks) for index in range(ranks)]
-        return even, even, own
+        return even, even, received
 
 
 def ring_without_attention(flops: Counter[str]) -> dict[Any, Callable[..., Any]]:
-    """Functions for the operators of ring attention that send and make room as these do, and attend to nothing: which
-    queries see which keys takes content. `flops` are counted as those of attention over whole rows."""
-    backward = torch.ops.kumi.ring_attention_backward.default
+    """Return replacements of the ring attention operators that send and allocate like them, without attention.
 
-    def forth(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], *how: Any) -> Any:
+    Fake tensors have no document boundaries, so the attended blocks are unknown. `flops` receives those of attention
+    over full sequences.
+    """
+    backward_operator = torch.ops.kumi.ring_attention_backward.default
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], *how: Any) -> Any:
         flops["ring_attention"] += 2 * bounds[-1] * q[0, ..., 0].numel() * (q.shape[3] + v.shape[3])
-        return INSIDE[RING](q, k, v, bounds, *how, plan=_nothing)
+        return INSIDE[RING](q, k, v, bounds, *how, plan=_no_blocks)
 
-    def back(
+    def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], *how: Any
     ) -> Any:
         flops["ring_attention_backward"] += 2 * bounds[-1] * q[0, ..., 0].numel() * (3 * q.shape[3] + 2 * v.shape[3])
-        return INSIDE[backward](grad, q, k, v, out, lse, bounds, *how, plan=_nothing)
+        return INSIDE[backward_operator](grad, q, k, v, out, lse, bounds, *how, plan=_no_blocks)
 
-    return {RING: forth, backward: back}
+    return {RING: forward, backward_operator: backward}
 
 
-def _nothing(*_: Any) -> tuple[Block, ...]:
+def _no_blocks(*_: Any) -> tuple[Block, ...]:
     return ()

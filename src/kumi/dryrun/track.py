@@ -1,14 +1,14 @@
-"""Every tensor's memory from its first use to its end, and what is computed and sent meanwhile.
+"""Track the memory of all tensors, the FLOPs and the messages of a program.
 
     tracker = Tracker()
-    tracker.hold("params", parameters)
+    tracker.track("params", parameters)
     with tracker:
-        ...                          # any program, over real tensors or fake ones
-    tracker.peak()                   # bytes at the fullest moment, by kind
+        ...                          # any program on real or fake tensors
+    tracker.peak()                   # bytes at the peak, by kind
 
-A storage counts from when an operation returns a tensor in it until Python lets go of it, and as large as it is at the
-time: FSDP2 frees gathered parameters by shrinking theirs. What a kernel takes for itself and gives back is not seen;
-operators of kumi that are made of others are looked into. What PyTorch's allocator rounds up and keeps comes on top.
+A storage counts from the operation that returns its first tensor until Python frees it. Its size may change meanwhile:
+FSDP2 frees gathered parameters by resizing their storages to 0. The workspace of a kernel is not seen. Composite
+operators of kumi are run inside the tracker. The allocator's rounding and caching is not included.
 """
 
 from __future__ import annotations
@@ -29,59 +29,59 @@ from kumi.dryrun.messages import Message, message_of
 from kumi.parallel.collectives import INSIDE
 from kumi.parallel.grads import local
 
-# Kinds that a storage keeps for good once it has one of them.
+# Final kinds: a storage of one of these never changes its kind.
 STATES = ("params", "grads", "optimizer")
-# What comes whole where autograd does not take it apart: it is looked into.
-WHOLE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
-# Products that add to their first argument, which PyTorch's table of FLOPs leaves out, by those that it has.
+# Composite operators that reach the dispatcher undecomposed without autograd; they are decomposed here.
+COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
+# In-place matmuls, which PyTorch's FLOP formulas lack -> the operator with the same formula.
 IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
-# What a number that is read from a fake tensor is taken for, by the tensor's dtype.
+# Value that `.item()` of a fake tensor returns, by dtype; other floats give 0.5, other integers 1.
 NUMBERS: dict[torch.dtype, float | bool] = {torch.bool: True}
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the operations inside of it. `fake`: numbers are not there to be read, and one half stands for them."""
+    """A dispatch mode that tracks the operations inside it. `fake`: tensors have no values, `.item()` returns 0.5."""
 
     def __init__(self, *, fake: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.messages: Counter[Message] = Counter()
         self.flops: Counter[str] = Counter()
-        self.inside: dict[Any, Callable[..., Any]] = dict(INSIDE)  # operators that are looked into, and what they do
+        self.inside: dict[Any, Callable[..., Any]] = dict(INSIDE)  # composite operator -> its implementation
         self.current = 0
         self.kind = "activations"
-        self._sizes: dict[int, tuple[int, int]] = {}  # by storage: its number and its bytes
-        self._kinds: list[str] = []  # by number
-        self._events: list[tuple[int, int]] = []  # number, bytes that came or went
+        self._sizes: dict[int, tuple[int, int]] = {}  # storage -> (number, bytes)
+        self._kinds: list[str] = []  # number -> kind
+        self._events: list[tuple[int, int]] = []  # (number, bytes allocated or freed)
         self._parameters: set[int] = set()
         self._resize: Any = None
 
-    def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Counts `tensors`, there before anything is watched, as `kind`; those that are known already from now on."""
+    def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count `tensors` that exist already as `kind`; change the kind of those already tracked."""
         for tensor in tensors:
-            part = local(tensor.detach())
-            self._add(part, kind)
-            self._mark(part, kind)
+            shard = local(tensor.detach())
+            self._add(shard, kind)
+            self._mark(shard, kind)
             if kind == "params":
-                self._parameters.add(part.untyped_storage()._cdata)
+                self._parameters.add(shard.untyped_storage()._cdata)
 
     def begin(self) -> None:
-        """Forgets what was computed and sent, and the peak, but not what is held."""
+        """Reset FLOPs, messages and the peak; keep the tracked storages."""
         self.messages.clear()
         self.flops.clear()
         self._events = [(number, size) for number, size in self._sizes.values() if size]
 
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:
-        """Where new storages are of `kind`."""
-        kept, self.kind = self.kind, kind
+        """Count storages allocated inside this context as `kind`."""
+        outer, self.kind = self.kind, kind
         try:
             yield
         finally:
-            self.kind = kept
+            self.kind = outer
 
     def within(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, of which new storages are of `kind`."""
+        """Wrap `function` so that the storages that it allocates count as `kind`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.of(kind):
@@ -90,51 +90,51 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return run
 
     def peak(self) -> dict[str, int]:
-        """Bytes of every kind at the fullest moment since `begin`."""
-        now = most = at = 0
-        for place, (_, change) in enumerate(self._events):
-            now += change
-            if now > most:
-                most, at = now, place
+        """Return the bytes by kind at the peak since `begin`."""
+        current = most = peak_index = 0
+        for index, (_, change) in enumerate(self._events):
+            current += change
+            if current > most:
+                most, peak_index = current, index
         sizes: defaultdict[str, int] = defaultdict(int)
-        for number, change in self._events[: at + 1]:
+        for number, change in self._events[: peak_index + 1]:
             sizes[self._kinds[number]] += change
         return {kind: size for kind, size in sizes.items() if size}
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Where storages that shrink and grow in place are followed."""
-        plain, tracker = torch.UntypedStorage.resize_, self
+        """Track storages that are resized in place inside this context."""
+        original, tracker = torch.UntypedStorage.resize_, self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            out = plain(storage, size)
+            out = original(storage, size)
             if storage._cdata in tracker._sizes:
-                tracker._changed(storage, "gathered")
+                tracker._update(storage, "gathered")
             return out
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(hasattr(one, "_local_tensor") or one.__name__ == "DTensor" for one in types):
+        if any(hasattr(cls, "_local_tensor") or cls.__name__ == "DTensor" for cls in types):
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default and self.fake:
             return NUMBERS.get(args[0].dtype, 0.5 if args[0].is_floating_point() else 1)
         if func in self.inside:
             with self:
                 return self.inside[func](*args, **kwargs)
-        if func in WHOLE:
+        if func in COMPOSITE:
             with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        self._seen(func, args, kwargs, out)
+        self._record(func, args, kwargs, out)
         return out
 
-    def _seen(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         kind = self._kind_of(func, args, kwargs)
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
@@ -163,35 +163,36 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
-            self._changed(storage, None)
+            self._update(storage, None)
             return
         number, size = len(self._kinds), storage.nbytes()
         self._kinds.append(kind)
         self._sizes[key] = number, size
-        self._note(number, size)
-        weakref.finalize(storage, self._gone, key)
+        self._log(number, size)
+        weakref.finalize(storage, self._freed, key)
 
-    def _changed(self, storage: torch.UntypedStorage, kind: str | None) -> None:
+    def _update(self, storage: torch.UntypedStorage, kind: str | None) -> None:
+        """Record the new size of a tracked storage, and change its kind unless that is final."""
         number, size = self._sizes[storage._cdata]
-        now = storage.nbytes()
-        if now != size:
-            self._sizes[storage._cdata] = number, now
-            self._note(number, now - size)
+        new_size = storage.nbytes()
+        if new_size != size:
+            self._sizes[storage._cdata] = number, new_size
+            self._log(number, new_size - size)
         if kind is not None and self._kinds[number] not in STATES:
             self._kinds[number] = kind
 
     def _mark(self, tensor: Tensor, kind: str) -> None:
-        """Makes the storage of `tensor`, all its life, one of `kind`."""
-        known = self._sizes.get(tensor.untyped_storage()._cdata)
-        if known is not None and self._kinds[known[0]] not in STATES:
-            self._kinds[known[0]] = kind
+        """Change the kind of the storage of `tensor`, also for the past, unless it is final."""
+        entry = self._sizes.get(tensor.untyped_storage()._cdata)
+        if entry is not None and self._kinds[entry[0]] not in STATES:
+            self._kinds[entry[0]] = kind
 
-    def _gone(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         number, size = self._sizes.pop(key)
         self._parameters.discard(key)
-        self._note(number, -size)
+        self._log(number, -size)
 
-    def _note(self, number: int, change: int) -> None:
+    def _log(self, number: int, change: int) -> None:
         if change:
             self.current += change
             self._events.append((number, change))

@@ -1,4 +1,4 @@
-"""One rank of a world of any size, in a process of its own: nobody else is there, and what is sent goes nowhere."""
+"""A fake process group: one process acts as one rank of a world of any size, and its messages go nowhere."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from kumi.spec.layout import Layout
 
 
 @contextmanager
-def rank_of(layout: Layout, rank: int) -> Iterator[Mesh]:
-    """The mesh of `rank` in a world as large as `layout` says, on the CPU. Collectives return at once what is there."""
+def fake_rank(layout: Layout, rank: int) -> Iterator[Mesh]:
+    """Yield the CPU mesh of `rank` in a fake world of the layout's size; collectives return at once, without data.
+
+    Raise RefusedError if the process already has a process group.
+    """
     if dist.is_initialized():
-        raise RefusedError("a dry run needs a process without a process group; start it by itself")
+        raise RefusedError("dry run: this process already has a process group; start the dry run in its own process")
     if layout.world_size > 1:
         join_fake_world(rank, layout.world_size)
     try:

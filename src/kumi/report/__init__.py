@@ -1,5 +1,5 @@
-"""What is said of a plan: the report in the terminal, on a page, in pictures, as a trace and in words.
+"""The report of a plan: in the terminal, as an HTML page, as SVG pictures and as a Chrome trace.
 
-planning.plan(job, pinned) -> Report      the search, and what explains its result
-terminal.render, page.page, pictures.pictures, trace.trace      the same for people and programs
+planning.plan(job, pinned) -> Report      search the layouts and collect everything that explains the choice
+terminal.render, page.page, pictures.pictures, trace.trace      render a Report for people and programs
 """

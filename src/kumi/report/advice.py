@@ -1,4 +1,4 @@
-"""In words what fits, what the links allow, and why the chosen layout wins: each sentence from the estimates."""
+"""Sentences that explain the choice: whether a replica fits, whether the links are fast enough, why the layout wins."""
 
 from __future__ import annotations
 
@@ -17,56 +17,54 @@ from kumi.spec.sharding import units
 from kumi.spec.trainable import untrainable
 from kumi.units import format_bytes, format_count
 
-# Traffic that takes more of a step than this makes a link slow for the job.
-SLOW, UNSEEN = 0.1, 0.002
-# A part of a gap smaller than this is not worth naming.
-PAID = 0.1
+# A network is slow for the job above the first share of a step in exposed communication, and hidden below the second.
+SLOW, HIDDEN = 0.1, 0.002
+# Only differences larger than this share of the gap are named.
+NAMED = 0.1
 
 
 def advice(report: Report) -> list[str]:
-    """The decision in words, each sentence from this job's estimates."""
-    parts = (_fit(report), _links(report), _largest(report), _size(report), _why(report), _who(report))
+    """Return the sentences that explain the choice, computed from the estimates of this job."""
+    parts = (_fit(report), _links(report), _largest(report), _size(report), _why(report), _trainer(report))
     return [sentence for part in parts for sentence in part]
 
 
-def _who(report: Report) -> Iterator[str]:
-    """Whether kumi itself can train the plan today."""
+def _trainer(report: Report) -> Iterator[str]:
+    """Say why this version of kumi cannot train the plan, if it cannot."""
     reasons = untrainable(report.job, report.best.layout)
     if not reasons:
         return
-    # Adapters are exported to no trainer.
-    other = "" if report.job.model.lora is not None else "export it to another trainer (--export), or "
+    # No exporter supports adapters.
+    export = "" if report.job.model.lora is not None else "export it to another trainer (--export), or "
     yield (
-        f"This version of kumi plans this layout and does not train it ({reasons[0]}): {other}ask for the best that it "
-        f"trains (--trainable)."
+        f"This version of kumi can plan this layout but not train it ({reasons[0]}): {export}search only layouts that "
+        f"kumi trains (--trainable)."
     )
 
 
 def verdict(item: Expected, best: Estimate) -> str:
-    """What became of an expected layout, in one sentence."""
+    """Return one sentence that compares a standard layout with the chosen one."""
     if item.estimate is None:
         return f"Refused: {'; '.join(item.problems)}."
     need, have = item.estimate.peak_memory, item.estimate.usable
     if not item.fits:
-        who = words.holder(item.estimate.layout)
-        return f"Does not fit: {who} needs {format_bytes(need)}, {words.times(need / have)} what is usable."
+        holder = words.holder(item.estimate.layout)
+        return f"Does not fit: {holder} needs {format_bytes(need)}, {words.times(need / have)} the usable memory."
     if same(item.layout, best.layout):
-        return "The chosen layout, up to microbatch and recomputation."
-    found = gap(best, item.estimate)
+        return "The chosen layout; only microbatch and recomputation may differ."
+    difference = gap(best, item.estimate)
+    times = words.times(item.estimate.step_seconds / best.step_seconds)
     if item.problems:
-        times = words.times(item.estimate.step_seconds / best.step_seconds)
-        return f"{times} the time, and ruled out: {'; '.join(item.problems)}."
-    if found.seconds <= 0:
-        outside = "as fast, within the model's error" if found.noise else "ruled out by what is pinned"
-        return f"{words.times(item.estimate.step_seconds / best.step_seconds)} the time: {outside}."
-    noise = " (within the model's error)" if found.noise else ""
-    return (
-        f"{words.times(item.estimate.step_seconds / best.step_seconds)} the time{noise}: {needs(found)} to draw level."
-    )
+        return f"{times} the time, but not supported: {'; '.join(item.problems)}."
+    if difference.seconds <= 0:
+        reason = "as fast, within the model's error" if difference.noise else "ruled out by the pinned fields"
+        return f"{times} the time: {reason}."
+    noise = " (within the model's error)" if difference.noise else ""
+    return f"{times} the time{noise}: needs {needs(difference)} to match."
 
 
 def same(first: Layout, second: Layout) -> bool:
-    """Whether two layouts divide the model and its states in the same way."""
+    """Return True if two layouts shard the model and its states in the same way."""
     return (first.degrees, first.ep, first.zero, first.offload) == (
         second.degrees,
         second.ep,
@@ -76,63 +74,70 @@ def same(first: Layout, second: Layout) -> bool:
 
 
 def _plain(item: Expected) -> bool:
-    """Whether every device holds all of the model and its states."""
+    """Return True if every device holds a full replica of the model and its states."""
     layout = item.layout
     return layout.pp * layout.tp * layout.cp * layout.ep == 1 and layout.zero == 0 and layout.offload == "none"
 
 
 def _sharded(item: Expected) -> bool:
-    """Whether all devices share one copy of the states, and nothing else divides the model."""
+    """Return True if the layout is FSDP (ZeRO-3) over all devices, without offloading."""
     layout = item.layout
     return layout.zero == 3 and layout.dp_shard == layout.world_size and layout.offload == "none"
 
 
-def _find(report: Report, wanted: Callable[[Expected], bool]) -> Estimate | None:
-    return next((item.estimate for item in report.expected if wanted(item) and item.estimate is not None), None)
+def _find(report: Report, accepts: Callable[[Expected], bool]) -> Estimate | None:
+    return next((item.estimate for item in report.expected if accepts(item) and item.estimate is not None), None)
 
 
 def _fit(report: Report) -> Iterator[str]:
+    """Say whether a full replica of the model and its states fits on one device."""
     plain = _find(report, _plain)
     if plain is None:
         return
     need, have = format_bytes(plain.peak_memory), format_bytes(plain.usable)
-    whole = "A whole copy of the model and its states"
+    replica = "A full replica of the model and its states"
     if plain.fits:
-        yield f"{whole} fits on one device ({need} of {have}): memory forces no division."
+        yield f"{replica} fits on one device ({need} of {have} usable): memory does not require sharding."
         return
-    remedy = "states must leave for the host" if report.job.cluster.devices == 1 else "states must be divided"
+    remedy = "offloaded to the host" if report.job.cluster.devices == 1 else "sharded"
     factor = words.times(plain.peak_memory / plain.usable)
-    yield f"{whole} needs {need} on each device, {factor} the {have} usable: {remedy}."
+    yield f"{replica} needs {need} per device, {factor} the {have} usable: the states must be {remedy}."
 
 
 def _links(report: Report) -> Iterator[str]:
+    """State the bandwidth of the links, and whether they are fast enough for FSDP over all devices."""
     cluster, sharded = report.job.cluster, _find(report, _sharded)
     if not cluster.links or cluster.devices == 1:
         return
     inner, outer = cluster.links[0], cluster.links[-1]
-    said = f"Devices are joined by {inner.name}, {words.rate(inner.bandwidth)} each"
+    bandwidth = f"Devices are connected by {inner.name}, {words.rate(inner.bandwidth)} each"
     if len(cluster.links) > 1:
-        said = (
-            f"A device has {words.rate(inner.bandwidth)} to its neighbours in the node ({inner.name}) and "
-            f"{words.rate(outer.bandwidth)} to the furthest ({outer.name}), {words.times(links_apart(cluster))} less"
+        bandwidth = (
+            f"Each device has {words.rate(inner.bandwidth)} inside its node ({inner.name}) and "
+            f"{words.rate(outer.bandwidth)} to the most distant devices ({outer.name}), "
+            f"{words.times(links_apart(cluster))} less"
         )
     if sharded is None:
-        yield f"{said}."
+        yield f"{bandwidth}."
         return
-    lost = spent(sharded, "dp") / sharded.step_seconds
-    speed = "slow" if lost > SLOW else "fast enough"
-    wait = f"would wait for it {words.percent(lost)} of a step" if lost > UNSEEN else "would hide what it sends"
-    yield f"{said}. FSDP over all devices {wait}: {speed} for this job."
+    exposed = spent(sharded, "dp") / sharded.step_seconds
+    speed = "slow" if exposed > SLOW else "fast enough"
+    wait = (
+        f"would wait for communication for {words.percent(exposed)} of the step"
+        if exposed > HIDDEN
+        else "would hide its communication behind compute"
+    )
+    yield f"{bandwidth}. FSDP over all devices {wait}: the network is {speed} for this job."
 
 
 def _largest(report: Report) -> Iterator[str]:
-    """The largest piece that is gathered as one, of which two are whole at a time under ZeRO-3."""
+    """Say so if two unsharded copies of the largest FSDP unit do not fit: ZeRO-3 holds two units at a time."""
     job = report.job
     size = 2 * ITEMSIZE[job.precision.compute] * _largest_unit(job.model)
     if size > report.best.usable:
         yield (
-            f"The largest layer does not fit: two at a time, gathered, are {format_bytes(size)} of the "
-            f"{format_bytes(report.best.usable)} usable, so that it must be cut itself (tp, ep), not only its states."
+            f"The largest layer does not fit: ZeRO-3 gathers two layers at a time, {format_bytes(size)}, and "
+            f"{format_bytes(report.best.usable)} are usable; split its matrices (tp, ep), too."
         )
 
 
@@ -142,61 +147,62 @@ def _largest_unit(model: ModelSpec) -> int:
 
 
 def _size(report: Report) -> Iterator[str]:
-    """The field's rule by size against the estimates."""
+    """Compare the field's rule of thumb by model size with its estimate."""
     count = num_params(report.job.model)
     if report.job.cluster.devices == 1 or 70e9 < count <= 100e9:
         return
-    name, wanted = (
-        ("DDP", _plain) if count <= 10e9 else ("FSDP", _sharded) if count <= 70e9 else ("3D parallelism", _cut)
+    name, accepts = (
+        ("DDP", _plain) if count <= 10e9 else ("FSDP", _sharded) if count <= 70e9 else ("3D parallelism", _three_d)
     )
-    item = next((item for item in report.expected if wanted(item)), None)
+    item = next((item for item in report.expected if accepts(item)), None)
     if item is not None:
         yield (
-            f"The field's rule by size (DDP up to 10B parameters, FSDP up to 70B, 3D parallelism above 100B) says "
+            f"The rule of thumb by size (DDP up to 10B parameters, FSDP up to 70B, 3D parallelism above 100B) suggests "
             f"{name} for {format_count(count)}. {item.title}: {_lower(verdict(item, report.best))}"
         )
 
 
-def _cut(item: Expected) -> bool:
+def _three_d(item: Expected) -> bool:
+    """Return True if the layout has tensor or pipeline parallelism and at most ZeRO-1."""
     return item.layout.tp * item.layout.pp > 1 and item.layout.zero <= 1
 
 
 def _why(report: Report) -> Iterator[str]:
-    """The chosen layout against the best of those one would have tried."""
+    """Compare the chosen layout with the fastest standard one that fits and is supported."""
     best = report.best
-    known = [item for item in report.expected if item.fits and not item.problems]
-    rivals = [(item, gap(best, item.estimate)) for item in known if item.estimate is not None]
+    runnable = [item for item in report.expected if item.fits and not item.problems]
+    rivals = [(item, gap(best, item.estimate)) for item in runnable if item.estimate is not None]
     if not rivals:
         if report.expected and best.fits:
-            yield "None of the layouts that one might have tried first can run; the chosen one can."
+            yield "None of the standard layouts can run here; the chosen one can."
         return
-    item, found = min(rivals, key=lambda pair: pair[1].seconds)
+    item, difference = min(rivals, key=lambda pair: pair[1].seconds)
     if same(item.layout, best.layout):
-        yield f"The choice is what the field would take: {item.title}."
-    elif found.seconds <= 0 and not found.noise:
+        yield f"The choice is a standard layout: {item.title}."
+    elif difference.seconds <= 0 and not difference.noise:
         yield (
-            f"{item.title} would take {words.seconds(found.other.step_seconds)} in place of "
-            f"{words.seconds(best.step_seconds)}; what is pinned rules it out."
+            f"{item.title} would take {words.seconds(difference.other.step_seconds)} per step instead of "
+            f"{words.seconds(best.step_seconds)}; the pinned fields rule it out."
         )
-    elif found.noise:
-        side = f"{words.seconds(found.seconds)} a step behind" if found.seconds > 0 else "as fast"
+    elif difference.noise:
+        speed = f"{words.seconds(difference.seconds)} per step slower" if difference.seconds > 0 else "as fast"
         yield (
-            f"{item.title} is {side}, within the model's error of {words.percent(best.uncertainty)}: take whichever is "
-            f"simpler to run, or measure both."
+            f"{item.title} is {speed}, within the model's error of {words.percent(best.uncertainty)}: take the one "
+            f"that is simpler to run, or measure both."
         )
     else:
-        yield f"Of what one might have tried first, {item.title} comes closest. {_terms(best, found)}"
+        yield f"Of the standard layouts, {item.title} comes closest. {_tradeoff(best, difference)}"
 
 
-def _terms(best: Estimate, found: Gap) -> str:
-    """What a slower layout loses and gains in time against the chosen one."""
-    theirs = dict(found.other.time)
-    paid = [(kind, value - theirs.get(kind, 0.0)) for kind, value in best.time]
-    paid = [pair for pair in sorted(paid, key=lambda pair: -pair[1]) if pair[1] > PAID * found.seconds][:2]
-    losses = [pair for pair in found.losses[:2] if pair[1] > PAID * found.seconds]
-    lost = " and ".join(f"{words.seconds(value)} of {words.time_name(kind)}" for kind, value in losses)
-    price = " and ".join(f"{words.seconds(value)} of {words.time_name(kind)}" for kind, value in paid)
-    return f"The chosen one saves {lost}{', and pays ' + price + ' for it' if price else ''}."
+def _tradeoff(best: Estimate, difference: Gap) -> str:
+    """Return the kinds of time that the chosen layout saves and those that it spends more on, at most two each."""
+    theirs = dict(difference.other.time)
+    extra = [(kind, value - theirs.get(kind, 0.0)) for kind, value in best.time]
+    extra = [pair for pair in sorted(extra, key=lambda pair: -pair[1]) if pair[1] > NAMED * difference.seconds][:2]
+    losses = [pair for pair in difference.losses[:2] if pair[1] > NAMED * difference.seconds]
+    saved = " and ".join(f"{words.seconds(value)} of {words.time_name(kind)}" for kind, value in losses)
+    cost = " and ".join(f"{words.seconds(value)} of {words.time_name(kind)}" for kind, value in extra)
+    return f"The chosen layout saves {saved}{' at the cost of ' + cost if cost else ''}."
 
 
 def _lower(text: str) -> str:

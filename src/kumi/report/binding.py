@@ -1,4 +1,4 @@
-"""Which constraint binds a plan, and what more of each resource would buy at most: from the estimate's own numbers."""
+"""The bottleneck of a plan, and upper bounds on the time that more of each resource would save."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from kumi.report.report import Report
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import format_bytes
 
-# How much more of a resource the levers grant.
+# Levers assume this much more FLOP/s or bandwidth.
 MORE = 0.1
-# A rank this full leaves no room for a layout that holds more.
+# Memory is a limit if the fullest rank uses a larger share of the usable bytes than this.
 FULL = 0.9
-# A layout must be faster by this part of a step for its lack of memory to matter.
+# Memory is also a limit if a layout that does not fit would save at least this share of a step.
 GAIN = 0.03
-# Arithmetic binds where it takes at least this part of a step; a kind of memory this large is most of it.
+# The share from which on compute is the bottleneck of a step, or one kind is "most" of the memory.
 HALF = 0.5
-# A kind of time that takes a smaller part of a step is not named.
+# A kind of time with a smaller share of the step is not named.
 MINOR = 0.02
-# By how much the slowest stage of a pipeline may have more of something than the mean of its stages.
+# Assumed excess of the slowest pipeline stage over the mean of the stages.
 UNEVEN = 0.1
-# What saves less of a step than this is not worth a line.
+# Levers that save a smaller share of a step are left out.
 WORTH = 0.002
 
 
 @dataclass(frozen=True)
 class Lever:
-    """What more of one resource would save of a step's seconds, at most."""
+    """An upper bound on the `seconds` that the change `what` saves per step; `why` lists the costs it reduces."""
 
     what: str
     seconds: float
@@ -38,32 +38,32 @@ class Lever:
 
 
 def binding(report: Report) -> list[str]:
-    """Sentences: what the step's time goes into, what memory leaves, and what would be faster with more memory."""
+    """Return sentences on the bottleneck of time, on the use of memory, and on a faster layout that does not fit."""
     return [_time(report.best), *_memory(report)]
 
 
 def _time(best: Estimate) -> str:
-    arithmetic = spent(best, *words.COMPUTE)
+    compute = spent(best, *words.COMPUTE)
     others = [(kind, value) for kind, value in time_kinds(best) if kind not in words.COMPUTE]
-    share = words.percent(arithmetic / best.step_seconds)
+    compute_share = words.percent(compute / best.step_seconds)
     if not others or others[0][1] < MINOR * best.step_seconds:
-        return f"Arithmetic binds: forward and backward are {share} of the step."
+        return f"Compute-bound: forward and backward take {compute_share} of the step."
     kind, value = others[0]
-    name, part = words.time_name(kind), words.percent(value / best.step_seconds)
-    if value > arithmetic:
+    name, share = words.time_name(kind), words.percent(value / best.step_seconds)
+    if value > compute:
         return (
-            f"{words.capital(name)} binds: it is {words.seconds(value)} of the {words.seconds(best.step_seconds)} of "
-            f"a step ({part}), more than forward and backward together ({share})."
+            f"{words.capital(name)} is the bottleneck: it takes {words.seconds(value)} of the "
+            f"{words.seconds(best.step_seconds)} step ({share}), more than forward and backward together "
+            f"({compute_share})."
         )
-    if arithmetic < HALF * best.step_seconds:
+    if compute < HALF * best.step_seconds:
         return (
-            f"No one thing binds: forward and backward are {share} of the step, and the largest other part is {name}: "
-            f"{words.seconds(value)}, {part}."
+            f"No single bottleneck: forward and backward take {compute_share} of the step, and the largest other part "
+            f"is {name}: {words.seconds(value)}, {share}."
         )
-    left = words.percent(1 - arithmetic / best.step_seconds)
     return (
-        f"Arithmetic binds: forward and backward are {share} of the step. Of the other {left} the largest part is "
-        f"{name}: {words.seconds(value)}, {part} of the step."
+        f"Compute-bound: forward and backward take {compute_share} of the step. The largest other part is {name}: "
+        f"{words.seconds(value)}, {share} of the step."
     )
 
 
@@ -72,81 +72,90 @@ def _memory(report: Report) -> Iterator[str]:
     memory = best.memory[fullest(best)]
     kind, value = max(memory_kinds(memory), key=lambda pair: pair[1])
     share = best.peak_memory / best.usable
-    lacking = _lacking(report)
-    state = "Memory binds too" if share > FULL or lacking else "Memory does not bind"
+    too_large = _faster_but_too_large(report)
+    verdict = "Memory is a limit, too" if share > FULL or too_large else "Memory is not a limit"
     need, have = format_bytes(best.peak_memory), format_bytes(best.usable)
-    part = "most of it" if value > HALF * memory.total else "the largest part"
+    part = "most of it is" if value > HALF * memory.total else "the largest part is"
     yield (
-        f"{state}: {words.holder(best.layout)} needs {need} of the {have} usable ({words.percent(share)}), {part} "
+        f"{verdict}: {words.holder(best.layout)} needs {need} of the {have} usable ({words.percent(share)}); {part} "
         f"{words.MEMORY[kind]} ({format_bytes(value)})."
     )
-    if lacking:
-        faster = min(lacking, key=lambda one: one.peak_memory)
+    if too_large:
+        faster = min(too_large, key=lambda item: item.peak_memory)
         yield (
-            f"With {format_bytes(faster.peak_memory - faster.usable)} more on each device, "
-            f"{words.layout_words(faster.layout)} would take {words.seconds(faster.step_seconds)} in place of "
+            f"With {format_bytes(faster.peak_memory - faster.usable)} more memory per device, "
+            f"{words.layout_words(faster.layout)} would take {words.seconds(faster.step_seconds)} per step instead of "
             f"{words.seconds(best.step_seconds)}."
         )
 
 
-def _lacking(report: Report) -> list[Estimate]:
-    """What would be faster by more than `GAIN` if it fitted, whether searched for or expected."""
-    known = [*report.lacking, *(item.estimate for item in report.expected if item.estimate is not None)]
-    return [one for one in known if not one.fits and one.step_seconds < (1 - GAIN) * report.best.step_seconds]
+def _faster_but_too_large(report: Report) -> list[Estimate]:
+    """Return searched and standard layouts that do not fit and would save more than `GAIN` of a step."""
+    estimates = [*report.lacking, *(item.estimate for item in report.expected if item.estimate is not None)]
+    return [item for item in estimates if not item.fits and item.step_seconds < (1 - GAIN) * report.best.step_seconds]
 
 
 def levers(report: Report) -> list[Lever]:
-    """What more of each resource would buy, most first; what would buy next to nothing is left out."""
+    """Return the changes that would save a noticeable share of a step, largest first."""
     best = report.best
-    found = [*_compute(best), *_links(report), *_recompute(best), *_batch(report)]
-    worth = [lever for lever in found if lever.seconds > WORTH * best.step_seconds]
+    candidates = [*_compute(best), *_links(report), *_recompute(best), *_batch(report)]
+    worth = [lever for lever in candidates if lever.seconds > WORTH * best.step_seconds]
     return sorted(worth, key=lambda lever: -lever.seconds)
 
 
 def _compute(best: Estimate) -> Iterator[Lever]:
-    """Faster kernels shorten what the pipeline waits for as well."""
+    """Yield the saving of faster devices; the pipeline bubble shrinks with the compute."""
     seconds = spent(best, *words.COMPUTE, "recompute", "bubble")
-    yield Lever("devices 10% faster at arithmetic", seconds * (1 - 1 / (1 + MORE)), "compute, recomputation, bubble")
+    yield Lever("devices with 10% more FLOP/s", seconds * (1 - 1 / (1 + MORE)), "compute, recomputation, bubble")
 
 
 def _links(report: Report) -> Iterator[Lever]:
-    """A faster link shortens its exposed traffic, by no more than the time that its bytes take, and what a pipeline
-    waits for it."""
-    rows, waits = traffic(report.job, report.best), _waits(report.best)
+    """Yield the saving of more bandwidth on each link: its exposed seconds, at most those that its bytes take less."""
+    rows, amplification = traffic(report.job, report.best), _bubble_amplification(report.best)
     for link in dict.fromkeys(row.link for row in rows):
-        own = [row for row in rows if row.link == link]
-        saved = waits * sum(min(row.exposed, row.busy * (1 - row.latency) * (1 - 1 / (1 + MORE))) for row in own)
-        axes = ", ".join(row.axis for row in own)
-        yield Lever(f"10% more bandwidth on {link or 'the link'}", saved, f"exposed traffic of {axes}")
+        on_link = [row for row in rows if row.link == link]
+        saved = sum(min(row.exposed, row.busy * (1 - row.latency) * (1 - 1 / (1 + MORE))) for row in on_link)
+        axes = ", ".join(row.axis for row in on_link)
+        yield Lever(
+            f"10% more bandwidth on {link or 'the link'}", amplification * saved, f"exposed communication of {axes}"
+        )
 
 
 def _recompute(best: Estimate) -> Iterator[Lever]:
-    """Whole layers are recomputed with the traffic and the host's pace of their forward pass: at most half of all."""
+    """Yield the saving of no recomputation.
+
+    Full recomputation also repeats the communication and the launches of the forward pass: at most half of their sum.
+    """
     if best.layout.recompute != "none":
-        again = spent(best, "tp", "cp", "ep", "host") / 2 if best.layout.recompute == "full" else 0.0
-        seconds = _waits(best) * (spent(best, "recompute") + again)
-        yield Lever("memory enough to recompute nothing", seconds, "the recomputation and its traffic")
+        repeated = spent(best, "tp", "cp", "ep", "host") / 2 if best.layout.recompute == "full" else 0.0
+        seconds = _bubble_amplification(best) * (spent(best, "recompute") + repeated)
+        yield Lever("enough memory to recompute nothing", seconds, "recomputation and its communication")
 
 
-def _waits(best: Estimate) -> float:
-    """How many times as much a step is shortened by what every microbatch saves: a pipeline's waits grow with it, the
-    more where the slowest stage saves more than the mean of all."""
-    every = spent(best, *words.COMPUTE, "recompute", "tp", "cp", "ep", "host")
-    return 1 + (1 + UNEVEN) * spent(best, "bubble") / every if every else 1.0
+def _bubble_amplification(best: Estimate) -> float:
+    """Return the seconds that a step saves per second saved in its microbatches.
+
+    The pipeline bubble shrinks in proportion, and more if the slowest stage saves more than the mean.
+    """
+    microbatches = spent(best, *words.COMPUTE, "recompute", "tp", "cp", "ep", "host")
+    return 1 + (1 + UNEVEN) * spent(best, "bubble") / microbatches if microbatches else 1.0
 
 
 def _batch(report: Report) -> Iterator[Lever]:
-    """Twice the tokens a step halve, for each token, what happens once a step: filling and draining the pipeline, the
-    update with its messages and what moves for it, gradients of DDP and ZeRO-1."""
+    """Yield the saving of twice the tokens per step, for the tokens of one step now.
+
+    It halves, per token, the costs paid once per step: pipeline fill and drain, the optimizer update with its
+    messages and transfers, and the gradient reduction of DDP and ZeRO-1.
+    """
     best, layout = report.best, report.best.layout
-    moved = ["offload"] if layout.offload not in ("none", "activations") else []
-    norm = sum(item.seconds for item in best.collectives if item.when == "update")
-    once = spent(best, "bubble", "pp", "optimizer", *moved) + (spent(best, "dp") if layout.zero < 2 else norm)
-    yield Lever("twice the tokens a step", once / 2, "what is paid once a step, for as many tokens as now")
+    transfers = ["offload"] if layout.offload not in ("none", "activations") else []
+    update = sum(item.seconds for item in best.collectives if item.when == "update")
+    once = spent(best, "bubble", "pp", "optimizer", *transfers) + (spent(best, "dp") if layout.zero < 2 else update)
+    yield Lever("twice the tokens per step", once / 2, "costs paid once per step, per token")
 
 
 def links_apart(cluster: ClusterSpec) -> float:
-    """How many times the bandwidth inside a node is that between nodes; 1 where there is one link or none."""
+    """Return the bandwidth inside a node divided by that between nodes; 1 with at most one link."""
     if len(cluster.links) < 2:
         return 1.0
     return cluster.links[0].bandwidth / cluster.links[-1].bandwidth

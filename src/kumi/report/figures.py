@@ -1,4 +1,4 @@
-"""The figures that a report shows, drawn from its estimates: once, for the terminal, the page and the words."""
+"""The quantities that a report shows, computed from its estimates for the terminal, the page and the sentences."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kumi.spec.cluster import ClusterSpec, members_inside
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
-# Traffic that takes a smaller part of a step is in the tables of the page only.
+# Only the page's tables list communication that takes a smaller share of a step.
 NOTICEABLE = 2e-4
-# Of what one rank holds of the whole tensor, how often it sends (n - 1) / n of it.
+# Ring algorithms: a rank sends this many times (n - 1) / n of the tensor's bytes.
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Neighbouring pp ranks `first` to `last`, inclusive, that need the same memory."""
+    """Consecutive pp ranks, `first` to `last` inclusive, that need the same memory."""
 
     first: int
     last: int
@@ -33,44 +33,44 @@ class StageGroup:
 
 
 def stage_groups(estimate: Estimate) -> tuple[StageGroup, ...]:
-    """The memory of every pp rank, equal neighbours as one."""
-    found = []
+    """Return the memory of every pp rank; consecutive ranks with equal memory form one group."""
+    groups = []
     for memory, group in groupby(enumerate(estimate.memory), key=lambda pair: pair[1]):
         ranks = [rank for rank, _ in group]
-        found.append(StageGroup(ranks[0], ranks[-1], memory))
-    return tuple(found)
+        groups.append(StageGroup(ranks[0], ranks[-1], memory))
+    return tuple(groups)
 
 
-def pick(count: int, most: int, wanted: int) -> list[int]:
-    """At most `most` >= 3 of `count` indices, ascending and evenly spread: the first, the last and `wanted` are in."""
+def pick(count: int, most: int, required: int) -> list[int]:
+    """Return at most `most` >= 3 of `count` indices, evenly spread, with the first, the last and `required`."""
     if count <= most:
         return list(range(count))
     spread = {round(index * (count - 1) / (most - 2)) for index in range(most - 1)}
-    return sorted(spread | {wanted})
+    return sorted(spread | {required})
 
 
 def fullest(estimate: Estimate) -> int:
-    """The pp rank that needs most memory."""
+    """Return the pp rank that needs the most memory."""
     return max(range(len(estimate.memory)), key=lambda rank: estimate.memory[rank].total)
 
 
 def memory_kinds(memory: MemoryEstimate) -> list[tuple[str, int]]:
-    """The kinds that take any bytes, in the order they are drawn."""
+    """Return (kind, bytes) of the kinds with any bytes, in drawing order."""
     return [(kind, getattr(memory, kind)) for kind in words.MEMORY if getattr(memory, kind) > 0]
 
 
 def time_kinds(estimate: Estimate) -> list[tuple[str, float]]:
-    """The kinds that take any time, longest first."""
+    """Return (kind, seconds) of the kinds that take any time, longest first."""
     return sorted(((kind, value) for kind, value in estimate.time if value > 0), key=lambda pair: -pair[1])
 
 
 def spent(estimate: Estimate, *kinds: str) -> float:
-    """Seconds of a step that go into `kinds`."""
+    """Return the seconds that a step spends on `kinds`."""
     return sum(value for kind, value in estimate.time if kind in kinds)
 
 
 def wire_bytes(collective: Collective) -> float:
-    """Bytes that one rank sends for all messages of `collective` in a step, had it run as a ring."""
+    """Return the bytes that one rank sends for `collective` in a step, as ring algorithms send them."""
     if collective.kind == "send":
         return collective.bytes * collective.count
     degree = collective.degree
@@ -79,11 +79,13 @@ def wire_bytes(collective: Collective) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the groups of `axis` send over `link` in a step, each rank.
+    """The communication of one rank along `axis` over `link` in a step.
 
-    `sent` bytes in `count` messages of the `kinds`; `busy` seconds in all, `exposed` of them not hidden by compute.
-    `bandwidth` is what a group has of the link: as many devices' shares as it has ranks in each node. `latency` is the
-    share of `busy` that bytes at the link's reachable bandwidth do not explain.
+    `kinds`, `count`: the kinds and the number of messages.
+    `sent`: bytes.
+    `busy`: seconds of all messages; `exposed`: the seconds that compute does not hide.
+    `bandwidth`: bytes/s of the group on the link, 0 if unknown. A group has the bandwidth of all its ranks in a node.
+    `efficiency`: the share of `bandwidth` that large messages reach.
     """
 
     link: str
@@ -102,21 +104,22 @@ class Traffic:
 
     @property
     def latency(self) -> float:
+        """The share of `busy` that exceeds `sent` / (`bandwidth` x `efficiency`)."""
         if not self.bandwidth or not self.busy:
             return 0.0
         return max(0.0, 1 - self.sent / (self.bandwidth * self.efficiency * self.busy))
 
 
 def weighty(rows: tuple[Traffic, ...], step: float) -> list[Traffic]:
-    """The traffic that takes any noticeable part of a `step` of so many seconds; all of it where none does."""
+    """Return the rows that take a noticeable share of `step` seconds, or all rows if none does."""
     return [row for row in rows if row.busy > NOTICEABLE * step] or list(rows)
 
 
 def traffic(job: Job, estimate: Estimate) -> tuple[Traffic, ...]:
-    """The traffic of `estimate` by link, inner links first, and axis."""
+    """Return the communication of `estimate` per link, inner links first, and axis."""
     order = {link.name: index for index, link in enumerate(job.cluster.links)}
     keyed = sorted(estimate.collectives, key=lambda item: (order.get(item.link, -1), item.link, item.axis))
-    found = []
+    rows = []
     for (link, axis), group in groupby(keyed, key=lambda item: (item.link, item.axis)):
         items = [item for item in group if item.count]
         if not items:
@@ -125,7 +128,7 @@ def traffic(job: Job, estimate: Estimate) -> tuple[Traffic, ...]:
         bandwidth, efficiency = group_bandwidth(
             job.cluster, estimate.layout, axis, link, degree, {item.kind for item in items}
         )
-        found.append(
+        rows.append(
             Traffic(
                 link,
                 axis,
@@ -138,16 +141,16 @@ def traffic(job: Job, estimate: Estimate) -> tuple[Traffic, ...]:
                 efficiency,
             )
         )
-    return tuple(found)
+    return tuple(rows)
 
 
 def group_bandwidth(
     cluster: ClusterSpec, layout: Layout, axis: str, link: str, degree: int, kinds: set[str]
 ) -> tuple[float, float]:
-    """Bytes/s that one group along `axis` has of `link`, and the share of it that large messages reach; 0 if unknown.
+    """Return the bytes/s of one group along `axis` on `link` (0 if unknown), and the share that large messages reach.
 
-    A ring leaves a node over the cards of all the group's devices there, so that their shares add up; to the next rank
-    and from each to all others, every device sends over its own.
+    A ring leaves a node over the network cards of all its devices there, so their bandwidths add up. Sends and
+    all-to-alls use one card per device.
     """
     if link not in {item.name for item in cluster.links}:
         return 0.0, 1.0
@@ -160,9 +163,11 @@ def group_bandwidth(
 
 @dataclass(frozen=True)
 class Gap:
-    """How far `other` is behind: `seconds` a step, and the kinds of time it loses them in, largest first.
+    """The difference in time between `other` and the chosen layout, for equal tokens.
 
-    `noise` when the model's own error is larger than the gap.
+    `seconds`: how much longer `other` takes for the tokens of one step; negative if it is faster.
+    `noise`: True if the estimates' error is at least as large as the difference.
+    `losses`: (kind, seconds) that `other` takes longer, largest first.
     """
 
     other: Estimate
@@ -172,8 +177,7 @@ class Gap:
 
 
 def gap(best: Estimate, other: Estimate) -> Gap:
-    """`other` against `best`, for equal tokens: seconds are those of as many of its steps as have the tokens of one of
-    `best`."""
+    """Compare `other` with `best` for the tokens of one step of `best`; the steps of `other` may be smaller."""
     steps = best.tokens_per_step / other.tokens_per_step
     seconds, mine = other.step_seconds * steps - best.step_seconds, dict(best.time)
     lost = {kind: value * steps - mine.get(kind, 0.0) for kind, value in other.time}
@@ -182,16 +186,16 @@ def gap(best: Estimate, other: Estimate) -> Gap:
     return Gap(other, seconds, noise, tuple(losses))
 
 
-def needs(found: Gap) -> str:
-    """What the layout would have to gain to draw level: "1.2 s less exposed tp traffic"."""
-    return " and ".join(_needs(found)) or "nothing"
+def needs(difference: Gap) -> str:
+    """Return the savings that would close the gap: "1.2 s less exposed tp communication"."""
+    return " and ".join(_needs(difference)) or "nothing"
 
 
-def _needs(found: Gap) -> Iterator[str]:
-    """The largest losses, as far as they are needed to close the gap; after two, the rest as one."""
-    left = found.seconds
-    for index, (kind, value) in enumerate(found.losses):
-        if left <= 0.02 * found.seconds:
+def _needs(difference: Gap) -> Iterator[str]:
+    """Yield the largest losses until they close the gap: at most two by name, then the remaining seconds."""
+    left = difference.seconds
+    for index, (kind, value) in enumerate(difference.losses):
+        if left <= 0.02 * difference.seconds:
             return
         if index == 2:
             yield f"{words.seconds(left)} elsewhere"

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: no network, no script, legible on paper and in the dark."""
+"""The report as one self-contained HTML page: no network, no script, with styles for print and dark mode."""
 
 from __future__ import annotations
 
@@ -46,51 +46,49 @@ li { margin: .25rem 0 }
 
 
 def page(report: Report) -> str:
-    """The whole document."""
-    found = headline(report)
-    body = "\n".join([*_head(found), *_sections(report)])
+    """Return the HTML document."""
+    lines = headline(report)
+    body = "\n".join([*_head(lines), *_sections(report)])
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(found[1])}: kumi plan</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<title>{escape(lines[1])}: kumi plan</title>\n<style>{STYLE}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 
-def _head(found: Sequence[str]) -> Iterator[str]:
-    yield f'<p class="soft">{escape(found[0])}</p>'
-    yield f"<h1>{escape(found[1])}</h1>"
-    yield from (f'<p class="lead">{escape(line)}</p>' for line in found[2:])
+def _head(lines: Sequence[str]) -> Iterator[str]:
+    yield f'<p class="soft">{escape(lines[0])}</p>'
+    yield f"<h1>{escape(lines[1])}</h1>"
+    yield from (f'<p class="lead">{escape(line)}</p>' for line in lines[2:])
 
 
 def _sections(report: Report) -> Iterator[str]:
     drawn = pictures(report)
     yield _section("Why this layout", _list([*binding(report), *advice(report)]))
     yield _section("To pin this layout", f"<pre>{escape(words.layout_toml(report.best.layout))}</pre>")
-    yield _section(
-        "Memory", _figure(drawn["memory"], "What each pipeline rank holds at its peak."), _memory(report.best)
-    )
+    yield _section("Memory", _figure(drawn["memory"], "Peak memory of each pipeline rank."), _memory(report.best))
     yield _section(
         "Time of a step",
-        _figure(drawn["time"], "What the rank that decides the step's length spends it on."),
+        _figure(drawn["time"], "Time of the rank that determines the length of the step."),
         _time(report.best),
     )
     if "timeline" in drawn:
-        said = "What each pipeline rank does when. Gaps are the bubble. Numbers are microbatches."
-        start = [_figure(drawn["timeline-start"], "The beginning, larger.")] if "timeline-start" in drawn else []
-        yield _section("Pipeline", _figure(drawn["timeline"], said), *start, _stages(report.best))
+        caption = "Timeline of each pipeline rank. Gaps are the bubble, numbers are microbatches."
+        start = [_figure(drawn["timeline-start"], "The beginning, enlarged.")] if "timeline-start" in drawn else []
+        yield _section("Pipeline", _figure(drawn["timeline"], caption), *start, _stages(report.best))
     if "traffic" in drawn:
-        said = "How long a rank's messages keep each link busy, and how much of its bandwidth they reach meanwhile."
-        yield _section("Traffic", _figure(drawn["traffic"], said), _traffic(report))
-    yield _section("What more would buy, at most", _levers(report))
+        caption = "Time for which the messages of a rank occupy each link, and the bandwidth that they achieve."
+        yield _section("Communication", _figure(drawn["traffic"], caption), _traffic(report))
+    yield _section("Potential savings per step (upper bounds)", _levers(report))
     if "choices" in drawn:
-        said = "The chosen layout among those that come close; others are in the tables."
-        yield _section("Runners-up", _figure(drawn["choices"], said), _others(report))
+        caption = "The chosen layout and those close to it; the tables list more."
+        yield _section("Runners-up", _figure(drawn["choices"], caption), _others(report))
     if report.expected:
-        said = "Seconds a step and memory of the fullest rank."
-        yield _section("Layouts one might have expected", _figure(drawn["expected"], said), _expected(report))
+        caption = "Seconds per step, and memory of the fullest rank."
+        yield _section("Standard layouts for comparison", _figure(drawn["expected"], caption), _expected(report))
     if misleading(report):
-        yield _section("Where rules of thumb mislead here", _rules(report))
+        yield _section("Rules of thumb that mislead here", _rules(report))
 
 
 def _section(title: str, *parts: str) -> str:
@@ -106,7 +104,10 @@ def _list(sentences: Sequence[str]) -> str:
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table. A column whose name ends in a dot holds words, the others figures; the first heads its row."""
+    """Return an HTML table whose first column is the row header.
+
+    Columns hold figures; a name that ends in a dot makes a column of text.
+    """
     classes = ["" if name.endswith(".") else ' class="n"' for name in columns]
     head = "".join(
         f'<th scope="col"{kind}>{escape(name.removesuffix("."))}</th>'
@@ -126,7 +127,7 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def _key(name: str) -> str:
-    """Short names of rows stay on one line."""
+    """Return the class that keeps a short row header on one line."""
     return ' class="k"' if len(name) < 20 else ""
 
 
@@ -137,8 +138,8 @@ def _memory(best: Estimate) -> str:
         [group.name, *(_gib(getattr(group.memory, kind)) for kind in kinds), _gib(group.memory.total)]
         for group in groups
     ]
-    caption = f"Memory by pipeline rank in GiB; {_gib(best.usable)} are usable."
-    return table(caption, ["rank.", *(words.MEMORY[kind] for kind in kinds), "in all"], rows)
+    caption = f"Memory of the pipeline ranks in GiB; {_gib(best.usable)} are usable."
+    return table(caption, ["rank.", *(words.MEMORY[kind] for kind in kinds), "total"], rows)
 
 
 def _gib(count: float) -> str:
@@ -151,9 +152,9 @@ def _time(best: Estimate) -> str:
         for kind, value in time_kinds(best)
     ]
     return table(
-        "Seconds of a step by kind.",
+        "Time of a step by kind.",
         ["kind.", "time", "share"],
-        [*rows, ["in all", words.seconds(best.step_seconds), "100%"]],
+        [*rows, ["total", words.seconds(best.step_seconds), "100%"]],
     )
 
 
@@ -170,7 +171,7 @@ def _stages(best: Estimate) -> str:
         for index, stage in enumerate(best.stages)
     ]
     columns = ["stage.", "rank", "layers", "forward", "gradient of inputs", "gradient of weights"]
-    return table("Stages, and what a microbatch takes in each.", columns, rows)
+    return table("Pipeline stages, with the time of one microbatch in each.", columns, rows)
 
 
 def _traffic(report: Report) -> str:
@@ -187,8 +188,8 @@ def _traffic(report: Report) -> str:
         ]
         for row in traffic(report.job, report.best)
     ]
-    columns = ["axis and link.", "messages.", "how many", "bytes", "busy", "exposed", "pace", "link has"]
-    return table("What a rank sends in a step.", columns, rows)
+    columns = ["axis and link.", "messages.", "count", "bytes", "time", "exposed", "achieved", "bandwidth"]
+    return table("Communication of a rank per step.", columns, rows)
 
 
 def _levers(report: Report) -> str:
@@ -197,16 +198,22 @@ def _levers(report: Report) -> str:
         [lever.what, words.seconds(lever.seconds), words.percent(lever.seconds / step), lever.why]
         for lever in levers(report)
     ]
-    return table("Seconds of a step that each would save, at most.", ["with.", "saves", "share", "of."], rows)
+    caption = "The most that each change can save per step."
+    return table(caption, ["change.", "saves at most", "share of step", "reduces."], rows)
 
 
 def _others(report: Report) -> str:
     rows = []
     for other in report.others:
-        found = gap(report.best, other)
-        need = f"within the model's error ({needs(found)})" if found.noise else needs(found)
+        difference = gap(report.best, other)
+        savings = f"within the model's error ({needs(difference)})" if difference.noise else needs(difference)
         rows.append(
-            [words.layout_words(other.layout), words.seconds(other.step_seconds), format_bytes(other.peak_memory), need]
+            [
+                words.layout_words(other.layout),
+                words.seconds(other.step_seconds),
+                format_bytes(other.peak_memory),
+                savings,
+            ]
         )
     best = report.best
     chosen = [
@@ -215,8 +222,8 @@ def _others(report: Report) -> str:
         format_bytes(best.peak_memory),
         "chosen",
     ]
-    caption = "Runners-up, fastest first, and what each would have to gain."
-    return table(caption, ["layout.", "step", "memory", "to draw level."], [chosen, *rows])
+    caption = "Runners-up, fastest first, and the savings that each needs to match the chosen layout."
+    return table(caption, ["layout.", "step", "memory", "needed to match."], [chosen, *rows])
 
 
 def _expected(report: Report) -> str:
@@ -228,8 +235,8 @@ def _expected(report: Report) -> str:
             tokens = f"{item.estimate.tokens_per_second_per_device:,.0f}"
         layout = item.layout if item.estimate is None else item.estimate.layout
         rows.append([item.title, words.layout_words(layout), step, tokens, memory, verdict(item, report.best)])
-    columns = ["name.", "layout.", "step", "tokens/s a device", "memory", "verdict."]
-    return table("What became of the layouts one might have tried first.", columns, rows)
+    columns = ["name.", "layout.", "step", "tokens/s per device", "memory", "verdict."]
+    return table("Standard layouts compared with the chosen one.", columns, rows)
 
 
 def _rules(report: Report) -> str:
@@ -238,4 +245,4 @@ def _rules(report: Report) -> str:
         for rule in misleading(report)
     ]
     caption = "Rules of thumb that are more than 20% off for this job."
-    return table(caption, ["rule.", "says", "here", "because."], rows)
+    return table(caption, ["rule.", "by the rule", "estimated", "reason."], rows)

@@ -1,6 +1,6 @@
-"""The colours of reports: those that Okabe and Ito (2008, "Color Universal Design") found everyone can tell apart.
+"""The colours of reports: the colour-blind-safe palette of Okabe and Ito (2008, "Color Universal Design").
 
-No picture relies on them alone: every area is labelled, or has a pattern, a letter or a place of its own.
+No picture relies on colour alone: every area also has a label, a pattern, a letter or a fixed position.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MEMORY_COLOURS = {
     "buffers": YELLOW,
     "reserved": GREY,
 }
-# Kinds that share a colour with another, or need setting apart from it in black and white, are hatched.
+# Kinds that are hatched: they share a colour with another kind, or look like it in black and white.
 HATCHED = ("gathered", "grads", "activations", "reserved")
 
 TIME_COLOURS = {
@@ -37,5 +37,5 @@ ACTION_COLOURS = {"F": SKY, "B": BLUE, "I": ORANGE, "W": GREEN}
 
 
 def time_colour(kind: str) -> str:
-    """The colour of a kind of time: traffic of every axis has one."""
+    """Return the colour of a kind of time; communication on every axis has the same one."""
     return TIME_COLOURS.get(kind, TRAFFIC_COLOUR)

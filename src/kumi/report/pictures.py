@@ -1,4 +1,4 @@
-"""The pictures of a report, as SVG documents by name: bars here, the timeline in `lanes`, the choices in `scatter`."""
+"""The pictures of a report as SVG: bar charts here, the pipeline timeline in `lanes`, the scatter plot in `scatter`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kumi.report.scatter import choices
 from kumi.units import format_bytes
 
 GIB = 2.0**30
-# Height of a row with a bar in it, and of the bar.
+# Height of a row, and of the bar in it.
 ROW, BAR = 28.0, 18.0
-# Pipeline ranks that are drawn at most; the table has all of them.
+# The most pipeline ranks drawn; the table has all of them.
 RANKS = 16
 
 
 def pictures(report: Report) -> dict[str, str]:
-    """All pictures that the report has something to show in: memory, time, timeline, traffic, expected, choices."""
+    """Return SVG documents by name: memory, time; timeline, traffic, expected and choices if the report has them."""
     drawn = {"memory": memory(report), "time": time(report)}
     if report.timeline is not None:
         drawn |= timelines(report.timeline)
@@ -33,17 +33,17 @@ def pictures(report: Report) -> dict[str, str]:
 
 
 def memory(report: Report) -> str:
-    """Memory of every pipeline rank by kind, against the card."""
-    best, card = report.best, report.job.cluster.device.memory
+    """Draw the memory of the pipeline ranks by kind, relative to the device's memory."""
+    best, capacity = report.best, report.job.cluster.device.memory
     groups = stage_groups(best)
-    wanted = next(index for index, group in enumerate(groups) if group.first <= fullest(best) <= group.last)
-    shown = [groups[index] for index in pick(len(groups), RANKS, wanted)]
+    fullest_group = next(index for index, group in enumerate(groups) if group.first <= fullest(best) <= group.last)
+    shown = [groups[index] for index in pick(len(groups), RANKS, fullest_group)]
     kinds = [kind for kind in words.MEMORY if any(getattr(group.memory, kind) for group in shown)]
     left = 14 + max(svg.width_of(group.name) for group in shown)
     marks, top = svg.legend(
         [(words.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
     )
-    most = max(card, best.peak_memory) / GIB * 1.02
+    most = max(capacity, best.peak_memory) / GIB * 1.02
     scale = (svg.RIGHT - left - 76) / most
     top += 40
     bottom = top + ROW * len(shown)
@@ -53,22 +53,23 @@ def memory(report: Report) -> str:
         marks.append(svg.text(left - 8, y + BAR - 4, group.name, anchor="end"))
         marks += _stack(left, y, scale, memory_kinds(group.memory))
         marks.append(svg.text(svg.RIGHT, y + BAR - 4, format_bytes(group.memory.total), anchor="end", bold=True))
-    for size, name, dash in ((best.usable, "usable", "5 3"), (card, "card", "")):
-        x, said = left + scale * size / GIB, f"{name} {format_bytes(size)}"
-        # The names of the two lines stand on either side of them, or above each other where there is no room.
-        outwards = x > 2 * svg.width_of(said) or name == "card"
+    for size, name, dash in ((best.usable, "usable", "5 3"), (capacity, "device", "")):
+        x, label = left + scale * size / GIB, f"{name} {format_bytes(size)}"
+        # The labels are on the outer sides of the two lines, or one above the other if there is no room.
+        outwards = x > 2 * svg.width_of(label) or name == "device"
         above = 0 if outwards else 18
         marks.append(svg.line(x, top - 4 - above, x, bottom, width=1.5, dash=dash))
         anchor = "end" if outwards and name == "usable" else "start"
-        marks.append(svg.text(x + 3 * (above > 0), top - 8 - above, said, anchor=anchor))
-    said = (
-        f"Stacked bars, one for each pipeline rank or run of equal ranks. The fullest is rank {fullest(best)} with "
+        marks.append(svg.text(x + 3 * (above > 0), top - 8 - above, label, anchor=anchor))
+    description = (
+        f"Stacked bars, one per pipeline rank or group of equal ranks. The fullest is rank {fullest(best)} with "
         f"{format_bytes(best.peak_memory)} of {format_bytes(best.usable)} usable."
     )
-    return svg.picture("memory", "Memory by kind against the card", said, bottom + 40, marks)
+    return svg.picture("memory", "Memory by kind", description, bottom + 40, marks)
 
 
 def _stack(left: float, y: float, scale: float, kinds: Sequence[tuple[str, int]]) -> list[str]:
+    """Draw a stacked bar of (kind, bytes) from `left`, `scale` units per GiB."""
     marks, x = [], left
     for kind, size in kinds:
         width, fill = scale * size / GIB, palette.MEMORY_COLOURS[kind]
@@ -83,7 +84,7 @@ def _stack(left: float, y: float, scale: float, kinds: Sequence[tuple[str, int]]
 
 
 def axis(left: float, top: float, bottom: float, scale: float, most: float, unit: str) -> list[str]:
-    """Grid lines from `top` to `bottom` with their values below, and the unit after the last."""
+    """Draw vertical grid lines from `top` to `bottom` with their values below, and the unit after the last one."""
     marks = []
     values = svg.ticks(most)
     for value in values:
@@ -95,7 +96,7 @@ def axis(left: float, top: float, bottom: float, scale: float, most: float, unit
 
 
 def time(report: Report) -> str:
-    """Where the seconds of a step go, longest first."""
+    """Draw the time of a step by kind, longest first."""
     best = report.best
     rows = time_kinds(best)
     left = 14 + max(svg.width_of(words.time_name(kind)) for kind, _ in rows)
@@ -108,51 +109,52 @@ def time(report: Report) -> str:
         marks.append(svg.text(left - 8, y + BAR - 4, words.time_name(kind), anchor="end"))
         marks.append(svg.rect(left, y, scale * value, BAR, fill, hatched=kind in words.TRAFFIC))
         marks.append(svg.text(left + scale * value + 6, y + BAR - 4, f"{words.seconds(value)}, {share}"))
-    said = f"Bars of seconds by kind; they add up to {words.seconds(best.step_seconds)}. The longest is {rows[0][0]}."
-    return svg.picture("time", "Time of a step by kind", said, 12 + ROW * len(rows) + 8, marks)
+    description = f"Seconds by kind, {words.seconds(best.step_seconds)} in total; {rows[0][0]} takes the longest."
+    return svg.picture("time", "Time of a step by kind", description, 12 + ROW * len(rows) + 8, marks)
 
 
 def links(report: Report) -> str:
-    """How long each axis keeps its link busy, hidden or exposed, and how much of the link's bandwidth it then gets."""
+    """Draw the exposed and hidden time of each axis on its link, and the share of the bandwidth that it achieves."""
     step = report.best.step_seconds
     rows = weighty(traffic(report.job, report.best), step)
-    busy, pace = (14.0, 3.8), (456.0, 2.4)
+    busy, achieved = (14.0, 3.8), (456.0, 2.4)
     marks, top = svg.legend([("exposed", palette.RED, False), ("hidden behind compute", palette.SKY, True)])
-    marks.append(svg.text(busy[0], top + 18, "time busy, share of a step"))
-    marks.append(svg.text(pace[0], top + 18, "pace while busy, share of bandwidth"))
+    marks.append(svg.text(busy[0], top + 18, "time, share of the step"))
+    marks.append(svg.text(achieved[0], top + 18, "achieved share of bandwidth"))
     top, height = top + 28, 58.0
     bottom = top + height * len(rows)
-    for start, scale in (busy, pace):
+    for start, scale in (busy, achieved):
         for value in (0, 25, 50, 75, 100):
             x = start + scale * value
             marks.append(svg.line(x, top, x, bottom, opacity=0.15))
             marks.append(svg.text(x, bottom + 15, f"{value}%", anchor="start" if value == 0 else "middle", size=12))
     for index, row in enumerate(rows):
-        marks += _link_row(row, top + height * index, step, busy, pace)
-    return svg.picture("traffic", "Traffic of a rank by axis and link", _links_said(rows, step), bottom + 24, marks)
+        marks += _link_row(row, top + height * index, step, busy, achieved)
+    title = "Communication of a rank by axis and link"
+    return svg.picture("traffic", title, _links_description(rows, step), bottom + 24, marks)
 
 
 def _link_row(
-    row: Traffic, y: float, step: float, busy: tuple[float, float], pace: tuple[float, float]
+    row: Traffic, y: float, step: float, busy: tuple[float, float], achieved: tuple[float, float]
 ) -> Iterator[str]:
-    """The name, two bars, and a line of figures under each."""
-    (left, scale), (right, pace_scale) = busy, pace
+    """Draw the name, two bars, and a line of figures under each; `busy` and `achieved` are (left edge, scale)."""
+    (left, scale), (right, right_scale) = busy, achieved
     exposed = min(100.0, 100 * row.exposed / step)
     hidden = min(100.0, 100 * row.busy / step) - exposed
     yield svg.text(left, y + 15, row.name, bold=True)
     yield svg.rect(left, y + 21, scale * exposed, 13, palette.RED)
     yield svg.rect(left + scale * exposed, y + 21, scale * hidden, 13, palette.SKY, hatched=True)
-    said = f"{words.seconds(row.exposed)} exposed" if row.exposed else "none exposed"
-    yield svg.text(left, y + 48, f"{words.volume(row.sent)}, busy {words.seconds(row.busy)}, {said}", size=12)
+    label = f"{words.seconds(row.exposed)} exposed" if row.exposed else "none exposed"
+    yield svg.text(left, y + 48, f"{words.volume(row.sent)} in {words.seconds(row.busy)}, {label}", size=12)
     if row.bandwidth and row.busy:
-        reached = row.sent / row.busy
-        yield svg.rect(right, y + 21, pace_scale * min(100.0, 100 * reached / row.bandwidth), 13, palette.GREEN)
-        yield svg.text(right, y + 48, f"{words.rate(reached)} of {words.rate(row.bandwidth)}", size=12)
+        rate = row.sent / row.busy
+        yield svg.rect(right, y + 21, right_scale * min(100.0, 100 * rate / row.bandwidth), 13, palette.GREEN)
+        yield svg.text(right, y + 48, f"{words.rate(rate)} of {words.rate(row.bandwidth)}", size=12)
     else:
         yield svg.text(right, y + 48, "bandwidth unknown", size=12)
 
 
-def _links_said(rows: Sequence[Traffic], step: float) -> str:
+def _links_description(rows: Sequence[Traffic], step: float) -> str:
     return "; ".join(
         f"{row.name}: {words.volume(row.sent)} in {words.seconds(row.busy)} of {words.seconds(step)}, "
         f"{words.seconds(row.exposed)} exposed"
@@ -161,7 +163,7 @@ def _links_said(rows: Sequence[Traffic], step: float) -> str:
 
 
 def expected(report: Report) -> str:
-    """The step times of the layouts one might have expected beside the chosen one, and which cannot run."""
+    """Draw the step times of the chosen layout and of the standard ones, with those that cannot run."""
     best = report.best
     rows = [Expected("Chosen", best.layout, estimate=best), *report.expected]
     left = 14 + max(svg.width_of(row.title) for row in rows)
@@ -179,10 +181,10 @@ def expected(report: Report) -> str:
         seconds, need = row.estimate.step_seconds, format_bytes(row.estimate.peak_memory)
         fill = palette.BLUE if index == 0 else palette.SKY if row.fits else palette.GREY
         marks.append(svg.rect(left, y, scale * seconds, BAR, fill, hatched=not row.fits))
-        said = f"{words.seconds(seconds)}, {need}{'' if row.fits else ': does not fit'}"
-        marks.append(svg.text(left + scale * seconds + 6, y + BAR - 4, said))
-    said = "; ".join(f"{row.title}: {_outcome(row)}" for row in rows)
-    return svg.picture("expected", "Layouts one might have expected", said, top + 12 + ROW * len(rows), marks)
+        label = f"{words.seconds(seconds)}, {need}{'' if row.fits else ': does not fit'}"
+        marks.append(svg.text(left + scale * seconds + 6, y + BAR - 4, label))
+    description = "; ".join(f"{row.title}: {_outcome(row)}" for row in rows)
+    return svg.picture("expected", "Standard layouts for comparison", description, top + 12 + ROW * len(rows), marks)
 
 
 def _outcome(item: Expected) -> str:

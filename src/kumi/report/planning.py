@@ -1,4 +1,4 @@
-"""The plan of a job: the search, what one might have expected beside it, and what to do where nothing fits."""
+"""Plan a job: search its layouts, estimate the standard ones beside the result, and explain a failure."""
 
 from __future__ import annotations
 
@@ -30,64 +30,68 @@ def plan(
     tokens: float | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """The fastest layout of `job` that agrees with `pinned`, with all that explains it; `trainable`: of those that this
-    version of kumi trains itself; `unsupported`: of those of which it has nothing to say. `front`: with the front
-    of time and memory. `tokens`: say what training on so many takes.
+    """Return the report on the fastest layout of `job` that fits and agrees with `pinned`.
 
-    Raises LayoutError with the reasons where what is pinned is illegal, or not supported, and FitError with the
-    smallest change that would help where nothing fits.
+    `top`: the number of runners-up. `trainable`: search only layouts that this version of kumi trains itself.
+    `unsupported`: reasons why a trainer does not support a layout; search only layouts without any. `front`: include
+    the Pareto front. `tokens`: include the time and cost of training on this many.
+
+    Raise LayoutError with the reasons if the pinned fields are illegal or unsupported, and FitError with the smallest
+    change that would help if nothing fits.
     """
     only, fixed = pinned_layout(job, pinned), TRAINED if trainable else {}
-    every = trained(job, pinned) if trainable else pinned
+    pins = trained(job, pinned) if trainable else pinned
     if unsupported is not None:
         refuse_unsupported(job, pinned, unsupported)
     unsupported = unasked(pinned) if trainable else unsupported
-    found = (
+    result = (
         alone(job, only)
         if only is not None
-        else search(job, every, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress)
+        else search(job, pins, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress)
     )
-    if not found.plans:
-        raise _no_plan(job, pinned, found, fixed, unsupported)
-    best, *others = found.plans
+    if not result.plans:
+        raise _no_plan(job, pinned, result, fixed, unsupported)
+    best, *others = result.plans
     return Report(
         job=job,
         best=best,
         others=tuple(others),
-        expected=tuple(_carried_out(job, item, unsupported) for item in expected(job)),
-        searched=found.count,
-        fitting=found.fitting,
+        expected=tuple(_with_support(job, item, unsupported) for item in expected(job)),
+        searched=result.count,
+        fitting=result.fitting,
         timeline=timeline_of(job, best),
-        front=found.pareto,
-        lacking=_lacking(job, found, best),
+        front=result.pareto,
+        lacking=_faster_but_too_large(job, result, best),
         training=None if tokens is None else training(tokens, best, job.cluster),
     )
 
 
-def _carried_out(job: Job, item: Expected, unsupported: Unsupported | None) -> Expected:
-    """`item`, with what keeps the trainer that is asked for from carrying it out."""
+def _with_support(job: Job, item: Expected, unsupported: Unsupported | None) -> Expected:
+    """Return `item` with the reasons why the requested trainer does not support it."""
     if item.estimate is None or unsupported is None:
         return item
     return replace(item, problems=tuple(unsupported(job, item.layout)))
 
 
 def _no_plan(
-    job: Job, pinned: Pins, found: Found, fixed: Pins, unsupported: Unsupported | None
+    job: Job, pinned: Pins, result: Found, fixed: Pins, unsupported: Unsupported | None
 ) -> FitError | LayoutError:
-    """Why there is none: nothing legal, nothing that fits, or nothing that is supported."""
-    if not found.count:
+    """Return the error for a search without a plan: no legal layout, no supported one, or none that fits."""
+    if not result.count:
         return LayoutError(why_illegal(job, pinned))
-    if unsupported is not None and found.pareto:
-        return LayoutError(none_supported(job, found.pareto[0].layout, unsupported))
-    return FitError(does_not_fit(job, pinned, found, fixed))
+    if unsupported is not None and result.pareto:
+        return LayoutError(none_supported(job, result.pareto[0].layout, unsupported))
+    return FitError(does_not_fit(job, pinned, result, fixed))
 
 
-def _lacking(job: Job, found: Found, best: Estimate) -> tuple[Estimate, ...]:
-    """Layouts of the best plans, with nothing recomputed or offloaded, that would be faster than `best` and do not
-    fit."""
-    lighter = {
-        replace(one.layout, recompute="none", recompute_layers=None, offload="none"): None for one in found.plans
+def _faster_but_too_large(job: Job, result: Found, best: Estimate) -> tuple[Estimate, ...]:
+    """Return at most three layouts that are faster than `best` and do not fit, fastest first.
+
+    They are the found layouts without recomputation and offloading.
+    """
+    layouts = {
+        replace(plan.layout, recompute="none", recompute_layers=None, offload="none"): None for plan in result.plans
     }
-    made = [estimate(job, layout) for layout in lighter]
-    faster = [one for one in made if not one.fits and one.step_seconds < best.step_seconds]
-    return tuple(sorted(faster, key=lambda one: one.step_seconds))[:3]
+    estimates = [estimate(job, layout) for layout in layouts]
+    faster = [item for item in estimates if not item.fits and item.step_seconds < best.step_seconds]
+    return tuple(sorted(faster, key=lambda item: item.step_seconds))[:3]

@@ -1,4 +1,4 @@
-"""What a planning session found: the chosen layout, what was passed over, and what one might have expected."""
+"""The result of planning: the chosen layout, the runners-up, and the layouts that the field usually tries first."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kumi.spec.ledger import num_params
 
 @dataclass(frozen=True)
 class Expected:
-    """A layout that one might have expected, by the name the field has for it.
+    """A standard layout (DDP, FSDP, Megatron-LM, ...) under its usual name, `title`.
 
-    Either `problems` says why it is illegal, or `estimate` what it would be like, whether it fits or not; with both,
-    it is legal, and `problems` says why the trainer that is asked for cannot carry it out.
+    An illegal layout has `problems` and no estimate. A legal one has an `estimate`, whether it fits or not; its
+    `problems` are the reasons why the requested trainer does not support it.
     """
 
     title: str
@@ -33,11 +33,16 @@ class Expected:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What is to be said of a plan.
+    """A plan with everything that explains it.
 
-    `others` are the runners-up, fastest first; `front` the layouts that none beats in time, memory and devices at
-    once; `lacking` those faster than `best` that do not fit, fastest first. Of `searched` legal layouts `fitting` fit.
-    `timeline` is that of `best`; `training` what the tokens take that were asked for.
+    `best`: the estimate of the chosen layout.
+    `others`: the runners-up, fastest first.
+    `expected`: the standard layouts.
+    `searched`, `fitting`: the number of legal layouts, and of those that fit.
+    `timeline`: the pipeline timeline of `best`, if it has a pipeline.
+    `front`: the Pareto front over step time, memory and devices.
+    `lacking`: layouts faster than `best` that do not fit, fastest first.
+    `training`: time and cost of training on the requested number of tokens.
     """
 
     job: Job
@@ -56,11 +61,11 @@ class Report:
 
         return (
             f"Report({self.job.model.family} on {self.job.cluster.devices} x {self.job.cluster.device.name}: "
-            f"{layout_words(self.best.layout)}; {self.best.step_seconds:.3g} s a step; {self.fitting} layouts fit)"
+            f"{layout_words(self.best.layout)}; {self.best.step_seconds:.3g} s per step; {self.fitting} layouts fit)"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it but the timeline as plain data, for --json; the model by what identifies it."""
+        """Return the report without its timeline as plain data, for --json; the model as a summary."""
         model, cluster = self.job.model, self.job.cluster
         return {
             "model": {

@@ -1,7 +1,6 @@
-"""The field's rules of thumb, worked out for a job and held against its estimates: where they mislead, and why.
+"""Rules of thumb from sizing guides, evaluated for a job and compared with its estimates.
 
-Each rule is a function from a job and an estimate to a `Rule`, or to None where it has nothing to say of that layout.
-The rules are those that sizing guides print; what each leaves out is in its `why`.
+Each rule is a function of a job and an estimate. It returns a `Rule`, or None if it does not apply to the layout.
 """
 
 from __future__ import annotations
@@ -19,108 +18,112 @@ from kumi.spec.ledger import num_params
 from kumi.spec.schedules import SCHEDULES
 from kumi.units import format_bytes
 
-# A rule that is off by less than this is close enough for what rules are for.
+# A rule misleads if it is off by more than this share.
 CLOSE = 0.2
-# Ranks whose work differs by less are called equal.
+# Ranks count as balanced if the busiest has less than this share more work than the mean.
 UNEVEN = 0.02
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a rule of thumb says (`said`), what the estimate says (`found`), both also as text, and what it misses.
+    """A rule of thumb beside the estimate.
 
-    `where` names the layout when it is not the chosen one.
+    `claimed`: the value by the rule.
+    `estimated`: the value of the estimate, in the same unit.
+    `texts`: both values formatted.
+    `why`: the reason for the difference.
+    `where`: the title of the standard layout that was evaluated; empty for the chosen layout.
     """
 
     name: str
-    said: float
-    found: float
+    claimed: float
+    estimated: float
     texts: tuple[str, str]
     why: str
     where: str = ""
 
     @property
     def misleads(self) -> bool:
-        """Whether the rule is off by more than `CLOSE`, either way."""
-        return abs(self.said - self.found) > CLOSE * min(abs(self.said), abs(self.found))
+        """True if the rule is off by more than `CLOSE`, either way."""
+        return abs(self.claimed - self.estimated) > CLOSE * min(abs(self.claimed), abs(self.estimated))
 
 
 def misleading(report: Report) -> list[Rule]:
-    """The rules that mislead, each on the first it speaks of: the chosen layout, else one that one might expect."""
+    """Return the rules that mislead, each for the chosen layout or else the first standard one that it applies to."""
     expected = [(item.title, item.estimate) for item in report.expected if item.estimate is not None]
-    estimates, found = [("", report.best), *expected], []
+    estimates, rules = [("", report.best), *expected], []
     for rule in RULES:
-        spoken = ((name, rule(report.job, estimate)) for name, estimate in estimates)
-        first = next(((name, said) for name, said in spoken if said is not None), None)
+        evaluated = ((title, rule(report.job, estimate)) for title, estimate in estimates)
+        first = next(((title, value) for title, value in evaluated if value is not None), None)
         if first is not None and first[1].misleads:
-            found.append(_named(first[1], first[0]))
-    return found
+            rules.append(_named(first[1], first[0]))
+    return rules
 
 
 def _named(rule: Rule, where: str) -> Rule:
-    return Rule(rule.name, rule.said, rule.found, rule.texts, rule.why, where)
+    return Rule(rule.name, rule.claimed, rule.estimated, rule.texts, rule.why, where)
 
 
-def _bytes(name: str, said: float, found: float, why: str) -> Rule:
-    return Rule(name, said, found, (format_bytes(said), format_bytes(found)), why)
+def _bytes(name: str, claimed: float, estimated: float, why: str) -> Rule:
+    return Rule(name, claimed, estimated, (format_bytes(claimed), format_bytes(estimated)), why)
 
 
-def _volumes(name: str, said: float, found: float, why: str) -> Rule:
-    return Rule(name, said, found, (words.volume(said), words.volume(found)), why)
+def _volumes(name: str, claimed: float, estimated: float, why: str) -> Rule:
+    return Rule(name, claimed, estimated, (words.volume(claimed), words.volume(estimated)), why)
 
 
-def _shares(name: str, said: float, found: float, why: str) -> Rule:
-    return Rule(name, said, found, (words.percent(said), words.percent(found)), why)
+def _shares(name: str, claimed: float, estimated: float, why: str) -> Rule:
+    return Rule(name, claimed, estimated, (words.percent(claimed), words.percent(estimated)), why)
 
 
 def _local_params(job: Job, layout: Layout) -> float:
-    """Parameters a rank would hold if the tp and pp ranks held equally many."""
+    """Return the parameters of a rank if all tp and pp ranks held equally many."""
     return num_params(job.model) / (layout.tp * layout.pp)
 
 
 def _states(job: Job, estimate: Estimate, optimizer: int) -> float:
-    """Bytes of 2 a parameter, 2 a gradient and `optimizer`, each divided where its ZeRO stage divides it."""
+    """Return the bytes of weights (2 per parameter), gradients (2) and `optimizer`, each sharded by the ZeRO stage."""
     layout = estimate.layout
-    over = [layout.dp_shard if layout.zero >= stage else 1 for stage in (3, 2, 1)]
-    return _local_params(job, layout) * (2 / over[0] + 2 / over[1] + optimizer / over[2])
+    shards = [layout.dp_shard if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+    return _local_params(job, layout) * (2 / shards[0] + 2 / shards[1] + optimizer / shards[2])
 
 
-def _states_rule(job: Job, estimate: Estimate, name: str, optimizer: int, why: str, passing: str) -> Rule | None:
-    """A rule for states, which does not speak of experts and hosts, with `optimizer` bytes a parameter for Adam.
+def _states_rule(job: Job, estimate: Estimate, name: str, optimizer: int, why: str, unsharded: str) -> Rule | None:
+    """Return a rule on the bytes of model states, with `optimizer` bytes per parameter for Adam.
 
-    `why` says what of it is kept otherwise, given those bytes as {kept}; `passing`, what besides is whole in passing,
-    as {gathered}.
+    None for expert parallelism and offloaded states, which such rules do not cover. `why` may contain {states}, the
+    estimated bytes. `unsharded` follows it if there are temporarily unsharded tensors, of {gathered} bytes.
     """
     if estimate.layout.ep > 1 or estimate.layout.offload not in ("none", "activations"):
         return None
     memory = estimate.memory[fullest(estimate)]
-    kept = memory.params + memory.grads + memory.optimizer + memory.weights
-    sizes = {"kept": format_bytes(kept), "gathered": format_bytes(memory.gathered)}
-    text = (why + passing if memory.gathered else why).format(**sizes)
-    return _bytes(name, _states(job, estimate, optimizer), kept + memory.gathered, text)
+    states = memory.params + memory.grads + memory.optimizer + memory.weights
+    sizes = {"states": format_bytes(states), "gathered": format_bytes(memory.gathered)}
+    text = (why + unsharded if memory.gathered else why).format(**sizes)
+    return _bytes(name, _states(job, estimate, optimizer), states + memory.gathered, text)
 
 
 def eight_bytes(job: Job, estimate: Estimate) -> Rule | None:
-    """8 bytes a parameter: bf16 Adam that keeps no float32 masters."""
+    """8 bytes per parameter: Adam in bf16 without float32 master weights."""
     return _states_rule(
         job,
         estimate,
-        "model states take 8 bytes a parameter (2 + 2 + 4, Adam in bf16)",
+        "model states take 8 bytes per parameter (2 + 2 + 4, Adam in bf16)",
         4,
-        f"weights and moments are kept in {job.precision.param}",
-        ", and {gathered} of weights and gradients are whole in passing",
+        f"weights and moments are stored in {job.precision.param}",
+        "; unsharded weights and gradients take {gathered} more",
     )
 
 
 def sixteen_bytes(job: Job, estimate: Estimate) -> Rule | None:
-    """16 bytes a parameter (Rajbhandari et al., 2020, arXiv:1910.02054)."""
+    """16 bytes per parameter (Rajbhandari et al., 2020, arXiv:1910.02054)."""
     return _states_rule(
         job,
         estimate,
-        "model states take 16 bytes a parameter (2 + 2 + 12, mixed precision)",
+        "model states take 16 bytes per parameter (2 + 2 + 12, mixed precision)",
         12,
-        f"{words.holder(estimate.layout)} keeps {{kept}}",
-        ", and holds {gathered} more in passing, whole layers and gradients",
+        f"{words.holder(estimate.layout)} stores {{states}}",
+        "; unsharded weights and gradients take {gathered} more",
     )
 
 
@@ -128,87 +131,88 @@ def sixteen_activations(job: Job, estimate: Estimate) -> Rule:
     """Activations are batch x sequence x hidden x layers x 16 bytes."""
     layout, model = estimate.layout, job.model
     tokens = layout.microbatch * job.batch.seq_len / layout.cp
-    found = max(memory.activations for memory in estimate.memory)
-    each = tokens * model.hidden_size * model.num_hidden_layers / layout.pp
+    activations = max(memory.activations for memory in estimate.memory)
+    elements = tokens * model.hidden_size * model.num_hidden_layers / layout.pp
     full = layout.recompute == "full" and layout.recompute_layers is None
-    flight = ", its microbatches in flight together" if layout.pp > 1 else ""
-    how = "" if layout.recompute == "none" else f" under {layout.recompute} recompute"
+    in_flight = ", summed over its microbatches in flight" if layout.pp > 1 else ""
+    how = "" if layout.recompute == "none" else f" with {layout.recompute} recompute"
+    factor = words.digits(activations / elements)
     return _bytes(
         f"activations = 16 x batch x sequence x hidden x layers{' / sqrt(layers), checkpointed' if full else ''}",
-        16 * each / (model.num_hidden_layers**0.5 if full else 1),
-        found,
-        f"{words.holder(layout)} holds {words.digits(found / each)} x batch x sequence x hidden x layers{how}{flight}",
+        16 * elements / (model.num_hidden_layers**0.5 if full else 1),
+        activations,
+        f"{words.holder(layout)} stores {factor} x batch x sequence x hidden x layers{how}{in_flight}",
     )
 
 
 def no_logits(job: Job, estimate: Estimate) -> Rule:
-    """Sizing formulas stop at the layers; logits and the loss come on top, on the last stage."""
+    """Activations are those of the layers. Logits and loss come on top, on the last stage."""
     memory = estimate.memory[max(range(len(estimate.memory)), key=lambda rank: estimate.memory[rank].head)]
     tokens = estimate.layout.microbatch * job.batch.seq_len // estimate.layout.cp
     return _bytes(
-        "activations are those of the layers",
+        "all activations are in the layers",
         memory.activations,
         memory.activations + memory.head,
-        f"logits and loss take {format_bytes(memory.head)}, for {tokens:,} tokens x {job.model.vocab_size:,} words",
+        f"logits and loss take {format_bytes(memory.head)}: {tokens:,} tokens x vocabulary of {job.model.vocab_size:,}",
     )
 
 
 def recompute_third(job: Job, estimate: Estimate) -> Rule | None:
-    """Activation checkpointing costs a third more compute."""
+    """Recomputation costs a third more compute."""
     if estimate.layout.recompute == "none":
         return None
     return _shares(
         "recomputation costs 33% more compute",
         1 / 3,
         spent(estimate, "recompute") / spent(estimate, *words.COMPUTE),
-        f"{estimate.layout.recompute} recompute runs again only what it dropped",
+        f"{estimate.layout.recompute} recompute repeats only the operations whose outputs were dropped",
     )
 
 
 def gathered_once(job: Job, estimate: Estimate) -> Rule | None:
-    """FSDP sends an all-gather and a reduce-scatter of the parameters a step."""
+    """FSDP sends one all-gather and one reduce-scatter of the parameters per step."""
     layout = estimate.layout
     data = [item for item in traffic(job, estimate) if item.axis.startswith("dp_shard")]
     if layout.zero < 3 or layout.dp_shard == 1 or not data:
         return None
-    said = 2 * 2 * _local_params(job, layout) * (layout.dp_shard - 1) / layout.dp_shard
+    claimed = 2 * 2 * _local_params(job, layout) * (layout.dp_shard - 1) / layout.dp_shard
     return _volumes(
-        "FSDP sends one all-gather and one reduce-scatter of bf16 weights a step",
-        said,
+        "FSDP sends one all-gather and one reduce-scatter of bf16 weights per step",
+        claimed,
         sum(item.sent for item in data),
-        f"parameters are gathered for the forward and again for the backward, gradients reduced in "
-        f"{job.precision.reduce}, in each microbatch, of which a step has {job.batch.microbatches(layout)}",
+        f"each of the {words.plural(job.batch.microbatches(layout), 'microbatch')} gathers the parameters for the "
+        f"forward and again for the backward pass, and reduces gradients in {job.precision.reduce}",
     )
 
 
 def reduced_once(job: Job, estimate: Estimate) -> Rule | None:
-    """Tensor parallelism makes one all-reduce a layer."""
+    """Tensor parallelism sends one all-reduce per layer."""
     layout = estimate.layout
-    found = sum(item.sent for item in traffic(job, estimate) if item.axis == "tp")
-    if layout.tp == 1 or not found:
+    sent = sum(item.sent for item in traffic(job, estimate) if item.axis == "tp")
+    if layout.tp == 1 or not sent:
         return None
     tokens = layout.microbatch * job.batch.seq_len * job.batch.microbatches(layout) / layout.cp
     layers = job.model.num_hidden_layers / layout.pp
-    said = 2 * (layout.tp - 1) / layout.tp * 2 * tokens * job.model.hidden_size * layers
+    claimed = 2 * (layout.tp - 1) / layout.tp * 2 * tokens * job.model.hidden_size * layers
     return _volumes(
-        "tensor parallelism makes one all-reduce a layer",
-        said,
-        found,
-        f"a layer sums after attention and after its MLP, forward and backward; with what else tp sends it is worth "
-        f"{found / said:.1f} all-reduces",
+        "tensor parallelism sends one all-reduce per layer",
+        claimed,
+        sent,
+        f"a layer all-reduces after attention and after its MLP, in forward and backward; all tp communication is "
+        f"worth {sent / claimed:.1f} all-reduces per layer",
     )
 
 
 def bubble(job: Job, estimate: Estimate) -> Rule | None:
-    """The pipeline idles (p - 1) / (m + p - 1) of the time."""
+    """The pipeline is idle for (p - 1) / (m + p - 1) of the step."""
     layout = estimate.layout
     if layout.pp == 1:
         return None
     count = job.batch.microbatches(layout)
-    said = (layout.pp - 1) / (count + layout.pp - 1)
+    claimed = (layout.pp - 1) / (count + layout.pp - 1)
     return _shares(
-        f"a pipeline idles (p-1)/(m+p-1) of a step, p = {layout.pp} and m = {count}",
-        said,
+        f"a pipeline is idle for (p-1)/(m+p-1) of the step, p = {layout.pp} and m = {count}",
+        claimed,
         spent(estimate, "bubble") / estimate.step_seconds,
         _bubble_reason(estimate),
     )
@@ -220,21 +224,22 @@ def _textbook() -> list[str]:
 
 
 def _bubble_reason(estimate: Estimate) -> str:
-    ranks = [0.0] * estimate.layout.pp
+    """Return why the formula does not match: another schedule, unbalanced ranks, or costs that it leaves out."""
+    seconds = [0.0] * estimate.layout.pp
     for stage in estimate.stages:
-        ranks[stage.rank] += stage.forward + stage.backward_input + stage.backward_weight
-    uneven = max(ranks) * len(ranks) / sum(ranks)
+        seconds[stage.rank] += stage.forward + stage.backward_input + stage.backward_weight
+    imbalance = max(seconds) * len(seconds) / sum(seconds)
     layout = estimate.layout
     reasons = []
     if layout.schedule not in _textbook():
         reasons.append(f"the formula is for {' and '.join(_textbook())}, not for {layout.schedule}")
-    if uneven > 1 + UNEVEN:
-        reasons.append(f"the busiest rank has {words.times(uneven)} the work of the mean, and the others wait for it")
-    return "; ".join(reasons) or "the formula's step has no transfers, no traffic and no update in it"
+    if imbalance > 1 + UNEVEN:
+        reasons.append(f"the busiest rank has {words.times(imbalance)} the mean work, and the others wait for it")
+    return "; ".join(reasons) or "the formula leaves out transfers, communication and the optimizer update"
 
 
 def equal_stages(job: Job, estimate: Estimate) -> Rule | None:
-    """Every stage needs what the average stage needs."""
+    """Every stage needs the same memory."""
     if estimate.layout.pp == 1:
         return None
     rank = fullest(estimate)
@@ -242,32 +247,32 @@ def equal_stages(job: Job, estimate: Estimate) -> Rule | None:
     memory = estimate.memory[rank]
     average = sum(item.activations for item in estimate.memory) / len(estimate.memory)
     return _bytes(
-        "every stage holds its share of the layers and so of the memory",
+        "every stage needs the same memory",
         mean,
         memory.total,
-        f"rank {rank} holds {format_bytes(memory.activations)} of activations against {format_bytes(average)} on "
-        f"average: early stages keep more microbatches, the outer ones hold the embedding and the head",
+        f"rank {rank} holds {format_bytes(memory.activations)} of activations, the average rank "
+        f"{format_bytes(average)}: early stages keep more microbatches, the first and last hold embedding and head",
     )
 
 
 def no_latency(job: Job, estimate: Estimate) -> Rule | None:
-    """Traffic takes its bytes over the bandwidth; shown for the axis that loses most by it."""
-    known = [item for item in traffic(job, estimate) if item.bandwidth and item.busy]
-    if not known:
+    """Communication takes bytes / bandwidth; evaluated for the axis that loses most to latency."""
+    rows = [item for item in traffic(job, estimate) if item.bandwidth and item.busy]
+    if not rows:
         return None
-    worst = max(known, key=_lost)
-    said = worst.sent / (worst.bandwidth * worst.efficiency)
+    worst = max(rows, key=_latency_seconds)
+    claimed = worst.sent / (worst.bandwidth * worst.efficiency)
     return Rule(
-        f"traffic along {worst.axis} takes its bytes over the bandwidth of {worst.link}",
-        said,
+        f"communication along {worst.axis} takes bytes / bandwidth ({worst.link})",
+        claimed,
         worst.busy,
-        (words.seconds(said), words.seconds(worst.busy)),
-        f"{words.plural(worst.count, 'message')} of {words.volume(worst.sent / worst.count)} on average: each waits "
-        f"for its hops first, and small ones do not fill the link",
+        (words.seconds(claimed), words.seconds(worst.busy)),
+        f"{words.plural(worst.count, 'message')} of {words.volume(worst.sent / worst.count)} on average: each one pays "
+        f"the latency of its hops, and small ones do not saturate the link",
     )
 
 
-def _lost(item: Traffic) -> float:
+def _latency_seconds(item: Traffic) -> float:
     return item.latency * item.busy
 
 

@@ -1,7 +1,7 @@
-"""A few marks of SVG as text: enough for bars, axes and points, and nothing to install.
+"""SVG elements as text, enough for bars, axes and points, without a plotting library.
 
-Ink is `currentColor`: dark on white, or light on dark where the reader's system prefers that, or as a page says. What a
-picture means is in its title and description, for those who cannot see it. Lengths are in units of the view box.
+Text and lines have `currentColor`: dark on white, light on dark in dark mode, or the colour of the page. Every picture
+has a title and a description for screen readers. Lengths are in units of the view box.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from html import escape
 from math import floor, log10
 
 WIDTH = 720.0
-# Where pictures end on the right; they begin as far from the left.
+# The right margin; the left margin is as wide.
 RIGHT = WIDTH - 12
+# Font size.
 SIZE = 13.0
-# How wide a letter is on average, for the size of its font.
+# Average width of a letter / font size.
 LETTER = 0.58
 PAPER, INK = "#ffffff", "#1a1a1a"
-# On a screen whose reader prefers dark. A page that holds the picture has rules of its own, which are more specific.
+# Dark mode. The rules of a page that contains the picture are more specific and take precedence.
 DARK_PAPER, DARK_INK = "#17181a", "#e8e8e6"
 STYLE = (
     f"<style>@media screen and (prefers-color-scheme:dark){{svg{{color:{DARK_INK}}}.paper{{fill:{DARK_PAPER}}}"
@@ -30,7 +31,7 @@ HATCH = (
 
 
 def number(value: float) -> str:
-    """A length with two decimals at most."""
+    """Format a length with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -45,36 +46,36 @@ def rect(
     hint: str = "",
     apart: bool = False,
 ) -> str:
-    """A filled rectangle, hatched with white lines or not; `hint` shows where the pointer rests.
+    """Draw a filled rectangle.
 
-    `apart` draws an edge in the colour of the paper between it and its neighbours.
+    `hatched` adds white lines, `hint` a tooltip, and `apart` an edge in the background colour.
     """
     place = f'x="{number(x)}" y="{number(y)}" width="{number(max(0.0, width))}" height="{number(height)}"'
     edge = f' class="edge" stroke="{PAPER}" stroke-width="0.8"' if apart and width > 2.5 else ""
-    said = f"<title>{escape(hint)}</title>" if hint else ""
-    drawn = f'<rect {place} fill="{fill}"{edge}>{said}</rect>'
+    tooltip = f"<title>{escape(hint)}</title>" if hint else ""
+    drawn = f'<rect {place} fill="{fill}"{edge}>{tooltip}</rect>'
     return drawn + (f'<rect {place} fill="url(#hatch)" pointer-events="none"/>' if hatched else "")
 
 
 def text(
     x: float,
     y: float,
-    said: str,
+    content: str,
     *,
     anchor: str = "start",
     size: float = SIZE,
     fill: str = "currentColor",
     bold: bool = False,
 ) -> str:
-    """A line of text whose baseline is at `y`; `anchor` is start, middle or end."""
+    """Draw a line of text with its baseline at `y`; `anchor` is start, middle or end."""
     look = f'font-size="{number(size)}" text-anchor="{anchor}" fill="{fill}"' + ' font-weight="600"' * bold
-    return f'<text x="{number(x)}" y="{number(y)}" {look}>{escape(said)}</text>'
+    return f'<text x="{number(x)}" y="{number(y)}" {look}>{escape(content)}</text>'
 
 
 def line(
     x1: float, y1: float, x2: float, y2: float, *, width: float = 1.0, dash: str = "", opacity: float = 1.0
 ) -> str:
-    """A straight line in ink."""
+    """Draw a straight line in the text colour."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
         f'<line x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}" stroke="currentColor" '
@@ -85,18 +86,18 @@ def line(
 def shape(
     points: list[tuple[float, float]], *, fill: str, hollow: bool = False, closed: bool = True, hint: str = ""
 ) -> str:
-    """A polygon, or a path that is not closed; hollow ones have a line of `fill` only."""
-    listed = " ".join(f"{number(x)},{number(y)}" for x, y in points)
+    """Draw a polygon, or a polyline if not `closed`; a hollow one has only an outline in `fill`."""
+    coordinates = " ".join(f"{number(x)},{number(y)}" for x, y in points)
     paint = f'fill="none" stroke="{fill}" stroke-width="2"' if hollow or not closed else f'fill="{fill}"'
-    said = f"<title>{escape(hint)}</title>" if hint else ""
+    tooltip = f"<title>{escape(hint)}</title>" if hint else ""
     tag = "polygon" if closed else "polyline"
-    return f'<{tag} points="{listed}" {paint}>{said}</{tag}>'
+    return f'<{tag} points="{coordinates}" {paint}>{tooltip}</{tag}>'
 
 
 def legend(entries: Sequence[tuple[str, str, bool]]) -> tuple[list[str], float]:
-    """Swatches (name, fill, whether hatched) in as many lines as they need, and where the last line ends.
+    """Draw entries of (name, fill, hatched) in as many lines as they need; return the marks and the lower edge.
 
-    An entry without a fill is a remark.
+    An entry with an empty fill is text without a swatch.
     """
     marks: list[str] = []
     x, y = WIDTH - RIGHT, 10.0
@@ -112,20 +113,20 @@ def legend(entries: Sequence[tuple[str, str, bool]]) -> tuple[list[str], float]:
     return marks, y + 16
 
 
-def width_of(said: str, size: float = SIZE) -> float:
-    """About how wide `said` is."""
-    return LETTER * size * len(said)
+def width_of(content: str, size: float = SIZE) -> float:
+    """Return the approximate width of a text."""
+    return LETTER * size * len(content)
 
 
 def on(fill: str) -> str:
-    """Black or white, whichever reads better on `fill` (relative luminance, WCAG 2)."""
+    """Return black or white, the one with more contrast on `fill` (relative luminance, WCAG 2)."""
     parts = [int(fill[index : index + 2], 16) / 255 for index in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "#ffffff"
 
 
 def ticks(most: float, count: int = 6) -> list[float]:
-    """Round values from 0 up to `most`, about `count` of them."""
+    """Return about `count` round values from 0 to `most`."""
     if most <= 0:
         return [0.0]
     raw = most / count
@@ -135,7 +136,7 @@ def ticks(most: float, count: int = 6) -> list[float]:
 
 
 def picture(name: str, title: str, description: str, height: float, marks: list[str]) -> str:
-    """A whole SVG document of the marks, `WIDTH` wide. `name` keeps its parts' ids apart from other pictures'."""
+    """Return an SVG document of the marks, `WIDTH` wide. `name` prefixes ids, which must be unique in a page."""
     body = "".join([HATCH, *marks]).replace('id="hatch"', f'id="{name}-hatch"').replace("#hatch", f"#{name}-hatch")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {number(WIDTH)} {number(height)}" role="img" '

@@ -1,4 +1,4 @@
-"""The report in a terminal, from 80 columns up, and in a pipe: what matters is in words and letters, not in colours."""
+"""The report in a terminal of 80 or more columns, or in a pipe; colours only repeat information that the text has."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from kumi.report.rules import Rule, misleading
 from kumi.report.summary import headline
 from kumi.units import format_bytes
 
-# More pipeline ranks than this are for --json and the page.
+# The most pipeline ranks shown; --json and the page have all of them.
 STAGES = 8
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar that is `share` of the width it is given, in `#` where the terminal knows no blocks."""
+    """A bar over `share` of the available width; `#` replaces block characters on ASCII terminals."""
 
     share: float
 
@@ -51,46 +51,46 @@ class Bar:
 
 @dataclass(frozen=True)
 class StageBar:
-    """The memory of a stage against `capacity`: a letter for every kind, as many as its share of the width."""
+    """The memory of a stage as a bar over `capacity`: each kind repeats its letter in proportion to its bytes."""
 
     kinds: tuple[tuple[str, int], ...]
     capacity: float
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line, done = Text(), 0
+        line, drawn = Text(), 0
         scale = max(self.capacity, sum(size for _, size in self.kinds))
-        before = 0
+        total = 0
         for kind, size in self.kinds:
-            before += size
-            upto = round(before / scale * options.max_width)
-            line.append(words.LETTERS[kind] * (upto - done), style=MEMORY_COLOURS[kind])
-            done = upto
-        yield line.append("." * (options.max_width - done))
+            total += size
+            end = round(total / scale * options.max_width)
+            line.append(words.LETTERS[kind] * (end - drawn), style=MEMORY_COLOURS[kind])
+            drawn = end
+        yield line.append("." * (options.max_width - drawn))
 
 
 def render(report: Report) -> RenderableType:
-    """All sections of the report, for a rich console."""
+    """Return all sections of the report for a rich console."""
     return Group(*_sections(report))
 
 
 def _sections(report: Report) -> Iterator[RenderableType]:
     yield _headline(report)
     yield _section("Why", _bullets([*binding(report), *advice(report)]))
-    several = report.best.layout.pp > 1
-    yield _section(f"Memory{f' of pp rank {fullest(report.best)}, the fullest' * several}", _memory(report))
-    if several:
-        yield _section("Memory of the pipeline's ranks, against what is usable", _stages(report))
+    pipeline = report.best.layout.pp > 1
+    yield _section(f"Memory{f' of pp rank {fullest(report.best)} (the fullest)' * pipeline}", _memory(report))
+    if pipeline:
+        yield _section("Memory of the pipeline ranks, relative to the usable memory", _stages(report))
     yield _section("Time of a step", _time(report))
     if report.best.collectives:
-        yield _section("Traffic of a rank in a step", _traffic(report))
-    yield _section("What more would buy, at most", _levers(report))
+        yield _section("Communication of a rank per step", _traffic(report))
+    yield _section("Potential savings per step (upper bounds)", _levers(report))
     if report.others:
         yield _section("Runners-up", _others(report))
     if report.expected:
-        yield _section("Layouts one might have expected", _expected(report))
-    found = misleading(report)
-    if found:
-        yield _section("Where rules of thumb mislead here", _bullets([rule_words(rule) for rule in found]))
+        yield _section("Standard layouts for comparison", _expected(report))
+    rules = misleading(report)
+    if rules:
+        yield _section("Rules of thumb that mislead here", _bullets([rule_words(rule) for rule in rules]))
     yield Group(Text("\nTo pin this layout", style="bold"), Text(words.layout_toml(report.best.layout)))
 
 
@@ -110,7 +110,7 @@ def _headline(report: Report) -> RenderableType:
 
 
 def _figures(*columns: str) -> Table:
-    """A table whose named columns are figures, right-aligned, but for those that end in a dot."""
+    """Return a table with right-aligned columns of figures; a name that ends in a dot makes a column of text."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True, pad_edge=False)
     for name in columns:
         if name.endswith("."):
@@ -128,7 +128,7 @@ def _memory(report: Report) -> RenderableType:
         table.add_column(kind, justify="left" if kind in ("letter", "name") else "right", no_wrap=True)
     table.add_column("bar", ratio=1)
     rows = [(words.LETTERS[kind], words.MEMORY[kind], size) for kind, size in memory_kinds(memory)]
-    for letter, name, size in [*rows, ("", "in all", memory.total)]:
+    for letter, name, size in [*rows, ("", "total", memory.total)]:
         share = size / best.usable
         table.add_row(letter, name, format_bytes(size), words.percent(share), Bar(share))
     return table
@@ -137,8 +137,8 @@ def _memory(report: Report) -> RenderableType:
 def _stages(report: Report) -> RenderableType:
     best = report.best
     groups = stage_groups(best)
-    wanted = next(index for index, group in enumerate(groups) if group.first <= fullest(best) <= group.last)
-    shown = [groups[index] for index in pick(len(groups), STAGES, wanted)]
+    fullest_group = next(index for index, group in enumerate(groups) if group.first <= fullest(best) <= group.last)
+    shown = [groups[index] for index in pick(len(groups), STAGES, fullest_group)]
     table = Table(box=None, padding=(0, 2, 0, 0), expand=True, pad_edge=False, show_header=False)
     table.add_column("rank", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
@@ -168,18 +168,18 @@ def _time(report: Report) -> RenderableType:
 
 
 def _traffic(report: Report) -> RenderableType:
-    table = _figures("axis and link.", "messages", "bytes", "takes", "exposed", "while busy", "link has")
+    table = _figures("axis and link.", "messages", "bytes", "time", "exposed", "achieved", "bandwidth")
     for row in weighty(traffic(report.job, report.best), report.best.step_seconds):
-        pace = words.rate(row.sent / row.busy) if row.busy else "-"
-        has = words.rate(row.bandwidth) if row.bandwidth else "unknown"
+        achieved = words.rate(row.sent / row.busy) if row.busy else "-"
+        bandwidth = words.rate(row.bandwidth) if row.bandwidth else "unknown"
         table.add_row(
             row.name,
             f"{row.count:,}",
             words.volume(row.sent),
             words.seconds(row.busy),
             words.seconds(row.exposed),
-            pace,
-            has,
+            achieved,
+            bandwidth,
         )
     return table
 
@@ -188,17 +188,20 @@ def _levers(report: Report) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     for lever in levers(report):
         share = words.percent(lever.seconds / report.best.step_seconds)
-        table.add_row(lever.what, Text(words.seconds(lever.seconds), justify="right"), share, f"of {lever.why}")
+        table.add_row(lever.what, Text(words.seconds(lever.seconds), justify="right"), share, f"reduces {lever.why}")
     return table
 
 
 def _others(report: Report) -> RenderableType:
-    table = _figures("layout.", "step", "memory", "to draw level.")
+    table = _figures("layout.", "step", "memory", "needed to match.")
     for other in report.others:
-        found = gap(report.best, other)
-        need = "within noise" if found.noise else needs(found)
+        difference = gap(report.best, other)
+        savings = "within noise" if difference.noise else needs(difference)
         table.add_row(
-            words.layout_words(other.layout), words.seconds(other.step_seconds), format_bytes(other.peak_memory), need
+            words.layout_words(other.layout),
+            words.seconds(other.step_seconds),
+            format_bytes(other.peak_memory),
+            savings,
         )
     return table
 
@@ -214,7 +217,7 @@ def _expected(report: Report) -> RenderableType:
 
 
 def rule_words(rule: Rule) -> str:
-    """A misleading rule as a sentence."""
-    where = f" under {rule.where}" if rule.where else ""
-    held = f"{rule.texts[0]} by the rule, {rule.texts[1]} here{where}"
-    return f"{words.capital(rule.name)}: {held}. {words.capital(rule.why)}."
+    """Return a misleading rule as sentences: both values, then the reason for the difference."""
+    where = f" for {rule.where}" if rule.where else ""
+    values = f"{rule.texts[0]} by the rule, {rule.texts[1]} estimated{where}"
+    return f"{words.capital(rule.name)}: {values}. {words.capital(rule.why)}."

@@ -1,4 +1,4 @@
-"""The timeline as a trace in Chrome's event format, which Perfetto opens: https://ui.perfetto.dev, chrome://tracing.
+"""A pipeline timeline as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
 Format: Google, "Trace Event Format". Times are in microseconds.
 """
@@ -14,8 +14,10 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backwa
 
 
 def trace(timeline: Timeline, planned: Timeline | None = None) -> dict[str, Any]:
-    """A trace with one process a pipeline rank and one complete event an action; below it what was `planned`, where
-    `timeline` is what was measured."""
+    """Return a trace with one process per pipeline rank and one complete event per action.
+
+    The ranks of `planned`, if given, follow below those of `timeline`, which is then the measured one.
+    """
     events = [*_ranks(timeline, "pp rank", 0), *_events(timeline, 0)]
     if planned is not None:
         below = len(timeline.spans)
@@ -23,17 +25,19 @@ def trace(timeline: Timeline, planned: Timeline | None = None) -> dict[str, Any]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _ranks(timeline: Timeline, called: str, first: int) -> Iterator[dict[str, Any]]:
+def _ranks(timeline: Timeline, title: str, first: int) -> Iterator[dict[str, Any]]:
+    """Yield the metadata events that name the processes `title` 0, 1, ...; process ids begin at `first`."""
     for number, spans in enumerate(timeline.spans):
         rank = first + number
         stages = ", ".join(str(stage) for stage in sorted({span.action.stage for span in spans}))
-        where = {"ph": "M", "pid": rank, "tid": rank}
-        yield {**where, "name": "process_name", "args": {"name": f"{called} {number}"}}
-        yield {**where, "name": "process_sort_index", "args": {"sort_index": rank}}
-        yield {**where, "name": "thread_name", "args": {"name": f"stages {stages}"}}
+        metadata = {"ph": "M", "pid": rank, "tid": rank}
+        yield {**metadata, "name": "process_name", "args": {"name": f"{title} {number}"}}
+        yield {**metadata, "name": "process_sort_index", "args": {"sort_index": rank}}
+        yield {**metadata, "name": "thread_name", "args": {"name": f"stages {stages}"}}
 
 
 def _events(timeline: Timeline, first: int) -> Iterator[dict[str, Any]]:
+    """Yield one event per action; times in microseconds."""
     for rank, spans in enumerate(timeline.spans, first):
         for (kind, stage, microbatch), start, end in spans:
             yield {

@@ -1,4 +1,4 @@
-"""Layouts, kinds and numbers in words: said once for the terminal, the page and the pictures."""
+"""Names of layouts and of kinds, and the format of numbers: shared by the terminal, the page and the pictures."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import groupby
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.layout import Layout
 
-# What `MemoryEstimate` and `Estimate.time` call a kind, as a reader would. The letter draws a stage in the terminal.
+# Display names of the fields of `MemoryEstimate`, and the letters that draw them in the terminal's stage bars.
 MEMORY = {
     "params": "parameters",
     "grads": "gradients",
     "optimizer": "optimizer states",
-    "gathered": "gathered in passing",
-    "weights": "cast weights",
+    "gathered": "unsharded buffers",
+    "weights": "weights in compute dtype",
     "activations": "activations",
     "head": "logits and loss",
     "buffers": "buffers",
@@ -31,33 +31,34 @@ LETTERS = {
     "buffers": "b",
     "reserved": "c",
 }
+# Display names of the kinds of `Estimate.time`.
 TIME = {
     "forward": "forward",
     "backward": "backward",
     "recompute": "recomputation",
-    "tp": "exposed tp traffic",
-    "cp": "exposed cp traffic",
-    "ep": "exposed ep traffic",
-    "pp": "exposed pp traffic",
-    "dp": "exposed dp traffic",
+    "tp": "exposed tp communication",
+    "cp": "exposed cp communication",
+    "ep": "exposed ep communication",
+    "pp": "exposed pp communication",
+    "dp": "exposed dp communication",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
-    "offload": "exposed offload traffic",
-    "host": "waiting for the host",
+    "offload": "exposed offload transfers",
+    "host": "waiting for kernel launches",
 }
 COMPUTE, TRAFFIC = ("forward", "backward"), ("tp", "cp", "ep", "pp", "dp")
-# What one writes of every layout; the rest only where it is not the default, which a search over it then finds again.
+# Fields that `layout_toml` always writes. It leaves out others at their defaults: a search over them finds those again.
 CORE = ("pp", "dp_replicate", "dp_shard", "tp", "zero", "microbatch", "recompute")
-MFU = "attention counted in full, recomputation not"
+MFU = "full attention counted, recomputation not counted"
 
 
 def time_name(kind: str) -> str:
-    """What a kind of time is called."""
+    """Return the display name of a kind of time."""
     return TIME.get(kind, kind)
 
 
 def seconds(value: float) -> str:
-    """Seconds of a step with three digits: 12.3 s, 310 ms, 0.042 ms."""
+    """Format seconds with three digits: 12.3 s, 310 ms, 0.042 ms."""
     if value == 0:
         return "0 s"
     if abs(value) >= 1:
@@ -66,23 +67,23 @@ def seconds(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share with two or three digits; what is nearly all is not called all."""
-    whole = 0.1 <= abs(share) < 0.99 or share == 0 or share >= 0.9995
-    return f"{100 * share:.0f}%" if whole else f"{100 * share:.1f}%"
+    """Format a share with two or three digits; shares just below 1 are not rounded to 100%."""
+    integer = 0.1 <= abs(share) < 0.99 or share == 0 or share >= 0.9995
+    return f"{100 * share:.0f}%" if integer else f"{100 * share:.1f}%"
 
 
 def times(factor: float) -> str:
-    """A factor: 1.3x, 12x."""
+    """Format a factor: 1.3x, 12x."""
     return f"{factor:.0f}x" if factor >= 10 else f"{factor:.2f}x" if factor < 1.1 else f"{factor:.1f}x"
 
 
 def rate(bytes_per_second: float) -> str:
-    """Bytes a second in decimal units, as data sheets give them."""
+    """Format bytes per second in decimal units, as data sheets do."""
     return f"{volume(bytes_per_second)}/s"
 
 
 def volume(count: float) -> str:
-    """Bytes that travel, in decimal units like the rates that carry them."""
+    """Format bytes sent, in decimal units as in `rate`."""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= size:
             return f"{digits(count / size)} {unit}"
@@ -90,25 +91,25 @@ def volume(count: float) -> str:
 
 
 def digits(value: float) -> str:
-    """`value` with three digits, and no exponent."""
+    """Format `value` with three digits and no exponent."""
     size = abs(value)
     places = 0 if size >= 99.95 else 1 if size >= 9.995 else 2
     return f"{value:.{places}f}" if size >= 0.9995 else f"{value:.3f}" if size < 0.1 else f"{value:.3g}"
 
 
 def capital(text: str) -> str:
-    """`text` as the beginning of a sentence."""
+    """Return `text` with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def plural(count: int, noun: str) -> str:
-    """`count` and its noun: 1 node, 8 nodes, 2 batches."""
+    """Return `count` and its noun: 1 node, 8 nodes, 2 batches."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def machines(cluster: ClusterSpec) -> str:
-    """The devices and how they stand: 64 x H100 (8 nodes of 8)."""
+    """Return the devices and their nodes: 64 x H100 (8 nodes of 8)."""
     name = f"{cluster.devices:,} x {cluster.device.name}" if cluster.devices > 1 else cluster.device.name
     if cluster.nodes == 1:
         return name
@@ -117,7 +118,7 @@ def machines(cluster: ClusterSpec) -> str:
 
 
 def arrangement(layout: Layout) -> str:
-    """The degrees in words: TP 8 x PP 4 (1f1b) x ZeRO-1 over 2; "over 2 x CP" where cp divides the states, too."""
+    """Return the degrees: TP 8 x PP 4 (1f1b) x ZeRO-1 over 2; "over 2 x CP" where cp also shards the states."""
     return " x ".join(_degrees(layout)) or "one device"
 
 
@@ -131,29 +132,29 @@ def _degrees(layout: Layout) -> Iterator[str]:
     if layout.expert_tp > 1:
         yield f"ETP {layout.expert_tp}"
     if layout.pp > 1:
-        stages = f", {layout.stages} stages a rank" if layout.stages > 1 else ""
+        stages = f", {layout.stages} stages per rank" if layout.stages > 1 else ""
         yield f"PP {layout.pp} ({layout.schedule}{stages})"
     if layout.zero == 0 and layout.dp > 1:
         yield f"DDP over {layout.dp}"
     elif layout.dp_shard * layout.cp > 1 and layout.zero > 0:
         name = "FSDP (ZeRO-3)" if layout.zero == 3 else f"ZeRO-{layout.zero}"
-        copies = f" in {layout.dp_replicate} copies" if layout.dp_replicate > 1 else ""
-        yield f"{name} over {_shards(layout)}{copies}"
+        replicas = f", {layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""
+        yield f"{name} over {_shards(layout)}{replicas}"
 
 
 def _shards(layout: Layout) -> str:
-    """What states are divided over: context-parallel ranks have the same, and divide them, too."""
+    """Return the ranks that shard the states: those of dp_shard and of cp, whose parameters are the same."""
     if layout.cp == 1:
         return f"{layout.dp_shard}"
     return f"{layout.dp_shard} x CP" if layout.dp_shard > 1 else "CP"
 
 
 def details(layout: Layout) -> str:
-    """What the degrees do not say: microbatch, recomputation, offload."""
+    """Return the choices besides the degrees: microbatch, recomputation, uneven stages, offload."""
     parts = [f"microbatch {layout.microbatch}"]
     if layout.recompute != "none":
-        some = "" if layout.recompute_layers is None else f" in {plural(layout.recompute_layers, 'layer')} a rank"
-        parts.append(f"{layout.recompute} recompute{some}")
+        layers = "" if layout.recompute_layers is None else f" in {plural(layout.recompute_layers, 'layer')} per rank"
+        parts.append(f"{layout.recompute} recompute{layers}")
     if layout.stage_layers:
         runs = [f"{len(list(run))} x {size}" for size, run in groupby(layout.stage_layers)]
         parts.append(f"stages of {' + '.join(runs)} layers")
@@ -163,23 +164,24 @@ def details(layout: Layout) -> str:
 
 
 def holder(layout: Layout) -> str:
-    """Whose memory is spoken of: ranks differ where there is a pipeline."""
-    return "the fullest rank" if layout.pp > 1 else "a device"
+    """Return whose peak memory a sentence is about: with a pipeline, ranks need different amounts."""
+    return "the fullest rank" if layout.pp > 1 else "each device"
 
 
 def layout_words(layout: Layout) -> str:
-    """The whole layout in one line."""
+    """Return the layout in one line."""
     return f"{arrangement(layout)}, {details(layout)}"
 
 
 def layout_toml(layout: Layout) -> str:
-    """The `[layout]` section that pins `layout`, without what is at its default and follows from the rest."""
+    """Return the `[layout]` section that pins `layout`; fields outside `CORE` are left out at their defaults."""
     default = Layout()
     fields = {name: getattr(layout, name) for name in Layout.__dataclass_fields__}
-    kept = {name: value for name, value in fields.items() if name in CORE or value != getattr(default, name)}
+    written = {name: value for name, value in fields.items() if name in CORE or value != getattr(default, name)}
     if layout.pp > 1:
-        kept["schedule"] = layout.schedule
-    return "\n".join(["[layout]", *(f"{name} = {_toml(value)}" for name, value in kept.items() if value is not None)])
+        written["schedule"] = layout.schedule
+    lines = [f"{name} = {_toml(value)}" for name, value in written.items() if value is not None]
+    return "\n".join(["[layout]", *lines])
 
 
 def _toml(value: object) -> str:
