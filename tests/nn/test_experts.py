@@ -116,7 +116,9 @@ def test_grouped_products(dtype, counts, sizes):
 
 
 def test_the_kernel_is_taken_and_counted_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(grouped, "_compiles_kernels", lambda rows: False)  # whichever float32 products a run before has chosen
+    monkeypatch.setattr(
+        grouped, "_compiles_kernels", lambda rows: False
+    )  # whichever float32 products a run before has chosen
     assert grouped._has_kernel(torch.zeros(3, 8), 4)
     rows, weight = torch.zeros(12, 16), torch.zeros(4, 24, 16)
     with FlopCounterMode(display=False) as counter:

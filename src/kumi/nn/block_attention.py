@@ -48,21 +48,21 @@ class Block:
     """Some consecutive queries of a row, and the keys that they attend to.
 
     `row`: index in the batch.
-    `place`: position of the first query in its row.
+    `position`: of the first query in its row.
     `start`, `stop`: range of the local queries.
-    `count`: only the first `count` queries see any key.
-    `first`, `last`: range of the local keys.
-    `hidden`: masks of keys that some of the queries must not see.
+    `num_active`: only this many of the queries, the first ones, see any key.
+    `key_start`, `key_stop`: range of the local keys.
+    `masked`: masks of keys that some of the queries must not see.
     """
 
     row: int
-    place: int
+    position: int
     start: int
     stop: int
-    count: int
-    first: int
-    last: int
-    hidden: tuple[MaskedKeys, ...]
+    num_active: int
+    key_start: int
+    key_stop: int
+    masked: tuple[MaskedKeys, ...]
 
 
 class KeyValuePart(NamedTuple):
@@ -73,7 +73,7 @@ class KeyValuePart(NamedTuple):
     `values`: (B, K, M, E') in the forward pass, (B, K, E', M) in the backward pass.
     `scores`: how products become scores.
     `alibi`: the ALiBi bias, or None.
-    `places` (B, M): positions of the keys, as the ALiBi bias counts them.
+    `positions` (B, M): of the keys, as the ALiBi bias counts them.
     """
 
     keys: Tensor
@@ -81,7 +81,7 @@ class KeyValuePart(NamedTuple):
     values: Tensor
     scores: Scores
     alibi: AlibiBias | None
-    places: Tensor
+    positions: Tensor
 
 
 def split(x: Tensor, kv_heads: int) -> Tensor:
@@ -105,11 +105,11 @@ def arranged(
     """
     keys = k.permute(0, 2, 3, 1).to(wide(k.dtype)).contiguous() * scores.key_factor(k.shape[-1])
     values = v.permute(0, 2, 3, 1).contiguous() if backward else v.transpose(1, 2)
-    alibi, places = scores.alibi_bias(keys, *k.shape[2:]), positions.expand(len(k), -1)
+    alibi, key_positions = scores.alibi_bias(keys, *k.shape[2:]), positions.expand(len(k), -1)
     if alibi is not None:
-        in_document = places - earliest(bounds, len(k), 0)[:, positions] if alibi.stepped else places
-        places = in_document.to(k.device)
-    return KeyValuePart(keys, k.transpose(1, 2), values, scores, alibi, places)
+        in_document = key_positions - earliest(bounds, len(k), 0)[:, positions] if alibi.stepped else key_positions
+        key_positions = in_document.to(k.device)
+    return KeyValuePart(keys, k.transpose(1, 2), values, scores, alibi, key_positions)
 
 
 def earliest(bounds: Sequence[int], rows: int, window: int) -> Tensor:
@@ -150,13 +150,13 @@ def _block(origin: tuple[int, int, int], first: Tensor, last: Tensor, device: to
 
     `origin`: the row, the position of the first query in it, and the index of that query.
     """
-    row, place, start = origin
+    row, position, start = origin
     # If a key comes after one of the queries, keys and queries are of the same piece, and each query sees itself.
     # Otherwise all queries end at the same key, and those from some document on see none.
-    count = int((first < last).sum())
-    if not count:
+    num_active = int((first < last).sum())
+    if not num_active:
         return
-    size = min(-(-count // ROUND) * ROUND, len(first))
+    size = min(-(-num_active // ROUND) * ROUND, len(first))
     begin, end = int(first[0]) // UNIT * UNIT, int(last[size - 1])
     # Queries that see nothing but pad the block to its size see the last key. Their results are not used.
     first, last = torch.minimum(first[:size], last[:size] - 1), last[:size]
@@ -168,7 +168,7 @@ def _block(origin: tuple[int, int, int], first: Tensor, last: Tensor, device: to
     if seen_by_all_to < end:
         late = torch.arange(seen_by_all_to, end) >= last[:, None]
         masked.append(MaskedKeys(seen_by_all_to - begin, end - begin, late.to(device)))
-    yield Block(row, place, start, start + size, count, begin, end, tuple(masked))
+    yield Block(row, position, start, start + size, num_active, begin, end, tuple(masked))
 
 
 def forward(queries: Tensor, part: KeyValuePart, plan: tuple[Block, ...], out: Tensor, lse: Tensor) -> None:
@@ -180,10 +180,10 @@ def forward(queries: Tensor, part: KeyValuePart, plan: tuple[Block, ...], out: T
     for block in plan:
         kv_heads, group = out.shape[1:3]
         probs, partial_lse, _ = _probs(queries, part, block)
-        partial = torch.bmm(probs.to(part.values.dtype), part.values[block.row, :, block.first : block.last])
-        shape, rows = (kv_heads, group, block.stop - block.start), slice(block.start, block.start + block.count)
-        partial = partial.to(out.dtype).view(*shape, -1)[:, :, : block.count]
-        partial_lse = partial_lse.view(shape)[:, :, : block.count]
+        partial = torch.bmm(probs.to(part.values.dtype), part.values[block.row, :, block.key_start : block.key_stop])
+        shape, rows = (kv_heads, group, block.stop - block.start), slice(block.start, block.start + block.num_active)
+        partial = partial.to(out.dtype).view(*shape, -1)[:, :, : block.num_active]
+        partial_lse = partial_lse.view(shape)[:, :, : block.num_active]
         old_lse, old_out = lse[block.row, :, :, rows], out[block.row, :, :, rows]
         old_out.lerp_(partial, torch.sigmoid(partial_lse - old_lse)[..., None])
         torch.logaddexp(old_lse, partial_lse, out=old_lse)
@@ -202,8 +202,10 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 def grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient (H,) of `sinks`.
 
-    `grad` and `out` (B, N, H, E') are the gradient of the result and the result, `lse` (B, N, H) its log-sum-exp; both
-    include the sinks. `backward` needs no change for sinks if it gets the same three.
+    `grad`, `out` (B, N, H, E'): gradient of the result, and the result.
+    `lse` (B, N, H): log-sum-exp of the result.
+
+    All three include the sinks. With the same three, `backward` gives the gradients of queries, keys and values.
     """
     dot = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1) * torch.exp(sinks.to(lse.dtype) - lse)
     return -dot.sum((0, 1)).to(sinks.dtype)
@@ -230,20 +232,20 @@ def backward(
     The accumulated gradients are in the dtype of scores. The caller still has to multiply those of queries and keys by
     `Scores.factor`.
     """
-    narrow = grad.dtype
+    input_dtype = grad.dtype
     for block in plan:
-        rows, keys = slice(block.start, block.stop), slice(block.first, block.last)
+        rows, keys = slice(block.start, block.stop), slice(block.key_start, block.key_stop)
         row, size = block.row, block.stop - block.start
-        probs, part_lse, tangents = _probs(queries, part, block)
+        probs, part_lse, tanh = _probs(queries, part, block)
         # Probabilities within this part become probabilities over all parts by the factor exp(part_lse - lse).
         share = (part_lse - lse[row, :, :, rows].reshape(part_lse.shape)).exp_()
-        if block.count < size:
-            share.view(-1, size)[:, block.count :] = 0.0
-        grads = (_rows(grad, block) * share[..., None]).to(narrow)
+        if block.num_active < size:
+            share.view(-1, size)[:, block.num_active :] = 0.0
+        grads = (_rows(grad, block) * share[..., None]).to(input_dtype)
         weighted_delta = _rows(delta[..., None], block) * share[..., None]
         grad_scores = torch.bmm(grads, part.values[row, :, :, keys]).to(probs.dtype).sub_(weighted_delta).mul_(probs)
-        grad_scores = softcap_backward(grad_scores, tangents).to(narrow)
-        _add_bmm(grad_v[row, :, keys], probs.to(narrow).transpose(1, 2), grads)
+        grad_scores = softcap_backward(grad_scores, tanh).to(input_dtype)
+        _add_bmm(grad_v[row, :, keys], probs.to(input_dtype).transpose(1, 2), grads)
         _add_bmm(grad_k[row, :, keys], grad_scores.transpose(1, 2), _rows(queries, block))
         through = torch.bmm(grad_scores, part.plain_keys[row, :, keys])
         grad_q[row, :, :, rows] += through.view(*grad_q.shape[1:3], size, -1)
@@ -255,23 +257,24 @@ def _probs(queries: Tensor, part: KeyValuePart, block: Block) -> tuple[Tensor, T
     The shapes are (K, G * n, m), (K, G * n), and (K, G * n, m); the last is None without softcap.
     """
     rows = _rows(queries, block).to(part.keys.dtype)
-    scores, tangents = part.scores.apply_softcap(torch.bmm(rows, part.keys[block.row, :, :, block.first : block.last]))
-    size = block.stop - block.start
-    each_head = scores.view(scores.shape[0], -1, size, block.last - block.first)
+    scores, tanh = part.scores.apply_softcap(
+        torch.bmm(rows, part.keys[block.row, :, :, block.key_start : block.key_stop])
+    )
+    num_queries = block.stop - block.start
+    each_head = scores.view(scores.shape[0], -1, num_queries, block.key_stop - block.key_start)
     if part.alibi is not None:
-        # Measure distances from the block's first query, not from each query: this shifts all scores of a query
-        # equally.
-        places = part.places[block.row, block.first : block.last]
-        each_head += part.alibi.key_bias(places, block.place)[:, :, None]
-    for hidden in block.hidden:
-        each_head[..., hidden.start : hidden.stop].masked_fill_(hidden.mask, -torch.inf)
+        # Measure distances from the block's first query: an equal shift of all scores of a query.
+        key_positions = part.positions[block.row, block.key_start : block.key_stop]
+        each_head += part.alibi.key_bias(key_positions, block.position)[:, :, None]
+    for masked in block.masked:
+        each_head[..., masked.start : masked.stop].masked_fill_(masked.mask, -torch.inf)
     probs = torch.softmax(scores, dim=-1)
     # log-sum-exp = score - log p; the largest score gives it most accurately.
     lse = scores.amax(dim=-1).sub_(probs.amax(dim=-1).log_())
-    excess = None if part.alibi is None else part.alibi.query_excess(size)
+    excess = None if part.alibi is None else part.alibi.query_excess(num_queries)
     if excess is not None:
         lse.view(*each_head.shape[:3]).sub_(excess)
-    return probs, lse, tangents
+    return probs, lse, tanh
 
 
 def _rows(x: Tensor, block: Block) -> Tensor:

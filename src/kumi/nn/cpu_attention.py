@@ -176,7 +176,7 @@ def _gradients(
     for block in _blocks(mask.earliest):
         seen = slice(block.first, block.stop)
         rows, out_rows = _rows(queries, block), _rows(grads, block)
-        weights, sink_weights, tangents = _weights(rows, keys, block, mask, sinks, scores)
+        weights, sink_weights, tanh = _weights(rows, keys, block, mask, sinks, scores)
         weights = weights.to(q.dtype)
         grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), out_rows)
         grad_weights = torch.bmm(out_rows, values[:, :, seen])
@@ -184,7 +184,7 @@ def _gradients(
             sink_loss = (grad_weights * weights).sum(-1, dtype=keys.dtype) * sink_weights
             grad_sinks -= sink_loss.view(sinks.shape[0], -1).sum(-1)  # type: ignore[union-attr]
         # The sinks' column can be left out: their values are zero, and so are the gradients of their weights.
-        grad_scores = softcap_backward(torch._softmax_backward_data(grad_weights, weights, -1, q.dtype), tangents)
+        grad_scores = softcap_backward(torch._softmax_backward_data(grad_weights, weights, -1, q.dtype), tanh)
         _write_rows(grad_q, block, torch.bmm(grad_scores, narrow_keys[:, seen]))
         grad_k[:, seen] += torch.bmm(grad_scores.transpose(1, 2), rows)
     grad_k *= scores.factor(k.shape[-1])
@@ -216,13 +216,12 @@ def _weights(
     - Those of the sinks: (K, G * n), or None without sinks.
     - tanh: (K, G * n, m), or None without softcap.
     """
-    logits, tangents = scores.apply_softcap(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop]))
+    logits, tanh = scores.apply_softcap(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop]))
     count, before = block.stop - block.start, block.start - block.first
     each_head = logits.view(keys.shape[0], -1, count, before + count)
     alibi = scores.alibi_bias(keys, *keys.shape[:2])
     if alibi is not None:
-        # Measure distances from the block's first query, not from each query: this shifts all scores of a query
-        # equally.
+        # Measure distances from the block's first query: an equal shift of all scores of a query.
         positions = torch.arange(block.first, block.stop)
         positions = positions - mask.begins[block.first : block.stop] if alibi.stepped else positions
         each_head += alibi.key_bias(positions, block.start)[:, :, None]
@@ -231,13 +230,13 @@ def _weights(
         early = torch.arange(block.first, block.seen_by_all) < mask.earliest[block.start : block.stop, None]
         each_head[..., : early.shape[1]].masked_fill_(early, -torch.inf)
     if sinks is None:
-        return torch.softmax(logits, dim=-1), None, tangents
+        return torch.softmax(logits, dim=-1), None, tanh
     column = sinks.to(keys.dtype).view(keys.shape[0], -1, 1).expand(-1, -1, count)
     excess = None if alibi is None else alibi.query_excess(count)
     if excess is not None:
         column = column + excess
     weights = torch.softmax(torch.cat([logits, column.reshape(keys.shape[0], -1, 1)], dim=-1), dim=-1)
-    return weights[..., :-1], weights[..., -1], tangents
+    return weights[..., :-1], weights[..., -1], tanh
 
 
 def _split(x: Tensor, kv_heads: int) -> Tensor:

@@ -196,12 +196,12 @@ def _own_tile(ids: Tensor, device: torch.device) -> Tile:
     The local tokens of a document are contiguous.
     """
     rows, count = ids.shape
-    every = slice(None)
+    everything = slice(None)
     begins = torch.cat([torch.ones(rows, 1, dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
     bounds = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([rows * count])])
     if len(bounds) == rows + 1:
-        return Tile(every, every, every, causal=True)
-    return Tile(every, every, every, True, CuSeqlens(bounds.int().to(device), int(bounds.diff().max())))
+        return Tile(everything, everything, everything, causal=True)
+    return Tile(everything, everything, everything, True, CuSeqlens(bounds.int().to(device), int(bounds.diff().max())))
 
 
 _Range = tuple[int, int]

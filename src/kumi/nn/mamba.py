@@ -128,16 +128,15 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor
     out = torch.empty_like(x)
     for part in _blocks(x):
         values = x[..., part].to(wide(x.dtype))
-        summed = _weighted_sum(values, weight[part], None if bias is None else bias[part], numbers)
-        out[..., part] = F.silu(summed, inplace=True)
+        convolved = _weighted_sum(values, weight[part], None if bias is None else bias[part], numbers)
+        out[..., part] = F.silu(convolved, inplace=True)
     return out
 
 
 def _convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
 ) -> list[Tensor]:
-    """Return the gradients of input, weight and bias; the last one even without a bias, because operators return
-    tensors."""
+    """Return the gradients of input, weight and bias; the last is a tensor even without a bias."""
     grads = [torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight[:, 0, 0])]
     for part in _blocks(x):
         bias_part = None if bias is None else bias[part]

@@ -146,10 +146,10 @@ def _attention(case: str) -> dict[str, Callable[[], object]]:
     inputs = [torch.randn(size).to(_DTYPES[kind]).requires_grad_() for size in sizes]
     bounds = torch.tensor((0, *documents)).cumsum(0).tolist()
 
-    def attend(way: Callable[..., Tensor]) -> None:
+    def attend(function: Callable[..., Tensor]) -> None:
         # Differentiate a scalar: with a given gradient, PyTorch would import its compiler's symbols, which takes half a
         # second.
-        torch.autograd.grad(way(*inputs, bounds=bounds).square().sum(), inputs)
+        torch.autograd.grad(function(*inputs, bounds=bounds).square().sum(), inputs)
 
     return {
         "blocks": partial(attend, partial(packed_attention, window=None)),

@@ -41,8 +41,7 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """Return x / rms(x) * weight over the last dim of `x`."""
-    # The fused kernel of other devices needs the weight in the dtype of `x`: too coarse for a weight that is added to
-    # 1.
+    # Other devices' fused kernel needs the weight in the dtype of `x`: too coarse for a weight that is added to 1.
     if x.device.type == "cpu" or zero_centered:
         normed: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
         return normed

@@ -48,8 +48,8 @@ class Scores(NamedTuple):
         """
         if self.softcap is None:
             return products, None
-        tangents = products.tanh_()
-        return tangents * self.softcap, tangents
+        tanh = products.tanh_()
+        return tanh * self.softcap, tanh
 
     def alibi_bias(self, like: Tensor, kv_heads: int, size: int) -> AlibiBias | None:
         """Return the ALiBi bias of scores of heads of `size` dims, or None without slopes.
@@ -112,9 +112,9 @@ PLAIN = Scores()
 SCHEMA = "float? scale=None, float? softcap=None, float[]? slopes=None, bool stepped=False"
 
 
-def softcap_backward(grad: Tensor, tangents: Tensor | None) -> Tensor:
+def softcap_backward(grad: Tensor, tanh: Tensor | None) -> Tensor:
     """Return the gradient of the uncapped scores, given `grad` of the capped ones; `grad` may be overwritten."""
-    return grad if tangents is None else grad.mul_((1.0 - tangents.square()).to(grad.dtype))
+    return grad if tanh is None else grad.mul_((1.0 - tanh.square()).to(grad.dtype))
 
 
 @lru_cache(maxsize=64)
