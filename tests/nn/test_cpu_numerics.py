@@ -61,8 +61,9 @@ def chosen(monkeypatch, kind="fp32", **seconds):
         return lambda *_: dict.fromkeys(names, 1.0) | seconds.get(what, {})
 
     class Clock(measured._Clock):
-        def timed(self, what, ways):
-            return self._rounds.setdefault(what, {way: [one] * measured.ROUNDS for way, one in ways.items()})
+        def timed(self, measurement, candidates):
+            times = {candidate: [each] * measured.ROUNDS for candidate, each in candidates.items()}
+            return self._rounds.setdefault(measurement, times)
 
     monkeypatch.setattr(measured, "_Clock", Clock)
     monkeypatch.setattr(measured, "_products", ways("products", "default", "onednn"))

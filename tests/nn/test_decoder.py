@@ -48,7 +48,7 @@ def test_learned_positions_begin_anew_in_every_document():
     document_ids = torch.cat([torch.full_like(part, index) for index, part in enumerate(parts)], dim=1)
     packed = decoder(torch.cat(parts, dim=1), document_ids=document_ids)
     torch.testing.assert_close(packed, torch.cat([decoder(part) for part in parts], dim=1))
-    with pytest.raises(ModelError, match="a row of 13 tokens is longer than the 12 positions that this gpt2 model has"):
+    with pytest.raises(ModelError, match="the row has 13 tokens, but this gpt2 model has only 12 learned positions"):
         decoder(tokens(13))
 
 

@@ -12,7 +12,7 @@ from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
 from kumi.nn.grouped import grouped_linear
 from kumi.nn.moe import MoE
-from kumi.nn.router import Router, _Route, choose, routers
+from kumi.nn.router import Router, _Route, choose_experts, routers
 from kumi.spec import ledger, model
 from kumi.spec.model import LatentAttention, LayerSpec, ModelSpec, Rope
 from weights import init_weights
@@ -116,7 +116,9 @@ def test_grouped_products(dtype, counts, sizes):
 
 
 def test_the_kernel_is_taken_and_counted_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(grouped, "_compiles", lambda rows: False)  # whichever float32 products a run before has chosen
+    monkeypatch.setattr(
+        grouped, "_compiles_kernels", lambda rows: False
+    )  # whichever float32 products a run before has chosen
     assert grouped._has_kernel(torch.zeros(3, 8), 4)
     rows, weight = torch.zeros(12, 16), torch.zeros(4, 24, 16)
     with FlopCounterMode(display=False) as counter:
@@ -128,9 +130,10 @@ def test_groups_limit_the_choice():
     scores = torch.tensor([[0.9, 0.1, 0.5, 0.55, 0.2, 0.3, 0.4, 0.45]])
     spec = replace(V3, num_experts=8, n_group=4, topk_group=1)
     # The best expert is in the first group, the two best of one group in the second.
-    assert choose(scores, None, replace(spec, topk_method="group_limited_greedy")).sort().values.tolist() == [[0, 1]]
-    assert choose(scores, torch.zeros(8), spec).sort().values.tolist() == [[2, 3]]
-    assert choose(scores, torch.tensor([0.0] * 6 + [1.0] * 2), spec).sort().values.tolist() == [[6, 7]]
+    without_bias = replace(spec, topk_method="group_limited_greedy")
+    assert choose_experts(scores, None, without_bias).sort().values.tolist() == [[0, 1]]
+    assert choose_experts(scores, torch.zeros(8), spec).sort().values.tolist() == [[2, 3]]
+    assert choose_experts(scores, torch.tensor([0.0] * 6 + [1.0] * 2), spec).sort().values.tolist() == [[6, 7]]
 
 
 def test_the_bias_chooses_and_weighs_nothing():

@@ -17,8 +17,8 @@ from kumi.parallel.ring import positions_of
 ROWS = 2
 
 
-def _documents(marks, rows, length):
-    bounds = range(0, rows * length + 1, length) if marks is None else marks.bounds.tolist()
+def _documents(cu_seqlens, rows, length):
+    bounds = range(0, rows * length + 1, length) if cu_seqlens is None else cu_seqlens.bounds.tolist()
     return [slice(first, last) for first, last in pairwise(bounds)]
 
 
@@ -37,12 +37,12 @@ def _mask(causal, window, length):
     return False, torch.zeros(length, length, dtype=torch.float64).masked_fill(hidden, -torch.inf)
 
 
-def forward(q, k, v, sight):
+def forward(q, k, v, options):
     """What `Kernels.forward` is, by the CPU's own kernel, document by document."""
-    causal, marks, window, scale = sight
+    causal, cu_seqlens, window, scale = options
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     flat_q, flat_k, flat_v, flat_out, flat_lse = (x.flatten(0, 1) for x in (q, k, v, out, lse))
-    ends = zip(_documents(marks, *q.shape[:2]), _documents(marks, *k.shape[:2]), strict=True)
+    ends = zip(_documents(cu_seqlens, *q.shape[:2]), _documents(cu_seqlens, *k.shape[:2]), strict=True)
     for queries, keys in ends:
         tensors = [_heads(x, q.shape[2]) for x in (flat_q[queries], flat_k[keys], flat_v[keys])]
         plain, mask = _mask(causal, window, len(flat_q[queries]))
@@ -52,12 +52,12 @@ def forward(q, k, v, sight):
     return out, lse
 
 
-def backward(grad, q, k, v, out, lse, sight):
+def backward(grad, q, k, v, out, lse, options):
     """What `Kernels.backward` is."""
-    causal, marks, window, scale = sight
+    causal, cu_seqlens, window, scale = options
     found = [torch.empty_like(x) for x in (q, k, v)]
     flat = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse, *found)]
-    ends = zip(_documents(marks, *q.shape[:2]), _documents(marks, *k.shape[:2]), strict=True)
+    ends = zip(_documents(cu_seqlens, *q.shape[:2]), _documents(cu_seqlens, *k.shape[:2]), strict=True)
     for queries, keys in ends:
         where = (queries, queries, keys, keys, queries)
         tensors = [_heads(x[places], q.shape[2]) for x, places in zip(flat[:5], where)]

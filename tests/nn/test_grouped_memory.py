@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kumi.nn import grouped
-from kumi.nn.grouped import block_size
+from kumi.nn.grouped import padded_size
 
 # Two layers of eight experts, 25 steps of four microbatches; the resident MiB after steps 2 and 25.
 SCRIPT = """
@@ -37,10 +37,10 @@ def test_memory_does_not_grow_with_the_sizes_met():
 
 
 def test_sizes_are_few_and_close():
-    sizes = {block_size(count) for count in range(1, 4097)}
+    sizes = {padded_size(count) for count in range(1, 4097)}
     assert len(sizes) == 1 + 4 * 9
-    assert all(count <= block_size(count) <= max(8, 1.25 * count) for count in range(4097))
-    assert block_size(0) == 0
+    assert all(count <= padded_size(count) <= max(8, 1.25 * count) for count in range(4097))
+    assert padded_size(0) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,7 +51,7 @@ def test_padded_products_are_those_of_the_rows(dtype, monkeypatch):
     weight = torch.randn(len(counts), 24, 16, dtype=dtype)
     results = []
     for compiles in (False, True):
-        monkeypatch.setattr(grouped, "_compiles", lambda rows, value=compiles: value)
+        monkeypatch.setattr(grouped, "_compiles_kernels", lambda rows, value=compiles: value)
         inputs = [rows.clone().requires_grad_(), weight.clone().requires_grad_()]
         out = grouped.grouped_linear(*inputs, counts)
         out.backward(torch.ones_like(out))

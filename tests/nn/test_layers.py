@@ -94,7 +94,7 @@ def test_norm_of_nearly_nothing_is_finite():
 
 def test_rotation_gradcheck_and_lengths():
     positions = torch.arange(5).expand(2, 5)
-    cos, sin = (table.double() for table in rope.tables(Rope(100.0), 8, positions))
+    cos, sin = (table.double() for table in rope.cos_sin(Rope(100.0), 8, positions))
     x = random(2, 5, 3, 8).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: rope.rotate(x, cos, sin), x)
     torch.testing.assert_close(rope.rotate(x, cos, sin).norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=1e-6)
@@ -104,7 +104,7 @@ def test_rotated_products_depend_on_distance_alone():
     q, k = random(1, 1, 1, 8), random(1, 1, 1, 8) + 1
 
     def product(a, b):
-        turned = [rope.rotate(x, *rope.tables(Rope(100.0), 8, torch.tensor([[p]]))) for x, p in ((q, a), (k, b))]
+        turned = [rope.rotate(x, *rope.cos_sin(Rope(100.0), 8, torch.tensor([[p]]))) for x, p in ((q, a), (k, b))]
         return (turned[0] * turned[1]).sum()
 
     torch.testing.assert_close(product(7, 3), product(107, 103), rtol=1e-4, atol=1e-4)
@@ -137,9 +137,9 @@ def test_activations(name):
     torch.testing.assert_close(activations.activate(x, name), FORMULAS[name](x))
     assert torch.autograd.gradcheck(lambda x: activations.activate(x, name), x)
     how = activations.gate_by(name)
-    torch.testing.assert_close(activations.joined(gate, up, how), FORMULAS[name](gate) * up)
-    assert torch.autograd.gradcheck(lambda gate, up: activations.joined(gate, up, how), (gate, up))
-    assert torch.autograd.gradcheck(lambda both: activations.joined_halves(both, how), up)
+    torch.testing.assert_close(activations.apply_gate(gate, up, how), FORMULAS[name](gate) * up)
+    assert torch.autograd.gradcheck(lambda gate, up: activations.apply_gate(gate, up, how), (gate, up))
+    assert torch.autograd.gradcheck(lambda both: activations.apply_gate_to_halves(both, how), up)
 
 
 def test_every_activation_of_a_config_is_computed():
@@ -148,11 +148,11 @@ def test_every_activation_of_a_config_is_computed():
 
 def test_clamped_gates():
     gate, up = (random(6, 4) * 2).requires_grad_(), (random(6, 4).flip(0) * 2).requires_grad_()
-    how, low, inside = activations.clamped(0.7, 1.3), gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
+    how, low, inside = activations.clamped_swiglu(0.7, 1.3), gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
     assert (gate > 0.7).any()
     assert (up.abs() > 0.7).any()
     expected = low * (1.3 * low).sigmoid() * (inside + 1)
-    found = activations.joined(gate, up, how)
+    found = activations.apply_gate(gate, up, how)
     torch.testing.assert_close(found, expected)
     grad = random(6, 4) + 0.3
     torch.testing.assert_close(

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from kumi.nn import rope
-from kumi.nn.where import document_lengths, tables
+from kumi.nn.where import cos_sin_tables, document_lengths
 from kumi.spec.model import Attention, Rope
 
 LENGTH, HEAD = 24, 16
@@ -74,7 +74,7 @@ def test_equals_transformers(name):
     x = torch.randn(2, LENGTH, 3, HEAD, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(LENGTH).expand(2, -1)
     attention = Attention(4, 2, HEAD, spec)
-    (found,) = tables([attention], positions, lambda: LENGTH).values()
+    (found,) = cos_sin_tables([attention], positions, lambda: LENGTH).values()
     turned = rope.rotate(x, *found, interleave=spec.interleave)
     torch.testing.assert_close(turned, theirs(x, positions), rtol=1e-5, atol=2e-5)
     assert found[0].shape == (2, LENGTH, 1, attention.rotary_dim)
@@ -86,7 +86,7 @@ def test_equals_transformers(name):
 @pytest.mark.parametrize("size", [4, 6])
 def test_gradients(size, interleave):
     spec = Rope(100.0, interleave=interleave)
-    cos, sin = (table.double() for table in rope.tables(spec, size, torch.arange(4).expand(1, -1)))
+    cos, sin = (table.double() for table in rope.cos_sin(spec, size, torch.arange(4).expand(1, -1)))
     x = torch.randn(1, 4, 2, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rope.rotate(x, cos, sin, interleave=interleave), x)
 
@@ -95,9 +95,9 @@ def test_the_length_of_its_document_decides_about_every_position():
     """Whatever row it is packed in, and whatever part of it a device has."""
     spec = replace(LONGROPE, original_max_position_embeddings=12)
     place = torch.arange(4)[None]
-    short, long = (rope.tables(spec, 8, place, length)[0] for length in (12, 13))
+    short, long = (rope.cos_sin(spec, 8, place, length)[0] for length in (12, 13))
     assert not torch.equal(short, long)
-    mixed = rope.tables(spec, 8, place, torch.tensor([[12, 13, 4, 100]]))[0]
+    mixed = rope.cos_sin(spec, 8, place, torch.tensor([[12, 13, 4, 100]]))[0]
     assert torch.equal(mixed, torch.stack((short[:, 0], long[:, 1], short[:, 2], long[:, 3]), dim=1))
 
 

@@ -1,4 +1,4 @@
-"""The decoder on one device: PyTorch modules and functions that know no mesh."""
+"""The decoder on one device. These modules and functions know nothing of process groups."""
 
 from kumi.nn.decoder import Decoder, DecoderLayer
 

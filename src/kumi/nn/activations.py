@@ -1,10 +1,12 @@
-"""Activation functions under Hugging Face's names, and their gradients from the inputs alone.
+"""Activation functions under Hugging Face's names, with gradients computed from the inputs alone.
 
-ACTIVATIONS[name].value(x)              what the function makes of x, in a new tensor
-ACTIVATIONS[name].gradient(grad, x)     the gradient of x from that of the result, in a new tensor
-activate(x, name)                       a layer of its own, which keeps x, or of relu the result
-gate_by(name), clamped(limit, alpha)    a gated layer's two inputs into one
-joined(gate, up, how)                   that layer, which keeps nothing but the two; joined_halves: of one tensor
+ACTIVATIONS[name].value(x)              the activation of x, in a new tensor
+ACTIVATIONS[name].gradient(grad, x)     the gradient of x, in a new tensor
+activate(x, name)                       an autograd function that keeps x (for relu, its result)
+gate_by(name)                           the gate act(gate) * up
+clamped_swiglu(limit, alpha)            the gate of gpt-oss
+apply_gate(gate, up, how)               an autograd function that keeps only its two inputs
+apply_gate_to_halves(halves, how)       the same for gate and up in one tensor
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _QUICK = 1.702
 
 
 class Activation(NamedTuple):
-    """A function of one tensor, and its gradient: (grad, x) -> grad of x."""
+    """A function of one tensor, and its gradient: (grad, x) -> gradient of x."""
 
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]
@@ -33,8 +35,8 @@ def _tanh_gelu(x: Tensor) -> Tensor:
 
 
 def _tanh_gelu_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    found: Tensor = _aten.gelu_backward(grad, x, approximate="tanh")
-    return found
+    grad_x: Tensor = _aten.gelu_backward(grad, x, approximate="tanh")
+    return grad_x
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def _quick_gelu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return (1 - sigmoid).mul_(x).mul_(_QUICK).add_(1).mul_(sigmoid).mul_(grad)
 
 
-def _squared(x: Tensor) -> Tensor:
+def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square_()
 
 
@@ -58,18 +60,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": _SILU,
     "swish": _SILU,
     "gelu": _GELU,
-    # The same formula, which its authors wrote down in several ways.
+    # Three names of the same formula.
     "gelu_new": _TANH_GELU,
     "gelu_fast": _TANH_GELU,
     "gelu_pytorch_tanh": _TANH_GELU,
     "quick_gelu": Activation(_quick_gelu, _quick_gelu_gradient),
     "relu": Activation(F.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
-    "relu2": Activation(_squared, lambda grad, x: F.relu(x).mul_(2).mul_(grad)),
+    "relu2": Activation(_squared_relu, lambda grad, x: F.relu(x).mul_(2).mul_(grad)),
 }
 
 
 class Gate(NamedTuple):
-    """How two tensors become one, and the gradients of both: (grad, gate, up) -> (grad of gate, grad of up)."""
+    """A function of (gate, up), and its gradients: (grad, gate, up) -> (gradient of gate, gradient of up)."""
 
     value: Callable[[Tensor, Tensor], Tensor]
     gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -77,7 +79,7 @@ class Gate(NamedTuple):
 
 @lru_cache(maxsize=64)
 def gate_by(name: str) -> Gate:
-    """act(gate) * up with the activation `name`."""
+    """Return the gate act(gate) * up with the activation `name`."""
     act = ACTIVATIONS[name]
 
     def gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,47 +89,51 @@ def gate_by(name: str) -> Gate:
 
 
 @lru_cache(maxsize=64)
-def clamped(limit: float, alpha: float) -> Gate:
-    """gate * sigmoid(alpha * gate) * (up + 1), of a gate of at most `limit` and an up of at most that size; beyond, no
-    gradient goes through."""
+def clamped_swiglu(limit: float, alpha: float) -> Gate:
+    """Return the gate gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within +-`limit`.
+
+    Clamped elements get no gradient.
+    """
 
     def value(gate: Tensor, up: Tensor) -> Tensor:
         gate = gate.clamp(max=limit)
         return torch.sigmoid(alpha * gate).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
 
     def gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        low, inside = gate.clamp(max=limit), up.clamp(-limit, limit)
-        sigmoid = torch.sigmoid(alpha * low)
-        slope = (1 - sigmoid).mul_(low).mul_(alpha).add_(1).mul_(sigmoid)
-        of_gate = slope.mul_(inside + 1).mul_(grad).masked_fill_(gate > limit, 0.0)
-        of_up = sigmoid.mul_(low).mul_(grad).masked_fill_(up.abs() > limit, 0.0)
-        return of_gate, of_up
+        clamped_gate, clamped_up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        sigmoid = torch.sigmoid(alpha * clamped_gate)
+        slope = (1 - sigmoid).mul_(clamped_gate).mul_(alpha).add_(1).mul_(sigmoid)
+        grad_gate = slope.mul_(clamped_up + 1).mul_(grad).masked_fill_(gate > limit, 0.0)
+        grad_up = sigmoid.mul_(clamped_gate).mul_(grad).masked_fill_(up.abs() > limit, 0.0)
+        return grad_gate, grad_up
 
     return Gate(value, gradients)
 
 
-def joined(gate: Tensor, up: Tensor, how: Gate) -> Tensor:
-    """What `how` makes of `gate` and `up`, keeping nothing but the two for the backward pass."""
-    out: Tensor = _Joined.apply(gate, up, how)  # type: ignore[no-untyped-call]
+def apply_gate(gate: Tensor, up: Tensor, how: Gate) -> Tensor:
+    """Return the result of the gate `how` for `gate` and `up`. Only these two are kept for the backward pass."""
+    out: Tensor = _ApplyGate.apply(gate, up, how)  # type: ignore[no-untyped-call]
     return out
 
 
-def joined_halves(halves: Tensor, how: Gate) -> Tensor:
-    """What `how` makes of the two halves of the last dim of `halves`, keeping nothing but them for the backward."""
-    out: Tensor = _JoinedHalves.apply(halves, how)  # type: ignore[no-untyped-call]
+def apply_gate_to_halves(halves: Tensor, how: Gate) -> Tensor:
+    """Return the result of the gate `how` for the two halves of the last dim of `halves`, which alone are kept."""
+    out: Tensor = _ApplyGateToHalves.apply(halves, how)  # type: ignore[no-untyped-call]
     return out
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """The activation `name` of `x`, keeping `x` for the backward pass, or of relu, whose gradient needs no more, only
-    the result, which the matrix after it keeps anyway."""
+    """Return the activation `name` of `x`. `x` is kept for the backward pass; for relu, only the result.
+
+    relu's gradient needs only the result, and the matrix product after it keeps that anyway.
+    """
     if name == "relu":
         return F.relu(x)
     out: Tensor = _Activate.apply(x, name)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Joined(torch.autograd.Function):
+class _ApplyGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, how: Gate) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -140,7 +146,7 @@ class _Joined(torch.autograd.Function):
         return (*ctx.how.gradients(grad, gate, up), None)
 
 
-class _JoinedHalves(torch.autograd.Function):
+class _ApplyGateToHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halves: Tensor, how: Gate) -> Tensor:
         ctx.save_for_backward(halves)
@@ -153,8 +159,8 @@ class _JoinedHalves(torch.autograd.Function):
         (halves,) = ctx.saved_tensors
         gate, up = halves.chunk(2, dim=-1)
         out = torch.empty_like(halves)
-        for part, found in zip(out.chunk(2, dim=-1), ctx.how.gradients(grad, gate, up), strict=True):
-            part.copy_(found)
+        for out_half, grad_half in zip(out.chunk(2, dim=-1), ctx.how.gradients(grad, gate, up), strict=True):
+            out_half.copy_(grad_half)
         return out, None
 
 

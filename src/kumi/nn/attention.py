@@ -15,10 +15,10 @@ from kumi.nn.cpu_attention import packed_attention
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.norm import RMSNorm
-from kumi.nn.region import WHOLE
+from kumi.nn.region import UNSHARDED
 from kumi.nn.scores import PLAIN, Scores, alibi_slopes
 from kumi.nn.surrounded import Around, inside
-from kumi.nn.where import Segments, Where, of_keys, positions, rotary
+from kumi.nn.where import Segments, Where, key_rotary, positions, rotary
 from kumi.spec import model
 
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         zero_centered: bool = False,
     ) -> None:
         super().__init__()
-        self.spec, self.region = spec, WHOLE
+        self.spec, self.region = spec, UNSHARDED
         self.around: list[Around] = []
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         self.q_proj = Linear(hidden_size, heads, bias=spec.qkv_bias, device=device, dtype=dtype)
@@ -51,12 +51,12 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(count, device=device, dtype=dtype)) if spec.sinks else None
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
-        """Return what `compute` returns, computed inside of what is in `around`."""
+        """Return the result of `compute`, called inside the wrappers in `around`."""
         out: Tensor = inside(self.around, self.compute)(x, where)
         return out
 
     def compute(self, x: Tensor, where: Where) -> Tensor:
-        """Of the hidden states `x` (B, S, D), or (B * S, D), in the same shape."""
+        """Return the attention output for hidden states `x` (B, S, D) or (B * S, D), in the same shape."""
         heads = (*where.shape, -1, self.spec.head_dim)
         q, k, v = self.region.enter(x, (self.q_proj, self.k_proj, self.v_proj))
         v = v.view(heads)
@@ -64,19 +64,19 @@ class Attention(nn.Module):
             q, k = q.view(heads), k.view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
-        turn = rotary(self.spec)
-        if turn is not None:
-            pairs = ((q, turn), (k, of_keys(turn)))
-            q, k = (rope.rotate(x, *where.tables[key], interleave=turn[0].interleave) for x, key in pairs)
+        rotation = rotary(self.spec)
+        if rotation is not None:
+            pairs = ((q, rotation), (k, key_rotary(rotation)))
+            q, k = (rope.rotate(x, *where.tables[key], interleave=rotation[0].interleave) for x, key in pairs)
         out = where.attend(q, k, v, self.spec.sliding_window, self.sinks, self.scores)
         return self.region.leave(out.flatten(2), self.o_proj).view(x.shape)
 
     @property
     def scores(self) -> Scores:
-        """What becomes of the scores of the heads that this device has."""
+        """How the products of this rank's heads become scores."""
         slopes = alibi_slopes(self.spec.num_attention_heads) if self.spec.alibi else None
-        whole = Scores(self.spec.score_scale, self.spec.softcap, slopes, self.spec.alibi_stepped)
-        return whole.part(*self.region.place)
+        all_heads = Scores(self.spec.score_scale, self.spec.softcap, slopes, self.spec.alibi_stepped)
+        return all_heads.part(*self.region.place)
 
 
 def attend(
@@ -88,50 +88,54 @@ def attend(
     sinks: Tensor | None = None,
     scores: Scores = PLAIN,
 ) -> Tensor:
-    """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E'), each position over its
-    document's past and, where there are `sinks` (H,), over nothing with that score; `scores` says what becomes of
-    products of queries with keys."""
+    """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
+
+    A position sees the earlier positions of its document, and itself.
+    `window`: it sees at most this many latest keys; None for no limit.
+    `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
+    `scores`: how the product of a query and a key becomes a score.
+    """
     if isinstance(segments.bounds, list):
         if sinks is None and scores.fused and cpu_flash.suits(q, v, segments.bounds, window):
             return cpu_flash.flash_attention(q, k, v, segments.bounds, scores.scale)
         return packed_attention(q, k, v, segments.bounds, window, sinks, scores)
     if sinks is not None or not scores.fused:
-        return _without_kernels(segments, q, k, v, window, sinks, scores)
-    plain = segments.document_ids is None and (window is None or window >= q.shape[1])
-    own = v.shape[3]
-    if has_varlen(q) and own < q.shape[3]:
-        # Flash kernels take heads of one size: shorter values are made as long as keys with zeros.
-        v = F.pad(v, (0, q.shape[3] - own))
-    if not plain and segments.bounds is not None and has_varlen(q):
+        return _attend_with_custom_scores(segments, q, k, v, window, sinks, scores)
+    only_causal = segments.document_ids is None and (window is None or window >= q.shape[1])
+    value_size = v.shape[3]
+    if has_varlen(q) and value_size < q.shape[3]:
+        # Flash kernels need equal head sizes: pad the values with zeros to the size of the keys.
+        v = F.pad(v, (0, q.shape[3] - value_size))
+    if not only_causal and segments.bounds is not None and has_varlen(q):
         tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         out = varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window, scale=scores.scale)
-        return out.view(q.shape)[..., :own]
-    mask = None if plain else visible(segments.document_ids, q.shape[1], window, q.device)
-    if not plain:
-        # No kernel takes both a mask and fewer key heads without holding all S x S scores.
+        return out.view(q.shape)[..., :value_size]
+    mask = None if only_causal else visible(segments.document_ids, q.shape[1], window, q.device)
+    if not only_causal:
+        # With a mask and fewer key heads than query heads, every kernel would hold all S x S scores.
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    # Not every kernel that takes as many key heads as query heads takes fewer.
+    # Ask for grouped queries only if needed: some kernels support equal head counts only.
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=plain, scale=scores.scale, enable_gqa=grouped
+        q, k, v, attn_mask=mask, is_causal=only_causal, scale=scores.scale, enable_gqa=grouped
     )
-    return out.transpose(1, 2)[..., :own]
+    return out.transpose(1, 2)[..., :value_size]
 
 
-def _without_kernels(
+def _attend_with_custom_scores(
     segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None, scores: Scores
 ) -> Tensor:
-    """As `attend`, of what no kernel computes by itself."""
+    """Return the result of `attend` for sinks, softcaps or ALiBi, which no PyTorch kernel computes."""
     bounds = segments.bounds
     if isinstance(bounds, Tensor) and sinks is not None and scores.fused and flash_parts.takes(q, v):
         return flash_parts.with_sinks(q, k, v, window, sinks, bounds, scores.scale)
     if bounds is not None:
-        return blockwise(q, k, v, segments.marks, window, sinks, scores)
-    return _by_all_scores(segments.document_ids, q, k, v, window, sinks, scores)
+        return blockwise(q, k, v, segments.bounds_list, window, sinks, scores)
+    return _attend_by_all_scores(segments.document_ids, q, k, v, window, sinks, scores)
 
 
-def _by_all_scores(
+def _attend_by_all_scores(
     document_ids: Tensor | None,
     q: Tensor,
     k: Tensor,
@@ -140,30 +144,30 @@ def _by_all_scores(
     sinks: Tensor | None,
     scores: Scores,
 ) -> Tensor:
-    """As `attend`, in its simplest words, on devices that nothing is known of. All S x S scores are held."""
+    """Return the result of `attend` by plain operators, for any device. Holds all S x S scores in memory."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    found = torch.einsum("bshe,bthe->bhst", q.to(wide(q.dtype)), k.to(wide(q.dtype))) * scores.factor(q.shape[3])
+    logits = torch.einsum("bshe,bthe->bhst", q.to(wide(q.dtype)), k.to(wide(q.dtype))) * scores.factor(q.shape[3])
     if scores.softcap is not None:
-        found = torch.tanh(found / scores.softcap) * scores.softcap
-    tilt = scores.tilt(found, found.shape[1], q.shape[3])
-    if tilt is not None:
-        places = positions(q[..., 0, 0], document_ids) if tilt.stepped else torch.arange(q.shape[1], device=q.device)
-        found = found + torch.stack([tilt.of_keys(row, 0) for row in places.expand(len(q), -1)])[:, :, 0, None]
-        excess = tilt.of_queries(q.shape[1])
-        found = found if excess is None else found - excess[:, 0, :, None]
-    found = found.masked_fill(~visible(document_ids, q.shape[1], window, q.device), -torch.inf)
+        logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    alibi = scores.alibi_bias(logits, logits.shape[1], q.shape[3])
+    if alibi is not None:
+        index = positions(q[..., 0, 0], document_ids) if alibi.stepped else torch.arange(q.shape[1], device=q.device)
+        logits = logits + torch.stack([alibi.key_bias(row, 0) for row in index.expand(len(q), -1)])[:, :, 0, None]
+        excess = alibi.query_excess(q.shape[1])
+        logits = logits if excess is None else logits - excess[:, 0, :, None]
+    logits = logits.masked_fill(~visible(document_ids, q.shape[1], window, q.device), -torch.inf)
     if sinks is not None:
-        column = sinks.to(found.dtype)[None, :, None, None].expand(*found.shape[:3], 1)
-        found = torch.cat([found, column], dim=-1)
-    weights = torch.softmax(found, dim=-1)[..., : q.shape[1]]
+        column = sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : q.shape[1]]
     return torch.einsum("bhst,bthe->bshe", weights.to(v.dtype), v)
 
 
 def visible(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
-    """True where query s may look at key t, (B or 1, 1, S, S)."""
+    """Return True (B or 1, 1, S, S) where query s may attend to key t."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
-    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    in_window = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     if document_ids is None:
-        return seen[None, None]
-    return (document_ids[:, :, None] == document_ids[:, None, :])[:, None] & seen
+        return in_window[None, None]
+    return (document_ids[:, :, None] == document_ids[:, None, :])[:, None] & in_window

@@ -1,18 +1,18 @@
-"""Causal attention over packed documents on the CPU: in blocks of queries, as matrix products at full speed.
+"""Causal attention over packed documents on the CPU, in blocks of queries, by matrix products.
 
-PyTorch's own kernel (`kumi.nn.cpu_flash`) knows windows only by a mask over all pairs of positions, and neither sinks
-nor other scores; in bfloat16 it is slower than products that a CPU has instructions for. Here a block of queries meets
-only the keys that one of them may see: those of its documents, up to itself, within the window. Scores and softmax are
-in float32 or wider. The backward pass computes each block's probabilities again, so nothing of size S x S is kept (Dao
-et al., 2022, arXiv:2205.14135).
+PyTorch's own CPU kernel (`kumi.nn.cpu_flash`) supports windows only by a mask over all pairs of positions, and neither
+sinks nor softcap nor ALiBi. In bfloat16 it is slower than matrix products on CPUs with instructions for them. Here a
+block of queries is multiplied only with the keys that one of its queries may see: those of its documents, up to itself,
+within the window. Scores and softmax are in float32 or wider. The backward pass recomputes the probabilities of each
+block, so no tensor of size S x S is kept (Dao et al., 2022, arXiv:2205.14135).
 
-Where the documents of a batch can be divided evenly among PyTorch's threads, each thread computes whole documents:
-the products of a block are too small to be divided themselves.
+If the documents of a batch can be divided evenly among PyTorch's threads, each thread computes complete documents,
+because the products of one block are too small to be divided themselves.
 
-To PyTorch's dispatcher this is one operator: selective recomputation, FLOP counting and tracing see it whole.
+PyTorch's dispatcher sees one operator, and so do selective recomputation, FLOP counting and tracing.
 
-Inside, tokens are numbered through the batch, T = B * S, and the G = H / K query heads of a key head are rows beside
-each other: a block of n queries is a (K, G * n, E) matrix.
+Layout of tensors: tokens are counted through the batch, T = B * S. The G = H / K query heads of a key head are
+adjacent, so a block of n queries is a (K, G * n, E) matrix.
 """
 
 from __future__ import annotations
@@ -28,21 +28,26 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kumi.nn.dtypes import wide
-from kumi.nn.scores import PLAIN, SCHEMA, Scores, uncapped
+from kumi.nn.scores import PLAIN, SCHEMA, Scores, softcap_backward
 from kumi.nn.threads import side_by_side
 
-# Queries of a block: fewer waste less on masked pairs, more make larger matrix products.
+# Queries per block: fewer waste less on masked pairs, more make larger matrix products.
 BLOCK = 128
-# Keys before a block are taken in this many at a time, so that products come in few shapes: oneDNN compiles a kernel
-# for each shape it meets and keeps it, and documents have every length.
+# A block's first key is rounded down to a multiple of this. oneDNN compiles and keeps a kernel for each shape of a
+# product, and documents have every length; rounding limits the number of shapes.
 UNIT = 64
-# Documents are divided into this many parts a thread, so that one that is done early takes another; and not at all
-# where the longest document would keep a thread this many times as long as an equal share.
+# PARTS: document groups per thread, so that a thread that finishes early takes another. UNEVEN: no division if the
+# longest document would occupy a thread this many times longer than an equal share.
 PARTS, UNEVEN = 2, 1.5
 
 
 class _Block(NamedTuple):
-    """Queries `start` to `stop`; the first key at hand; and the first key that all of the queries may see."""
+    """Some consecutive queries and the keys that they attend to.
+
+    `start`, `stop`: the queries.
+    `first`: the first key; the keys end at `stop`.
+    `seen_by_all`: the first key that all of the queries may see.
+    """
 
     first: int
     start: int
@@ -51,8 +56,12 @@ class _Block(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """The first token (T,) of each query's document, the first key (T,) that it sees, and (BLOCK, BLOCK) -inf where a
-    key comes after the query."""
+    """The causal, document and window mask.
+
+    `begins` (T,): the first token of each query's document.
+    `earliest` (T,): the first key that each query sees.
+    `future` (BLOCK, BLOCK): -inf where a key comes after the query, else 0.
+    """
 
     begins: Tensor
     earliest: Tensor
@@ -68,21 +77,21 @@ def packed_attention(
     sinks: Tensor | None = None,
     scores: Scores = PLAIN,
 ) -> Tensor:
-    """Attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
+    """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
 
-    `bounds` are the tokens, numbered through the batch, at which documents begin, and T at the end; a row begins one.
-    A position sees the `window` latest positions of its document, itself included; and a key whose score is that of
-    its head in `sinks` (H,), and whose value is zero.
+    `bounds`: the first token of each document, counted through the batch, followed by T. Every row starts a document.
+    `window`: a position sees at most this many latest positions of its document, itself included; None for no limit.
+    `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
     """
     out: Tensor = OPERATOR(q, k, v, list(bounds), window or 0, sinks, *scores)
     return out
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *how: Any
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *score_options: Any
 ) -> Tensor:
     shares = _shares(bounds, window)
-    parts = [partial(_forward, *x, share, window, sinks, *how) for *x, share in _divided((q, k, v), shares)]
+    parts = [partial(_forward, *x, share, window, sinks, *score_options) for *x, share in _by_share((q, k, v), shares)]
     return _joined(side_by_side(parts), (*q.shape[:-1], v.shape[-1]))
 
 
@@ -94,29 +103,32 @@ def _backward(
     bounds: list[int],
     window: int,
     sinks: Tensor | None = None,
-    *how: Any,
+    *score_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shares = _shares(bounds, window)
-    parts = [partial(_gradients, *x, share, window, sinks, *how) for *x, share in _divided((grad, q, k, v), shares)]
-    *of_inputs, of_sinks = zip(*side_by_side(parts), strict=True)
-    of_q, of_k, of_v = (_joined(each, x.shape) for each, x in zip(of_inputs, (q, k, v), strict=True))
-    return of_q, of_k, of_v, sum(of_sinks[1:], of_sinks[0])
+    parts = [
+        partial(_gradients, *x, share, window, sinks, *score_options)
+        for *x, share in _by_share((grad, q, k, v), shares)
+    ]
+    *input_grads, sink_grads = zip(*side_by_side(parts), strict=True)
+    grad_q, grad_k, grad_v = (_joined(each, x.shape) for each, x in zip(input_grads, (q, k, v), strict=True))
+    return grad_q, grad_k, grad_v, sum(sink_grads[1:], sink_grads[0])
 
 
 def _shares(bounds: list[int], window: int) -> list[list[int]]:
-    """Return the bounds of the documents of each part; a single part where threads would idle."""
+    """Return the bounds of the documents in each part; a single part if dividing would leave threads idle."""
     threads = torch.get_num_threads()
     costs = [n * (BLOCK + min(n, window or n)) for n in (stop - start for start, stop in pairwise(bounds))]
     if threads == 1 or max(costs, default=0) * threads > UNEVEN * sum(costs):
         return [bounds]
-    done, parts = [0, *accumulate(costs)], PARTS * threads
-    ends = [bisect_left(done, done[-1] * part / parts) for part in range(1, parts)]
-    cuts = sorted({0, *ends, len(costs)})
-    return [bounds[start : stop + 1] for start, stop in pairwise(cuts)]
+    cumulative, parts = [0, *accumulate(costs)], PARTS * threads
+    ends = [bisect_left(cumulative, cumulative[-1] * part / parts) for part in range(1, parts)]
+    splits = sorted({0, *ends, len(costs)})
+    return [bounds[start : stop + 1] for start, stop in pairwise(splits)]
 
 
-def _divided(inputs: Sequence[Tensor], shares: list[list[int]]) -> Iterator[tuple[Any, ...]]:
-    """Yield, for each of `shares`, its tokens of the `inputs` (B, S, H, E) as (1, t, H, E), and its bounds from 0."""
+def _by_share(inputs: Sequence[Tensor], shares: list[list[int]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the tokens of each share from `inputs` (B, S, H, E) as (1, t, H, E), and its bounds counted from 0."""
     if len(shares) == 1:
         yield *inputs, shares[0]
         return
@@ -130,16 +142,16 @@ def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *how: Any
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *score_options: Any
 ) -> Tensor:
-    scores = Scores(*how)
+    scores = Scores(*score_options)
     queries, keys = _split(q, k.shape[2]), _scaled_keys(k, scores)
     values = v.flatten(0, 1).transpose(0, 1).contiguous()
     out = queries.new_empty(*queries.shape[:-1], v.shape[-1])
     mask = _mask(bounds, window, keys.dtype)
     for block in _blocks(mask.earliest):
         weights, _, _ = _weights(_rows(queries, block), keys, block, mask, sinks, scores)
-        _put(out, block, torch.bmm(weights.to(q.dtype), values[:, block.first : block.stop]))
+        _write_rows(out, block, torch.bmm(weights.to(q.dtype), values[:, block.first : block.stop]))
     return out.view(*q.shape[:-1], -1)
 
 
@@ -151,9 +163,9 @@ def _gradients(
     bounds: list[int],
     window: int,
     sinks: Tensor | None = None,
-    *how: Any,
+    *score_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scores = Scores(*how)
+    scores = Scores(*score_options)
     queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k, scores)
     plain_keys = keys if scores.softcap is None else keys * scores.softcap
     narrow_keys = plain_keys.transpose(1, 2).to(q.dtype).contiguous()
@@ -164,16 +176,16 @@ def _gradients(
     for block in _blocks(mask.earliest):
         seen = slice(block.first, block.stop)
         rows, out_rows = _rows(queries, block), _rows(grads, block)
-        weights, nowhere, tangents = _weights(rows, keys, block, mask, sinks, scores)
+        weights, sink_weights, tanh = _weights(rows, keys, block, mask, sinks, scores)
         weights = weights.to(q.dtype)
         grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), out_rows)
         grad_weights = torch.bmm(out_rows, values[:, :, seen])
-        if nowhere is not None:
-            lost = (grad_weights * weights).sum(-1, dtype=keys.dtype) * nowhere
-            grad_sinks -= lost.view(sinks.shape[0], -1).sum(-1)  # type: ignore[union-attr]
-        # The sinks' column is left out: their value is zero, and so is the gradient of its weight.
-        grad_scores = uncapped(torch._softmax_backward_data(grad_weights, weights, -1, q.dtype), tangents)
-        _put(grad_q, block, torch.bmm(grad_scores, narrow_keys[:, seen]))
+        if sink_weights is not None:
+            sink_loss = (grad_weights * weights).sum(-1, dtype=keys.dtype) * sink_weights
+            grad_sinks -= sink_loss.view(sinks.shape[0], -1).sum(-1)  # type: ignore[union-attr]
+        # The sinks' column can be left out: their values are zero, and so are the gradients of their weights.
+        grad_scores = softcap_backward(torch._softmax_backward_data(grad_weights, weights, -1, q.dtype), tanh)
+        _write_rows(grad_q, block, torch.bmm(grad_scores, narrow_keys[:, seen]))
         grad_k[:, seen] += torch.bmm(grad_scores.transpose(1, 2), rows)
     grad_k *= scores.factor(k.shape[-1])
     grad_k, grad_v = (g.transpose(0, 1).to(x.dtype).contiguous().view(x.shape) for g, x in ((grad_k, k), (grad_v, v)))
@@ -181,9 +193,9 @@ def _gradients(
 
 
 def _mask(bounds: Sequence[int], window: int, dtype: torch.dtype) -> _Mask:
-    marks = torch.tensor(bounds)
-    begins = torch.repeat_interleave(marks[:-1], marks.diff())
-    # It never falls from one query to the next.
+    boundaries = torch.tensor(bounds)
+    begins = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
+    # `earliest` does not decrease from one query to the next.
     earliest = torch.maximum(begins, torch.arange(len(begins)) - window + 1) if window else begins
     return _Mask(begins, earliest, torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu_(1))
 
@@ -198,49 +210,53 @@ def _blocks(earliest: Tensor) -> Iterator[_Block]:
 def _weights(
     rows: Tensor, keys: Tensor, block: _Block, mask: _Mask, sinks: Tensor | None, scores: Scores
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The attention probabilities (K, G * n, m) of a block's queries over the m keys from its first on, and over the
-    sinks (K, G * n); and what `Scores.capped` gives besides."""
-    found, tangents = scores.capped(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop]))
+    """Return the attention probabilities of a block's queries, those of the sinks, and the tanh of the softcap.
+
+    - Probabilities: (K, G * n, m), over the m keys from the block's first on.
+    - Those of the sinks: (K, G * n), or None without sinks.
+    - tanh: (K, G * n, m), or None without softcap.
+    """
+    logits, tanh = scores.apply_softcap(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop]))
     count, before = block.stop - block.start, block.start - block.first
-    each_head = found.view(keys.shape[0], -1, count, before + count)
-    tilt = scores.tilt(keys, *keys.shape[:2])
-    if tilt is not None:
-        # Distances from the block's first query in place of each query's own: one number less in all of its scores.
-        places = torch.arange(block.first, block.stop)
-        places = places - mask.begins[block.first : block.stop] if tilt.stepped else places
-        each_head += tilt.of_keys(places, block.start)[:, :, None]
+    each_head = logits.view(keys.shape[0], -1, count, before + count)
+    alibi = scores.alibi_bias(keys, *keys.shape[:2])
+    if alibi is not None:
+        # Measure distances from the block's first query: an equal shift of all scores of a query.
+        positions = torch.arange(block.first, block.stop)
+        positions = positions - mask.begins[block.first : block.stop] if alibi.stepped else positions
+        each_head += alibi.key_bias(positions, block.start)[:, :, None]
     each_head[..., before:] += mask.future[:count, :count]
     if block.seen_by_all > block.first:
         early = torch.arange(block.first, block.seen_by_all) < mask.earliest[block.start : block.stop, None]
         each_head[..., : early.shape[1]].masked_fill_(early, -torch.inf)
     if sinks is None:
-        return torch.softmax(found, dim=-1), None, tangents
+        return torch.softmax(logits, dim=-1), None, tanh
     column = sinks.to(keys.dtype).view(keys.shape[0], -1, 1).expand(-1, -1, count)
-    excess = None if tilt is None else tilt.of_queries(count)
+    excess = None if alibi is None else alibi.query_excess(count)
     if excess is not None:
         column = column + excess
-    weights = torch.softmax(torch.cat([found, column.reshape(keys.shape[0], -1, 1)], dim=-1), dim=-1)
-    return weights[..., :-1], weights[..., -1], tangents
+    weights = torch.softmax(torch.cat([logits, column.reshape(keys.shape[0], -1, 1)], dim=-1), dim=-1)
+    return weights[..., :-1], weights[..., -1], tanh
 
 
 def _split(x: Tensor, kv_heads: int) -> Tensor:
-    """`x` (B, S, H, E) as (T, K, G, E)."""
+    """Return `x` (B, S, H, E) as (T, K, G, E)."""
     return x.reshape(x.shape[0] * x.shape[1], kv_heads, -1, x.shape[3])
 
 
 def _rows(x: Tensor, block: _Block) -> Tensor:
-    """The block's queries of `x` (T, K, G, E) as (K, G * n, E)."""
+    """Return the block's queries of `x` (T, K, G, E) as (K, G * n, E)."""
     return x[block.start : block.stop].permute(1, 2, 0, 3).reshape(x.shape[1], -1, x.shape[3])
 
 
-def _put(out: Tensor, block: _Block, rows: Tensor) -> None:
-    """The inverse of `_rows`."""
+def _write_rows(out: Tensor, block: _Block, rows: Tensor) -> None:
+    """Write `rows` (K, G * n, E) to the block's queries of `out` (T, K, G, E): the inverse of `_rows`."""
     _, kv_heads, group, size = out.shape
     out[block.start : block.stop] = rows.view(kv_heads, group, -1, size).permute(2, 0, 1, 3)
 
 
 def _scaled_keys(k: Tensor, scores: Scores) -> Tensor:
-    """`k` (B, S, K, E) as (K, E, T), multiplied by `Scores.key_factor`, in the dtype of scores."""
+    """Return `k` (B, S, K, E) as (K, E, T), multiplied by `Scores.key_factor`, in the dtype of scores."""
     keys: Tensor = k.flatten(0, 1).permute(1, 2, 0).to(wide(k.dtype)).contiguous()
     return keys * scores.key_factor(k.shape[-1])
 
@@ -257,10 +273,10 @@ def _fake_backward(
     bounds: list[int],
     window: int,
     sinks: Tensor | None = None,
-    *how: Any,
+    *score_options: Any,
 ) -> tuple[Tensor, ...]:
-    of_inputs = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *of_inputs, q.new_empty(0, dtype=wide(q.dtype)) if sinks is None else torch.empty_like(sinks)
+    input_grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *input_grads, q.new_empty(0, dtype=wide(q.dtype)) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -272,12 +288,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     operator = torch.ops.kumi.packed_attention_backward.default
     *tensors, sinks = ctx.saved_tensors
-    *of_tensors, of_sinks = operator(grad, *tensors, ctx.bounds, ctx.window, sinks, *ctx.scores)
-    return *of_tensors, None, None, None if sinks is None else of_sinks, *(None for _ in ctx.scores)
+    *input_grads, grad_sinks = operator(grad, *tensors, ctx.bounds, ctx.window, sinks, *ctx.scores)
+    return *input_grads, None, None, None if sinks is None else grad_sinks, *(None for _ in ctx.scores)
 
 
 def attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """As PyTorch counts attention: two products over all S x S pairs."""
+    """Return the FLOPs of the forward pass as PyTorch counts attention: two products over all S x S pairs."""
     batch, length, heads, size = q
     return 2 * batch * heads * length * length * (size + v[3])
 
@@ -285,15 +301,19 @@ def attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], 
 def attention_backward_flops(
     grad: tuple[int, ...], q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any
 ) -> int:
-    """As PyTorch counts attention: five products, the scores' again, and two for each of the forward's."""
+    """Return the FLOPs of the backward pass as PyTorch counts attention: five products over all S x S pairs.
+
+    One product recomputes the scores; the other four are two for each product of the forward pass.
+    """
     batch, length, heads, size = q
     return 2 * batch * heads * length * length * (3 * size + 2 * v[3])
 
 
 def _define(name: str, schema: str, function: Any, fake: Any, flops: Any) -> None:
-    """Make `function` the operator `name` on the CPU.
+    """Register `function` as the operator `name` on the CPU.
 
-    `torch.library.custom_op` would do the same, but imports torch's compiler when it is first called: a second or more.
+    `torch.library.custom_op` would do the same, but its first call imports torch's compiler, which takes a second or
+    more.
     """
     torch.library.define(name, schema)
     torch.library.impl(name, "CPU", function)
@@ -312,5 +332,5 @@ _define(
 )
 torch.library.register_autograd("kumi::packed_attention", _differentiate, setup_context=_save)
 
-# The operator as PyTorch's dispatcher knows it.
+# The operator in PyTorch's dispatcher.
 OPERATOR = torch.ops.kumi.packed_attention.default

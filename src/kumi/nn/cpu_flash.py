@@ -1,11 +1,11 @@
-"""Causal attention over packed documents on the CPU by PyTorch's own flash kernel, a run of equal documents at a time.
+"""Causal attention over packed documents on the CPU by PyTorch's own flash kernel.
 
-The kernel knows no documents, but it takes any stretch of tokens without a copy: consecutive documents of one length
-are the rows of a batch. It takes fewer key heads than query heads, and keeps the log-sum-exp for the backward pass
-(Dao et al., 2022, arXiv:2205.14135). What it does not compute is left to `kumi.nn.cpu_attention`: windows, sinks,
-scores other than scaled products, values of another size than keys.
+The kernel has no document mask, but it reads any range of tokens without a copy. Consecutive documents of equal length
+form one call, as the rows of a batch. The kernel takes fewer key heads than query heads, and its log-sum-exp is kept
+for the backward pass (Dao et al., 2022, arXiv:2205.14135). `kumi.nn.cpu_attention` computes the rest: windows, sinks,
+softcap, ALiBi, and values of another size than keys.
 
-To PyTorch's dispatcher this is one operator.
+PyTorch's dispatcher sees one operator.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 class _Run(NamedTuple):
-    """Tokens `start` to `stop` of the batch, consecutive documents of `length` tokens each."""
+    """Consecutive documents of `length` tokens each: tokens `start` to `stop` of the batch."""
 
     start: int
     stop: int
     length: int
 
-    def of(self, x: Tensor) -> Tensor:
-        """Return these tokens of `x` (T, H, E) as the kernel takes them, (documents, H, length, E)."""
+    def documents(self, x: Tensor) -> Tensor:
+        """Return these tokens of `x` (T, H, E) in the kernel's layout, (documents, H, length, E)."""
         return x[self.start : self.stop].view(-1, self.length, *x.shape[1:]).transpose(1, 2)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale: float | None = None) -> Tensor:
-    """Return attention (B, S, H, E) of `q` (B, S, H, E) over `k` and `v` (B, S, K, E).
+    """Return causal attention (B, S, H, E) of `q` (B, S, H, E) over `k` and `v` (B, S, K, E).
 
-    `bounds` are the tokens, numbered through the batch, at which documents begin, and their count at the end. Scores
-    are multiplied by `scale`, by default 1 / sqrt(E).
+    `bounds`: the first token of each document, counted through the batch, followed by the number of tokens.
+    `scale`: of the scores; None for 1 / sqrt(E).
     """
     out: Tensor = OPERATOR(q, k, v, list(bounds), scale)[0]
     return out
 
 
 def suits(q: Tensor, v: Tensor, bounds: Sequence[int], window: int | None) -> bool:
-    """Return whether the kernel computes attention of such heads and a `window`, and is chosen to (see
-    docs/decisions/cpu-numerics.md)."""
+    """Return True if the kernel supports these heads and this `window`, and is chosen for this dtype and length.
+
+    docs/decisions/cpu-numerics.md explains the choice.
+    """
     if v.shape[-1] != q.shape[-1] or not uses_flash(q.dtype, (bounds[-1] - bounds[0]) / (len(bounds) - 1)):
         return False
     return window is None or window >= max(run.length for run in _runs(bounds))
@@ -67,14 +69,14 @@ def _runs(bounds: Sequence[int]) -> Iterator[_Run]:
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """`x` (B, S, H, E) as (T, H, E). The kernel reads heads whose elements do not lie side by side wrongly."""
+    """Return `x` (B, S, H, E) as (T, H, E), with contiguous heads: the kernel reads others wrongly."""
     return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the result (B, S, H, E), and the log-sum-exp (T * H,) in the order of the kernel's calls."""
+    """Return the result (B, S, H, E) and the log-sum-exp (T * H,), in the order of the kernel's calls."""
     tokens = list(map(_tokens, (q, k, v)))
-    parts = [_forward_kernel(*map(run.of, tokens), 0.0, True, scale=scale) for run in _runs(bounds)]
+    parts = [_forward_kernel(*map(run.documents, tokens), 0.0, True, scale=scale) for run in _runs(bounds)]
     outs = [out.transpose(1, 2).flatten(0, 1) for out, _ in parts]
     sums = [lse.flatten() for _, lse in parts]
     out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, sums))
@@ -88,11 +90,11 @@ def _backward(
     parts = []
     for run in _runs(bounds):
         sums = lse[run.start * heads : run.stop * heads].view(-1, heads, run.length)
-        gradients = _backward_kernel(*map(run.of, tokens), sums, 0.0, True, scale=scale)
+        gradients = _backward_kernel(*map(run.documents, tokens), sums, 0.0, True, scale=scale)
         parts.append([x.transpose(1, 2).flatten(0, 1) for x in gradients])
-    joined = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
-    of_q, of_k, of_v = (x.reshape(like.shape) for x, like in zip(joined, (q, k, v), strict=True))
-    return of_q, of_k, of_v
+    all_grads = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
+    grad_q, grad_k, grad_v = (x.reshape(like.shape) for x, like in zip(all_grads, (q, k, v), strict=True))
+    return grad_q, grad_k, grad_v
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -114,7 +116,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v"
-# The operator as PyTorch's dispatcher knows it.
+# The operator in PyTorch's dispatcher.
 OPERATOR = define("flash_attention", f"({_INPUTS}, int[] bounds, float? scale) -> (Tensor, Tensor)", _forward, _fake)
 _BACKWARD = define(
     "flash_attention_backward",

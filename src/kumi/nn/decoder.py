@@ -1,4 +1,4 @@
-"""The decoder: every family of `kumi.spec.families`, built from its ModelSpec."""
+"""The decoder: one model class for every family of `kumi.spec.families`, built from its ModelSpec."""
 
 from __future__ import annotations
 
@@ -19,72 +19,74 @@ from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
 from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
 from kumi.nn.surrounded import Around, inside
-from kumi.nn.where import Attend, Where, document_lengths, positions, segments, tables
+from kumi.nn.where import Attend, Where, cos_sin_tables, document_lengths, positions, segments
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or in the other arrangements that `LayerSpec` has words for."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)), or another arrangement that `LayerSpec` describes."""
 
-    def __init__(self, of: ModelSpec, spec: LayerSpec, *, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model_spec: ModelSpec, spec: LayerSpec, *, device: torch.device | None, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.spec, self.residual_scale = spec, of.residual_scale
+        self.spec, self.residual_scale = spec, model_spec.residual_scale
         self.around: list[Around] = []
 
-        def norm(there: bool) -> RMSNorm | LayerNorm | None:
-            return norm_of(of, device=device, dtype=dtype) if there else None
+        def norm(exists: bool) -> RMSNorm | LayerNorm | None:
+            return norm_of(model_spec, device=device, dtype=dtype) if exists else None
 
-        attends, feeds = spec.attention is not None, spec.mlp is not None
-        self.input_layernorm = norm(spec.pre_norms and attends)
+        has_mixer, has_mlp = spec.attention is not None, spec.mlp is not None
+        self.input_layernorm = norm(spec.pre_norms and has_mixer)
         if spec.attention is not None:
-            mixer = MIXERS[type(spec.attention)](of, spec.attention, device=device, dtype=dtype)
+            mixer = MIXERS[type(spec.attention)](model_spec, spec.attention, device=device, dtype=dtype)
             self.add_module(spec.attention.module_name, mixer)
-        self.self_attn_post_norm = norm(spec.post_norms and attends)
-        self.post_attention_layernorm = norm(spec.pre_norms and feeds and not spec.shared_norm)
-        self.mlp = feed_forward(of.hidden_size, spec.mlp, device=device, dtype=dtype)
-        self.mlp_post_norm = norm(spec.post_norms and feeds)
+        self.self_attn_post_norm = norm(spec.post_norms and has_mixer)
+        self.post_attention_layernorm = norm(spec.pre_norms and has_mlp and not spec.shared_norm)
+        self.mlp = feed_forward(model_spec.hidden_size, spec.mlp, device=device, dtype=dtype)
+        self.mlp_post_norm = norm(spec.post_norms and has_mlp)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
-        """Return hidden states of the shape of `x`, (B, S, D) or (T, D), computed inside of what is in `around`."""
+        """Return the result of `compute`, called inside the wrappers in `around`."""
         out: Tensor = inside(self.around, self.compute)(x, where)
         return out
 
     def compute(self, x: Tensor, where: Where) -> Tensor:
-        """Return hidden states of the shape of `x`, (B, S, D) or (T, D)."""
+        """Return hidden states in the shape of `x`, (B, S, D) or (T, D)."""
         if self.spec.parallel:
-            normed = _through(self.input_layernorm, x)
-            other = normed if self.spec.shared_norm else _through(self.post_attention_layernorm, x)
-            return self.add(x, self.attend(normed, where) + self.feed(other, where))
+            normed = _apply_norm(self.input_layernorm, x)
+            mlp_input = normed if self.spec.shared_norm else _apply_norm(self.post_attention_layernorm, x)
+            return self.add(x, self.attend(normed, where) + self.feed(mlp_input, where))
         if self.spec.attention is not None:
-            x = self.add(x, self.attend(_through(self.input_layernorm, x), where))
+            x = self.add(x, self.attend(_apply_norm(self.input_layernorm, x), where))
         if self.mlp is not None:
-            x = self.add(x, self.feed(_through(self.post_attention_layernorm, x), where))
+            x = self.add(x, self.feed(_apply_norm(self.post_attention_layernorm, x), where))
         return x
 
     @property
     def mixer(self) -> nn.Module:
-        """The module that mixes tokens: attention or Mamba. The layer has it under the name that parameters have."""
+        """The token mixer, attention or Mamba. The attribute that holds it is named as in the model's parameters."""
         assert self.spec.attention is not None
         mixer: nn.Module = getattr(self, self.spec.attention.module_name)
         return mixer
 
     def attend(self, normed: Tensor, where: Where) -> Tensor:
-        """Return what the mixer adds."""
-        return _through(self.self_attn_post_norm, self.mixer(normed, where))
+        """Return the residual update of the mixer."""
+        return _apply_norm(self.self_attn_post_norm, self.mixer(normed, where))
 
     def feed(self, normed: Tensor, where: Where) -> Tensor:
-        """What the feed-forward part adds."""
+        """Return the residual update of the MLP or the experts."""
         assert self.mlp is not None
         out = self.mlp(normed, where.shape) if isinstance(self.mlp, MoE) else self.mlp(normed)
-        return _through(self.mlp_post_norm, out)
+        return _apply_norm(self.mlp_post_norm, out)
 
     def add(self, x: Tensor, added: Tensor) -> Tensor:
-        """The residual stream `x` with `added`, in one pass that keeps neither."""
+        """Return the residual stream `x` plus `added`, in one pass that keeps neither for the backward pass."""
         return torch.add(x, added, alpha=self.residual_scale)
 
 
-def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
+def _apply_norm(norm: nn.Module | None, x: Tensor) -> Tensor:
     out: Tensor = x if norm is None else norm(x)
     return out
 
@@ -92,14 +94,17 @@ def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
 def feed_forward(
     hidden_size: int, spec: model.MLP | model.MoE | None, *, device: torch.device | None, dtype: torch.dtype
 ) -> MLP | MoE | None:
-    """The module that computes `spec`: a function of hidden states and, of experts, the shape (B, S) of the batch."""
+    """Return the module of `spec`, or None for a layer without one.
+
+    An MLP takes hidden states; an MoE also takes the shape (B, S) of the batch.
+    """
     if isinstance(spec, model.MoE):
         return MoE(hidden_size, spec, device=device, dtype=dtype)
     return None if spec is None else MLP(hidden_size, spec, device=device, dtype=dtype)
 
 
 class Embedding(nn.Module):
-    """Rows of a table: of the tokens', or of the positions'. `lookup` takes the ids and the table."""
+    """A table of tokens or positions. `lookup` (ids, table) can be replaced."""
 
     def __init__(self, rows: int, size: int, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -111,8 +116,12 @@ class Embedding(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers and final norm, or those that a stage has of them; `table`: the token table, `first`: what else
-    belongs to the embedding."""
+    """Embedding, layers and final norm, or the part of them on one pipeline stage.
+
+    `table`: has the token table.
+    `first`: has the other parts of the embedding (learned positions, norm).
+    `norm`: has the final norm.
+    """
 
     def __init__(
         self,
@@ -129,27 +138,33 @@ class Model(nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if table:
             self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **options)
-        placed = first and spec.learned_positions > 0
-        self.embed_positions = Embedding(spec.learned_positions, spec.hidden_size, **options) if placed else None
+        has_positions = first and spec.learned_positions > 0
+        self.embed_positions = Embedding(spec.learned_positions, spec.hidden_size, **options) if has_positions else None
         self.embed_norm = norm_of(spec, **options) if first and spec.embedding_norm else None
-        made = (DecoderLayer(spec, spec.layers[index], **options) for index in layers)
-        # By their numbers in the whole model, so that a stage's parameters have the names they have there.
-        self.layers = nn.ModuleDict({str(index): layer for index, layer in zip(layers, made, strict=True)})
+        modules = (DecoderLayer(spec, spec.layers[index], **options) for index in layers)
+        # Keyed by the index in the full model, so that a stage's parameters have the same names as in the full model.
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in zip(layers, modules, strict=True)})
         if norm:
             self.norm = norm_of(spec, **options)
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model, or a stage of it; its parameters have the names that the ledger gives them.
+    """A decoder-only language model, or a pipeline stage of one. Its parameters are named as in the ledger.
 
-    Parameters start uninitialised in `dtype` on `device` (which may be "meta"); `compute_dtype` is what activations and
-    matrix products are in, `reduce_dtype` what gradients travel in. A stage has the layers numbered `layers`, and the
-    embedding and the head (with the final norm) where these are True; a tied head has a token table of its own where
-    the embedding is elsewhere. ModelError for a model that this package does not compute.
+    `dtype`, `device`: of the uninitialised parameters; the device may be "meta".
+    `layers`: indices of this stage's layers; None for all.
+    `embedding`: has the embedding.
+    `head`: has the final norm and the head. A tied head on a stage without embedding has a token table of its own.
 
-    What works on many ranks at once replaces parts: `attention_over(tokens, document_ids)` makes the attention of a
-    batch, `lengths_over(tokens, document_ids)` says how long the document of each token is, and `logits` (still to be
-    shaped), `log_probs` and `weighted_sum` read final hidden states (T, D) with the head's weight.
+    `compute_dtype` is the dtype of activations and matrix products, `reduce_dtype` that of gradient reduction. Raises
+    ModelError for a model that this package does not compute.
+
+    Parallelism replaces these attributes:
+
+    `attention_over(tokens, document_ids)`: returns the attention function of a batch.
+    `lengths_over(tokens, document_ids)`: returns the document length of each token.
+    `logits`, `log_probs`, `weighted_sum`: functions of the final hidden states (T, D) and the head's weight; `logits`
+    returns them before `shaping`.
     """
 
     def __init__(
@@ -214,16 +229,19 @@ class Decoder(nn.Module):
         token_weights: Tensor | None = None,
         loss: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What the arguments ask for, given token ids (B, S), or the hidden states that the stage before returned.
+        """Return logits, log-probs, a loss, or hidden states.
 
-        Without `labels`: logits (B, S, V). With them (already shifted: labels[b, s] is what should follow
-        input_ids[b, s]; -100 where nothing is to be learnt): their log-probs, float32 (B, S), 0 where it is -100.
-        With `token_weights` (B, S) besides: the scalar sum of token_weights * log-probs, whose gradient is formed at
-        once, and the log-probs, detached. With `loss` besides the labels: the scalar that it returns for their
-        log-probs. A stage without head returns hidden states whatever else is given.
+        - Without `labels`: logits (B, S, V).
+        - With `labels` (B, S): their log-probs, float32 (B, S). They are shifted already: labels[b, s] follows
+          input_ids[b, s]. A label of -100 is ignored, and its log-prob is 0.
+        - With `labels` and `token_weights` (B, S): the scalar sum of token_weights * log-probs, with its gradient
+          computed in the forward pass, and the log-probs, detached.
+        - With `labels` and `loss`: the scalar that `loss` returns for the log-probs.
+        - On a stage without head: hidden states, whatever the other arguments.
 
-        `document_ids` (B, S) keeps documents packed in a row apart; `position_ids` (B, S) default to 0, 1, ... in each,
-        and must be given to a stage without embedding.
+        `input_ids` (B, S): token ids; on a stage without embedding, the hidden states of the previous stage.
+        `document_ids` (B, S): separates documents that are packed in a row.
+        `position_ids` (B, S): by default 0, 1, ... in each document; required on a stage without embedding.
         """
         hidden = self.hidden(input_ids, position_ids=position_ids, document_ids=document_ids)
         if not self.has_head:
@@ -241,51 +259,51 @@ class Decoder(nn.Module):
     def hidden(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
-        """The last hidden states (B, S, D) in the compute dtype, normalised where the stage has the head."""
+        """Return the last hidden states (B, S, D) in the compute dtype, normalised if the stage has the head."""
         if position_ids is None:
             self.check_length(input_ids, document_ids)
             position_ids = positions(input_ids, document_ids)
-        layers = [self.spec.layers[int(index)].attends for index in self.model.layers]
-        specs = [spec for spec in layers if spec is not None]
+        mixers = [self.spec.layers[int(index)].attends for index in self.model.layers]
+        specs = [spec for spec in mixers if spec is not None]
         rows, length = position_ids.shape
         attention = self.attention_over(position_ids, document_ids)
-        turns = tables(specs, position_ids, partial(self.lengths_over, position_ids, document_ids))
-        where = Where((rows, length), turns, attention, document_ids)
+        tables = cos_sin_tables(specs, position_ids, partial(self.lengths_over, position_ids, document_ids))
+        where = Where((rows, length), tables, attention, document_ids)
         x = self.embedded(input_ids, position_ids) if self.has_embedding else input_ids
         for layer in self.model.layers.values():
             x = layer(x, where)
         return self.model.norm(x) if self.has_head else x
 
     def check_length(self, input_ids: Tensor, document_ids: Tensor | None) -> None:
-        """Nothing, when each of the rows (B, S), where it is one document, has learned positions enough; ModelError."""
-        known, length = self.spec.learned_positions, input_ids.shape[1]
-        if self.has_embedding and known and document_ids is None and length > known:
+        """Raise ModelError if a row (B, S) that is one document is longer than the table of learned positions."""
+        limit, length = self.spec.learned_positions, input_ids.shape[1]
+        if self.has_embedding and limit and document_ids is None and length > limit:
             raise ModelError(
-                f"a row of {length} tokens is longer than the {known} positions that this "
-                f"{self.spec.family} model has embeddings for; give at most {known}"
+                f"the row has {length} tokens, but this {self.spec.family} model has only {limit} learned "
+                f"positions; give at most {limit} tokens"
             )
 
     def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """What goes into the first layer, in the compute dtype, of tokens and positions (B, S)."""
+        """Return the input of the first layer, in the compute dtype, for tokens and positions (B, S)."""
         x: Tensor = self.model.embed_tokens(input_ids).to(self.compute_dtype)
         if self.spec.embedding_scale != 1.0:
-            # Rounded to the dtype of the embeddings, as models were trained that have one.
+            # The scale is rounded to the dtype of the embeddings, as in the training of these models.
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype).item()
         if self.model.embed_positions is not None:
             x = x + self.model.embed_positions(position_ids).to(x.dtype)
-        return _through(self.model.embed_norm, x)
+        return _apply_norm(self.model.embed_norm, x)
 
     @property
     def head_weight(self) -> Tensor:
-        """The output projection (V, D): the token table where they are tied."""
+        """The output projection (V, D); the token table if they are tied."""
         return self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight
 
 
 def whole_rows(tokens: Tensor, document_ids: Tensor | None) -> Attend:
-    """The attention of a batch (B, S) whose rows are whole on this device."""
+    """Return the attention function of a batch (B, S) whose rows are not divided among ranks."""
     return partial(attend, segments(tokens, document_ids))
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits (T, V) of the final hidden states (T, D)."""
+    """Return logits (T, V) of the final hidden states (T, D)."""
     return F.linear(hidden, weight.to(hidden.dtype))

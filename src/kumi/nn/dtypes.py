@@ -1,4 +1,4 @@
-"""In which dtype sums and exponentials are taken."""
+"""The dtype of sums and exponentials."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for all else: what norms, softmax and log-probs compute in."""
+    """Return the dtype for norms, softmax and log-probs: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

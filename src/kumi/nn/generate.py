@@ -1,4 +1,4 @@
-"""Text from a decoder, a token at a time: for a first look at a model, not for serving."""
+"""Generate text from a decoder, for a first look at a model. It has no key-value cache and is not meant for serving."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kumi.nn.decoder import Decoder
 def generate(
     decoder: Decoder, prompt: Sequence[int], count: int, *, temperature: float, seed: int, stop: Collection[int]
 ) -> list[int]:
-    """Up to `count` token ids that continue `prompt`, ending before one in `stop`.
+    """Return up to `count` token ids that continue `prompt`, ending before the first one in `stop`.
 
-    `temperature` 0 takes the likeliest token. The whole text is read again for every token; the context is cut to the
-    model's max_position_embeddings.
+    `temperature` 0 takes the most likely token. Each token costs a forward pass over all tokens so far; the context is
+    cut to the model's max_position_embeddings.
     """
     device = decoder.head_weight.device
-    draws = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     for _ in range(count):
         context = torch.tensor([ids[-decoder.spec.max_position_embeddings :]], device=device)
@@ -27,7 +27,7 @@ def generate(
         if temperature == 0:
             token = int(logits.argmax())
         else:
-            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws))
+            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
         if token in stop:
             break
         ids.append(token)

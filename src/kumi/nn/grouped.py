@@ -1,7 +1,7 @@
-"""Matrix products of many experts at once: rows that lie sorted by expert, each group with its own matrix.
+"""Grouped matrix products: rows sorted by expert, each group with its own matrix.
 
-To PyTorch's dispatcher each is one operator, whether there is a kernel for it or a product for every expert: selective
-recomputation, FLOP counting and runs without content see it whole.
+PyTorch's dispatcher sees one operator for each, whether a grouped kernel or a loop over the experts computes it. So do
+selective recomputation, FLOP counting and fake tensors.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from torch.utils.flop_counter import register_flop_formula
 from kumi.nn.numerics import products_of_experts
 from kumi.nn.operators import define
 
-# Columns of ones: as many as kernels want at least.
+# Columns of ones: the fewest that the kernels take.
 _ONES = 8
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Rows (N, out) of `rows` (N, in) times the transposed matrices of `weight` (X, out, in), in the dtype of `rows`.
+    """Return rows (N, out): each of `rows` (N, in) times the transposed matrix of its group, in the dtype of `rows`.
 
-    The first counts[0] rows have the first matrix, the next counts[1] the second, and so on; `counts` (X,) sums to N.
+    The first counts[0] rows use the first matrix of `weight` (X, out, in), and so on. `counts` (X,) sums to N.
     """
     out: Tensor = _Grouped.apply(rows, weight.to(rows.dtype), counts)  # type: ignore[no-untyped-call]
     return out
 
 
-def add_rows(rows: Tensor, bias: Tensor | None, counts: Tensor, *, silent: bool = False) -> Tensor:
-    """Rows (N, out) with the row of `bias` (X, out) added that belongs to each one's group.
+def add_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor, *, other_rank_adds: bool = False) -> Tensor:
+    """Return `rows` (N, out), each plus the row of `bias` (X, out) of its group. Backward keeps only `counts`.
 
-    `silent`: nothing is added here, but on another rank, whose sum with this one's is what counts; the gradient of the
-    bias, which is that of the sum, is worked out here, too. Nothing but `counts` is kept.
+    `other_rank_adds`: return `rows` unchanged, because another rank adds the bias to the sum over ranks. The gradient
+    of the bias is that of the sum, so it is computed here too.
     """
     if bias is None:
         return rows
-    out: Tensor = _AddRows.apply(rows, bias, counts, silent)  # type: ignore[no-untyped-call]
+    out: Tensor = _AddExpertBias.apply(rows, bias, counts, other_rank_adds)  # type: ignore[no-untyped-call]
     return out
 
 
-class _AddRows(torch.autograd.Function):
+class _AddExpertBias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Tensor, silent: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Tensor, other_rank_adds: bool) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.dtype = bias.dtype
-        if silent:
+        if other_rank_adds:
             return rows.view_as(rows)
-        # The host knows how many rows there are: the device need not tell.
+        # `output_size` is known on the host, so the device is not waited for.
         spread = bias.to(rows.dtype).repeat_interleave(counts, dim=0, output_size=len(rows))
         return spread.add_(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (counts,) = ctx.saved_tensors
-        # Sums of groups, as a product with ones: in float32 inside of kernels, in one order, and without a copy.
+        # Sum the groups by a product with ones: kernels accumulate in float32, in a fixed order, without a copy.
         sums = OUTER(grad.contiguous(), grad.new_ones(len(grad), _ONES), counts)[..., 0]
         return grad, sums.to(ctx.dtype), None, None
 
@@ -78,7 +78,7 @@ class _Grouped(torch.autograd.Function):
 
 @products_of_experts()
 def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Each group of `rows` (N, a) times its own of `matrices` (X, a, b): (N, b)."""
+    """Return (N, b): each group of `rows` (N, a) times its matrix of `matrices` (X, a, b)."""
     if _has_kernel(rows, matrices.shape[2]):
         return F.grouped_mm(rows, matrices, offs=counts.cumsum(0, dtype=torch.int32))
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
@@ -90,28 +90,30 @@ def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 @products_of_experts()
 def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-    """The products grad^T rows (X, b, a) of each group of `grad` (N, b) and `rows` (N, a); 0 where it is empty."""
+    """Return (X, b, a): grad^T rows of each group of `grad` (N, b) and `rows` (N, a); 0 for an empty group."""
     if _has_kernel(rows, grad.shape[1]):
         return F.grouped_mm(grad.T, rows, offs=counts.cumsum(0, dtype=torch.int32))
     sizes = counts.tolist()
     parts = zip(torch.split(grad, sizes), torch.split(rows, sizes), strict=True)
-    return torch.stack([torch.mm(_padded(of_out).T, _padded(of_in)) for of_out, of_in in parts])
+    return torch.stack([torch.mm(_padded(grad_part).T, _padded(row_part)) for grad_part, row_part in parts])
 
 
 def _has_kernel(rows: Tensor, width: int) -> bool:
-    """Whether PyTorch's grouped product takes `rows` (N, in) and matrices with `width` columns: none in float64, none
-    that has no rows, and none whose rows do not begin at multiples of 16 bytes. On a CPU it is a loop over products of
-    the sizes as they come, which is not wanted where sizes are compiled (see `_compiles`)."""
-    if _compiles(rows):
+    """Return True if F.grouped_mm supports `rows` (N, in) and matrices with `width` columns, and should be used.
+
+    It does not support float64, no rows at all, or rows that are not aligned to 16 bytes. On a CPU it loops over
+    products of every size; it is not used where each size costs a compiled kernel (see `_compiles_kernels`).
+    """
+    if _compiles_kernels(rows):
         return False
     aligned = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[1], width))
     return rows.dtype != torch.float64 and len(rows) > 0 and aligned
 
 
-def _compiles(rows: Tensor) -> bool:
-    """Whether a product of `rows` goes through oneDNN, which compiles and keeps a kernel for every size that it meets.
+def _compiles_kernels(rows: Tensor) -> bool:
+    """Return True if a product of `rows` uses oneDNN, which compiles and keeps a kernel for each size.
 
-    On a CPU these are products in bfloat16 and float16, and in float32 where `kumi.nn.numerics` says so.
+    On a CPU it is used for bfloat16 and float16, and for float32 if `kumi.nn.numerics` chose it.
     """
     if rows.device.type != "cpu" or rows.dtype == torch.float64:
         return False
@@ -119,18 +121,18 @@ def _compiles(rows: Tensor) -> bool:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """`rows` (n, width) with rows of zeros up to one of few sizes, where each size costs a compiled kernel.
+    """Return `rows` (n, width), padded with zero rows to one of few sizes if each size costs a compiled kernel.
 
-    How many rows an expert gets is another number in every microbatch. oneDNN keeps some 0.7 MB for each: a part in its
-    cache of 1024 primitives, the rest in a set of kernels that it never empties (ONEDNN_PRIMITIVE_CACHE_CAPACITY=0
-    does not help there). With four sizes to each power of two the padding is 9 % of the rows on average.
+    An expert gets a different number of rows in every microbatch. oneDNN keeps some 0.7 MB for each size: a part in its
+    cache of 1024 primitives, the rest in a set of kernels that it never frees (ONEDNN_PRIMITIVE_CACHE_CAPACITY=0 does
+    not change that). With four sizes per power of two, padding adds 9 % of the rows on average.
     """
-    size = block_size(len(rows)) if _compiles(rows) else len(rows)
+    size = padded_size(len(rows)) if _compiles_kernels(rows) else len(rows)
     return rows if size == len(rows) else F.pad(rows, (0, 0, 0, size - len(rows)))
 
 
-def block_size(count: int) -> int:
-    """The smallest of 0, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 ... that is not below `count`."""
+def padded_size(count: int) -> int:
+    """Return the smallest of 0, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 ... that is at least `count`."""
     if count <= 8:
         return 8 if count else 0
     unit = 1 << ((count - 1).bit_length() - 3)
@@ -153,7 +155,7 @@ OUTER = define(
 
 @register_flop_formula(torch.ops.kumi.grouped_times)
 def _times_flops(rows: tuple[int, ...], matrices: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Two for each element of the rows and column of its matrix."""
+    """Return 2 FLOPs for each element of the rows and each column of its matrix."""
     return 2 * rows[0] * rows[1] * matrices[2]
 
 

@@ -1,7 +1,7 @@
-"""Initial weights from a seed, whatever the layout.
+"""Initial weights from a seed, independent of the layout.
 
-A tensor is filled in blocks of whole rows, each from its own generator keyed by (seed, name, block): a rank that holds
-a part of it fills that alone, and it equals that part of the full tensor.
+A tensor is filled in blocks of complete rows. Each block has its own generator, seeded by (seed, name, block). A rank
+that holds a part of the tensor fills only that part, and gets the same values as in the full tensor.
 """
 
 from __future__ import annotations
@@ -14,24 +14,28 @@ from torch import Tensor
 
 from kumi.spec.op import Param
 
-# Elements of a block; a change would change every model started from a seed.
+# Elements of a block. Changing this changes the initial weights of every seed.
 _BLOCK = 2**18
-# The first steps of a Mamba mixer's heads, at least and at most.
+# The range of the initial step sizes of a Mamba mixer's heads.
 _STEPS = 0.001, 0.1
 
 
 def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed: int) -> None:
-    """Fill `out`, the part of `param` from the indices `start` on: with ones or zeros, or from normal(0, std).
+    """Fill `out`, the part of `param` from the indices `start` on, with ones, zeros, or normal(0, std).
 
-    Adapters have inits of their own: "kaiming" (uniform, up to 1 / sqrt(columns), as He et al., 2015, arXiv:1502.01852,
-    with the slope that PyTorch gives new linear layers), and "normal" with its own std. So have Mamba mixers (Dao and
-    Gu's code): "log_index", the logarithms of 1, 2, ..., and "step", of which softplus makes 0.001 to 0.1.
+    Other inits:
+
+    - "normal" with its own std, for adapters;
+    - "kaiming", for adapters: uniform up to 1 / sqrt(columns) (He et al., 2015, arXiv:1502.01852, with the slope that
+      PyTorch uses for new linear layers);
+    - "log_index", for Mamba: the logarithms of 1, 2, ... (Dao and Gu's code);
+    - "step", for Mamba: values whose softplus is 0.001 to 0.1 (Dao and Gu's code).
     """
-    kind, _, own = param.init.partition(" ")
+    kind, _, own_std = param.init.partition(" ")
     if kind in ("ones", "zeros"):
         out.fill_(1.0 if kind == "ones" else 0.0)
         return
-    std = float(own or std)
+    std = float(own_std or std)
     columns = tuple(slice(first, first + size) for first, size in zip(start[1:], out.shape[1:], strict=True))
     height = max(1, _BLOCK // max(1, prod(param.shape[1:])))
     stop = start[0] + out.shape[0]
@@ -44,9 +48,9 @@ def fill(out: Tensor, param: Param, start: tuple[int, ...], *, std: float, seed:
             values = torch.arange(first + 1, last + 1).log()
         elif kind == "step":
             steps = _STEPS[0] * (_STEPS[1] / _STEPS[0]) ** torch.rand(shape, generator=generator)
-            values = steps + (-torch.expm1(-steps)).log()  # what softplus makes the steps of
+            values = steps + (-torch.expm1(-steps)).log()  # the inverse of softplus
         else:
-            assert kind == "kaiming", f"{param.name} starts from {param.init!r}"
+            assert kind == "kaiming", f"{param.name} has the unknown init {param.init!r}"
             values = (torch.rand(shape, generator=generator) * 2 - 1) / sqrt(param.shape[-1])
         begin, end = max(first, start[0]), min(last, stop)
         out[begin - start[0] : end - start[0]].copy_(values[(slice(begin - first, end - first), *columns)])

@@ -1,7 +1,7 @@
-"""A linear layer whose weights may be kept in another dtype than it computes in, and whose weight gradient may wait.
+"""A linear layer that casts its parameters to the dtype of its input, and can defer its weight gradient.
 
-A pipeline that splits the backward pass wants the gradient of the input at once, for the stage before waits for it, and
-that of the weight when there is nothing else to do (Qi et al., 2024, arXiv:2401.10241).
+A pipeline schedule that splits the backward pass computes the input's gradient at once, because the previous stage
+waits for it, and the weight's gradient when the rank would be idle (Qi et al., 2024, arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# What is left to do of a backward pass: each call adds to the gradient of one layer's weights.
+# Deferred weight gradients: each call adds to the gradient of one layer's weights.
 Later = list[Callable[[], None]]
 
 
-class Packed(Protocol):
-    """A frozen matrix in fewer bits than can be computed with."""
+class PackedMatrix(Protocol):
+    """A frozen matrix in a quantised format that has to be unpacked for computation."""
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b."""
+        """Return x W^T + b."""
 
     def matrix(self) -> Tensor:
-        """W, in the dtype it had."""
+        """Return W, in its original dtype."""
 
 
 class Linear(nn.Module):
-    """y = x W^T + b in the dtype of `x`; the parameters are cast where they are used.
+    """y = x W^T + b in the dtype of `x`; the parameters are cast in the forward pass.
 
-    Where `splits` is set, the backward pass leaves gradients of a trained weight to `later`, unless that is None.
-    `multiply` may be a product in fewer bits. Where the matrix is `packed`, it is no parameter.
+    `adds_bias`: adds the bias in this layer. Tensor parallelism unsets it and adds the bias after the sum over ranks.
+    `multiply`: computes the product; can be replaced by one in fewer bits.
+    `splits`: allow the backward pass to defer the gradient of a trained weight.
+    `later`: the list of deferred gradients; None to compute them at once.
+    `packed`: the matrix if it is quantised; it is not a parameter then.
     """
 
     weight: nn.Parameter
@@ -47,13 +50,13 @@ class Linear(nn.Module):
         self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.splits = False
         self.later: Later | None = None
-        self.packed: Packed | None = None
+        self.packed: PackedMatrix | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias.to(x.dtype) if self.bias is not None and self.adds_bias else None)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b, given `bias` in the dtype of `x`."""
+        """Return x W^T + b, with `bias` in the dtype of `x`."""
         if self.packed is not None:
             return self.packed.product(x, bias)
         weight = self.weight.to(x.dtype)
@@ -63,7 +66,7 @@ class Linear(nn.Module):
         return out
 
     def matrix(self) -> Tensor:
-        """W as it is kept."""
+        """Return W in its stored dtype."""
         return self.weight if self.packed is None else self.packed.matrix()
 
     def extra_repr(self) -> str:
@@ -71,7 +74,7 @@ class Linear(nn.Module):
 
 
 class _Split(torch.autograd.Function):
-    """F.linear, whose backward pass leaves the weight's gradient for later where its layer says so."""
+    """F.linear with a backward pass that can defer the weight's gradient to `layer.later`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
@@ -82,35 +85,37 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         layer, x, grad = ctx.layer, x.flatten(0, -2), grad.flatten(0, -2)
         if layer.later is not None:
-            # The parameters as they are now: those that FSDP2 has gathered, where it divides them.
+            # Use the parameters as they are now: under FSDP2, the gathered ones.
             bias = layer.bias if layer.adds_bias else None
             layer.later.append(partial(add_gradients, layer.weight, bias, x, grad))
-            return of_x, None, None, None
-        return of_x, grad.T @ x, grad.sum(0) if ctx.needs_input_grad[2] else None, None
+            return grad_x, None, None, None
+        return grad_x, grad.T @ x, grad.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 @torch.no_grad()
 def add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, grad: Tensor) -> None:
-    """Adds the gradients of `weight` (O, I) and `bias` (O,), given the layer's input (T, I) and its output's gradient
-    (T, O)."""
+    """Add to the gradients of `weight` (O, I) and `bias` (O,).
+
+    `x` (T, I) is the layer's input, `grad` (T, O) the gradient of its output.
+    """
     if weight.grad is not None and weight.grad.dtype == x.dtype:
         weight.grad.addmm_(grad.T, x)
     else:
-        _add(weight, grad.T @ x)
+        _accumulate_grad(weight, grad.T @ x)
     if bias is not None:
-        _add(bias, grad.sum(0))
+        _accumulate_grad(bias, grad.sum(0))
 
 
-def _add(parameter: nn.Parameter, found: Tensor) -> None:
+def _accumulate_grad(parameter: nn.Parameter, grad: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = found.to(parameter.dtype)
+        parameter.grad = grad.to(parameter.dtype)
     else:
-        parameter.grad += found
+        parameter.grad += grad
 
 
 def linears(module: nn.Module) -> list[Linear]:
-    """The linear layers in `module`."""
+    """Return the linear layers in `module`."""
     return [part for part in module.modules() if isinstance(part, Linear)]

@@ -1,8 +1,8 @@
-"""A Mamba-2 mixer (Dao and Gu, 2024, arXiv:2405.21060): projections, a short convolution over time, the recurrence of
+"""A Mamba-2 mixer (Dao and Gu, 2024, arXiv:2405.21060): projections, a causal convolution, the recurrence of
 `kumi.nn.scan`, a gated norm, and an output projection.
 
-The projections to the gate (z), the channels (x), what writes into states (b), what reads from them (c) and the steps
-(dt) are matrices of their own, and so are the convolution's parts, so that a rank can have whole groups of heads.
+The projections are separate matrices, so that a tensor-parallel rank can hold complete groups of heads: gate (z),
+channels (x), input to the states (b), output of the states (c), step sizes (dt). The convolution is split likewise.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch.utils.flop_counter import register_flop_formula
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.operators import define
-from kumi.nn.region import WHOLE
+from kumi.nn.region import UNSHARDED
 from kumi.nn.scan import Inputs, scan
-from kumi.nn.where import Where, begins
+from kumi.nn.where import Where, document_starts
 from kumi.spec import model
 
-# Elements that a convolution works on at a time, on other devices and on a CPU.
+# Elements per block of channels of a convolution: on other devices, on a CPU.
 ELEMENTS = (2**26, 2**20)
 
 
 class Mamba(nn.Module):
-    """Of hidden states and `Where`, hidden states; every document begins with an empty state and convolution."""
+    """A function of hidden states and `Where`. Every document starts with an empty state and convolution."""
 
     def __init__(
         self, hidden_size: int, spec: model.Mamba, eps: float, *, device: torch.device | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.spec, self.region = spec, WHOLE
+        self.spec, self.region = spec, UNSHARDED
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         shared = spec.n_groups * spec.state_size
         self.z_proj = Linear(hidden_size, spec.width, bias=spec.bias, **options)
@@ -50,10 +50,10 @@ class Mamba(nn.Module):
         self.out_proj = Linear(spec.width, hidden_size, bias=spec.bias, **options)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
-        """Of the hidden states `x` (B, S, D), or (B * S, D), in the same shape."""
+        """Return the mixer's output for hidden states `x` (B, S, D) or (B * S, D), in the same shape."""
         spec, numbers = self.spec, document_numbers(where)
-        entering = (self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj)
-        z, value, b, c, dt = (part.view(*where.shape, -1) for part in self.region.enter(x, entering))
+        projections = (self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj)
+        z, value, b, c, dt = (part.view(*where.shape, -1) for part in self.region.enter(x, projections))
         value = self.x_conv1d(value, numbers).unflatten(-1, (-1, spec.head_dim))
         b = self.b_conv1d(b, numbers).unflatten(-1, (-1, spec.state_size))
         c = self.c_conv1d(c, numbers).unflatten(-1, (-1, spec.state_size))
@@ -63,13 +63,15 @@ class Mamba(nn.Module):
 
 
 def document_numbers(where: Where) -> Tensor | None:
-    """The number (B, S) of each token's document in its row; None where a row is one document."""
-    return None if where.document_ids is None else begins(where.document_ids).cumsum(1)
+    """Return the number (B, S) of each token's document in its row; None if every row is one document."""
+    return None if where.document_ids is None else document_starts(where.document_ids).cumsum(1)
 
 
 class Convolution(nn.Module):
-    """silu of a convolution over time, each channel by itself: a position sees the latest `conv_kernel` of its
-    document, itself included."""
+    """A causal depthwise convolution followed by silu.
+
+    A position sees at most the `conv_kernel` latest positions of its document, itself included.
+    """
 
     def __init__(self, channels: int, spec: model.Mamba, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,13 +79,13 @@ class Convolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if spec.conv_bias else None
 
     def forward(self, x: Tensor, numbers: Tensor | None) -> Tensor:
-        """Of `x` (B, S, C), in the same shape; `numbers` (B, S) tell documents apart."""
+        """Return the result for `x` (B, S, C), in the same shape. `numbers` (B, S) are document numbers, or None."""
         out: Tensor = _Convolution.apply(x, self.weight, self.bias, numbers)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Convolution(torch.autograd.Function):
-    """Keeps its input only."""
+    """The convolution as one autograd function, which keeps its input only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None) -> Tensor:
@@ -94,12 +96,12 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, numbers = ctx.saved_tensors
-        of_x, of_weight, of_bias = CONVOLUTION_BACKWARD(grad, x, weight, bias, numbers)
-        return of_x, of_weight, None if bias is None else of_bias, None
+        grad_x, grad_weight, grad_bias = CONVOLUTION_BACKWARD(grad, x, weight, bias, numbers)
+        return grad_x, grad_weight, None if bias is None else grad_bias, None
 
 
 def _earlier(x: Tensor, by: int, numbers: Tensor | None) -> Tensor:
-    """x[:, s - by] for s = by, by + 1, ...: 0 where that position belongs to another document."""
+    """Return x[:, s - by] for s = by, by + 1, ..., with 0 where that position is in another document."""
     part = x[:, : x.shape[1] - by]
     if numbers is None or not by:
         return part
@@ -107,7 +109,7 @@ def _earlier(x: Tensor, by: int, numbers: Tensor | None) -> Tensor:
 
 
 def _weighted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None) -> Tensor:
-    """The convolution (B, S, C) of `x`, which is in the dtype to compute in."""
+    """Return the convolution (B, S, C) of `x`, computed in the dtype of `x`."""
     taps = weight.to(x.dtype).squeeze(1).T
     out = x * taps[-1]
     for by in range(1, min(len(taps), x.shape[1])):
@@ -116,7 +118,7 @@ def _weighted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tenso
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """The channels of `x` (B, S, C), as many at a time as `ELEMENTS` allows: what is made in float32 stays small."""
+    """Return slices of the channels of `x` (B, S, C), of at most `ELEMENTS` elements, to bound the float32 buffers."""
     rows, length, channels = x.shape
     size = max(1, ELEMENTS[x.device.type == "cpu"] // (rows * length))
     return (slice(first, first + size) for first in range(0, channels, size))
@@ -126,21 +128,23 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor
     out = torch.empty_like(x)
     for part in _blocks(x):
         values = x[..., part].to(wide(x.dtype))
-        summed = _weighted_sum(values, weight[part], None if bias is None else bias[part], numbers)
-        out[..., part] = F.silu(summed, inplace=True)
+        convolved = _weighted_sum(values, weight[part], None if bias is None else bias[part], numbers)
+        out[..., part] = F.silu(convolved, inplace=True)
     return out
 
 
 def _convolution_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
 ) -> list[Tensor]:
-    """The gradients of input, weight and bias, the last of which is there without a bias, too."""
-    found = [torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight[:, 0, 0])]
+    """Return the gradients of input, weight and bias; the last is a tensor even without a bias."""
+    grads = [torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight[:, 0, 0])]
     for part in _blocks(x):
-        some = None if bias is None else bias[part]
-        of_x, of_weight, of_bias = _block_backward(grad[..., part], x[..., part], weight[part], some, numbers)
-        found[0][..., part], found[1][part], found[2][part] = of_x, of_weight, of_bias
-    return found
+        bias_part = None if bias is None else bias[part]
+        grad_x, grad_weight, grad_bias = _block_backward(
+            grad[..., part], x[..., part], weight[part], bias_part, numbers
+        )
+        grads[0][..., part], grads[1][part], grads[2][part] = grad_x, grad_weight, grad_bias
+    return grads
 
 
 def _block_backward(
@@ -149,15 +153,15 @@ def _block_backward(
     values = x.to(wide(x.dtype))
     grad = torch.ops.aten.silu_backward(grad.to(values.dtype), _weighted_sum(values, weight, bias, numbers))
     taps = weight.to(values.dtype).squeeze(1).T
-    of_x, of_taps = grad * taps[-1], torch.zeros_like(taps)
+    grad_x, grad_taps = grad * taps[-1], torch.zeros_like(taps)
     for by in range(min(len(taps), x.shape[1])):
         later, earlier = grad[:, by:], values[:, : x.shape[1] - by]
         if by and numbers is not None:
             later = later * (numbers[:, by:] == numbers[:, :-by])[..., None]
-        of_taps[-1 - by] = (later * earlier).sum((0, 1))
+        grad_taps[-1 - by] = (later * earlier).sum((0, 1))
         if by:
-            of_x[:, : x.shape[1] - by].addcmul_(later, taps[-1 - by])
-    return of_x, of_taps.T.unsqueeze(1), grad.sum((0, 1))
+            grad_x[:, : x.shape[1] - by].addcmul_(later, taps[-1 - by])
+    return grad_x, grad_taps.T.unsqueeze(1), grad.sum((0, 1))
 
 
 CONVOLUTION = define(
@@ -176,20 +180,22 @@ CONVOLUTION_BACKWARD = define(
 
 @register_flop_formula(torch.ops.kumi.mamba_convolution)
 def _flops(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """As `kumi.spec.op.Op.forward_flops` counts them."""
+    """Return the FLOPs of the forward pass, as `kumi.spec.op.Op.forward_flops` counts them."""
     rows, length, channels = x
     return 2 * rows * length * channels * weight[2]
 
 
 @register_flop_formula(torch.ops.kumi.mamba_convolution_backward)
 def _backward_flops(_: Any, x: tuple[int, ...], weight: tuple[int, ...], *__: Any, **___: Any) -> int:
-    """Of the input, of the weight, and the convolution once more."""
+    """Return the FLOPs of the backward pass: the gradients of input and weight, and the recomputed convolution."""
     return 3 * _flops(x, weight)
 
 
 class GatedNorm(nn.Module):
-    """y / rms(y) * weight with y = x * silu(gate), the mean over `size` channels at a time; statistics in float32 or
-    wider, result in the dtype of `x`."""
+    """y / rms(y) * weight with y = x * silu(gate). The mean is over `size` channels at a time.
+
+    Statistics are in float32 or wider, the result is in the dtype of `x`.
+    """
 
     def __init__(
         self, channels: int, size: int, eps: float, *, device: torch.device | None, dtype: torch.dtype
@@ -199,13 +205,13 @@ class GatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Of `x` and `gate` (..., C), in the same shape."""
+        """Return the normalised result for `x` and `gate` (..., C), in the same shape."""
         out: Tensor = _GatedNorm.apply(x, gate, self.weight, self.size, self.eps)  # type: ignore[no-untyped-call]
         return out
 
 
 class _GatedNorm(torch.autograd.Function):
-    """Keeps its two inputs and 1 / rms."""
+    """The gated norm as one autograd function, which keeps its two inputs and 1 / rms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, size: int, eps: float) -> Tensor:
@@ -218,19 +224,22 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """With u = y * scale and v = grad * weight, the gradient of y is scale * (v - u * mean(v * u))."""
+        """Return the gradients.
+
+        With u = y * scale and v = grad * weight, the gradient of y is scale * (v - u * mean(v * u)).
+        """
         x, gate, weight, scale = ctx.saved_tensors
         normed = _gated(x, gate).view(*scale.shape[:-1], -1).mul_(scale)
         grad = grad.to(normed.dtype).view_as(normed)
-        of_weight = (grad * normed).flatten(0, -3).sum(0).flatten().to(weight.dtype)
-        of_normed = grad * weight.to(grad.dtype).view(normed.shape[-2:])
-        del grad  # the wider copy of it: as much memory as all that is kept
-        mean = (of_normed * normed).mean(-1, keepdim=True)
-        of_gated = of_normed.sub_(normed.mul_(mean)).mul_(scale).view_as(x)
+        grad_weight = (grad * normed).flatten(0, -3).sum(0).flatten().to(weight.dtype)
+        grad_normed = grad * weight.to(grad.dtype).view(normed.shape[-2:])
+        del grad  # this wider copy is as large as all that is kept
+        mean = (grad_normed * normed).mean(-1, keepdim=True)
+        grad_gated = grad_normed.sub_(normed.mul_(mean)).mul_(scale).view_as(x)
         del normed
-        wide_gate = gate.to(of_gated.dtype)
-        of_gate = torch.ops.aten.silu_backward(of_gated * x, wide_gate).to(gate.dtype)
-        return of_gated.mul_(F.silu(wide_gate)).to(x.dtype), of_gate, of_weight, None, None
+        wide_gate = gate.to(grad_gated.dtype)
+        grad_gate = torch.ops.aten.silu_backward(grad_gated * x, wide_gate).to(gate.dtype)
+        return grad_gated.mul_(F.silu(wide_gate)).to(x.dtype), grad_gate, grad_weight, None, None
 
 
 def _gated(x: Tensor, gate: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The faster of the CPU's two float32 matrix products, where it is as accurate."""
+"""Use the CPU's faster library for float32 matrix products if it is as accurate as the default."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-# oneDNN sums in another order than the default library, so its error differs by a small factor; one that rounds the
-# inputs to bfloat16 (as "medium" allows, and CPUs with bfloat16 matrix units do) is off by a factor of thousands.
+# oneDNN sums in another order, so its error differs from the default library's by a small factor. If it rounds inputs
+# to bfloat16 ("medium" allows it, and CPUs with bfloat16 matrix units do it), the error is thousands of times larger.
 _ALLOWED = 4.0
 
 
 @dataclass(frozen=True)
 class Float32Matmul:
-    """What `enable_fast_float32` chose: torch's matmul precision, and the errors it saw (of the largest element)."""
+    """The choice of `enable_fast_float32`.
+
+    `precision`: torch's float32 matmul precision.
+    `error`, `default_error`: the errors with this precision allowed and with the default, relative to the largest
+    element.
+    """
 
     precision: str
     error: float
@@ -24,10 +29,11 @@ class Float32Matmul:
 
 
 def enable_fast_float32() -> Float32Matmul:
-    """Let float32 matrix products on the CPU go through oneDNN if a check finds full float32 accuracy; what was chosen.
+    """Let the CPU multiply float32 matrices by oneDNN if a check finds full float32 accuracy. Return the choice.
 
-    torch.set_float32_matmul_precision("medium") chooses oneDNN, which on many CPUs is twice as fast; where the check
-    fails it is left at "highest". Both forms of a product that training uses are compared with float64.
+    torch.set_float32_matmul_precision("medium") selects oneDNN, which on many CPUs is twice as fast. If the check
+    fails, the precision is left at "highest". The check compares x W^T and g^T x, the two products of training, with
+    float64.
     """
     torch.set_float32_matmul_precision("highest")
     default = _error()
@@ -41,7 +47,7 @@ def enable_fast_float32() -> Float32Matmul:
 
 @torch.no_grad()
 def _error() -> float:
-    """The largest error of x W^T and of g^T x, relative to the largest element, against float64."""
+    """Return the largest error of x W^T and g^T x against float64, relative to the largest element."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(256, 320, generator=generator) for _ in range(2))
     pairs = [(x, weight.T), (weight.T, x)]

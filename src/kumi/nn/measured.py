@@ -1,9 +1,10 @@
-"""Measure which of the ways to compute is the fastest on this CPU, with the threads that this process has.
+"""Measure which numerics are the fastest on this CPU, with the threads of this process.
 
-Everything is timed in `ROUNDS` rounds, in each of which all ways have their turn, so that what else happens on the
-machine meets all of them. Products stay with oneDNN, attention in blocks and the precision with what the CPU's flags
-say unless another way has a lead of `LEAD`, by the medians and by the fastest rounds. What is not timed within
-`SECONDS` is as in the reference: a second is enough unless the machine is busy, and then nothing can be told.
+Each candidate is timed once per round, in `ROUNDS` rounds, so that other load on the machine affects all candidates.
+The defaults are oneDNN for products, blocks for attention, and the precision that the CPU's flags suggest. Another
+candidate replaces the default if it is faster by a factor of `LEAD`, both in the median and in the fastest round. A
+measurement that is not finished within `SECONDS` keeps the default: a second suffices unless the machine is busy, and
+then the times would mean nothing.
 """
 
 from __future__ import annotations
@@ -27,33 +28,37 @@ from kumi.spec.numerics import FLASH, KINDS, LONG, Numerics
 
 ROUNDS = 3
 LEAD = 1.05
-# oneDNN multiplies experts' rows, too, only with this lead: they have to be padded for it (see `kumi.nn.grouped`).
+# oneDNN multiplies the experts' rows only with this lead, because they have to be padded for it (see
+# `kumi.nn.grouped`).
 PADDING = 1.15
 SECONDS = 2.0
 
-# Tokens, and the sizes of the model whose matrices, attention and layer are timed.
+# Tokens, and the dimensions of the model whose products, attention and layer are timed.
 TOKENS, HIDDEN, FFN, HEADS, KV_HEADS, HEAD = 256, 384, 1024, 6, 2, 64
 
 Seconds = dict[str, float]
-# The seconds of each way, by round.
+# Candidate -> its seconds in each round.
 _Rounds = dict[str, list[float]]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def measure(kind: str) -> tuple[Numerics, dict[str, Seconds]]:
-    """Return the choices, and the median seconds of every way, by what was chosen: "products", "formats", "attention
-    fp32-long" and so on; empty where there was no time. `kind` is the precision that the CPU's flags suggest."""
+    """Return the choices, and the median seconds of each candidate by measurement.
+
+    Measurements are "products", "formats", "attention fp32-long" and so on; those that ran out of time are empty.
+    `kind` is the precision that the CPU's flags suggest.
+    """
     torch.manual_seed(0)
     clock = _Clock()
     products = _library(clock.timed("products", _products()))
-    use(Numerics(products=products))  # as what follows will be computed
+    use(Numerics(products=products))  # for the following measurements
     formats = clock.timed("formats", _formats())
     bf16_is_near = bool(formats) and median(formats["bf16"]) < 2 * median(formats["fp32"])
-    # Without instructions for it a product in bfloat16 takes ten times as long, and in blocks runs in one thread.
+    # Without bfloat16 instructions, a bfloat16 product takes ten times as long, and in blocks it runs in one thread.
     flash = [case for case in FLASH if case.startswith("bf16") and formats and not bf16_is_near]
     for case in (case for case in FLASH if case not in flash):
-        ways = clock.timed(f"attention {case}", _attention(case))
-        flash += [case] if _ahead(ways, "blocks", ("flash",)) == "flash" else []
+        times = clock.timed(f"attention {case}", _attention(case))
+        flash += [case] if _ahead(times, "blocks", ("flash",)) == "flash" else []
     numerics = Numerics(kind, products, tuple(case for case in FLASH if case in flash))
     if bf16_is_near:
         use(numerics)
@@ -64,33 +69,35 @@ def measure(kind: str) -> tuple[Numerics, dict[str, Seconds]]:
 
 
 class _Clock:
-    """Times ways until `SECONDS` are over."""
+    """Times candidates until `SECONDS` have passed."""
 
     def __init__(self) -> None:
         self._until = time.perf_counter() + SECONDS
         self._rounds: dict[str, _Rounds] = {}
 
-    def timed(self, what: str, ways: Mapping[str, Callable[[], object]]) -> _Rounds:
-        """Return the seconds of each of `ways` in every round, after a first one that is not counted; nothing where
-        that takes too long."""
-        seconds: _Rounds = {name: [] for name in ways}
+    def timed(self, measurement: str, candidates: Mapping[str, Callable[[], object]]) -> _Rounds:
+        """Return the seconds of each candidate by round, after one warm-up round; empty if time runs out."""
+        seconds: _Rounds = {name: [] for name in candidates}
         for number in range(ROUNDS + 1):
-            for name, way in ways.items():
+            for name, candidate in candidates.items():
                 began = time.perf_counter()
                 if began > self._until:
-                    return self._rounds.setdefault(what, {})
-                way()
+                    return self._rounds.setdefault(measurement, {})
+                candidate()
                 if number:
                     seconds[name].append(time.perf_counter() - began)
-        return self._rounds.setdefault(what, seconds)
+        return self._rounds.setdefault(measurement, seconds)
 
     def medians(self) -> dict[str, Seconds]:
-        """Return the median seconds of all ways."""
-        return {what: {way: median(each) for way, each in ways.items()} for what, ways in self._rounds.items()}
+        """Return the median seconds of each candidate, by measurement."""
+        return {
+            measurement: {candidate: median(each) for candidate, each in candidates.items()}
+            for measurement, candidates in self._rounds.items()
+        }
 
 
 def _library(rounds: _Rounds) -> str:
-    """Return by which library float32 matrices are multiplied, given the times of both, oneDNN's only if exact."""
+    """Return the library for float32 products, given the times of both; oneDNN has times only if it is exact."""
     if not rounds:
         return "onednn"
     if "onednn" not in rounds or _leads(rounds, "default", "onednn"):
@@ -99,25 +106,25 @@ def _library(rounds: _Rounds) -> str:
 
 
 def _ahead(rounds: _Rounds, reference: str, others: Sequence[str]) -> str:
-    """Return the one of `others` that leads `reference`, or `reference` where none does."""
-    ahead = [way for way in others if way in rounds and _leads(rounds, way, reference)]
+    """Return the first of `others` that leads `reference`, or `reference`."""
+    ahead = [candidate for candidate in others if candidate in rounds and _leads(rounds, candidate, reference)]
     return ahead[0] if ahead else reference
 
 
-def _leads(rounds: _Rounds, way: str, other: str, by: float = LEAD) -> bool:
-    """Return whether `way` took less than `other` by so much, by the medians and by the fastest rounds."""
-    return all(of(rounds[way]) * by <= of(rounds[other]) for of in (median, min))
+def _leads(rounds: _Rounds, candidate: str, other: str, by: float = LEAD) -> bool:
+    """Return True if `way` is faster than `other` by a factor of `by`, in the median and in the fastest round."""
+    return all(statistic(rounds[candidate]) * by <= statistic(rounds[other]) for statistic in (median, min))
 
 
 def _products() -> dict[str, Callable[[], object]]:
-    """The products of a layer, forward and backward, by both libraries if oneDNN's are exact."""
+    """Return the products of a layer, forward and backward, by the default library and, if it is exact, by oneDNN."""
     shapes = ((HIDDEN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))
     sizes = [((TOKENS, width), (height, width), (TOKENS, height)) for height, width in shapes]
-    given = [[torch.randn(size) for size in each] for each in sizes]
+    tensors = [[torch.randn(size) for size in each] for each in sizes]
 
     def multiply(precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
-        for x, weight, grad in given:
+        for x, weight, grad in tensors:
             _ = x @ weight.T, grad @ weight, grad.T @ x
 
     exact = enable_fast_float32().precision != "highest"
@@ -125,23 +132,24 @@ def _products() -> dict[str, Callable[[], object]]:
 
 
 def _formats() -> dict[str, Callable[[], object]]:
-    """One product in each number format."""
+    """Return one product in each number format."""
     square = torch.randn(TOKENS // 2, TOKENS), torch.randn(TOKENS, TOKENS)
     return {kind: partial(torch.mm, *(x.to(dtype) for x in square)) for kind, dtype in _DTYPES.items()}
 
 
 def _attention(case: str) -> dict[str, Callable[[], object]]:
-    """Attention of one of the cases of `FLASH`, forward and backward, in blocks and by PyTorch's kernel."""
+    """Return attention in the given case of `FLASH`, forward and backward, in blocks and by PyTorch's kernel."""
     kind, length = case.split("-")
-    # Two short documents, which two threads divide, or a long one.
+    # Two short documents, which two threads can share, or a long one.
     documents, heads, kv_heads = ((LONG // 2,) * 2, HEADS, KV_HEADS) if length == "short" else ((LONG,), 2, 1)
     sizes = [(1, sum(documents), count, HEAD) for count in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(size).to(_DTYPES[kind]).requires_grad_() for size in sizes]
     bounds = torch.tensor((0, *documents)).cumsum(0).tolist()
 
-    def attend(way: Callable[..., Tensor]) -> None:
-        # Of a scalar: a given gradient would make PyTorch import its compiler's symbols, half a second.
-        torch.autograd.grad(way(*inputs, bounds=bounds).square().sum(), inputs)
+    def attend(function: Callable[..., Tensor]) -> None:
+        # Differentiate a scalar: with a given gradient, PyTorch would import its compiler's symbols, which takes half a
+        # second.
+        torch.autograd.grad(function(*inputs, bounds=bounds).square().sum(), inputs)
 
     return {
         "blocks": partial(attend, partial(packed_attention, window=None)),
@@ -150,12 +158,12 @@ def _attention(case: str) -> dict[str, Callable[[], object]]:
 
 
 def _steps() -> dict[str, Callable[[], object]]:
-    """A decoder of one layer, forward and backward, in each number format."""
+    """Return forward and backward of a decoder with one layer, in each number format."""
     return {kind: partial(_step, *_layer(kind)) for kind in KINDS}
 
 
 def _layer(kind: str) -> tuple[Decoder, Tensor]:
-    """A decoder of one layer in the number format `kind`, and tokens for it."""
+    """Return a decoder with one layer in the number format `kind`, and tokens for it."""
     config = {
         "model_type": "llama",
         "vocab_size": HIDDEN,
@@ -175,7 +183,7 @@ def _layer(kind: str) -> tuple[Decoder, Tensor]:
 
 
 def _step(decoder: Decoder, ids: Tensor) -> None:
-    """The forward and the backward pass of `decoder` over the tokens `ids` (1, T)."""
+    """Run the forward and the backward pass of `decoder` on tokens `ids` (1, T)."""
     total, _ = decoder(ids, labels=ids, token_weights=torch.full(ids.shape, 1 / ids.numel()))
     total.backward()
     decoder.zero_grad()

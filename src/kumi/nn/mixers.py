@@ -1,7 +1,7 @@
-"""The modules that mix tokens, each by the class of its spec.
+"""The token mixers, by the class of their spec.
 
-To add one, give its spec a `module_name`, its operations a line in `kumi.spec.attention_ops.MIXER_OPS`, and its module
-a line in `MIXERS`: a function of (hidden states, `Where`).
+To add one: give its spec a `module_name`, its operations a line in `kumi.spec.attention_ops.MIXER_OPS`, and its module,
+a function of (hidden states, `Where`), a line in `MIXERS`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kumi.spec import model
 from kumi.spec.model import ModelSpec
 
 
-def _attention(of: ModelSpec, spec: model.Attention, **options: Any) -> Attention:
-    return Attention(of.hidden_size, spec, of.norm_eps, zero_centered=of.zero_centered_norm, **options)
+def _attention(decoder: ModelSpec, spec: model.Attention, **options: Any) -> Attention:
+    return Attention(decoder.hidden_size, spec, decoder.norm_eps, zero_centered=decoder.zero_centered_norm, **options)
 
 
-def _latent(of: ModelSpec, spec: model.LatentAttention, **options: Any) -> LatentAttention:
-    return LatentAttention(of.hidden_size, spec, **options)
+def _latent(decoder: ModelSpec, spec: model.LatentAttention, **options: Any) -> LatentAttention:
+    return LatentAttention(decoder.hidden_size, spec, **options)
 
 
-def _mamba(of: ModelSpec, spec: model.Mamba, **options: Any) -> Mamba:
-    return Mamba(of.hidden_size, spec, of.norm_eps, **options)
+def _mamba(decoder: ModelSpec, spec: model.Mamba, **options: Any) -> Mamba:
+    return Mamba(decoder.hidden_size, spec, decoder.norm_eps, **options)
 
 
-# Class of `LayerSpec.attention` -> what makes its module in a model, on a device and in a dtype.
+# Class of `LayerSpec.attention` -> a function of (decoder spec, mixer spec, device, dtype) that returns the module.
 MIXERS: dict[type, Callable[..., nn.Module]] = {
     model.Attention: _attention,
     model.LatentAttention: _latent,

@@ -1,4 +1,4 @@
-"""Feed-forward layer, plain or gated (Shazeer, 2020, arXiv:2002.05202)."""
+"""The feed-forward layer, plain or gated (Shazeer, 2020, arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kumi.nn.activations import activate, gate_by, joined
+from kumi.nn.activations import activate, apply_gate, gate_by
 from kumi.nn.linear import Linear
-from kumi.nn.region import WHOLE
+from kumi.nn.region import UNSHARDED
 from kumi.spec import model
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)) or, not gated, down(act(up(x))), as `function` computes it."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) if not gated. `function` computes it and can be replaced."""
 
     def __init__(self, hidden_size: int, spec: model.MLP, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.spec, self.region = spec, WHOLE
+        self.spec, self.region = spec, UNSHARDED
         self.how = gate_by(spec.hidden_act)
         size, options = spec.intermediate_size, dict[str, Any](bias=spec.bias, device=device, dtype=dtype)
         self.gate_proj = Linear(hidden_size, size, **options) if spec.gated else None
@@ -28,15 +28,15 @@ class MLP(nn.Module):
         self.function: Callable[[MLP, Tensor], Tensor] = feed_forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the hidden states `x` (.., D), in the same shape."""
+        """Return the MLP's output for hidden states `x` (.., D), in the same shape."""
         return self.function(self, x)
 
 
 def feed_forward(mlp: MLP, x: Tensor) -> Tensor:
-    """Return what `mlp` makes of the hidden states `x` (.., D), by whole matrices, in the same shape."""
+    """Return the output of `mlp` for hidden states `x` (.., D), in the same shape, without tiling."""
     if mlp.gate_proj is not None:
         gate, up = mlp.region.enter(x, (mlp.gate_proj, mlp.up_proj))
-        inner = joined(gate, up, mlp.how)
+        inner = apply_gate(gate, up, mlp.how)
     else:
         (up,) = mlp.region.enter(x, (mlp.up_proj,))
         inner = activate(up, mlp.spec.hidden_act)
@@ -44,5 +44,5 @@ def feed_forward(mlp: MLP, x: Tensor) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, keeping nothing but the two for the backward pass."""
-    return joined(gate, up, gate_by("silu"))
+    """Return silu(gate) * up. Only the two inputs are kept for the backward pass."""
+    return apply_gate(gate, up, gate_by("silu"))

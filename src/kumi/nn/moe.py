@@ -1,12 +1,11 @@
-"""Mixture of experts: a router, the experts that each token is sent to, and a shared expert beside them.
+"""Mixture of experts: a router, routed experts, and a shared expert.
 
-Nothing is dropped: T tokens that each choose k experts make T * k rows, sorted by expert. Three steps, each of which
-can be replaced:
+No token is dropped: T tokens that each choose k experts give T * k rows, sorted by expert. Each step can be replaced:
 
-    router(x)                       Routing: which experts, with what weights
-    exchange.dispatch(x, routing)   rows sorted by expert, and how many each expert has
-    experts(rows, counts)           every row through its expert
-    exchange.combine(rows, ...)     for every token the weighted sum of its rows
+    router(x)                       Routing: the chosen experts and their weights
+    exchange.dispatch(x, routing)   rows sorted by expert, and the number of rows of each expert
+    experts(rows, counts)           each row through its expert
+    exchange.combine(rows, ...)     for each token, the weighted sum of its rows
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kumi.nn.activations import Gate, activate, clamped, gate_by, joined_halves
-from kumi.nn.grouped import add_rows, grouped_linear
+from kumi.nn.activations import Gate, activate, apply_gate_to_halves, clamped_swiglu, gate_by
+from kumi.nn.grouped import add_expert_bias, grouped_linear
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.router import Router, Routing
@@ -26,19 +25,24 @@ from kumi.spec import model
 
 
 class Exchange(Protocol):
-    """Brings tokens to the experts that a device holds, and their results back."""
+    """Sends tokens to the ranks that hold their experts, and returns the results."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Any]:
-        """Rows (N, D) of tokens `x` (T, D) sorted by the experts held here, how many each of these gets (int64), and
-        what `combine` needs to undo it."""
+        """Return rows (N, D) sorted by local expert, the number of rows (int64) of each, and a context for `combine`.
+
+        `x` (T, D): the local tokens.
+        """
 
     def combine(self, rows: Tensor, routing: Routing, back: Any) -> Tensor:
-        """For every token (T, D) the sum of its experts' results, times their weights, from `rows` (N, D) in the order
-        of `dispatch`."""
+        """Return for each token (T, D) the weighted sum of its experts' results.
+
+        `rows` (N, D): the results, in the order of `dispatch`.
+        `back`: the context that `dispatch` returned.
+        """
 
 
 class LocalExchange:
-    """All experts are here: rows are sorted, and nothing is sent."""
+    """All experts are on this device: rows are sorted, and nothing is sent."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
         places = sorted_places(routing.ids)
@@ -52,12 +56,12 @@ LOCAL = LocalExchange()
 
 
 class Experts(nn.Module):
-    """down(act(gate(x)) * up(x)) or, not gated, down(act(up(x))) of many experts, whose matrices lie in two tensors."""
+    """Many experts in one tensor per matrix: down(act(gate(x)) * up(x)), or down(act(up(x))) if not gated."""
 
     def __init__(self, hidden_size: int, spec: model.MoE, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.spec, self.how = spec, gate_of(spec)
-        # Where several ranks have parts of each expert's width, one of them adds what is added to the sum.
+        self.spec, self.how = spec, expert_gate(spec)
+        # If ranks share each expert's width, only one of them adds the output bias to the sum.
         self.adds_bias = True
         count, width = spec.num_experts, spec.moe_intermediate_size * (2 if spec.gated else 1)
 
@@ -72,25 +76,25 @@ class Experts(nn.Module):
         self.down_proj_bias = parameter(hidden_size) if spec.bias else None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Of `rows` (N, D), the first counts[0] through the first expert, and so on."""
+        """Return the results of `rows` (N, D). The first counts[0] rows go through the first expert, and so on."""
         if self.gate_up_proj is not None:
-            halves = add_rows(grouped_linear(rows, self.gate_up_proj, counts), self.gate_up_proj_bias, counts)
-            inner = joined_halves(halves, self.how)
+            halves = add_expert_bias(grouped_linear(rows, self.gate_up_proj, counts), self.gate_up_proj_bias, counts)
+            inner = apply_gate_to_halves(halves, self.how)
         else:
             assert self.up_proj is not None
-            up = add_rows(grouped_linear(rows, self.up_proj, counts), self.up_proj_bias, counts)
+            up = add_expert_bias(grouped_linear(rows, self.up_proj, counts), self.up_proj_bias, counts)
             inner = activate(up, self.spec.hidden_act)
         out = grouped_linear(inner, self.down_proj, counts)
-        return add_rows(out, self.down_proj_bias, counts, silent=not self.adds_bias)
+        return add_expert_bias(out, self.down_proj_bias, counts, other_rank_adds=not self.adds_bias)
 
 
-def gate_of(spec: model.MoE) -> Gate:
-    """How the experts' gate and up are joined."""
-    return gate_by(spec.hidden_act) if spec.act_limit is None else clamped(spec.act_limit, spec.act_alpha)
+def expert_gate(spec: model.MoE) -> Gate:
+    """Return the function that combines the experts' gate and up projections."""
+    return gate_by(spec.hidden_act) if spec.act_limit is None else clamped_swiglu(spec.act_limit, spec.act_alpha)
 
 
 class MoE(nn.Module):
-    """Routed experts, and where the model has one the shared expert that all tokens take."""
+    """Routed experts, and a shared expert for all tokens if the model has one."""
 
     def __init__(self, hidden_size: int, spec: model.MoE, *, device: torch.device | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -105,13 +109,15 @@ class MoE(nn.Module):
         self.around: list[Around] = []
 
     def forward(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return what `compute` returns, computed inside of what is in `around`."""
+        """Return the result of `compute`, called inside the wrappers in `around`."""
         out: Tensor = inside(self.around, self.compute)(x, shape)
         return out
 
     def compute(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Of the hidden states `x` (B, S, D) or (T, D), in the same shape; `shape` (B, S) is that of the batch that
-        they are all or a part of."""
+        """Return the output for hidden states `x` (B, S, D) or (T, D), in the same shape.
+
+        `shape` is the (B, S) of the batch. Under sequence parallelism, `x` is a part of it.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.gate(tokens, shape)
         rows, counts, back = self.exchange.dispatch(tokens, routing)
@@ -119,14 +125,14 @@ class MoE(nn.Module):
         return out if self.shared_experts is None else out + self.shared(x)
 
     def shared(self, x: Tensor) -> Tensor:
-        """What the shared expert adds to the hidden states `x`."""
+        """Return the shared expert's output for hidden states `x`."""
         assert self.shared_experts is not None
         out: Tensor = self.shared_experts(x)
         return out if self.shared_expert_gate is None else out * torch.sigmoid(self.shared_expert_gate(x))
 
 
 def sorted_places(ids: Tensor) -> Tensor:
-    """Where each choice of `ids` (T, k) comes when all are sorted by expert, those of one in the order of tokens."""
+    """Return the row (T, k) of each choice in `ids` (T, k) when all choices are sorted by expert, then by token."""
     order = ids.flatten().argsort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
@@ -134,13 +140,13 @@ def sorted_places(ids: Tensor) -> Tensor:
 
 
 def spread(x: Tensor, places: Tensor) -> Tensor:
-    """Rows (T * k, D): row places[t, j] is token x[t]."""
+    """Return rows (T * k, D): row places[t, j] is token x[t]."""
     rows: Tensor = _Spread.apply(x, places)  # type: ignore[no-untyped-call]
     return rows
 
 
 def gather_weighted(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """Tokens (T, D), in the dtype of `rows`: token t is the sum of weights[t, j] * rows[places[t, j]]."""
+    """Return tokens (T, D) in the dtype of `rows`: token t is the sum of weights[t, j] * rows[places[t, j]]."""
     tokens: Tensor = _GatherWeighted.apply(rows, weights, places)  # type: ignore[no-untyped-call]
     return tokens
 
@@ -177,7 +183,7 @@ class _GatherWeighted(torch.autograd.Function):
 
 
 def _sum(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
-    """For every token the sum of its rows, times their weights, added up in float32 or wider."""
+    """Return for each token the weighted sum of its rows, accumulated in float32 or wider; no weights mean 1."""
     total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
     for index, column in enumerate(places.unbind(1)):
         if weights is None:

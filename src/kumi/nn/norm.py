@@ -1,5 +1,5 @@
-"""Normalisation over the last dim: by the root mean square (Zhang and Sennrich, 2019, arXiv:1910.07467), or by mean and
-variance (Ba et al., 2016, arXiv:1607.06450)."""
+"""Normalisation over the last dim: RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467) and LayerNorm (Ba et al., 2016,
+arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from kumi.nn.dtypes import wide
 from kumi.spec.model import ModelSpec
 
-# (x, weight, eps, zero_centered) -> the norm.
+# (x, weight, eps, zero_centered) -> the normalised x.
 NormFunction = Callable[[Tensor, Tensor, float, bool], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, statistics in float32 or wider, result in the dtype of `x`.
+    """x / rms(x) * weight over the last dim, with statistics in float32 or wider and the result in the dtype of `x`.
 
-    `zero_centered`: the factor is 1 + weight, worked out in float32 or wider, too. `function` computes it: `rms_norm`,
-    or what ranks that have parts of a vector put in its place.
+    `zero_centered`: the factor is 1 + weight, computed in float32 or wider.
+    `function` is `rms_norm`; tensor parallelism replaces it where ranks hold parts of a vector.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """Return x / rms(x) * weight over the last dim of `x`."""
-    # The fused kernel of other devices takes a weight in the dtype of `x` only: too coarse for what is added to 1.
+    # Other devices' fused kernel needs the weight in the dtype of `x`: too coarse for a weight that is added to 1.
     if x.device.type == "cpu" or zero_centered:
         normed: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
         return normed
@@ -49,9 +49,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
 
 
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / std(x) * weight + bias over the last dim, the result in the dtype of `x`; without `bias`, none.
+    """(x - mean(x)) / std(x) * weight + bias over the last dim, with the result in the dtype of `x`.
 
-    `zero_centered`: the factor is 1 + weight. Kept for the backward pass are `x`, and mean and 1 / std of each vector.
+    `bias`: has a bias.
+    `zero_centered`: the factor is 1 + weight.
+    `x` and the mean and 1 / std of each vector are kept for the backward pass.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight if self.zero_centered else self.weight
-        # The kernels have statistics in float32 whatever `x` is in; a CPU's only where the parameters are wider.
+        # The kernels compute statistics in float32 for every dtype of `x`; on a CPU, only if the parameters are wider.
         dtype = x.dtype if x.device.type != "cpu" else wide(x.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.layer_norm(x, self.weight.shape, weight.to(dtype), bias, self.eps)
@@ -81,7 +83,7 @@ class LayerNorm(nn.Module):
 
 
 def norm_of(spec: ModelSpec, *, device: torch.device | None, dtype: torch.dtype) -> RMSNorm | LayerNorm:
-    """A norm of the hidden states, of the kind that `spec` has."""
+    """Return a norm of hidden states, of the model's kind."""
     options: dict[str, Any] = {"device": device, "dtype": dtype, "zero_centered": spec.zero_centered_norm}
     if spec.norm == "layernorm":
         return LayerNorm(spec.hidden_size, spec.norm_eps, bias=spec.norm_bias, **options)
@@ -89,7 +91,7 @@ def norm_of(spec: ModelSpec, *, device: torch.device | None, dtype: torch.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The CPU has no fused kernel for this norm: few passes over memory, and nothing kept but `x` and 1 / rms(x)."""
+    """RMSNorm on the CPU, which has no fused kernel: few passes over memory, keeping only `x` and 1 / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -103,10 +105,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """By layer normalisation's fused kernel with mean 0.
+        """Return the gradients, computed by LayerNorm's fused kernel with mean 0.
 
-        Its gradient is scale * (g - mean(g) - y * mean(g * y)) with g = grad * weight and y = x * scale; only the term
-        mean(g), which comes from centring, is not in this norm's, and is added back.
+        That kernel computes scale * (g - mean(g) - y * mean(g * y)) with g = grad * weight and y = x * scale. RMSNorm
+        has no centring and therefore no mean(g), which is added back.
         """
         x, weight, scale = ctx.saved_tensors
         size, dtype = x.shape[-1], wide(x.dtype)

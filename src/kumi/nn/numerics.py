@@ -1,6 +1,7 @@
-"""How this process computes on its CPU, of the ways that `kumi.spec.numerics` names.
+"""The CPU numerics of this process: one of the choices in `kumi.spec.numerics`.
 
-Before `use` is called that is PyTorch's default product of float32 matrices, and attention in blocks.
+Until `use` is called, float32 matrices are multiplied by PyTorch's default library, and attention is computed in
+blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ _mixed = False
 
 
 def use(numerics: Numerics) -> None:
-    """Compute as `numerics` says from now on, in this process. Products by oneDNN are used only where they pass
-    `enable_fast_float32`'s check of their accuracy."""
+    """Set the CPU numerics of this process.
+
+    oneDNN is used for float32 products only if it passes the accuracy check of `enable_fast_float32`.
+    """
     global _flash, _mixed
     _flash, _mixed = frozenset(numerics.flash), numerics.products == "mixed"
     if numerics.products == "default":
@@ -30,7 +33,7 @@ def use(numerics: Numerics) -> None:
 
 @contextmanager
 def products_of_experts() -> Iterator[None]:
-    """Inside, float32 matrices are multiplied as those of experts are to be."""
+    """Multiply float32 matrices inside this context in the precision that is chosen for experts."""
     before = torch.get_float32_matmul_precision()
     if not _mixed or before == "highest":
         yield
@@ -43,5 +46,5 @@ def products_of_experts() -> Iterator[None]:
 
 
 def uses_flash(dtype: torch.dtype, length: float) -> bool:
-    """Return whether PyTorch's flash kernel computes attention in `dtype` over documents of `length` tokens."""
+    """Return True if PyTorch's flash kernel computes attention in `dtype` over documents of `length` tokens."""
     return attention_case(dtype.itemsize, length) in _flash

@@ -1,5 +1,8 @@
-"""Functions as operators of PyTorch's dispatcher: selective recomputation, FLOP counting and runs without content see
-each whole. `torch.library.custom_op` would do the same, but imports torch's compiler: a second or more."""
+"""Register functions as operators of PyTorch's dispatcher, so that each is one operator for selective recomputation,
+FLOP counting and fake tensors.
+
+`torch.library.custom_op` would do the same, but imports torch's compiler, which takes a second or more.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ import torch
 
 
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """`function` as the operator kumi::`name` on every device, whose results look like those of `fake`."""
+    """Register `function` as the operator kumi::`name` on every device, and return the operator.
+
+    `fake` returns tensors of the shapes, dtypes and devices of the results.
+    """
     torch.library.define(f"kumi::{name}", schema)
     torch.library.impl(f"kumi::{name}", "CompositeExplicitAutograd", function)
     torch.library.register_fake(f"kumi::{name}", fake)

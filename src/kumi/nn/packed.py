@@ -1,7 +1,8 @@
-"""Frozen matrices in four bits: NormalFloat, 64 elements to a float32 scale (Dettmers et al., 2023, arXiv:2305.14314).
+"""Frozen matrices in 4-bit NormalFloat (NF4), with a float32 scale for 64 elements (Dettmers et al., 2023,
+arXiv:2305.14314).
 
-A matrix is unpacked where it is multiplied with, in the forward and again in the backward pass, and nothing of it is
-kept in between. Packing and unpacking are those of the package bitsandbytes, on CUDA devices and on CPUs.
+The forward and the backward pass each unpack the matrix and keep nothing of it. The package bitsandbytes packs and
+unpacks, on CUDA devices and CPUs.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from kumi.nn.linear import Linear, linears
 from kumi.spec.lora import NF4_BLOCK
 
 
-class NormalFloat:
-    """A matrix (out, in) in four bits, which unpacked has the dtype that it had."""
+class NF4Matrix:
+    """A matrix (out, in) in NF4. `matrix` unpacks it to its original dtype."""
 
     def __init__(self, matrix: Tensor) -> None:
-        # The package takes seconds to import, and few have it.
+        # Imported here: bitsandbytes takes seconds to import, and few users have it.
         from bitsandbytes import functional
 
         self._unpack = functional.dequantize_4bit
@@ -30,22 +31,24 @@ class NormalFloat:
         )
 
     def matrix(self) -> Tensor:
-        found: Tensor = self._unpack(self.codes, self.scales)
-        return found
+        """Return the unpacked matrix."""
+        matrix: Tensor = self._unpack(self.codes, self.scales)
+        return matrix
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
         out: Tensor = _Product.apply(x, bias, self)  # type: ignore[no-untyped-call]
         return out
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes and their scales."""
+        """The bytes of the codes and their scales."""
         return int(self.codes.nbytes + self.scales.absmax.nbytes)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, packed: NormalFloat) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, packed: NF4Matrix) -> Tensor:
         ctx.packed = packed
         return F.linear(x, packed.matrix().to(x.dtype), bias)
 
@@ -55,29 +58,32 @@ class _Product(torch.autograd.Function):
 
 
 def pack(layer: Linear, matrix: Tensor) -> None:
-    """Gives `layer` the frozen `matrix` in four bits, in place of a parameter."""
+    """Replace the weight of `layer` by the frozen `matrix` in NF4."""
     layer._parameters.pop("weight", None)
-    layer.packed = NormalFloat(matrix)
+    layer.packed = NF4Matrix(matrix)
 
 
 def layer_linears(decoder: Decoder) -> list[Linear]:
-    """The matrices of a decoder that are packed: those of its layers, routed experts and routers aside."""
+    """Return the linear layers to pack: those of the decoder's layers, without routers and routed experts."""
     return linears(decoder.model.layers)
 
 
 def quantize_linears(decoder: Decoder) -> None:
-    """Packs the matrices of the layers of `decoder`, which are there."""
+    """Pack the loaded matrices of the layers of `decoder`."""
     for layer in layer_linears(decoder):
         pack(layer, layer.weight)
 
 
 def take_out(decoder: nn.Module) -> dict[str, Linear]:
-    """The layers of `decoder`, by their names, whose matrices will be packed; they have none until then."""
-    found = {}
+    """Remove the weights that will be packed from `decoder`, and return their layers by name.
+
+    `pack` gives each layer its matrix.
+    """
+    layers = {}
     packed = set(layer_linears(decoder)) if isinstance(decoder, Decoder) else set()
     for name, layer in decoder.named_modules():
         if layer in packed:
             assert isinstance(layer, Linear)
             layer._parameters.pop("weight")
-            found[name] = layer
-    return found
+            layers[name] = layer
+    return layers

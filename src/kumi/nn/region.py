@@ -1,7 +1,7 @@
-"""Where the matrices of a layer begin and end: the seam along which tensor parallelism cuts a layer.
+"""The column- and row-parallel projections of a layer, behind one interface that tensor parallelism replaces.
 
-A region takes hidden states in with matrices whose outputs are cut (`enter`), works on its own heads or columns, and
-gives hidden states back with a matrix whose inputs are cut (`leave`). On one device nothing is cut.
+`enter` is column-parallel: it maps hidden states to local heads or columns. `leave` is row-parallel: it maps these back
+to hidden states. This module is the version for one device, where no matrix is sharded.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from kumi.nn.linear import Linear
 
 
 class Region:
-    """A region that is whole on this device; `kumi.parallel.tensor` has the one that several ranks share."""
+    """The projections of a block on one device. `kumi.parallel.tensor` has the tensor-parallel version."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which part of the region's heads or columns this device has, and of how many parts."""
+        """The tensor-parallel rank and the number of ranks that share the block's heads or columns."""
         return 0, 1
 
     def enter(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
-        """What each of `layers` makes of the hidden states `x`."""
+        """Return the output of each of `layers` for hidden states `x`."""
         return tuple(layer(x) for layer in layers)
 
     def share(self, x: Tensor) -> Tensor:
-        """`x`, as every rank of the region needs it: what the region reads without a matrix of its own."""
+        """Return `x` for use by every rank of the block: an activation that is computed without a sharded matrix."""
         return x
 
     def leave(self, x: Tensor, layer: Linear) -> Tensor:
-        """What `layer` makes of what the region has worked out, summed over its ranks."""
+        """Return the output of `layer` for local heads or columns `x`, summed over ranks."""
         out: Tensor = layer(x)
         return out
 
 
-WHOLE = Region()
+UNSHARDED = Region()

@@ -12,68 +12,77 @@ from kumi.nn.dtypes import wide
 from kumi.spec.model import Rope
 
 
-def tables(rope: Rope, size: int, position_ids: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-    """cos and signed sin (B, S, 1, R) in float32 for every position, as `rotate` wants them, of heads of which R =
-    `size` dims are turned. `length` is the length of the whole document that each position (B, S) belongs to, or one
-    number for all.
+def cos_sin(rope: Rope, size: int, position_ids: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+    """Return cos and signed sin (B, S, 1, R) in float32 for `rotate`, for heads with R = `size` rotated dims.
 
-    They are made anew in each forward pass: no buffer that a build on the meta device or a sharding could lose.
+    `position_ids`: (B, S).
+    `length`: length of the complete document of each position (B, S), or one number for all.
+
+    They are computed anew in each forward pass, so there is no buffer that a build on the meta device or FSDP could
+    lose.
     """
     angles = position_ids[..., None, None].float() * frequencies(rope, size, position_ids.device, length)
     cos, sin = angles.cos(), angles.sin()
     if rope.attention_factor is not None:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
     if rope.query_growth:
-        grown = _growth(rope, position_ids)
-        cos, sin = cos * grown, sin * grown
+        scaling = _llama4_scaling(rope, position_ids)
+        cos, sin = cos * scaling, sin * scaling
     if rope.interleave:
         return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def _growth(rope: Rope, position_ids: Tensor) -> Tensor:
-    """What queries are multiplied by besides (B, S, 1, 1): more in every further multiple of the original context."""
+def _llama4_scaling(rope: Rope, position_ids: Tensor) -> Tensor:
+    """Return Llama 4's factor of the queries, (B, S, 1, 1).
+
+    It is 1 + query_growth * ln(1 + floor(position / original context)).
+    """
     assert rope.original_max_position_embeddings is not None
     contexts = (position_ids // rope.original_max_position_embeddings).float()
     return 1 + rope.query_growth * torch.log1p(contexts)[..., None, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool = False) -> Tensor:
-    """`x` (B, S, heads, E) with each pair of its first R dims turned by its angle, computed in float32 or wider: dims i
-    and i + R/2, or with `interleave` 2i and 2i + 1. `cos` and `sin` are those of `tables`."""
-    turned: Tensor = _Rotate.apply(x, cos, sin, interleave)  # type: ignore[no-untyped-call]
-    return turned
+    """Return `x` (B, S, heads, E) with each pair of its first R dims rotated, computed in float32 or wider.
+
+    The pairs are dims i and i + R/2, or 2i and 2i + 1 with `interleave`. `cos` and `sin` come from `cos_sin`.
+    """
+    rotated: Tensor = _Rotate.apply(x, cos, sin, interleave)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 class _Rotate(torch.autograd.Function):
-    """In few passes over memory, keeping nothing of `x`: the gradient is turned back."""
+    """The rotation in few passes over memory. It keeps nothing of `x`; the backward pass rotates the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleave = interleave
-        return _turn(x, cos, sin, interleave)
+        return _rotated(x, cos, sin, interleave)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin, ctx.interleave), None, None, None
+        return _rotated(grad, cos, -sin, ctx.interleave), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
     size = cos.shape[-1]
     values = x[..., :size].to(wide(x.dtype))
     out = values * cos
     pairs = (slice(0, size, 2), slice(1, size, 2)) if interleave else (slice(0, size // 2), slice(size // 2, size))
-    for one, other in (pairs, pairs[::-1]):
-        out[..., one].addcmul_(values[..., other], sin[..., one])
-    turned = out.to(x.dtype)
-    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), dim=-1)
+    for half, other_half in (pairs, pairs[::-1]):
+        out[..., half].addcmul_(values[..., other_half], sin[..., half])
+    rotated = out.to(x.dtype)
+    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
 
 
 def frequencies(rope: Rope, size: int, device: torch.device | None = None, length: int | Tensor = 0) -> Tensor:
-    """Radians per position of each of the pairs (size / 2,), in float32, in documents of `length`; where that is a
-    tensor (B, S) and the frequencies depend on it, (B, S, 1, size / 2)."""
+    """Return the radians per position of each pair (size / 2,), in float32, in documents of `length`.
+
+    If `length` is a tensor (B, S) and the frequencies depend on it, the result is (B, S, 1, size / 2).
+    """
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     powers = rope.rope_theta**exponents
     plain = 1.0 / powers
@@ -89,9 +98,9 @@ def frequencies(rope: Rope, size: int, device: torch.device | None = None, lengt
 
 
 def _longrope(rope: Rope, powers: Tensor, length: int | Tensor) -> Tensor:
-    """Every pair is stretched by its own number; documents longer than the original context have others.
+    """Scale each pair by its own factor; documents longer than the original context use other factors.
 
-    In the order of transformers' operations, so that the tables are the same to the bit.
+    The operations are in the order of transformers', so that the results are equal to the bit.
     """
     assert rope.original_max_position_embeddings is not None
     assert rope.short_factor is not None
@@ -105,7 +114,7 @@ def _longrope(rope: Rope, powers: Tensor, length: int | Tensor) -> Tensor:
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Wavelengths beyond the original context are stretched by `factor`, short ones kept, with a ramp between."""
+    """Divide the frequencies of long wavelengths by `factor`, keep those of short ones, and interpolate between."""
     original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
     assert original is not None
     assert low is not None
@@ -116,10 +125,14 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int, plain: Tensor) -> Tensor:
-    """Pairs that turn more than `beta_fast` times in the original context are kept, below `beta_slow` stretched."""
+    """Scale the pairs by how often they rotate in the original context.
+
+    Pairs that rotate more than `beta_fast` times are kept, those below `beta_slow` are divided by `factor`, and those
+    in between are interpolated.
+    """
     assert rope.beta_fast is not None
     assert rope.beta_slow is not None
-    low, high = _pair(rope, head_dim, rope.beta_fast), _pair(rope, head_dim, rope.beta_slow)
+    low, high = _pair_index(rope, head_dim, rope.beta_fast), _pair_index(rope, head_dim, rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -129,8 +142,8 @@ def _yarn(rope: Rope, head_dim: int, plain: Tensor) -> Tensor:
     return plain / rope.factor * stretch + plain * (1 - stretch)
 
 
-def _pair(rope: Rope, head_dim: int, turns: float) -> float:
-    """The (fractional) index of the pair that makes `turns` turns in the original context."""
+def _pair_index(rope: Rope, head_dim: int, turns: float) -> float:
+    """Return the (fractional) index of the pair that rotates `turns` times in the original context."""
     assert rope.original_max_position_embeddings is not None
     ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
     return head_dim * math.log(ratio) / (2 * math.log(rope.rope_theta))

@@ -1,16 +1,16 @@
-"""The recurrence of Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060) chunk by chunk, as one operator and its gradient.
+"""The recurrence of Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060), computed in chunks, as one operator and its gradient.
 
-For every head, with a state h of (P, N) numbers that starts at zero in every document:
+Each head has a state h of (P, N) numbers, which starts at zero in each document:
 
     h_t = exp(rate * step_t) h_{t-1} + step_t x_t b_t^T        y_t = h_t c_t + d x_t
 
-A chunk of Q positions takes matrix products only, section 6 of the paper: what its positions give each other is a
-causal attention of Q x Q scores, c_i . b_j times the decay between them; the rest comes from the state that enters the
-chunk. Only inputs are kept for the backward pass, which works out the states at the chunks' beginnings once more. Sums
-and products are in float32, or float64 for inputs in that.
+A chunk of Q positions is computed by matrix products (section 6 of the paper). Within a chunk, positions contribute to
+each other by causal attention with Q x Q scores, c_i . b_j times the decay between i and j. Earlier chunks contribute
+by the state at the start of the chunk. Only the inputs are kept for the backward pass, which recomputes the states at
+the starts of chunks. Sums and products are in float32, or in float64 for float64 inputs.
 
-Letters: B sequences, S positions, H heads of P channels, G groups of R = H / G heads, N numbers of a channel's state;
-in einsums b, m (chunks), q and k (positions), g, r, p, n.
+Letters: B sequences, S positions, H heads of P channels, G groups of R = H / G heads, N numbers of state per channel.
+In einsums: b, m (chunks), q and k (positions of a chunk), g, r, p, n.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ from torch.utils.flop_counter import register_flop_formula
 from kumi.nn.dtypes import wide
 from kumi.nn.operators import define
 
-# Scores of all heads that are held at a time, on other devices and on a CPU, whose caches should hold them.
+# Scores in memory at a time, over all heads: on other devices, and on a CPU, where they should fit in the caches.
 SCORES = (2**27, 2**19)
 
 
 class Inputs(NamedTuple):
-    """`x` (B, S, H, P), `b` and `c` (B, S, G, N), `dt` (B, S, H) and the parameters `dt_bias`, `a_log` and `d` (H,).
+    """The inputs of a scan.
 
-    The step is softplus(dt + dt_bias), kept between `low` and `high`, the rate -exp(a_log). `numbers` (B, S) tell a
-    row's documents apart, and go up by one from each to the next; None: a row is a document.
+    `x` (B, S, H, P), `b` and `c` (B, S, G, N), `dt` (B, S, H): the projections.
+    `dt_bias`, `a_log`, `d` (H,): the parameters. The step is softplus(dt + dt_bias), the rate is -exp(a_log).
+    `numbers` (B, S): document numbers, which increase by one at each boundary in a row; None if every row is one
+    document.
+    `chunk`: positions per chunk.
+    `low`, `high`: limits of the step.
     """
 
     x: Tensor
@@ -53,7 +57,7 @@ class Inputs(NamedTuple):
 
 
 def scan(inputs: Inputs) -> Tensor:
-    """y (B, S, H, P), in the dtype of x."""
+    """Return y (B, S, H, P), in the dtype of x."""
     out: Tensor = _Scan.apply(*inputs)  # type: ignore[no-untyped-call]
     return out
 
@@ -69,253 +73,273 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found: list[Tensor] = SCAN_BACKWARD(grad, *ctx.saved_tensors, *ctx.options)
-        return *found, None, None, None, None
+        grads: list[Tensor] = SCAN_BACKWARD(grad, *ctx.saved_tensors, *ctx.options)
+        return *grads, None, None, None, None
 
 
 @dataclass(frozen=True)
-class _Span:
-    """Some chunks of a scan: `x` (b, m, g, q, r, p) times its steps, `b` and `c` (b, m, g, q, n), and the sums of rates
-    times steps from the chunk's beginning to each position, `sums` (b, m, g, q, r), in float64 where the device has it.
+class _Chunks:
+    """Some consecutive chunks of a scan. Groups precede positions in memory, so that matrix products need no copies.
 
-    `inside` says which positions k give to which q. Decays are 0 across documents: `entering` (b, m, g, q, r, 1) from
-    the chunk's beginning to q, `leaving` (b, m, g, q, r, 1) from q to its end, `through` (b, m, g, r, 1, 1) from its
-    beginning to its end. Groups come before positions in memory, too, or every product would copy what it reads.
+    `x` (b, m, g, q, r, p): the channels times their steps.
+    `b`, `c` (b, m, g, q, n): as in `Inputs`.
+    `sums` (b, m, g, q, r): sum of rate times step from the chunk's start to each position, in float64 if the device has
+    it.
+    `visible`: True where position k contributes to position q.
+    `from_start` (b, m, g, q, r, 1): decay from the chunk's start to q, 0 across documents.
+    `to_end` (b, m, g, q, r, 1): decay from q to the chunk's end, 0 across documents.
+    `through` (b, m, g, r, 1, 1): decay from the chunk's start to its end, 0 across documents.
     """
 
     x: Tensor
     b: Tensor
     c: Tensor
     sums: Tensor
-    inside: Tensor
-    entering: Tensor
-    leaving: Tensor
+    visible: Tensor
+    from_start: Tensor
+    to_end: Tensor
     through: Tensor
 
     @cached_property
     def decay(self) -> Tensor:
-        """From position k to q (b, m, g, r, q, k): 0 where k comes after q, or belongs to another document."""
-        # Contiguous, or what is made of it lies as oddly; in two parts, or differences of large sums are coarse.
-        exact = self.sums.transpose(3, 4)
-        near = exact.to(self.x.dtype).contiguous()
-        rest = (exact - near).to(near.dtype).contiguous()
-        found = near[..., :, None] - near[..., None, :]
-        if exact.dtype != near.dtype:
-            found.add_(rest[..., :, None]).sub_(rest[..., None, :])
-        return found.masked_fill_(~self.inside, -torch.inf).exp_()
+        """The decay (b, m, g, r, q, k) from position k to q: 0 if k comes after q or is in another document."""
+        # Contiguous, so that the results are too. High and low parts are subtracted separately, because differences of
+        # large sums lose precision.
+        sums = self.sums.transpose(3, 4)
+        high = sums.to(self.x.dtype).contiguous()
+        low = (sums - high).to(high.dtype).contiguous()
+        exponents = high[..., :, None] - high[..., None, :]
+        if sums.dtype != high.dtype:
+            exponents.add_(low[..., :, None]).sub_(low[..., None, :])
+        return exponents.masked_fill_(~self.visible, -torch.inf).exp_()
 
     @property
     def written(self) -> Tensor:
-        """What each chunk adds to the state (b, m, g, r, p, n)."""
-        return torch.einsum("bmgqrp,bmgqn->bmgrpn", self.x * self.leaving, self.b)
+        """The contribution (b, m, g, r, p, n) of each chunk to the state at its end."""
+        return torch.einsum("bmgqrp,bmgqn->bmgrpn", self.x * self.to_end, self.b)
 
     @property
     def products(self) -> Tensor:
-        """c_q . b_k (b, m, g, 1, q, k)."""
+        """The products c_q . b_k (b, m, g, 1, q, k)."""
         return torch.einsum("bmgqn,bmgkn->bmgqk", self.c, self.b).unsqueeze(3)
 
 
 def _scan(*values: Any) -> Tensor:
     inputs = Inputs(*values)
     _, steps, rate = _steps(inputs)
-    out, state = torch.empty_like(inputs.x, memory_format=torch.contiguous_format), _no_state(inputs)
-    for place in _places(inputs):
-        span = _span(inputs, steps, rate, place)
-        entering, state = _pass_on(span.written, span.through, state)
-        scores = span.decay * span.products
-        made = torch.einsum("bmgrqk,bmgkrp->bmgqrp", scores, span.x)
-        made += torch.einsum("bmgqn,bmgrpn->bmgqrp", span.c, entering) * span.entering
-        where = slice(place.start, place.start + place.chunks * place.size)
-        skipped = inputs.d.to(made.dtype)[:, None] * inputs.x[:, where]
-        out[:, where] = skipped.add_(_in_order(made, skipped))
+    out, state = torch.empty_like(inputs.x, memory_format=torch.contiguous_format), _zero_state(inputs)
+    for chunk_range in _chunk_ranges(inputs):
+        chunks = _load_chunks(inputs, steps, rate, chunk_range)
+        entering, state = _scan_states(chunks.written, chunks.through, state)
+        scores = chunks.decay * chunks.products
+        y = torch.einsum("bmgrqk,bmgkrp->bmgqrp", scores, chunks.x)
+        y += torch.einsum("bmgqn,bmgrpn->bmgqrp", chunks.c, entering) * chunks.from_start
+        positions = slice(chunk_range.start, chunk_range.start + chunk_range.chunks * chunk_range.size)
+        skip = inputs.d.to(y.dtype)[:, None] * inputs.x[:, positions]
+        out[:, positions] = skip.add_(_by_position(y, skip))
     return out
 
 
 def _scan_backward(grad: Tensor, *values: Any) -> list[Tensor]:
-    """The gradients of the first seven inputs, given that of the result."""
+    """Return the gradients of the first seven inputs, given that of the result."""
     inputs = Inputs(*values)
     raw, steps, rate = _steps(inputs)
-    places = list(_places(inputs))
-    states = _states(inputs, steps, rate, places)
-    of_x, of_b, of_c = (torch.empty_like(value, memory_format=torch.contiguous_format) for value in inputs[:3])
-    of_steps, of_sums = torch.empty_like(steps), torch.empty_like(steps)
-    of_state, of_d = _no_state(inputs), torch.zeros_like(rate)
-    for place, entering in zip(reversed(places), reversed(states), strict=True):
-        where = slice(place.start, place.start + place.chunks * place.size)
-        span = _span(inputs, steps, rate, place)
-        found = _span_backward(span, _chunks(grad, place, inputs).to(steps.dtype), entering, of_state)
-        of_state = found.of_state
-        for part, value in ((of_b[:, where], found.of_b), (of_c[:, where], found.of_c)):
-            part.copy_(_in_order(value, part))
-        of_sums[:, where] = _in_order(found.of_sums.flip(3).cumsum(3).flip(3), of_sums[:, where])
-        of_stepped, x = _in_order(found.of_x, of_x[:, where]), inputs.x[:, where].to(steps.dtype)
-        of_steps[:, where] = (of_stepped * x).sum(-1)
-        of_d += (grad[:, where] * x).sum((0, 1, 3))
-        skipped = inputs.d.to(x.dtype)[:, None] * grad[:, where]
-        of_x[:, where] = of_stepped.mul_(steps[:, where, :, None]).add_(skipped)
-    of_rate = (of_sums * steps).sum((0, 1))
-    of_steps.addcmul_(of_sums, rate)
-    inside = (F.softplus(raw) >= inputs.low) & (F.softplus(raw) <= inputs.high)
-    of_dt = of_steps * torch.sigmoid(raw) * inside
-    small = (of_dt, of_dt.sum((0, 1)), of_rate * rate, of_d)
-    kinds = (inputs.dt.dtype, inputs.dt_bias.dtype, inputs.a_log.dtype, inputs.d.dtype)
-    return [of_x, of_b, of_c, *(value.to(kind) for value, kind in zip(small, kinds, strict=True))]
+    chunk_ranges = list(_chunk_ranges(inputs))
+    states = _entering_states(inputs, steps, rate, chunk_ranges)
+    grad_x, grad_b, grad_c = (torch.empty_like(value, memory_format=torch.contiguous_format) for value in inputs[:3])
+    grad_steps, grad_sums = torch.empty_like(steps), torch.empty_like(steps)
+    grad_state, grad_d = _zero_state(inputs), torch.zeros_like(rate)
+    for chunk_range, entering in zip(reversed(chunk_ranges), reversed(states), strict=True):
+        positions = slice(chunk_range.start, chunk_range.start + chunk_range.chunks * chunk_range.size)
+        chunks = _load_chunks(inputs, steps, rate, chunk_range)
+        grads = _chunks_backward(chunks, _in_chunks(grad, chunk_range, inputs).to(steps.dtype), entering, grad_state)
+        grad_state = grads.grad_state
+        for target, value in ((grad_b[:, positions], grads.grad_b), (grad_c[:, positions], grads.grad_c)):
+            target.copy_(_by_position(value, target))
+        grad_sums[:, positions] = _by_position(grads.grad_sums.flip(3).cumsum(3).flip(3), grad_sums[:, positions])
+        grad_stepped_x, x = _by_position(grads.grad_x, grad_x[:, positions]), inputs.x[:, positions].to(steps.dtype)
+        grad_steps[:, positions] = (grad_stepped_x * x).sum(-1)
+        grad_d += (grad[:, positions] * x).sum((0, 1, 3))
+        skip = inputs.d.to(x.dtype)[:, None] * grad[:, positions]
+        grad_x[:, positions] = grad_stepped_x.mul_(steps[:, positions, :, None]).add_(skip)
+    grad_rate = (grad_sums * steps).sum((0, 1))
+    grad_steps.addcmul_(grad_sums, rate)
+    unclamped = (F.softplus(raw) >= inputs.low) & (F.softplus(raw) <= inputs.high)
+    grad_dt = grad_steps * torch.sigmoid(raw) * unclamped
+    small_grads = (grad_dt, grad_dt.sum((0, 1)), grad_rate * rate, grad_d)
+    dtypes = (inputs.dt.dtype, inputs.dt_bias.dtype, inputs.a_log.dtype, inputs.d.dtype)
+    return [grad_x, grad_b, grad_c, *(value.to(dtype) for value, dtype in zip(small_grads, dtypes, strict=True))]
 
 
 class _Gradients(NamedTuple):
-    """Of a span's x, b, c and sums of rates and steps; and of the state that enters it."""
+    """The gradients of a `_Chunks`: of x, b, c and sums, and of the state at its start."""
 
-    of_x: Tensor
-    of_b: Tensor
-    of_c: Tensor
-    of_sums: Tensor
-    of_state: Tensor
+    grad_x: Tensor
+    grad_b: Tensor
+    grad_c: Tensor
+    grad_sums: Tensor
+    grad_state: Tensor
 
 
-def _span_backward(span: _Span, grad: Tensor, entering: Tensor, of_state: Tensor) -> _Gradients:
-    """Given the gradient (b, m, g, q, r, p) of what the span returned, the states that enter its chunks, and the
-    gradient of the one that leaves it.
+def _chunks_backward(chunks: _Chunks, grad: Tensor, entering: Tensor, grad_state: Tensor) -> _Gradients:
+    """Return the gradients of `chunks`.
 
-    An exponent's gradient is the value times the value's: that of position q's own sum is what its result gave, that of
-    k's is minus what it gave others; what the leaving state gave belongs to the sum at the chunk's end.
+    `grad` (b, m, g, q, r, p): gradient of the result.
+    `entering`: the states at the starts of the chunks.
+    `grad_state`: gradient of the state at the end of the last chunk.
+
+    The gradient of an exponent is the exponential times its gradient. The sum at position q therefore gets the
+    contribution of q's result, and the sum at k minus the contributions of k to other results. The contribution to the
+    final state goes to the sum at the chunk's end.
     """
-    decayed = grad * span.entering
-    own = torch.einsum("bmgqn,bmgqrp->bmgrpn", span.c, decayed)
-    leaving, of_state = _pass_back(own, span.through, of_state)
-    of_scores = torch.einsum("bmgqrp,bmgkrp->bmgrqk", grad, span.x).mul_(span.decay)
-    of_products, products = of_scores.sum(3), span.products
-    rows = of_scores.mul_(products).sum(-1)
-    scores = span.decay * products
-    written = torch.einsum("bmgqn,bmgrpn->bmgqrp", span.b, leaving) * span.leaving
-    read = torch.einsum("bmgqn,bmgrpn->bmgqrp", span.c, entering)
-    of_c = torch.einsum("bmgqk,bmgkn->bmgqn", of_products, span.b)
-    of_c += torch.einsum("bmgqrp,bmgrpn->bmgqn", decayed, entering)
-    of_b = torch.einsum("bmgqk,bmgqn->bmgkn", of_products, span.c)
-    of_b += torch.einsum("bmgqrp,bmgrpn->bmgqn", span.x * span.leaving, leaving)
-    of_x = torch.einsum("bmgrqk,bmgqrp->bmgkrp", scores, grad) + written
-    of_sums = rows.transpose(3, 4) + (decayed * read).sum(-1) - (span.x * of_x).sum(-1)
-    through = (span.through * leaving * entering).sum((-1, -2))
-    of_sums[:, :, :, -1] += (span.x * written).sum((-1, 3)) + through
-    return _Gradients(of_x, of_b, of_c, of_sums, of_state)
+    decayed = grad * chunks.from_start
+    grad_written = torch.einsum("bmgqn,bmgqrp->bmgrpn", chunks.c, decayed)
+    grad_leaving, grad_state = _scan_state_grads(grad_written, chunks.through, grad_state)
+    grad_scores = torch.einsum("bmgqrp,bmgkrp->bmgrqk", grad, chunks.x).mul_(chunks.decay)
+    grad_products, products = grad_scores.sum(3), chunks.products
+    row_sums = grad_scores.mul_(products).sum(-1)
+    scores = chunks.decay * products
+    written = torch.einsum("bmgqn,bmgrpn->bmgqrp", chunks.b, grad_leaving) * chunks.to_end
+    read = torch.einsum("bmgqn,bmgrpn->bmgqrp", chunks.c, entering)
+    grad_c = torch.einsum("bmgqk,bmgkn->bmgqn", grad_products, chunks.b)
+    grad_c += torch.einsum("bmgqrp,bmgrpn->bmgqn", decayed, entering)
+    grad_b = torch.einsum("bmgqk,bmgqn->bmgkn", grad_products, chunks.c)
+    grad_b += torch.einsum("bmgqrp,bmgrpn->bmgqn", chunks.x * chunks.to_end, grad_leaving)
+    grad_x = torch.einsum("bmgrqk,bmgqrp->bmgkrp", scores, grad) + written
+    grad_sums = row_sums.transpose(3, 4) + (decayed * read).sum(-1) - (chunks.x * grad_x).sum(-1)
+    through = (chunks.through * grad_leaving * entering).sum((-1, -2))
+    grad_sums[:, :, :, -1] += (chunks.x * written).sum((-1, 3)) + through
+    return _Gradients(grad_x, grad_b, grad_c, grad_sums, grad_state)
 
 
-class _Place(NamedTuple):
-    """`chunks` of `size` positions each, from position `start` of every row on."""
+class _ChunkRange(NamedTuple):
+    """`chunks` chunks of `size` positions each, from position `start` of every row."""
 
     start: int
     chunks: int
     size: int
 
 
-def _places(inputs: Inputs) -> Iterator[_Place]:
-    """The chunks of a scan, as many at a time as `SCORES` allows; the last may be shorter."""
+def _chunk_ranges(inputs: Inputs) -> Iterator[_ChunkRange]:
+    """Yield the chunks of a scan, as many at a time as `SCORES` allows. The last chunk may be shorter."""
     rows, length, heads, _ = inputs.x.shape
     limit = SCORES[inputs.x.device.type == "cpu"]
-    most = max(1, limit // (rows * heads * inputs.chunk**2))
-    whole, left = divmod(length, inputs.chunk)
-    for first in range(0, whole, most):
-        yield _Place(first * inputs.chunk, min(most, whole - first), inputs.chunk)
-    if left:
-        yield _Place(whole * inputs.chunk, 1, left)
+    limit_chunks = max(1, limit // (rows * heads * inputs.chunk**2))
+    full_chunks, remainder = divmod(length, inputs.chunk)
+    for first in range(0, full_chunks, limit_chunks):
+        yield _ChunkRange(first * inputs.chunk, min(limit_chunks, full_chunks - first), inputs.chunk)
+    if remainder:
+        yield _ChunkRange(full_chunks * inputs.chunk, 1, remainder)
 
 
 def _steps(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """dt + dt_bias, the steps (B, S, H) and the rates (H,)."""
+    """Return dt + dt_bias and the steps (B, S, H), and the rates (H,)."""
     dtype = wide(inputs.x.dtype)
     raw = inputs.dt.to(dtype) + inputs.dt_bias.to(dtype)
     return raw, F.softplus(raw).clamp(inputs.low, inputs.high), -inputs.a_log.to(dtype).exp()
 
 
-def _no_state(inputs: Inputs) -> Tensor:
-    """The state (b, g, r, p, n) at a row's beginning."""
+def _zero_state(inputs: Inputs) -> Tensor:
+    """Return the state (b, g, r, p, n) at the start of a row: zeros."""
     rows, _, heads, channels = inputs.x.shape
     groups, size = inputs.b.shape[2:]
     return inputs.x.new_zeros(rows, groups, heads // groups, channels, size, dtype=wide(inputs.x.dtype))
 
 
-def _chunks(value: Tensor, place: _Place, inputs: Inputs) -> Tensor:
-    """The part of `value` (B, S, H, ...) at `place`, as (b, m, g, q, r, ...)."""
-    part = value[:, place.start : place.start + place.chunks * place.size]
+def _in_chunks(value: Tensor, chunk_range: _ChunkRange, inputs: Inputs) -> Tensor:
+    """Return the part of `value` (B, S, H, ...) in `chunk_range`, as (b, m, g, q, r, ...)."""
+    part = value[:, chunk_range.start : chunk_range.start + chunk_range.chunks * chunk_range.size]
     groups = inputs.b.shape[2]
-    return _by_group(part.reshape(*part.shape[:2], groups, part.shape[2] // groups, *part.shape[3:]), place)
+    return _by_group(part.reshape(*part.shape[:2], groups, part.shape[2] // groups, *part.shape[3:]), chunk_range)
 
 
-def _by_group(part: Tensor, place: _Place) -> Tensor:
-    """(b, m, g, q, ...) of (b, m * q, g, ...)."""
-    parted = part.reshape(len(part), place.chunks, place.size, *part.shape[2:])
-    return parted.transpose(2, 3).contiguous()
+def _by_group(part: Tensor, chunk_range: _ChunkRange) -> Tensor:
+    """Return `part` (b, m * q, g, ...) as (b, m, g, q, ...)."""
+    chunked = part.reshape(len(part), chunk_range.chunks, chunk_range.size, *part.shape[2:])
+    return chunked.transpose(2, 3).contiguous()
 
 
-def _in_order(value: Tensor, like: Tensor) -> Tensor:
-    """(b, m, g, q, ...) in the shape of `like`, (b, m * q, ...)."""
+def _by_position(value: Tensor, like: Tensor) -> Tensor:
+    """Return `value` (b, m, g, q, ...) in the shape of `like`, (b, m * q, ...)."""
     return value.transpose(2, 3).reshape(like.shape)
 
 
-def _span(inputs: Inputs, steps: Tensor, rate: Tensor, place: _Place) -> _Span:
-    where = slice(place.start, place.start + place.chunks * place.size)
-    b, c = (_by_group(value[:, where].to(steps.dtype), place) for value in inputs[1:3])
-    step = _chunks(steps, place, inputs)
+def _load_chunks(inputs: Inputs, steps: Tensor, rate: Tensor, chunk_range: _ChunkRange) -> _Chunks:
+    positions = slice(chunk_range.start, chunk_range.start + chunk_range.chunks * chunk_range.size)
+    b, c = (_by_group(value[:, positions].to(steps.dtype), chunk_range) for value in inputs[1:3])
+    step = _in_chunks(steps, chunk_range, inputs)
     exact = steps.dtype if steps.device.type == "mps" else torch.float64
     sums = (step.to(exact) * rate.view(step.shape[2], 1, step.shape[4])).cumsum(3)
-    inside, begun, ended, unbroken = _same_document(inputs, place)
+    visible, same_as_start, same_as_end, same_throughout = _same_document(inputs, chunk_range)
     last = sums[:, :, :, -1:]
-    entering, leaving, through = (part.exp().to(steps.dtype) for part in (sums, last - sums, last[:, :, :, 0]))
-    return _Span(
-        _chunks(inputs.x, place, inputs) * step[..., None],
+    from_start, to_end, through = (part.exp().to(steps.dtype) for part in (sums, last - sums, last[:, :, :, 0]))
+    return _Chunks(
+        _in_chunks(inputs.x, chunk_range, inputs) * step[..., None],
         b,
         c,
         sums,
-        inside,
-        (entering * begun)[..., None],
-        (leaving * ended)[..., None],
-        (through * unbroken)[..., None, None],
+        visible,
+        (from_start * same_as_start)[..., None],
+        (to_end * same_as_end)[..., None],
+        (through * same_throughout)[..., None, None],
     )
 
 
-def _same_document(inputs: Inputs, place: _Place) -> tuple[Tensor, Tensor | int, Tensor | int, Tensor | int]:
-    """Where positions belong to one document: k before q, or q itself (b, m, 1, 1, q, k), the position before the chunk
-    and q, q and the chunk's last position (b, m, 1, q, 1), and these two (b, m, 1, 1)."""
-    size = place.size
+def _same_document(inputs: Inputs, chunk_range: _ChunkRange) -> tuple[Tensor, Tensor | int, Tensor | int, Tensor | int]:
+    """Return masks of positions in the same document; the last three are 1 if every row is one document.
+
+    - k and q, with k not after q: (b, m, 1, 1, q, k), or (q, k) if every row is one document;
+    - the position before the chunk and q: (b, m, 1, q, 1);
+    - q and the chunk's last position: (b, m, 1, q, 1);
+    - the position before the chunk and the chunk's last position: (b, m, 1, 1).
+    """
+    size = chunk_range.size
     causal = torch.ones(size, size, dtype=torch.bool, device=inputs.x.device).tril_()
     if inputs.numbers is None:
         return causal, 1, 1, 1
-    stop = place.start + place.chunks * size
-    numbers = inputs.numbers[:, place.start : stop].reshape(-1, place.chunks, size)
-    before = inputs.numbers[:, max(0, place.start - 1) : stop - 1 : size]
-    if not place.start:
+    stop = chunk_range.start + chunk_range.chunks * size
+    numbers = inputs.numbers[:, chunk_range.start : stop].reshape(-1, chunk_range.chunks, size)
+    before = inputs.numbers[:, max(0, chunk_range.start - 1) : stop - 1 : size]
+    if not chunk_range.start:
         before = torch.cat((numbers[:, :1, 0], inputs.numbers[:, size - 1 : stop - 1 : size]), dim=1)
-    inside = causal & (numbers[..., :, None] == numbers[..., None, :])
-    begun, ended = numbers == before[..., None], numbers == numbers[..., -1:]
-    unbroken = before == numbers[..., -1]
-    return inside[:, :, None, None], begun[:, :, None, :, None], ended[:, :, None, :, None], unbroken[..., None, None]
+    visible = causal & (numbers[..., :, None] == numbers[..., None, :])
+    same_as_start, same_as_end = numbers == before[..., None], numbers == numbers[..., -1:]
+    same_throughout = before == numbers[..., -1]
+    return (
+        visible[:, :, None, None],
+        same_as_start[:, :, None, :, None],
+        same_as_end[:, :, None, :, None],
+        same_throughout[..., None, None],
+    )
 
 
-def _pass_on(written: Tensor, through: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The states (b, m, g, r, p, n) that enter a span's chunks, and the one that leaves it."""
+def _scan_states(written: Tensor, through: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states (b, m, g, r, p, n) at the starts of the chunks, and the state at the end of the last chunk."""
     entering = []
-    for added, kept in zip(written.unbind(1), through.unbind(1), strict=True):
+    for added, decay in zip(written.unbind(1), through.unbind(1), strict=True):
         entering.append(state)
-        state = torch.addcmul(added, kept, state)
+        state = torch.addcmul(added, decay, state)
     return torch.stack(entering, dim=1), state
 
 
-def _pass_back(own: Tensor, through: Tensor, of_state: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients (b, m, g, r, p, n) of the states that leave a span's chunks, and of the one that enters it."""
+def _scan_state_grads(added_grads: Tensor, through: Tensor, grad_state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients (b, m, g, r, p, n) of the states at the chunks' ends, and of the state at the first
+    start."""
     leaving = []
-    for added, kept in zip(reversed(own.unbind(1)), reversed(through.unbind(1)), strict=True):
-        leaving.append(of_state)
-        of_state = torch.addcmul(added, kept, of_state)
-    return torch.stack(leaving[::-1], dim=1), of_state
+    for added, decay in zip(reversed(added_grads.unbind(1)), reversed(through.unbind(1)), strict=True):
+        leaving.append(grad_state)
+        grad_state = torch.addcmul(added, decay, grad_state)
+    return torch.stack(leaving[::-1], dim=1), grad_state
 
 
-def _states(inputs: Inputs, steps: Tensor, rate: Tensor, places: list[_Place]) -> list[Tensor]:
-    """The states that enter the chunks of each of `places`."""
-    found, state = [], _no_state(inputs)
-    for place in places:
-        span = _span(inputs, steps, rate, place)
-        entering, state = _pass_on(span.written, span.through, state)
-        found.append(entering)
-    return found
+def _entering_states(inputs: Inputs, steps: Tensor, rate: Tensor, chunk_ranges: list[_ChunkRange]) -> list[Tensor]:
+    """Return the states at the starts of the chunks, for each of `chunk_ranges`."""
+    result, state = [], _zero_state(inputs)
+    for chunk_range in chunk_ranges:
+        chunks = _load_chunks(inputs, steps, rate, chunk_range)
+        entering, state = _scan_states(chunks.written, chunks.through, state)
+        result.append(entering)
+    return result
 
 
 _INPUTS = (
@@ -336,8 +360,8 @@ SCAN_BACKWARD = define(
 )
 
 
-def _products(x: tuple[int, ...], b: tuple[int, ...], chunk: int) -> tuple[int, int, int]:
-    """Multiplications and additions of one product of scores and x, of one of b and c, and of one of states and x."""
+def _product_flops(x: tuple[int, ...], b: tuple[int, ...], chunk: int) -> tuple[int, int, int]:
+    """Return the FLOPs of one product of scores and x, of one of b and c, and of one of states and x."""
     rows, length, heads, channels = x
     groups, size = b[2:]
     pairs = rows * (length // chunk * chunk**2 + (length % chunk) ** 2)
@@ -346,12 +370,12 @@ def _products(x: tuple[int, ...], b: tuple[int, ...], chunk: int) -> tuple[int, 
 
 @register_flop_formula(torch.ops.kumi.mamba_scan)
 def _scan_flops(x: tuple[int, ...], b: tuple[int, ...], *rest: Any, **_: Any) -> int:
-    """As `kumi.spec.op.Op.forward_flops` counts them."""
-    scores, pairs, states = _products(x, b, rest[6])
+    """Return the FLOPs of the forward pass, as `kumi.spec.op.Op.forward_flops` counts them."""
+    scores, pairs, states = _product_flops(x, b, rest[6])
     return scores + pairs + 2 * states
 
 
 @register_flop_formula(torch.ops.kumi.mamba_scan_backward)
 def _scan_backward_flops(_: Any, x: tuple[int, ...], b: tuple[int, ...], *rest: Any, **__: Any) -> int:
-    scores, pairs, states = _products(x, b, rest[6])
+    scores, pairs, states = _product_flops(x, b, rest[6])
     return 2 * scores + 3 * pairs + 6 * states

@@ -1,4 +1,4 @@
-"""Modules whose computation others may surround: recomputation, activations kept on the host, what is not compiled."""
+"""Wrappers around a module's computation: recomputation, offloading of activations, exclusion from compilation."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-# Called with what it surrounds and the arguments of the module; returns the module's result.
+# A wrapper is called with the function that it wraps and the module's arguments, and returns the module's result.
 # `lambda inner, *args: inner(*args)` changes nothing.
 Around = Callable[..., Any]
 
 
 def inside(around: list[Around], compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that calls `compute` inside the wrappers `around`, the first of them innermost."""
-    for outer in around:
-        compute = partial(outer, compute)
+    """Return `compute` wrapped in each of `around`, the first one innermost."""
+    for wrapper in around:
+        compute = partial(wrapper, compute)
     return compute

@@ -1,7 +1,7 @@
-"""Run independent parts of one operator side by side, each in a thread of its own.
+"""Run independent parts of one operator in parallel, one thread each.
 
-PyTorch divides each operator among its threads. An operator made of hundreds of small products then waits for its
-threads hundreds of times. Where its parts are independent of each other, each thread computes a whole part instead.
+PyTorch divides each operator among its threads. An operator of hundreds of small products then waits for its threads
+hundreds of times. If the parts of the operator are independent, each thread can compute a complete part instead.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 def side_by_side(parts: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of `parts`, in order. No gradients are recorded. Raise what the first of them raises."""
+    """Return the results of `parts`, in order. Record no gradients. Raise the first exception of a part."""
     if len(parts) == 1 or torch.get_num_threads() == 1:
         return [part() for part in parts]
-    # A process that was forked has no thread of its parent's pool.
+    # The pool is keyed by process: a forked process does not inherit its parent's threads.
     return list(_pool(torch.get_num_threads(), os.getpid()).map(_without_gradients, parts))
 
 
@@ -33,7 +33,7 @@ def _without_gradients(part: Callable[[], T]) -> T:
 
 @lru_cache(maxsize=1)
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Return a pool of `threads` threads; PyTorch does not divide the operators that they call."""
+    """Return a pool of `threads` threads in which PyTorch does not divide operators."""
     started = threading.Barrier(threads)
 
     def start() -> None:
@@ -43,5 +43,5 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="kumi-parts", initializer=start)
     list(pool.map(lambda _: None, range(threads)))
-    torch.set_num_threads(threads)  # what PyTorch gives to threads that start later
+    torch.set_num_threads(threads)  # the setting of threads that start later
     return pool

@@ -1,6 +1,6 @@
-"""What is learned: functions of the log-probs of tokens, which know nothing of how the model is divided.
+"""Training objectives: losses as functions of the tokens' log-probs, independent of the parallel layout.
 
-To add an objective, write its class in a file of its own, and its kind in `OBJECTIVES`.
+To add one, write its class in a file of its own, and add its kind to `OBJECTIVES`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from kumi.objectives.lm import LanguageModeling
 from kumi.objectives.types import IGNORED, LinearObjective, Objective, SegmentSums
 
-# objective.kind -> what it computes.
+# objective.kind -> the objective.
 OBJECTIVES: dict[str, Objective] = {"lm": LanguageModeling()}
 
 __all__ = ["IGNORED", "OBJECTIVES", "LinearObjective", "Objective", "SegmentSums"]

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class LanguageModeling(LinearObjective):
-    """The mean over trained tokens: all have the same weight."""
+    """The mean over all trained tokens, with equal weights."""
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """Return the number of labels that are learned from."""
+        """Return the number of labels that are not ignored."""
         return int((batch["labels"] != IGNORED).sum())
 
     def token_weights(self, batch: Mapping[str, Tensor], units: float) -> Tensor:
-        """Return -1 / `units` for every label that is learned from."""
+        """Return -1 / `units` for each label that is not ignored, else 0."""
         return (batch["labels"] != IGNORED).float() * (-1.0 / units)

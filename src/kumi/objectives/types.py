@@ -1,7 +1,8 @@
-"""What an objective is: which columns of a batch it reads, what it counts, and its loss as a function of log-probs.
+"""The interface of an objective: the columns that it reads, the units that it counts, its loss as a function of
+log-probs.
 
-An objective knows nothing of layouts. Its loss is a sum over the units of a step (tokens, pairs, ...) divided by their
-number over all ranks and microbatches, so that every unit weighs the same however the step is divided.
+An objective is independent of the layout. Its loss is a sum over the units of a step (tokens, pairs, ...) divided by
+their number over all ranks and microbatches. Every unit therefore has the same weight in any layout.
 """
 
 from __future__ import annotations
@@ -13,41 +14,42 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The label of a token that nothing is learned from.
+# The label of a token without loss.
 IGNORED = -100
 
-# (x, segments, count) -> the sums (B, count) of `x` (B, S) over the tokens of each of a row's `count` segments, whose
-# numbers are `segments` (B, S). Under context parallelism they are those of whole rows.
+# (x, segments, count) -> the sums (B, count) of `x` (B, S) over each of the `count` segments of a row. `segments` (B,
+# S) numbers them. Under context parallelism, the sums are over complete rows.
 SegmentSums = Callable[["Tensor", "Tensor", int], "Tensor"]
 
 
 class Objective(ABC):
     """A loss whose terms may be any function of the log-probs of a row's labels.
 
-    `columns` are the columns that only the objective reads, beside the labels: "token" for one of shape (B, S), whose
-    positions are divided among context-parallel ranks, "row" for one of shape (B, ...), which all of them have whole.
+    `columns`: the columns, other than labels, that only the objective reads. A "token" column is (B, S), and context
+    parallelism shards its positions. A "row" column is (B, ...), and every rank has all of it.
     """
 
     columns: ClassVar[Mapping[str, Literal["token", "row"]]] = {}
 
     @abstractmethod
     def count(self, batch: Mapping[str, Any]) -> int:
-        """Return the number of units in the arrays of `batch`."""
+        """Return the number of units in `batch`."""
 
     @abstractmethod
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
-        """Return the scalar loss of `batch`, given the log-probs (B, S) of its labels and the `units` of the step."""
+        """Return the scalar loss of `batch`, given the log-probs (B, S) of its labels and the number of `units` in the
+        step."""
 
 
 class LinearObjective(Objective):
-    """A weighted sum of log-probs, with weights known before the forward pass.
+    """A weighted sum of log-probs, with weights that are known before the forward pass.
 
-    The head then forms its gradient in the forward pass, and no log-probs are kept.
+    The head can then compute its gradient in the forward pass, and keeps no log-probs.
     """
 
     @abstractmethod
     def token_weights(self, batch: Mapping[str, Tensor], units: float) -> Tensor:
-        """Return the weight of each label's log-prob in the loss, float32 (B, S), 0 where the label is `IGNORED`."""
+        """Return the weight of each label's log-prob in the loss, float32 (B, S), 0 for ignored labels."""
 
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor], units: float, sums: SegmentSums) -> Tensor:
         """Return the weighted sum of `log_probs`."""
