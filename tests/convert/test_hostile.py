@@ -206,13 +206,13 @@ def piece(**changes):
 
 CHECKPOINTS = [
     (lambda i: i["files"][0].update(name="../secret.safetensors"), "is no plain file name"),
-    (lambda i: i["files"][0].update(name="/etc/passwd"), "no safetensors file"),
-    (lambda i: i["files"].append(dict(i["files"][0])), "is named twice"),
-    (lambda i: i["files"][0].update(header=10**9), "of which 1000000000 are its header"),
+    (lambda i: i["files"][0].update(name="/etc/passwd"), "not a safetensors file"),
+    (lambda i: i["files"].append(dict(i["files"][0])), "is listed twice"),
+    (lambda i: i["files"][0].update(header=10**9), "1000000000 bytes for its header"),
     (lambda i: i["files"][0].update(size=-1), "-1 bytes"),
     (lambda i: i.pop("files"), "no list of objects"),
     (lambda i: i.update(tensors=[]), "lists no tensors"),
-    (lambda i: i["tensors"]["w"].update(dtype="F99"), "'w' has a dtype"),
+    (lambda i: i["tensors"]["w"].update(dtype="F99"), "'w' has an unknown dtype"),
     (lambda i: i["tensors"]["w"].update(shape=[2**50, 2**50]), "'w' has the shape"),
     (lambda i: i["tensors"]["w"].update(shape=[2**50]), "do not tile it|has a piece at"),
     (lambda i: i["tensors"]["w"].update(shape="10"), "'w' has the shape '10'"),
@@ -229,7 +229,7 @@ CHECKPOINTS = [
     (piece(crc32=[]), "has a piece with 0 checksums"),
     (piece(crc32=["x"]), "has a piece at"),
     (lambda i: i["tensors"].update(v=json.loads(json.dumps(i["tensors"]["w"]))), "two pieces overlap"),
-    (lambda i: i.update(format=[1]), r"its format is \[1\]"),
+    (lambda i: i.update(format=[1]), r"reads checkpoint format 1, not \[1\]"),
 ]
 
 

@@ -70,7 +70,7 @@ def test_token_dtype_is_megatrons_rule():
     [
         (index(8, [2], [0], [0, 1], magic=b"TNTIDX\x00\x00\x00"), 4, r"begins with b'TNTIDX"),
         (index(8, [2], [0], [0, 1], version=2), 4, "index version 2; only version 1"),
-        (index(6, [2], [0], [0, 1]), 16, "dtype code 6: it means float32 in one writer and float64"),
+        (index(6, [2], [0], [0, 1]), 16, "dtype code 6: writers disagree whether it is float32 or float64"),
         (index(7, [2], [0], [0, 1]), 8, "dtype code 7"),
         (index(9, [2], [0], [0, 1]), 4, "dtype code 9: it is not defined"),
         (index(8, [2], [0], [0, 1]), 2, "has 2 bytes where its index describes 4: it is truncated"),

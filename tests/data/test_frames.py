@@ -65,7 +65,7 @@ def test_a_bomb_takes_little_memory_and_is_a_fault(name, tmp_path):
     mib, count, item = ended.stdout.split(maxsplit=2)
     assert int(mib) < 160
     assert int(count) == 1
-    assert "far more than its compressed file lets expect" in item
+    assert "far more than the size of its compressed file suggests" in item
 
 
 def test_a_long_record_of_a_small_compressed_file_is_read(tmp_path):

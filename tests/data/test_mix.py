@@ -131,13 +131,13 @@ def test_what_cannot_be_mixed_is_refused(files, tmp_path):
     with binfile.writing(tmp_path / "a", np.dtype(np.uint16)) as append:
         append(np.array([1], np.uint16), np.array([1]))
     short = binfile.open_file(tmp_path / "a")
-    with pytest.raises(ConfigError, match="1 tokens hold nothing to predict"):
+    with pytest.raises(ConfigError, match="has 1 tokens, but a training sequence needs at least 2"):
         Mixture([(short, 1.0)], 8)
     with pytest.raises(ConfigError, match="at least one token file"):
         Sweep([], 8)
     with pytest.raises(ConfigError, match="seq_len=0"):
         Sweep(files, 0)
-    with pytest.raises(ConfigError, match="above 0"):
+    with pytest.raises(ConfigError, match="greater than 0"):
         Mixture([(files[0], 0.0)], 8)
 
 

@@ -235,7 +235,7 @@ def test_begin_marks_and_special_tokens_in_text_are_counted(tokens, tmp_path, wr
     assert all(ids[0] == tokens.bos_id and ids[-1] == tokens.eos_id for ids in documents(store, "train"))
     assert store.sources[0].special_tokens_in_text == 2
     without = replace(tokens, bos_id=None)
-    with pytest.raises(ConfigError, match="names no bos_token"):
+    with pytest.raises(ConfigError, match="has no bos_token"):
         prepare([source], without, tmp_path / "out", add_bos=True)
 
 
@@ -260,7 +260,7 @@ def test_inspect_shows_counts_first_documents_and_faults(stored, tokens):
 def test_what_cannot_be_prepared_is_refused(corpus, tokens, tmp_path, write_jsonl):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("x")
-    with pytest.raises(RefusedError, match="holds files that kumi did not prepare"):
+    with pytest.raises(RefusedError, match="has files that kumi did not prepare"):
         prepare(corpus, tokens, tmp_path / "mine")
     assert os.listdir(tmp_path / "mine") == ["thesis.txt"]
     for validation in (-0.1, 0.6, float("nan")):

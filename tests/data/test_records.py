@@ -98,7 +98,7 @@ def test_a_cut_off_archive_gives_what_it_holds_and_one_fault(tmp_path, suffix):
     assert len(documents) >= 2000
     assert all(isinstance(item, Record) for item in documents)
     assert (fault.kind, fault.line) == ("unreadable", len(documents) + 1)
-    assert "ends in the middle" in fault.reason
+    assert "the compressed file is truncated" in fault.reason
     path.write_bytes(compress(raw) + b"rubbish that is no frame")
     *documents, fault = read(path)
     assert len(documents) == 2000

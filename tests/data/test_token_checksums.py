@@ -56,7 +56,7 @@ HARMS = {
     "an id": ("bin", flip(2 * BLOCK), f"bytes from {2 * BLOCK} to {3 * BLOCK - 1} do not match their checksum"),
     "two blocks swapped": ("bin", swap, "bytes from 0 to 1023 do not match their checksum"),
     "truncated": ("bin", lambda raw: raw[:-2], "truncated"),
-    "extended": ("bin", lambda raw: raw + b"\0\0", "not of this index"),
+    "extended": ("bin", lambda raw: raw + b"\0\0", "belongs to another index"),
     "a length": ("idx", flip(34), "bytes from 0 to 1023 do not match their checksum"),
     "the last length": ("idx", lambda raw: flip(30 + 4 * (struct.unpack("<Q", raw[18:26])[0]))(raw), "match|describes"),
     "an offset": ("idx", flip(-2000), "do not match their checksum"),
@@ -113,9 +113,9 @@ def test_a_store_with_digests_only_is_verified_once_and_gets_checksums(store, ag
     ("kind", "place", "error", "sentence"),
     [
         ("bin", 100, RefusedError, "its documents have the digest"),
-        ("idx", 34, RefusedError, "length and place of document 1 contradict each other"),
+        ("idx", 34, RefusedError, "length and offset of document 1 contradict each other"),
         ("idx", -2000, RefusedError, "contradict each other"),
-        ("bin", None, DataError, "is id 65535, and the vocabulary has the ids 0 to 599"),
+        ("bin", None, DataError, "is id 65535, outside the vocabulary of 0 to 599"),
     ],
 )
 def test_what_changed_in_a_store_with_digests_only_is_refused(store, again, kind, place, error, sentence):
@@ -132,13 +132,13 @@ def test_what_changed_in_a_store_with_digests_only_is_refused(store, again, kind
 def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(store):
     prefix = open_store(store).sources[0].train
     file = binfile.open_file(prefix, vocab_size=100)
-    with pytest.raises(DataError, match=r"\.bin: token \d+ is id \d+, and the vocabulary has the ids 0 to 99"):
+    with pytest.raises(DataError, match=r"\.bin: token \d+ is id \d+, outside the vocabulary of 0 to 99"):
         file.read(0, 1000)
 
 
 def test_an_index_that_contradicts_itself_is_no_source(store, tokens, tmp_path):
     change(next(store.glob("*train*.idx")), flip(34))
-    with pytest.raises(RefusedError, match="length and place of document 0 contradict each other"):
+    with pytest.raises(RefusedError, match="length and offset of document 0 contradict each other"):
         binfile.open_file(open_store(store).sources[0].train).document(0)
 
 

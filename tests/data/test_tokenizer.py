@@ -47,7 +47,7 @@ def test_a_trained_folder_is_used_again_only_for_the_same_request(tmp_path, writ
     assert train_tokenizer([source], 300, tmp_path / "t").digest != first.digest
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/config.json").write_text("{}")
-    with pytest.raises(RefusedError, match="holds files that are no tokenizer trained by kumi"):
+    with pytest.raises(RefusedError, match="has files, but no tokenizer trained by kumi"):
         train_tokenizer([source], 300, tmp_path / "foreign")
 
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_learnt_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text(" ")
     with pytest.raises(ConfigError, match="at least 258"):
         train_tokenizer([JSON_SOURCES], 200, tmp_path / "t")
-    with pytest.raises(ConfigError, match="no text to learn"):
+    with pytest.raises(ConfigError, match="no text to train a tokenizer on"):
         train_tokenizer([Source(str(tmp_path / "a.txt"))], 300, tmp_path / "t")
 
 
@@ -101,9 +101,9 @@ def test_the_end_mark_is_found_where_hugging_face_writes_it(tokens, tmp_path, fi
 
 
 def test_an_unknown_end_mark_is_refused(tokens, tmp_path):
-    with pytest.raises(ConfigError, match="the token that ends a document is not known"):
+    with pytest.raises(ConfigError, match="the eos token is unknown"):
         load_tokenizer(edited(tokens, tmp_path))
-    with pytest.raises(ConfigError, match="the token that ends a document is not known"):
+    with pytest.raises(ConfigError, match="the eos token is unknown"):
         load_tokenizer(edited(tokens, tmp_path, generation_config={"eos_token_id": [0, 1]}))
     with pytest.raises(ConfigError, match=r"eos_token '</s>' is not in the vocabulary"):
         load_tokenizer(edited(tokens, tmp_path, tokenizer_config={"eos_token": "</s>"}))
@@ -115,7 +115,7 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a tokenizer that can be read"):
+    with pytest.raises(ConfigError, match="is not a readable tokenizer"):
         load_tokenizer(tmp_path)
 
 

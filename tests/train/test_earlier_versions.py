@@ -41,7 +41,7 @@ def test_it_resumes_with_the_losses_of_the_run_that_was_not_killed(mid_run, caps
     printed = capsys.readouterr()
     assert "resumed after step 8" in printed.out
     assert "step_000008: has no digest of the model, so only names, shapes and config.json were compared" in printed.out
-    assert "run/data/tokens: verified by its digests; meta.json has checksums of its blocks now" in printed.err
+    assert "run/data/tokens: verified by its digests; added checksums of its blocks to meta.json" in printed.err
     expected = {int(step): loss for step, loss in json.loads((mid_run / "losses.json").read_text()).items()}
     assert losses(mid_run / "run") == pytest.approx(expected, rel=1e-9)
     # What the version did not write down is completed: the layout, in the folder and in the next checkpoint.

@@ -1,8 +1,8 @@
-"""Token files: `<prefix>.bin` holds ids back to back, `<prefix>.idx` says where sequences and documents begin.
+"""Read and write token files: `<prefix>.bin` has the token ids, `<prefix>.idx` the lengths and offsets of documents.
 
 Megatron's indexed format, version 1, little endian. The index is: 9 bytes `MMIDIDX\\0\\0`; uint64 version; uint8
 dtype code; uint64 sequence count N; uint64 length M of the document list; int32[N] lengths in tokens; int64[N] byte
-offsets in .bin; int64[M] first sequence of each document, with N at the end. A document that kumi writes is one
+offsets in .bin; int64[M] first sequence of each document, with N at the end. kumi writes each document as one
 sequence."""
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True, eq=False)
 class IndexedFile:
-    """A .bin/.idx pair mapped into memory. `lengths`, `offsets` and `first` are the three lists of the index; they
-    are not aligned in memory, so a function that copies to align (np.searchsorted) must not get them whole.
+    """A memory-mapped .bin/.idx pair.
 
-    `read` verifies what it reads by `guard`, and compares ids with `vocab_size`, where these are given.
+    tokens: all token ids.
+    lengths, offsets, first: the three lists of the index (see above). They are not aligned in memory: do not pass a
+        full list to a function that copies unaligned arrays (np.searchsorted).
+    guard: verifies the checksums of the blocks that `read` touches, if given.
+    vocab_size: upper bound of the ids that `read` accepts, if given.
     """
 
     prefix: Path
@@ -58,7 +61,7 @@ class IndexedFile:
         return len(self.first) - 1
 
     def starts(self, documents: Array) -> Array:
-        """First token of each of `documents`, as int64; a document behind the last starts at the end."""
+        """Return the position of the first token of each document, int64; `token_count` for one past the last."""
         sequences = self.first[documents]
         inside = sequences < len(self.offsets)
         starts = np.full(len(sequences), self.token_count, np.int64)
@@ -66,31 +69,31 @@ class IndexedFile:
         return starts
 
     def read(self, start: int, stop: int) -> Array:
-        """Return the ids of the tokens from `start` up to `stop`.
+        """Return the ids of the tokens in [start, stop).
 
-        Raise RefusedError where they do not match their checksums, DataError for an id that is not in the vocabulary.
+        Raise RefusedError when they do not match their checksums, DataError for an id outside the vocabulary.
         """
         if self.guard is not None:
             self.guard.check(int(start) * self.tokens.itemsize, int(stop) * self.tokens.itemsize)
         ids = self.tokens[start:stop]
         if self.vocab_size is not None and len(ids) and (ids.max() >= self.vocab_size or ids.min() < 0):
-            place = int(np.argmax((ids >= self.vocab_size) | (ids < 0)))
+            index = int(np.argmax((ids >= self.vocab_size) | (ids < 0)))
             raise DataError(
-                f"{bin_path(self.prefix)}: token {start + place} is id {ids[place]}, and the vocabulary has the ids 0 "
-                f"to {self.vocab_size - 1}: another tokenizer made the tokens; prepare them with the model's own"
+                f"{bin_path(self.prefix)}: token {start + index} is id {ids[index]}, outside the vocabulary of 0 to "
+                f"{self.vocab_size - 1}: another tokenizer made the tokens; prepare them with the model's tokenizer"
             )
         return ids
 
     def document(self, number: int) -> Array:
-        """Return the ids of one document. Raise as `read` does, and RefusedError where the index contradicts itself."""
+        """Return the ids of document `number`. Raise the errors of `read`, and RefusedError for a damaged index."""
         start, end = self.starts(np.array([number, number + 1]))
-        first, after = self.first[number], self.first[number + 1]
-        if not 0 <= first <= after <= len(self.lengths) or self.lengths[first:after].sum(dtype=np.int64) != end - start:
+        first, last = self.first[number], self.first[number + 1]
+        if not 0 <= first <= last <= len(self.lengths) or self.lengths[first:last].sum(dtype=np.int64) != end - start:
             raise self._contradiction(number)
         return self.read(start, end)
 
     def blocks(self) -> Iterator[tuple[Array, Array]]:
-        """Yield ids and lengths of all documents, each of which is one sequence, about 1 Mi tokens at a time."""
+        """Yield (ids, lengths) of all documents in blocks of about 1 Mi tokens; each document must be one sequence."""
         start = 0
         while start < self.document_count:
             lengths = np.array(self.lengths[start : start + _BLOCK // 4])
@@ -100,33 +103,33 @@ class IndexedFile:
             start += count
 
     def check_lists(self) -> None:
-        """Raise RefusedError unless every document is one sequence, and offsets are the sums of the lengths before."""
+        """Raise RefusedError unless each document is one sequence and each offset is the sum of the previous sizes."""
         offset = 0
         for start in range(0, len(self.lengths), _BLOCK):
             sizes = self.lengths[start : start + _BLOCK].astype(np.int64) * self.tokens.itemsize
             ends = offset + np.cumsum(sizes)
-            same = (self.offsets[start : start + _BLOCK] == ends - sizes) & (sizes >= 0)
-            same &= self.first[start : start + len(sizes)] == np.arange(start, start + len(sizes))
-            if not same.all():
-                raise self._contradiction(start + int(np.argmin(same)))
+            valid = (self.offsets[start : start + _BLOCK] == ends - sizes) & (sizes >= 0)
+            valid &= self.first[start : start + len(sizes)] == np.arange(start, start + len(sizes))
+            if not valid.all():
+                raise self._contradiction(start + int(np.argmin(valid)))
             offset = int(ends[-1])
 
     def _contradiction(self, number: int) -> RefusedError:
         return RefusedError(
-            f"{idx_path(self.prefix)}: length and place of document {number} contradict each other: the index is "
-            f"damaged, or of sequences that are not stored one after the other; copy it again, or write it anew"
+            f"{idx_path(self.prefix)}: length and offset of document {number} contradict each other: the index is "
+            f"damaged, or its sequences are not stored in order without gaps; copy it again or write it again"
         )
 
     def document_at(self, positions: Array) -> Array:
-        """The last document that begins at or before each token position, by bisection in the mapped index."""
+        """Return the last document that begins at or before each token position, by bisection in the mapped index."""
         low = np.zeros(len(positions), np.int64)
         high = np.full(len(positions), self.document_count, np.int64)
         for _ in range(self.document_count.bit_length() + 1):
             middle = (low + high) >> 1
-            right = self.starts(middle) <= positions
-            open_ = low < high
-            low = np.where(open_ & right, middle + 1, low)
-            high = np.where(open_ & ~right, middle, high)
+            begun = self.starts(middle) <= positions
+            searching = low < high
+            low = np.where(searching & begun, middle + 1, low)
+            high = np.where(searching & ~begun, middle, high)
         return low - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +138,7 @@ class IndexedFile:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 for a vocabulary under 65,500, else int32: Megatron's rule."""
+    """Return the dtype of token ids by Megatron's rule: uint16 for a vocabulary below 65,500, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
@@ -148,8 +151,10 @@ def idx_path(prefix: Path | str) -> Path:
 
 
 def open_file(prefix: Path | str, checksums: Checksums | None = None, vocab_size: int | None = None) -> IndexedFile:
-    """The pair `prefix`.bin/.idx, with the `checksums` of the former. Raises RefusedError for a foreign, damaged or
-    unsupported file, with the values."""
+    """Return the memory-mapped pair `prefix`.bin/.idx; `checksums` are those of the .bin file.
+
+    Raise RefusedError for a missing, foreign, damaged or unsupported file.
+    """
     prefix = Path(prefix)
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
@@ -162,14 +167,15 @@ def open_file(prefix: Path | str, checksums: Checksums | None = None, vocab_size
     size = bin_path(prefix).stat().st_size
     expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
     if size != expected:
-        state = "truncated" if size < expected else "not of this index"
+        fault = "is truncated" if size < expected else "belongs to another index"
         raise RefusedError(
-            f"{bin_path(prefix)}: has {size} bytes where its index describes {expected}: it is {state}; "
+            f"{bin_path(prefix)}: has {size} bytes where its index describes {expected}: it {fault}; "
             "copy both files again"
         )
     if len(first) == 0 or first[0] != 0 or first[-1] != sequences:
         raise RefusedError(
-            f"{idx_path(prefix)}: the document list does not run from 0 to {sequences}: the index is damaged"
+            f"{idx_path(prefix)}: the document list does not run from 0 to {sequences}: the index is damaged; copy it "
+            "again"
         )
     tokens = np.memmap(bin_path(prefix), dtype, "r") if size else np.zeros(0, dtype)
     guard = None if checksums is None else Guard(bin_path(prefix), checksums)
@@ -177,42 +183,45 @@ def open_file(prefix: Path | str, checksums: Checksums | None = None, vocab_size
 
 
 def _header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """dtype, N and M from the index's header, checked against the file's size."""
+    """Return the dtype, N and M from the header of the index `path`, after checking them against the file's size."""
     with open_stream(path, follow=True) as stream:
         raw = stream.read(_HEADER.size)
         size = os.fstat(stream.fileno()).st_size
     if len(raw) < _HEADER.size or not raw.startswith(MAGIC):
-        raise RefusedError(f"{path}: begins with {raw[:9]!r} and not with {MAGIC!r}: not an index of version 1")
+        raise RefusedError(f"{path}: begins with {raw[:9]!r}, not {MAGIC!r}: it is not an index of version 1")
     _, version, code, sequences, documents = _HEADER.unpack(raw)
     if version != 1:
         raise RefusedError(f"{path}: index version {version}; only version 1 is read")
     if code not in _CODES:
-        why = "it means float32 in one writer and float64 in another" if code in (6, 7) else "it is not defined"
-        raise RefusedError(f"{path}: dtype code {code}: {why}; token ids must be of code {', '.join(map(str, _CODES))}")
+        reason = "writers disagree whether it is float32 or float64" if code in (6, 7) else "it is not defined"
+        raise RefusedError(
+            f"{path}: dtype code {code}: {reason}; token ids must have code {', '.join(map(str, _CODES))}"
+        )
     expected = _HEADER.size + 12 * sequences + 8 * documents
     if size == expected + sequences and sequences:
-        raise RefusedError(f"{path}: holds a list of modes ({sequences} bytes): multimodal data is not read")
+        raise RefusedError(f"{path}: has a list of modes ({sequences} bytes): multimodal data is not supported")
     if size != expected:
         raise RefusedError(f"{path}: has {size} bytes where its header describes {expected}: truncated or damaged")
     return np.dtype(_CODES[code]).newbyteorder("<"), sequences, documents
 
 
 def _lists(raw: Array, sequences: int, documents: int) -> tuple[Array, Array, Array]:
-    cuts = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
-    kinds = ("<i4", "<i8", "<i8")
-    lengths, offsets, first = (raw[a:b].view(kind) for a, b, kind in zip(cuts[:-1], cuts[1:], kinds, strict=True))
+    """Return views of `raw`, the bytes of an index, as its lists: lengths, offsets, first sequence of each document."""
+    bounds = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
+    dtypes = ("<i4", "<i8", "<i8")
+    lengths, offsets, first = (raw[a:b].view(t) for a, b, t in zip(bounds[:-1], bounds[1:], dtypes, strict=True))
     return lengths, offsets, first
 
 
 @contextmanager
 def writing(prefix: Path | str, dtype: np.dtype[Any]) -> Iterator[Append]:
-    """A function append(tokens, lengths) that adds documents; the pair appears under its name when the block ends
-    well.
+    """Yield append(tokens, lengths), which adds documents; the pair gets its final name at the end of the block.
 
-    Lengths wait in a file, not in memory, so an index of any size is written in constant memory.
+    An exception in the block leaves only `.partial` files. Lengths are buffered in a file, so writing an index of any
+    size needs constant memory.
     """
-    partial, waiting = Path(f"{prefix}.bin.partial"), Path(f"{prefix}.lengths.partial")
-    with open_new(partial, "wb", 1 << 20) as tokens_out, open_new(waiting, "wb", 1 << 18) as lengths_out:
+    partial, buffered = Path(f"{prefix}.bin.partial"), Path(f"{prefix}.lengths.partial")
+    with open_new(partial, "wb", 1 << 20) as tokens_out, open_new(buffered, "wb", 1 << 18) as lengths_out:
 
         def append(tokens: Array, lengths: Array) -> None:
             assert tokens.dtype == dtype
@@ -222,21 +231,22 @@ def writing(prefix: Path | str, dtype: np.dtype[Any]) -> Iterator[Append]:
 
         yield append
         _sync(tokens_out)
-    _write_index(Path(f"{prefix}.idx.partial"), waiting, dtype)
+    _write_index(Path(f"{prefix}.idx.partial"), buffered, dtype)
     os.replace(partial, bin_path(prefix))
     os.replace(f"{prefix}.idx.partial", idx_path(prefix))
-    waiting.unlink()
+    buffered.unlink()
 
 
-def _write_index(path: Path, waiting: Path, dtype: np.dtype[Any]) -> None:
-    count = waiting.stat().st_size // 4
+def _write_index(path: Path, lengths: Path, dtype: np.dtype[Any]) -> None:
+    """Write the index `path` for documents of one sequence each; the file `lengths` has their lengths, int32."""
+    count = lengths.stat().st_size // 4
     code = {name: code for code, name in _CODES.items()}[dtype.name]
     with open_new(path, "wb", 1 << 20) as out:
         out.write(_HEADER.pack(MAGIC, 1, code, count, count + 1))
-        for block in _blocks(waiting):
+        for block in _blocks(lengths):
             out.write(block.data)
         offset = 0
-        for block in _blocks(waiting):
+        for block in _blocks(lengths):
             ends = np.cumsum(block, dtype=np.int64) * dtype.itemsize
             out.write((offset + ends - block.astype(np.int64) * dtype.itemsize).astype("<i8").data)
             offset += int(ends[-1])

@@ -1,7 +1,8 @@
-"""Training of a byte-level BPE tokenizer, in a process of its own.
+"""Train a byte-level BPE tokenizer in a separate process.
 
-The library's trainer starts threads that would not survive the fork of ranks later on, so `train` runs this module
-(`python -m kumi.data.bpe`) and waits. The result depends on the sources, the vocabulary size and the sample alone.
+The tokenizers library starts threads, which do not survive the later fork of ranks. So `train` runs this module as a
+program (`python -m kumi.data.bpe`) and waits. The result depends only on the sources, the vocabulary size and the
+sample.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kumi.spec.source import Source
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 _ALPHABET, _SPECIALS = 256, (EOS, PAD)
 _CHUNK = 1 << 20
-# Compressed text counts as this many times its size on disk when a sample is drawn.
+# Estimated ratio of text to compressed bytes, for the size of a sample.
 _EXPANSION = 4
 
 
@@ -43,11 +44,13 @@ def train(
     sample_bytes: int = 256 << 20,
     validation: float = 0.0,
 ) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` ids learnt from `sources`, in a folder that transformers loads.
+    """Train a byte-level BPE tokenizer with at most `vocab_size` ids on `sources`; write it to `out_folder`.
 
-    From more than `sample_bytes` of text a sample of about that size is taken, chosen by a hash of file name and
-    place. Of what `prepare` would hold out with the same `validation` nothing is read. Id 0 is `<|endoftext|>` (begin
-    and end mark), id 1 `<|pad|>`. A folder that holds this very tokenizer already is used as it is."""
+    transformers can load the folder. From sources with more than `sample_bytes` of text a sample of about that size is
+    drawn, by a hash of file name and position. Documents that `prepare` would hold out with the same `validation` are
+    skipped. Id 0 is `<|endoftext|>` (bos and eos), id 1 is `<|pad|>`. A folder that already has this tokenizer is
+    reused.
+    """
     if vocab_size < _ALPHABET + len(_SPECIALS):
         raise ConfigError(
             f"vocab_size={vocab_size}: a byte-level tokenizer needs at least {_ALPHABET + len(_SPECIALS)} ids"
@@ -55,18 +58,18 @@ def train(
     folder = Path(out_folder)
     chosen = _sample(sources, sample_bytes)
     options = {"version": work.FORMAT_VERSION, "vocab_size": vocab_size, "validation": validation}
-    # Paths and times stay out of what names the tokenizer's content, but any change of a file asks for a new training.
+    # The digest covers paths and times of the files, so any change of a file leads to a new training.
     origin = work.digest([options, chosen])
-    if not _is_made_from(folder, origin):
+    if not _is_trained_from(folder, origin):
         _refuse_foreign(folder)
         _run({"folder": str(folder), "chosen": chosen, "vocab_size": vocab_size, "validation": validation})
-        found = {"origin": origin, "sha256": _sha256(folder / "tokenizer.json"), **options}
-        write_text(folder / tokenizer.ORIGIN, json.dumps(found, indent=2) + "\n")
+        record = {"origin": origin, "sha256": _sha256(folder / "tokenizer.json"), **options}
+        write_text(folder / tokenizer.ORIGIN, json.dumps(record, indent=2) + "\n")
     return tokenizer.load(folder)
 
 
 def _sample(sources: Sequence[Source], sample_bytes: int) -> list[dict[str, Any]]:
-    """The units to learn from, each with its source's text key and the most characters to take from it."""
+    """Return the units of the sample, each with its source's text key and its limit of characters."""
     chunks = []
     for number, source in enumerate(sources):
         files = work.files_of(source)
@@ -75,39 +78,41 @@ def _sample(sources: Sequence[Source], sample_bytes: int) -> list[dict[str, Any]
                 f"data source {source.path!r}: a tokenizer learns from text, and indexed data holds tokens"
             )
         chunks += [(unit, source.text_key) for unit in work.units(number, files, source.text_key, _CHUNK)]
-    order = sorted(range(len(chunks)), key=lambda n: _place_hash(chunks[n][0]))
-    kept, size = [], 0
+    order = sorted(range(len(chunks)), key=lambda n: _position_hash(chunks[n][0]))
+    selected, size = [], 0
     for number in order:
         if size >= sample_bytes:
             break
-        kept.append(number)
-        size += sum(s.bytes * (_EXPANSION if _packed(s) else 1) for s in chunks[number][0].segments)
-    limit = max(8 * _CHUNK, sample_bytes // max(len(kept), 1))
-    return [asdict(chunks[number][0]) | {"text_key": chunks[number][1], "limit": limit} for number in sorted(kept)]
+        selected.append(number)
+        size += sum(s.bytes * (_EXPANSION if _is_compressed(s) else 1) for s in chunks[number][0].segments)
+    limit = max(8 * _CHUNK, sample_bytes // max(len(selected), 1))
+    return [asdict(chunks[number][0]) | {"text_key": chunks[number][1], "limit": limit} for number in sorted(selected)]
 
 
-def _packed(segment: work.Segment) -> bool:
+def _is_compressed(segment: work.Segment) -> bool:
     return segment.file.format == "parquet" or compression(Path(segment.file.path)) != ""
 
 
-def _place_hash(unit: work.Unit) -> bytes:
+def _position_hash(unit: work.Unit) -> bytes:
+    """Return a hash of the unit's source, first file (name and size) and position in it."""
     first = unit.segments[0]
     return hashlib.sha256(
         f"{Path(first.file.path).name}:{first.file.size}:{first.start}:{unit.source}".encode()
     ).digest()
 
 
-def _is_made_from(folder: Path, origin: str) -> bool:
+def _is_trained_from(folder: Path, origin: str) -> bool:
+    """Return True when `folder` has an unchanged tokenizer that was trained from `origin`."""
     try:
-        found = strict_json(read_bytes(folder, tokenizer.ORIGIN))
-        return bool(found["origin"] == origin and found["sha256"] == _sha256(folder / "tokenizer.json"))
+        record = strict_json(read_bytes(folder, tokenizer.ORIGIN))
+        return bool(record["origin"] == origin and record["sha256"] == _sha256(folder / "tokenizer.json"))
     except (ConfigError, ValueError, KeyError, TypeError):
         return False
 
 
 def _refuse_foreign(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / tokenizer.ORIGIN).exists():
-        raise RefusedError(f"{folder}: holds files that are no tokenizer trained by kumi; name a new or empty folder")
+        raise RefusedError(f"{folder}: has files, but no tokenizer trained by kumi; name a new or empty folder")
 
 
 def _sha256(path: Path) -> str:
@@ -115,13 +120,13 @@ def _sha256(path: Path) -> str:
 
 
 def _run(job: dict[str, Any]) -> None:
-    """Trains in a new process and waits for it."""
+    """Train in a new process and wait for it; raise its error."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true"}
     command = [sys.executable, "-m", "kumi.data.bpe"]
-    # In a group of its own, so that a Ctrl-C in the terminal reaches the program alone, which stops this one.
-    done = subprocess.run(
+    # A separate process group: Ctrl-C in the terminal reaches only the parent, which stops this process.
+    completed = subprocess.run(
         command,
         input=json.dumps(job | {"parent": os.getpid()}).encode(),
         stdout=subprocess.PIPE,
@@ -129,16 +134,16 @@ def _run(job: dict[str, Any]) -> None:
         check=False,
         process_group=0,
     )
-    if done.returncode == ConfigError.exit_code:
-        raise ConfigError(done.stdout.decode())
-    if done.returncode != 0:
-        raise KumiError(f"the training of the tokenizer ended with code {done.returncode}; its message is above")
+    if completed.returncode == ConfigError.exit_code:
+        raise ConfigError(completed.stdout.decode())
+    if completed.returncode != 0:
+        raise KumiError(f"the training of the tokenizer ended with code {completed.returncode}; its message is above")
 
 
 def _texts(job: dict[str, Any], faults: list[Fault]) -> Iterator[str]:
-    """The texts to learn from; the first record that cannot be read goes into `faults`."""
+    """Yield the training texts of the sample; the first unreadable record is added to `faults`."""
     for unit in job["chosen"]:
-        left = unit["limit"]
+        remaining = unit["limit"]
         for segment in unit["segments"]:
             file = segment["file"]
             items = records.read_range(
@@ -148,13 +153,14 @@ def _texts(job: dict[str, Any], faults: list[Fault]) -> Iterator[str]:
                 if isinstance(item, Fault):
                     faults[:] = faults or [item]
                 elif not in_validation(item.text, job["validation"]):
-                    left -= len(item.text)
+                    remaining -= len(item.text)
                     yield from tokenizer.pieces(item.text, tokenizer.PIECE)
-                if left <= 0:
+                if remaining <= 0:
                     break
 
 
-def _learn(job: dict[str, Any]) -> None:
+def _train(job: dict[str, Any]) -> None:
+    """Train the tokenizer of `job` and write its folder. Raise ConfigError when the sources have no text."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
     from tokenizers import Tokenizer as Backend
 
@@ -173,10 +179,10 @@ def _learn(job: dict[str, Any]) -> None:
     texts = _texts(job, faults)
     first = next(texts, None)
     if first is None:
-        rest = f" outside of the held-out share of {job['validation']}" if job["validation"] else ""
-        wrong = "".join(f" ({fault.file}:{fault.line}: {fault.reason})" for fault in faults)
+        held_out = f" outside of the held-out share of {job['validation']}" if job["validation"] else ""
+        reasons = "".join(f" ({fault.file}:{fault.line}: {fault.reason})" for fault in faults)
         raise ConfigError(
-            f"the sources hold no text to learn a tokenizer from{rest}; add documents that can be read{wrong}"
+            f"the sources have no text to train a tokenizer on{held_out}; add readable documents{reasons}"
         )
     backend.train_from_iterator(_chain(first, texts), trainer=trainer)
     _write(Path(job["folder"]), backend)
@@ -188,7 +194,7 @@ def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 
 def _write(folder: Path, backend: Any) -> None:
-    """The folder's files; the mark that it is kumi's and unfinished comes first."""
+    """Write the tokenizer's files to `folder`; first the file that marks the folder as kumi's and unfinished."""
     make_folder(folder)
     write_text(folder / tokenizer.ORIGIN, "{}\n")
     special = {"bos_token": EOS, "eos_token": EOS, "pad_token": PAD}
@@ -210,19 +216,19 @@ def _write(folder: Path, backend: Any) -> None:
     os.replace(partial, folder / "tokenizer.json")
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process once the one that asked for the tokenizer is gone: a new run may own the folder then."""
+def _exit_with(parent: int) -> None:
+    """Exit this process once the process `parent` is gone: a new run may then write to the same folder."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def main() -> int:
-    """Does the one job given on standard input; a ConfigError's sentence goes to standard output."""
+    """Run the job on standard input and return the exit code; a ConfigError's message goes to standard output."""
     job = json.load(sys.stdin)
-    threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(job["parent"],), daemon=True).start()
     try:
-        _learn(job)
+        _train(job)
     except ConfigError as error:
         sys.stdout.write(str(error))
         return error.exit_code

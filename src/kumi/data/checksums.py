@@ -1,7 +1,7 @@
-"""Checksums of the blocks of a token file, so that what is read can be verified without reading the rest.
+"""Checksums of the blocks of a token file, so that a read verifies only the blocks it touches.
 
-CRC-32 finds what disks and copies do to a file; it is no defence against an attacker. zlib's takes 0.25 s a gigabyte.
-See docs/decisions/token-checksums.md.
+CRC-32 detects damage by disks and copies; it is no defence against an attacker. zlib computes it at 0.25 s per
+gigabyte. See docs/decisions/token-checksums.md.
 """
 
 from __future__ import annotations
@@ -19,47 +19,51 @@ import numpy.typing as npt
 from kumi.errors import RefusedError
 from kumi.files.untrusted import open_stream
 
-# A block is as small as that lets a store have no more than so many: 64 KiB up to 64 GiB, 1 MiB for a terabyte. All
-# checksums of a store thus take 8 MB, far below what its meta.json may have, however many files it has.
+# Smallest size of a block in bytes, and largest number of blocks in a store. Blocks have 64 KiB in stores up to 64 GiB,
+# 1 MiB in a store of a terabyte. All checksums of a store thus take at most 8 MB, far below the limit of meta.json.
 SMALLEST, MOST = 1 << 16, 1 << 20
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """CRC-32 of each block of `block` bytes of a file, the last of which may be shorter: 8 hexadecimal digits each."""
+    """Checksums of a file.
+
+    block: bytes of a block; the last block may be shorter.
+    crc32: CRC-32 of each block, 8 hexadecimal digits each.
+    """
 
     block: int
     crc32: str
 
     def plain(self) -> dict[str, Any]:
-        """Return them as data for meta.json."""
+        """Return the checksums as JSON data for meta.json."""
         return {"block": self.block, "crc32": self.crc32}
 
     def numbers(self) -> npt.NDArray[np.uint32]:
-        """Return the checksums (blocks,)."""
+        """Return the checksums as integers, (blocks,)."""
         return np.frombuffer(bytes.fromhex(self.crc32), ">u4")
 
 
 def from_plain(data: Any, file: Path) -> Checksums:
-    """Return the checksums of `file` that `plain` wrote. Raise RefusedError where `data` is not that."""
+    """Return the checksums of `file` from `data`, the result of `plain`. Raise RefusedError for anything else."""
     block, crc32 = (data.get("block"), data.get("crc32")) if isinstance(data, Mapping) else (None, None)
     try:
         if type(block) is int and block >= 1 and len(bytes.fromhex(crc32 if isinstance(crc32, str) else "?")) % 4 == 0:
             return Checksums(block, str(crc32))
     except ValueError:
-        pass  # no hexadecimal digits: refused below, as are too few of them
-    raise RefusedError(f"{file}: meta.json has no checksums of it that can be read; {remedy(file)}")
+        pass  # not hexadecimal: refused below, like a wrong number of digits
+    raise RefusedError(f"{file}: meta.json has no readable checksums of this file; {remedy(file)}")
 
 
 def remedy(file: Path) -> str:
-    """Return what to do about a damaged token file."""
+    """Return the remedy for a damaged token file, as the end of a sentence."""
     return (
-        f"copy it back, or remove the folder {file.parent} and run the same command again, which prepares the data anew"
+        f"restore a copy, or remove the folder {file.parent} and run the same command again to prepare the data again"
     )
 
 
 def block_bytes(size: int) -> int:
-    """Return the size of the blocks of the files of a store of `size` bytes in all, a power of two."""
+    """Return the bytes of a block, a power of two, for a store whose files have `size` bytes in total."""
     block = SMALLEST
     while block * MOST < size:
         block *= 2
@@ -67,7 +71,7 @@ def block_bytes(size: int) -> int:
 
 
 def checksums_of(file: Path, block: int) -> Checksums:
-    """Return the checksums of `file` as it lies on the disk, in blocks of `block` bytes."""
+    """Compute the checksums of `file`, in blocks of `block` bytes."""
     mapped = _mapped(file)
     crcs = (zlib.crc32(mapped[start : start + block].data) for start in range(0, len(mapped), block))
     return Checksums(block, b"".join(crc.to_bytes(4, "big") for crc in crcs).hex())
@@ -80,9 +84,9 @@ def _mapped(file: Path) -> npt.NDArray[np.uint8]:
 
 
 class Guard:
-    """Verifies each block of `file` once in this process, before the first of its bytes is used.
+    """Verifier of a token file: checks each block against its checksum once per process, before its first use.
 
-    Raise RefusedError where the file has more or fewer blocks than `checksums`.
+    Raise RefusedError when the file has more or fewer blocks than `checksums`.
     """
 
     def __init__(self, file: Path, checksums: Checksums) -> None:
@@ -96,7 +100,7 @@ class Guard:
             )
 
     def check(self, start: int = 0, stop: int | None = None) -> None:
-        """Raise RefusedError unless the blocks that hold the bytes from `start` up to `stop` match their checksums."""
+        """Raise RefusedError unless the blocks of the bytes in [start, stop) match their checksums."""
         for number in range(start // self.block, -(-(len(self.bytes) if stop is None else stop) // self.block)):
             if not self._verified[number]:
                 first = number * self.block

@@ -1,8 +1,8 @@
-"""Decompress .gz and .zst files in bounded memory and linear time, whatever a frame expands to.
+"""Decompress .gz and .zst files in bounded memory and linear time.
 
-A frame of 100 kB may hold gigabytes, so no call of a library may decompress as much as it likes. zlib takes a limit;
-the streaming object of zstandard takes none, but a block of Zstandard holds at most 128 KiB (RFC 8878, section
-3.1.1.2), so it is fed a few blocks at a time.
+A frame of 100 kB may expand to gigabytes, so each library call needs a bound on its output. zlib accepts a limit. The
+streaming object of zstandard does not, but a Zstandard block expands to at most 128 KiB (RFC 8878, section 3.1.1.2), so
+it gets a few blocks per call.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ _MAGIC, _SKIPPED_MAGIC, _BLOCK = 0xFD2FB528, 0x184D2A5, 1 << 17
 
 
 class Frame(Protocol):
-    """One compressed frame. After `decompress`, `rest` is the input that has to be given again, followed by more."""
+    """Decompressor of one frame.
+
+    rest: unused input after a call of `decompress`; pass it again, followed by more input.
+    ended: True after the end of the frame.
+    """
 
     rest: bytes
     ended: bool
 
     def decompress(self, data: bytes) -> bytes:
-        """Return at most about 1 MiB of what `data` holds."""
+        """Decompress the start of `data`; return at most about 1 MiB."""
 
 
 class GzipFrame:
-    """A member of a gzip file."""
+    """Decompressor of one member of a gzip file."""
 
     def __init__(self) -> None:
         self._member = zlib.decompressobj(wbits=31)
         self.rest, self.ended = b"", False
 
     def decompress(self, data: bytes) -> bytes:
-        """Return at most 1 MiB of what `data` holds."""
+        """Decompress the start of `data`; return at most 1 MiB."""
         output = self._member.decompress(data, _OUTPUT)
         self.ended = self._member.eof
         self.rest = self._member.unused_data if self.ended else self._member.unconsumed_tail
@@ -45,7 +49,7 @@ class GzipFrame:
 
 
 class ZstdFrame:
-    """A frame of a Zstandard file, which may be one to skip; `decompressor` is a zstandard.ZstdDecompressor."""
+    """Decompressor of one Zstandard frame, also a skippable one; `decompressor` is a zstandard.ZstdDecompressor."""
 
     def __init__(self, decompressor: Any) -> None:
         self._frame = decompressor.decompressobj()
@@ -53,7 +57,7 @@ class ZstdFrame:
         self.rest, self.ended = b"", False
 
     def decompress(self, data: bytes) -> bytes:
-        """Return at most 1 MiB of what `data` holds; nothing when it ends within a block."""
+        """Decompress the full blocks at the start of `data`; return at most 1 MiB, b"" when no block is complete."""
         end = self._blocks(data) if self._begun else 0 if self._skip else self._header(data)
         if self._skip:
             end = min(self._skip, len(data))
@@ -65,7 +69,7 @@ class ZstdFrame:
         return bytes(self._frame.decompress(data[:end])) if end else b""
 
     def _header(self, data: bytes) -> int:
-        """Return the length of the frame's header; 0 when `data` does not hold all of it, or the frame is skipped."""
+        """Return the length of the frame's header; 0 when `data` is shorter than it, or the frame is skippable."""
         if len(data) < 8:
             return 0
         magic, flags = int.from_bytes(data[:4], "little"), data[4]
@@ -73,14 +77,14 @@ class ZstdFrame:
             self._skip = 8 + int.from_bytes(data[4:8], "little")
             return 0
         if magic != _MAGIC:
-            raise ValueError("no frame of Zstandard begins here")
+            raise ValueError("no Zstandard frame begins here")
         single, self._checksum = bool(flags & 32), 4 * bool(flags & 4)
         size = 5 + (not single) + (0, 1, 2, 4)[flags & 3] + (int(single), 2, 4, 8)[flags >> 6]
         self._begun = len(data) >= size
         return size if self._begun else 0
 
     def _blocks(self, data: bytes) -> int:
-        """Return the length of the whole blocks at the beginning of `data` that make no more than 1 MiB."""
+        """Return the length of the complete blocks at the start of `data` that expand to at most 1 MiB."""
         end = 0
         for _ in range(_OUTPUT // _BLOCK):
             header = int.from_bytes(data[end : end + 3], "little")
@@ -96,9 +100,9 @@ class ZstdFrame:
 
 
 class Frames(io.RawIOBase):
-    """The uncompressed bytes of a file of compressed frames, one after the other.
+    """Raw stream of the uncompressed bytes of a file, which is a sequence of compressed frames.
 
-    All that can be decompressed is passed on before an error. EOFError where the data are damaged or cut off.
+    Reading returns all bytes before a fault, then raises EOFError for damaged or truncated data.
     """
 
     def __init__(self, path: Path, new_frame: Callable[[], Frame]) -> None:
@@ -109,11 +113,11 @@ class Frames(io.RawIOBase):
         self._input, self._ready, self._at = b"", b"", 0
 
     def readable(self) -> bool:
-        """True: this is a stream to read."""
+        """Return True: the stream is readable."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as one piece of output goes; 0 at the end."""
+        """Copy decompressed bytes to `buffer`, from at most one output chunk; return their number, 0 at the end."""
         while self._at == len(self._ready):
             if not self._advance():
                 return 0
@@ -123,27 +127,27 @@ class Frames(io.RawIOBase):
         return count
 
     def _advance(self) -> bool:
-        """Decompress the next piece, which may be empty; False at the end of the file."""
+        """Decompress the next output chunk, which may be empty; return False at the end of the file."""
         if self._frame is None:
             self._input = self._input or self._file.read(_INPUT)
             if not self._input:
                 return False
-            if self._begun:  # some programs fill up what follows a frame with zeros
+            if self._begun:  # some programs pad with zeros after a frame
                 self._input = self._input.lstrip(b"\0")
                 if not self._input:
                     return True
             self._begun, self._frame = True, self._new_frame()
         try:
             self._ready, self._at = self._frame.decompress(self._input), 0
-        except Exception as error:  # each library has its own kind
+        except Exception as error:  # each library raises its own class
             raise EOFError(f"the compressed data is damaged: {error}") from error
-        waiting, self._input = len(self._input), self._frame.rest
+        offered, self._input = len(self._input), self._frame.rest
         if self._frame.ended:
             self._frame = None
-        elif not self._ready and len(self._input) == waiting:
+        elif not self._ready and len(self._input) == offered:
             more = self._file.read(_INPUT)
             if not more:
-                raise EOFError("the compressed file ends in the middle")
+                raise EOFError("the compressed file is truncated")
             self._input += more
         return True
 

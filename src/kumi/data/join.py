@@ -1,4 +1,4 @@
-"""Finished units, in order, to the token files and the description of a store."""
+"""Merge finished units, in order, into the token files and the meta.json of a store."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ from kumi.spec.source import Source
 
 
 def join(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
-    """Writes the store that the units in `cache` make, meta.json last. Raises ConfigError when a side stays empty."""
+    """Merge the units in `cache` into a store in `folder`; write meta.json last.
+
+    Raise ConfigError when a source has no training document, or `validation` holds out none.
+    """
     counts = [work.read_unit(cache / key) for key in plan.keys]
     by_source: list[list[tuple[Unit, Path, dict[str, Any]]]] = [[] for _ in plan.sources]
-    for unit, key, found in zip(plan.units, plan.keys, counts, strict=True):
-        if found is None:
+    for unit, key, unit_counts in zip(plan.units, plan.keys, counts, strict=True):
+        if unit_counts is None:
             raise KumiError(f"{cache / key}: a finished unit has vanished; run the same command again")
-        by_source[unit.source].append((unit, cache / key, found))
+        by_source[unit.source].append((unit, cache / key, unit_counts))
     totals = [_total(units) for units in by_source]
     _refuse_empty(plan, totals)
-    # From here until the new meta.json is there, the folder describes no store.
+    # Without meta.json the folder is not a store until all new files are written.
     (folder / store.META).unlink(missing_ok=True)
     names = _names(plan.sources)
     with ExitStack() as stack:
@@ -59,6 +62,7 @@ def join(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
 
 
 def _total(units: list[tuple[Unit, Path, dict[str, Any]]]) -> Counter[str]:
+    """Return the sums of the counts of `units`."""
     total: Counter[str] = Counter()
     for _, _, counts in units:
         total.update({name: value for name, value in counts.items() if isinstance(value, int)})
@@ -70,7 +74,10 @@ def _refuse_empty(plan: Plan, totals: list[Counter[str]]) -> None:
         documents = total["train_documents"] + total["validation_documents"]
         kinds = ", ".join(f"{count} {kind[6:]}" for kind, count in sorted(total.items()) if kind.startswith("fault:"))
         if documents == 0:
-            raise ConfigError(f"data source {source.path!r}: holds no usable document ({kinds or 'no record at all'})")
+            raise ConfigError(
+                f"data source {source.path!r}: has no usable document ({kinds or 'no record at all'}); correct the "
+                "path, the format or the files"
+            )
         if total["train_documents"] == 0:
             raise ConfigError(
                 f"data source {source.path!r}: validation={plan.options['validation']} holds out all of its "
@@ -86,7 +93,7 @@ def _refuse_empty(plan: Plan, totals: list[Counter[str]]) -> None:
 
 
 def _names(sources: Sequence[Source]) -> list[str]:
-    """A short file name for each source, made from its path and unlike the others."""
+    """Return a short, unique file name for each source, derived from its path."""
     names: list[str] = []
     for source in sources:
         words = re.findall(r"[A-Za-z0-9]+", "/".join(source.path.replace("~", "").split("/")[-3:]))
@@ -106,7 +113,7 @@ def _join_source(
     total: Counter[str],
     tokens: Tokenizer,
 ) -> tuple[dict[str, Any], Array]:
-    """One source's entry of meta.json, and how often each id occurs on each side (2, V)."""
+    """Write the token files of one source; return its entry in meta.json and the histogram of ids per side, (2, V)."""
     entry: dict[str, Any] = {"name": name, "path": source.path, "weight": source.weight}
     entry |= {"text_key": source.text_key, "format": source.format, "exclude": list(source.exclude)}
     histogram = np.zeros((2, tokens.vocab_size), np.int64)
@@ -130,17 +137,18 @@ def _join_source(
 
 
 def _histogram(ids: Array, tokens: Tokenizer) -> Array:
-    found = np.bincount(ids, minlength=tokens.vocab_size)
-    if len(found) > tokens.vocab_size:
+    """Return how often each id occurs in `ids`, (V,). Raise ConfigError for an id outside the vocabulary."""
+    histogram = np.bincount(ids, minlength=tokens.vocab_size)
+    if len(histogram) > tokens.vocab_size:
         raise ConfigError(
-            f"{tokens.folder}: gave token id {len(found) - 1}, but its vocabulary has {tokens.vocab_size} ids"
+            f"{tokens.folder}: produced token id {len(histogram) - 1}, but its vocabulary has {tokens.vocab_size} ids; "
+            "repair tokenizer.json"
         )
-    return found
+    return histogram
 
 
 def _special_in_text(histogram: Array, total: Counter[str], plan: Plan, tokens: Tokenizer) -> int:
-    """Special tokens that came from the documents themselves: all of them without those added around each
-    document."""
+    """Return the number of special tokens in the text of documents, without the bos and eos added to each document."""
     special = [number for number, token in tokens.backend.get_added_tokens_decoder().items() if token.special]
     documents = total["train_documents"] + total["validation_documents"]
     added = documents * (1 + (plan.options["bos"] is not None))
@@ -149,18 +157,18 @@ def _special_in_text(histogram: Array, total: Counter[str], plan: Plan, tokens: 
 
 
 def _write_faults(out: TextIO, name: str, units: list[tuple[Unit, Path, dict[str, Any]]]) -> None:
-    """The faults of a source in file order; lines of a cut file are counted on from one segment to the next."""
-    passed: Counter[str] = Counter()
+    """Write the faults of a source in file order, with line numbers that count from the start of each file."""
+    lines_read: Counter[str] = Counter()
     for unit, folder, counts in units:
         with store.open_lines(folder, "faults.jsonl") as lines:
-            found = [json_record(line) for line in lines]
+            faults = [json_record(line) for line in lines]
         for number, segment in enumerate(unit.segments):
-            before = passed[segment.file.path]
-            for _, file, line, kind, reason in (fault for fault in found if fault[0] == number):
+            before = lines_read[segment.file.path]
+            for _, file, line, kind, reason in (fault for fault in faults if fault[0] == number):
                 fault = {"source": name, "file": file, "line": before + line, "kind": kind, "reason": reason}
                 out.write(json.dumps(fault) + "\n")
             if segment.file.format == "jsonl":
-                passed[segment.file.path] += counts["lines"][number]
+                lines_read[segment.file.path] += counts["lines"][number]
 
 
 def _write_files(path: Path, names: list[str], plan: Plan) -> None:
@@ -171,10 +179,10 @@ def _write_files(path: Path, names: list[str], plan: Plan) -> None:
 
 
 def _remove_others(folder: Path, entries: list[dict[str, Any]]) -> None:
-    """Removes token files of an earlier preparation that this one does not have."""
-    wanted = {f"{entry[side]}.{kind}" for entry in entries for side in SIDES for kind in ("bin", "idx")}
+    """Remove the token files of an earlier preparation that are not in `entries`."""
+    names = {f"{entry[side]}.{suffix}" for entry in entries for side in SIDES for suffix in ("bin", "idx")}
     for path in folder.glob("*_text_document.*"):
-        if path.name not in wanted:
+        if path.name not in names:
             path.unlink()
 
 

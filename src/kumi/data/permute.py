@@ -1,7 +1,7 @@
-"""Keyed pseudo-random order without a table: a bijection on [0, size) computed for single places.
+"""Keyed pseudo-random permutation of [0, size), computed for single indices without a table.
 
-A Feistel network on the smallest even number of bits that covers `size`; results outside are sent through it again
-until they fall inside (cycle walking; fewer than 4 rounds on average). Black and Rogaway, "Ciphers with arbitrary
+A Feistel network on the smallest even number of bits that covers `size`. A result outside [0, size) is permuted again
+until it is inside (cycle walking, fewer than 4 passes on average). Source: Black and Rogaway, "Ciphers with arbitrary
 finite domains"."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 def scramble(values: Array) -> Array:
-    """A 64-bit hash of each value (the finaliser of splitmix64)."""
+    """Return a 64-bit hash of each value, by the finaliser of splitmix64."""
     mixed = values.astype(np.uint64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -25,17 +25,17 @@ def scramble(values: Array) -> Array:
 
 
 def key(seed: int, *numbers: int | Array) -> Array:
-    """A 64-bit key from a seed and further numbers; arrays give an array of keys."""
+    """Return a 64-bit key for a seed and further numbers, (1,); arrays of numbers give an array of keys."""
     state = scramble(np.array([seed % 2**64], np.uint64))
     for number in numbers:
         state = scramble(state + (np.atleast_1d(number).astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP))
     return state
 
 
-def permute(places: Array, size: int, keys: Array) -> Array:
-    """Where each place in [0, size) goes under its key; for one key a bijection. uint64 in and out."""
+def permute(indices: Array, size: int, keys: Array) -> Array:
+    """Return the image of each index in [0, size) under its key, uint64; a bijection for each key."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    result = places.astype(np.uint64)
+    result = indices.astype(np.uint64)
     keys = np.broadcast_to(keys, result.shape)
     walking = np.ones(result.shape, bool)
     while walking.any():
@@ -45,6 +45,7 @@ def permute(places: Array, size: int, keys: Array) -> Array:
 
 
 def _feistel(values: Array, half: int, keys: Array) -> Array:
+    """Return the Feistel permutation of each value of 2 * `half` bits."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for number in range(_ROUNDS):

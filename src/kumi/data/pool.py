@@ -1,4 +1,4 @@
-"""Jobs to worker processes and answers back, each process with one job at a time."""
+"""A pool of worker processes; each worker runs one job at a time."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ Answer = dict[str, Any]
 def answers(
     jobs: Sequence[dict[str, Any]], workers: int, module: str = "kumi.data.worker"
 ) -> Generator[tuple[int, Answer], None, None]:
-    """(job number, answer) as they come in: any number of progress answers for a job, then its last one.
+    """Run `jobs` on `workers` processes; yield (job number, answer) in order of arrival.
 
-    Closing the generator early stops the workers. Raises KumiError when a worker process dies.
+    Each job has any number of answers with "progress", then its final answer. Closing the generator stops the workers.
+    Raise KumiError when a worker process dies.
     """
     with ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
-        waiting = iter(range(len(jobs)))
+        pending = iter(range(len(jobs)))
         busy = 0
         for _ in range(min(workers, len(jobs))):
             process = _start(module, stack)
-            state: dict[str, Any] = {"process": process, "job": next(waiting), "rest": b""}
+            state: dict[str, Any] = {"process": process, "job": next(pending), "rest": b""}
             _send(process, jobs[state["job"]])
             selector.register(process.stdout, selectors.EVENT_READ, state)  # type: ignore[arg-type]
             busy += 1
@@ -41,22 +42,22 @@ def answers(
                     yield state["job"], answer
                     if "progress" in answer:
                         continue
-                    following = next(waiting, None)
-                    if following is None:
+                    next_job = next(pending, None)
+                    if next_job is None:
                         selector.unregister(event.fileobj)
                         busy -= 1
                     else:
-                        state["job"] = following
-                        _send(state["process"], jobs[following])
+                        state["job"] = next_job
+                        _send(state["process"], jobs[next_job])
 
 
 def _start(module: str, stack: ExitStack) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # One thread each: the processes are the parallelism.
+    # One thread per worker; the processes run in parallel.
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module]
-    # In a group of its own, so that a Ctrl-C in the terminal reaches the program alone, which stops its workers.
+    # A separate process group: Ctrl-C in the terminal reaches only the parent, which stops its workers.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0)
     stack.callback(_stop, process)
     return process
@@ -71,7 +72,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     try:
         process.stdin.close()
     except BrokenPipeError:
-        return  # what was still to be sent is not wanted any more
+        return  # the worker is dead; unsent bytes are dropped
 
 
 def _send(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
@@ -80,18 +81,19 @@ def _send(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
         process.stdin.write(json.dumps(job).encode() + b"\n")
         process.stdin.flush()
     except BrokenPipeError:
-        return  # the worker is dead; its closed output says so at the next read
+        return  # the worker is dead; the next read of its closed output reports that
 
 
 def _read(state: dict[str, Any]) -> list[Answer]:
+    """Read available output of a worker; return its complete answers. Raise KumiError when the worker is dead."""
     block = os.read(state["process"].stdout.fileno(), 1 << 16)
     if not block:
         code = state["process"].wait()
-        how = (
-            f"was killed by signal {-code} (9 is often the system short of memory)"
+        fate = (
+            f"was killed by signal {-code} (9 is often the system running out of memory)"
             if code < 0
-            else f"ended with {code}"
+            else f"exited with code {code}"
         )
-        raise KumiError(f"a data worker {how}; finished units are kept, run the same command again to continue")
+        raise KumiError(f"a data worker {fate}; finished units are kept, run the same command again to continue")
     *lines, state["rest"] = (state["rest"] + block).split(b"\n")
     return [json.loads(line) for line in lines]

@@ -1,11 +1,11 @@
-"""Sources to a store of token files: planned, tokenised in parallel, joined in order.
+"""Prepare a store of token files from sources: plan units, tokenise them in parallel, merge them in order.
 
-    expand and cut into units -> those not in the cache go to worker processes -> units joined per source and side
-      -> meta.json, written last
+    expand the sources and split them into units -> tokenise units that are not in the cache, in worker processes
+      -> merge units per source and side (train, validation) -> write meta.json last
 
-The cache (`<out>/cache`) holds one folder a finished unit, named after its exact input; a killed run leaves it, the
-next one goes on from it, and a finished one removes it. So the disk holds the tokens twice at the end of a run, and
-once after it."""
+The cache (`<out>/cache`) has one folder per finished unit, named by a digest of its input. A killed run leaves the
+cache, the next run continues from it, and a finished run removes it. The merge therefore needs disk space for the
+tokens twice."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def prepare(
     progress: bool = False,
     add_bos: bool = False,
 ) -> Store:
-    """The store of `sources` in folder `out`, made where it is not there yet.
+    """Return the store of `sources` in folder `out`; prepare it first unless it exists for the same input.
 
-    Every document gets the end mark. `validation` is the share of documents held out, chosen by a hash of the text.
-    `workers=0` takes every core this process may use. With `on_error="fail"` the first record that cannot be read
-    raises DataError with file:line; with "skip" it is counted and listed in faults.jsonl. Raises ConfigError for what
-    cannot work, RefusedError for a folder that holds something else."""
+    Every document gets an eos token. `validation` is the share of documents held out, chosen by a hash of the text.
+    `workers=0` uses all cores available to this process. With `on_error="fail"` the first unreadable record raises
+    DataError with file:line; with "skip" it is counted and listed in faults.jsonl. Raise ConfigError for wrong options
+    or unusable sources, RefusedError when `out` has other files."""
     _check_options(sources, tokenizer, validation, on_error, add_bos)
     folder = Path(out)
     plan = work.plan(sources, tokenizer, validation, add_bos)
@@ -64,8 +64,8 @@ def prepare(
         if not _matches(folder, plan):
             _make(folder, plan, tokenizer, on_error, workers or len(os.sched_getaffinity(0)), progress)
         elif verify(folder):
-            print(f"{folder}: verified by its digests; {store.META} has checksums of its blocks now", file=sys.stderr)
-        _keep_weights(folder, plan.sources)
+            print(f"{folder}: verified by its digests; added checksums of its blocks to {store.META}", file=sys.stderr)
+        _store_weights(folder, plan.sources)
         if on_error == "fail":
             _refuse_faults(folder)
         return store.open_store(folder)
@@ -77,36 +77,35 @@ def _check_options(
     if not sources:
         raise DataPathError("no data source is given; name at least one path")
     if not 0 <= validation <= 0.5:
-        raise ConfigError(f"validation={validation}: the share of documents held out must lie between 0 and 0.5")
+        raise ConfigError(f"validation={validation}: the share of documents held out must be between 0 and 0.5")
     if on_error not in ("skip", "fail"):
         raise ConfigError(f"on_error={on_error!r} must be 'skip' or 'fail'")
     if add_bos and tokenizer.bos_id is None:
-        raise ConfigError(
-            f"{tokenizer.folder}: add_bos is set, but this tokenizer names no bos_token; leave add_bos out"
-        )
+        raise ConfigError(f"{tokenizer.folder}: add_bos is set, but this tokenizer has no bos_token; leave add_bos out")
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return the names in `folder`, a run's `data`, that are neither tokens nor a tokenizer that kumi made there.
+    """Return the names in `folder`, a run's `data` folder, that kumi did not create.
 
-    Both bear a mark from their first moment on, so that what a killed process leaves is known, too.
+    kumi's folders of tokens and of the tokenizer get a marker file first, so leftovers of a killed process are
+    recognised as well.
     """
-    marks = {TOKENS: OWNER, TOKENIZER: ORIGIN}
-    return [item.name for item in folder.iterdir() if not _is_marked(item, marks.get(item.name))]
+    markers = {TOKENS: OWNER, TOKENIZER: ORIGIN}
+    return [item.name for item in folder.iterdir() if not _is_marked(item, markers.get(item.name))]
 
 
-def _is_marked(folder: Path, mark: str | None) -> bool:
-    """Return True for a folder that is empty or bears `mark`."""
-    return mark is not None and folder.is_dir() and ((folder / mark).is_file() or not any(folder.iterdir()))
+def _is_marked(folder: Path, marker: str | None) -> bool:
+    """Return True for a folder that is empty or has the file `marker`."""
+    return marker is not None and folder.is_dir() and ((folder / marker).is_file() or not any(folder.iterdir()))
 
 
 @contextmanager
 def _owned(folder: Path) -> Iterator[None]:
-    """Holds the folder against other preparations; creates it, or refuses one that holds something else."""
+    """Create `folder` and lock it against other preparations; raise RefusedError if it has files not from kumi."""
     if folder.exists() and not folder.is_dir():
-        raise RefusedError(f"{folder}: is a file; data is prepared into a folder")
+        raise RefusedError(f"{folder}: is a file, but prepared data needs a folder; name a new or empty folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / OWNER).exists():
-        raise RefusedError(f"{folder}: holds files that kumi did not prepare; name a new or empty folder")
+        raise RefusedError(f"{folder}: has files that kumi did not prepare; name a new or empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     with open_kept(folder / OWNER) as lock:
         try:
@@ -118,11 +117,13 @@ def _owned(folder: Path) -> Iterator[None]:
 
 
 def _matches(folder: Path, plan: Plan) -> bool:
+    """Return True when `folder` has the finished store of `plan`."""
     meta = store.read_meta(folder)
     return meta is not None and meta.get("fingerprint") == plan.fingerprint
 
 
 def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
+    """Tokenise the units of `plan` and merge them into a store in `folder`."""
     cache = folder / "cache"
     make_folder(cache)
     try:
@@ -131,22 +132,23 @@ def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        full = "the disk is full" if error.errno == errno.ENOSPC else f"a limit of the system ({error.strerror})"
+        reason = "the disk is full" if error.errno == errno.ENOSPC else f"a limit of the system ({error.strerror})"
         raise RefusedError(
-            f"{folder}: {full}; finished units are kept, free some space and run the same command again "
-            "(the end of a preparation needs the tokens' size twice)"
+            f"{folder}: {reason}; finished units are kept, free some space and run the same command again "
+            "(the last step needs space for the tokens twice)"
         ) from error
     remove_tree(cache)
 
 
 def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
+    """Tokenise the units that are not in `cache`, on `workers` processes."""
     counts = [work.read_unit(cache / key) for key in plan.keys]
-    missing = [number for number, found in enumerate(counts) if found is None]
+    missing = [number for number, unit_counts in enumerate(counts) if unit_counts is None]
     jobs = [_job(cache, plan, number, tokenizer, on_error) for number in missing]
     total = sum(unit.bytes for unit in plan.units)
     done = {number: unit.bytes for number, unit in enumerate(plan.units) if counts[number] is not None}
     tokens: dict[int, int] = {}
-    begun = time.monotonic()
+    started = time.monotonic()
     with showing("tokenising", total, enabled=show) as update, closing(pool.answers(jobs, workers)) as answers:
         for job, answer in answers:
             number = missing[job]
@@ -158,14 +160,15 @@ def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, wor
             else:
                 done[number] = plan.units[number].bytes
                 tokens[number] = sum(answer["result"].get(f"{side}_tokens", 0) for side in SIDES)
-            update(sum(done.values()), _pace(sum(tokens.values()), time.monotonic() - begun))
+            update(sum(done.values()), _throughput(sum(tokens.values()), time.monotonic() - started))
 
 
-def _pace(tokens: int, seconds: float) -> str:
+def _throughput(tokens: int, seconds: float) -> str:
     return f"{format_count(tokens)} tokens | {format_count(tokens / max(seconds, 1e-9))} tok/s"
 
 
 def _job(cache: Path, plan: Plan, number: int, tokenizer: Tokenizer, on_error: str) -> dict[str, Any]:
+    """Return the job for unit `number`, as JSON data for a worker."""
     unit = plan.units[number]
     return {
         "tokenizer": str(tokenizer.folder.resolve()),
@@ -181,6 +184,7 @@ def _job(cache: Path, plan: Plan, number: int, tokenizer: Tokenizer, on_error: s
 
 
 def _raise(answer: dict[str, Any], unit: Unit) -> None:
+    """Raise the error that a worker reported for `unit`."""
     kind, text = answer["kind"], answer["error"]
     if kind == "DataError":
         segment, file, line, reason = json.loads(text)
@@ -191,22 +195,23 @@ def _raise(answer: dict[str, Any], unit: Unit) -> None:
         raise OSError(answer["errno"], text)
     if kind in ("ConfigError", "DataPathError", "RefusedError"):
         raise ConfigError(text)
-    raise KumiError(f"a data worker failed in a way that was not foreseen:\n{text}")
+    raise KumiError(f"a data worker failed unexpectedly:\n{text}")
 
 
 def _fault_sentence(file: str, line: int, reason: str) -> str:
-    return f"{file}:{line}: {reason}; correct it, or set on_error='skip' to count and leave out such records"
+    return f"{file}:{line}: {reason}; correct it, or set on_error='skip' to skip and count such records"
 
 
 def _refuse_faults(folder: Path) -> None:
+    """Raise DataError for the first fault of the store in `folder`, if it has one."""
     with store.open_lines(folder, store.FAULTS) as lines:
         for line in lines:
             fault = json_record(line)
             raise DataError(_fault_sentence(fault["file"], fault["line"], fault["reason"]))
 
 
-def _keep_weights(folder: Path, sources: Sequence[Source]) -> None:
-    """Writes the weights asked for into meta.json: they are of the mixture and change no token."""
+def _store_weights(folder: Path, sources: Sequence[Source]) -> None:
+    """Write the weights of `sources` to meta.json; they affect only the mixture, not the tokens."""
     meta = store.read_meta(folder)
     assert meta is not None
     weights = [source.weight for source in sources]
@@ -225,7 +230,7 @@ def train_tokenizer(
     validation: float = 0.0,
 ) -> Tokenizer:
     """Return a byte-level BPE tokenizer trained on `sources`, written to `out_folder`; see kumi.data.bpe.train."""
-    # `python -m kumi.data.bpe` is a program, which this package must not have imported before.
+    # Imported late: `python -m kumi.data.bpe` warns when the package has imported the module already.
     from kumi.data import bpe
 
     return bpe.train(sources, vocab_size, out_folder, sample_bytes=sample_bytes, validation=validation)

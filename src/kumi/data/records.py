@@ -1,6 +1,6 @@
-"""Files to documents: every record of a file is either a Record or a Fault, and none is lost in between.
+"""Read the documents of a file: every record becomes either a Record or a Fault, and none is dropped.
 
-A file can be read in ranges: a range of a JSONL file is in bytes and holds the lines that begin in it, a range of a
+A file can be read in ranges. A range of a JSONL file is in bytes and has the lines that begin inside it; a range of a
 parquet file is in row groups. `line` counts from 1 (rows in parquet); in a range of a JSONL file it counts from the
 range's first line."""
 
@@ -24,7 +24,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One document and where it stands."""
+    """One document, with its file and line."""
 
     text: str
     file: str
@@ -33,8 +33,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A record that cannot be used. `kind` is one of broken-json, encoding, empty, missing-field, not-a-string,
-    not-an-object, too-long, unreadable; `reason` says it in words with the values."""
+    """An unusable record.
+
+    kind: broken-json, encoding, empty, missing-field, not-a-string, not-an-object, too-long or unreadable.
+    reason: an explanation with the offending values.
+    """
 
     file: str
     line: int
@@ -46,18 +49,17 @@ Item = Record | Fault
 
 
 def read(path: Path | str, fmt: str = "auto", text_key: str = "text") -> Iterator[Item]:
-    """Every document and every fault of a file, in file order."""
-    found = file_format(Path(path), fmt)
-    if found is None or found == "indexed":
-        raise DataPathError(f"{path}: its suffix does not say how to read it; set format to jsonl, parquet or text")
-    yield from read_range(Path(path), found, text_key)
+    """Yield all documents and faults of a file, in file order. Raise DataPathError for an unknown suffix."""
+    resolved = file_format(Path(path), fmt)
+    if resolved is None or resolved == "indexed":
+        raise DataPathError(f"{path}: its suffix names no known format; set format to jsonl, parquet or text")
+    yield from read_range(Path(path), resolved, text_key)
 
 
 def read_range(
     path: Path, fmt: str, text_key: str, start: int = 0, end: int | None = None
 ) -> Generator[Item, None, int]:
-    """The items of one range of `path` (all of it by default); the generator returns the number of lines it
-    passed."""
+    """Yield the items of one range of `path`, by default of the full file; return the number of lines read."""
     if fmt == "text":
         yield _text(path)
         return 1
@@ -72,13 +74,15 @@ def read_range(
     except StopIteration:
         return line
     except (OSError, EOFError, RuntimeError, ValueError) as error:
-        yield Fault(str(path), line + 1, "unreadable", f"cannot be read on from here: {_first_line(error)}")
+        yield Fault(str(path), line + 1, "unreadable", f"cannot be read from here on: {_first_line(error)}")
     return line
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The uncompressed bytes of `path`. A damaged or cut-off .gz or .zst raises EOFError after its last good
-    bytes."""
+    """Open a stream of the uncompressed bytes of `path`.
+
+    A damaged or truncated .gz or .zst file raises EOFError after its last good bytes.
+    """
     kind = compression(path)
     if kind == ".gz":
         return cast(BinaryIO, io.BufferedReader(Frames(path, GzipFrame), 1 << 17))
@@ -89,17 +93,17 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def record_limit(path: Path) -> int:
-    """Return the most bytes that one record of `path` may have.
+    """Return the limit on the bytes of one record of `path`.
 
-    In a compressed file that is 64 times the file, or 64 MiB where that is more: text is compressed to a third, text
-    that repeats itself far more, and a record that is much larger still was made to fill memory. A record is refused
-    when that much of it was read; reading takes about twice the bytes.
+    For a compressed file it is 64 times the file's size, at least 64 MiB: text compresses to about a third, repetitive
+    text to much less, and a larger record is a decompression bomb. A record is refused once so many bytes of it are
+    read; reading needs about twice that memory.
     """
     return min(MAX_BYTES, max(64 * 2**20, 64 * path.stat().st_size)) if compression(path) else MAX_BYTES
 
 
 def need(module: str, suffix: str) -> Any:
-    """The optional module `module`, or a ConfigError that says how to get it."""
+    """Import and return the optional module `module`. Raise ConfigError with the install command if it is missing."""
     try:
         return __import__(module, fromlist=["_"])
     except ImportError as error:
@@ -110,8 +114,10 @@ def need(module: str, suffix: str) -> Any:
 
 
 def parquet_groups(path: Path, text_key: str) -> list[int] | None:
-    """Rows of each row group, or None when the file is not readable. Raises ConfigError when the column is not
-    there."""
+    """Return the rows of each row group, or None for an unreadable file.
+
+    Raise ConfigError when the file has no column `text_key` of strings.
+    """
     parquet = need("pyarrow.parquet", ".parquet")
     try:
         with open_stream(path, follow=True) as stream, parquet.ParquetFile(stream) as file:
@@ -127,19 +133,19 @@ def parquet_groups(path: Path, text_key: str) -> list[int] | None:
 
 
 def lines_before(path: Path, offset: int) -> int:
-    """Number of lines that begin before byte `offset` of an uncompressed file, and end before the first that does
-    not."""
+    """Return the number of lines of an uncompressed file that begin before byte `offset`."""
     if offset == 0:
         return 0
-    count, left = 0, offset - 1
+    count, remaining = 0, offset - 1
     with open_stream(path, follow=True) as stream:
-        while left > 0 and (block := stream.read(min(_BLOCK, left))):
+        while remaining > 0 and (block := stream.read(min(_BLOCK, remaining))):
             count += block.count(b"\n")
-            left -= len(block)
+            remaining -= len(block)
     return count + 1
 
 
 def _text(path: Path) -> Item:
+    """Return the text file `path` as one document."""
     try:
         limit = record_limit(path)
         with open_bytes(path) as stream:
@@ -156,7 +162,8 @@ def _text(path: Path) -> Item:
 
 
 def _jsonl(path: Path, key: str, start: int, end: int | None) -> Iterator[tuple[int, Item | None]]:
-    file, line, seen, limit = str(path), 0, False, record_limit(path)
+    """Yield (line, item) for each line that begins in the bytes [start, end) of `path`; None for a blank line."""
+    file, line, has_records, limit = str(path), 0, False, record_limit(path)
     with open_bytes(path) as stream:
         position = start
         if start:
@@ -168,26 +175,26 @@ def _jsonl(path: Path, key: str, start: int, end: int | None) -> Iterator[tuple[
                 break
             position, line = position + len(raw), line + 1
             if len(raw) > limit and not raw.endswith(b"\n"):
-                position, seen = position + _skip_line(stream), True
+                position, has_records = position + _skip_line(stream), True
                 yield line, _too_long(file, line, limit)
                 continue
             if start == 0 and line == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             blank = not raw.strip()
-            seen = seen or not blank
+            has_records = has_records or not blank
             yield line, None if blank else _parse(raw, key, file, line)
-    if not seen and start == 0 and end is None:
-        yield line, Fault(file, 1, "empty", "the file holds no record")
+    if not has_records and start == 0 and end is None:
+        yield line, Fault(file, 1, "empty", "the file has no record")
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Reads to the end of the line in bounded memory; returns the bytes passed."""
-    passed = 0
+    """Read to the end of the line in bounded memory; return the number of bytes read."""
+    skipped = 0
     while block := stream.readline(_BLOCK):
-        passed += len(block)
+        skipped += len(block)
         if block.endswith(b"\n"):
             break
-    return passed
+    return skipped
 
 
 def _parse(raw: bytes, key: str, file: str, line: int) -> Item:
@@ -207,13 +214,14 @@ def _field(value: dict[str, Any], key: str, file: str, line: int) -> Item:
     if isinstance(text, str):
         return _checked(text, file, line)
     if text is None:
-        has = ", ".join(list(value)[:8]) or "nothing"
-        state = "is null" if key in value else f"is missing (the record has: {has})"
+        present = ", ".join(list(value)[:8]) or "no field"
+        state = "is null" if key in value else f"is missing (the record has: {present})"
         return Fault(file, line, "missing-field", f"field {key!r} {state}")
     return Fault(file, line, "not-a-string", f"field {key!r} is of type {type(text).__name__}, not a string")
 
 
 def _checked(text: str, file: str, line: int) -> Item:
+    """Return `text` as a Record, or a Fault when it is empty or not valid Unicode."""
     if not text or text.isspace():
         return Fault(file, line, "empty", "the text is empty")
     if not text.isascii():
@@ -225,15 +233,16 @@ def _checked(text: str, file: str, line: int) -> Item:
 
 
 def _parquet(path: Path, key: str, start: int, end: int | None) -> Iterator[tuple[int, Item | None]]:
+    """Yield (row, item) for each row of the row groups [start, end) of `path`."""
     parquet, file = need("pyarrow.parquet", ".parquet"), str(path)
-    # A dictionary of one long text may stand for millions of rows: it is not written out.
+    # Keep dictionary encoding: one long text may stand for millions of rows, and expanding it would fill memory.
     options = {"read_dictionary": [key], "buffer_size": _BLOCK, "pre_buffer": False}
     with open_stream(path, follow=True) as stream, parquet.ParquetFile(stream, **options) as table:
         metadata = table.metadata
         groups = range(start, metadata.num_row_groups if end is None else end)
         row = sum(metadata.row_group(group).num_rows for group in range(start))
         if metadata.num_rows == 0:
-            yield 0, Fault(file, 1, "empty", "the file holds no record")
+            yield 0, Fault(file, 1, "empty", "the file has no record")
         try:
             for batch in table.iter_batches(batch_size=256, row_groups=list(groups), columns=[key]):
                 for value in batch.column(0):
@@ -241,7 +250,7 @@ def _parquet(path: Path, key: str, start: int, end: int | None) -> Iterator[tupl
                     row += 1
                     yield row, item
         except need("pyarrow", ".parquet").ArrowException as error:
-            # Some of these are an IndexError or a KeyError: a dictionary without the entry that a row names.
+            # Some of these are IndexError or KeyError: a row refers to a missing dictionary entry.
             raise ValueError(_first_line(error)) from error
 
 
@@ -253,8 +262,8 @@ def _value(value: Any, key: str, file: str, row: int) -> Item:
 
 
 def _too_long(file: str, line: int, limit: int) -> Fault:
-    why = "" if limit == MAX_BYTES else ", far more than its compressed file lets expect"
-    return Fault(file, line, "too-long", f"one document of more than {limit >> 20} MiB{why}; split it")
+    bomb = "" if limit == MAX_BYTES else ", far more than the size of its compressed file suggests"
+    return Fault(file, line, "too-long", f"one document of more than {limit >> 20} MiB{bomb}; split it")
 
 
 def _encoding_reason(raw: bytes, error: UnicodeDecodeError) -> str:

@@ -1,4 +1,4 @@
-"""Where text comes from: a source names files, and each file has a format.
+"""Data sources: expand a source's path to files, and determine the format of each file.
 
 A source's path is a file, a folder, a glob or (for `format="indexed"`) the prefix of a .bin/.idx pair. `{stdlib}`
 stands for the standard library of the running interpreter, `~` for the home folder, `{a,b}` for alternatives."""
@@ -43,25 +43,26 @@ _TEXT = frozenset({*_PROSE, *_CODE, *_SETTINGS})
 
 
 class DataPathError(ConfigError):
-    """A data path that names nothing, or something whose format is not known."""
+    """A data path that matches no file, or a file of unknown format."""
 
 
 def expand(source: Source) -> list[Path]:
-    """The files of `source`, absolute and sorted by name; for indexed data the .idx files.
+    """Return the files of `source` as absolute paths, sorted by name; for indexed data the .idx files.
 
-    In a folder, names that begin with a dot and `__pycache__` are left out. Raises DataPathError when nothing is
-    left, or when a file's suffix does not say what it is."""
-    whole = [_glob_regex(pattern) for pattern in source.exclude if pattern.endswith("/**")]
-    found: set[Path] = set()
+    In a folder, names that begin with a dot and `__pycache__` are skipped. Raise DataPathError when no file matches,
+    or a file's suffix names no known format."""
+    excluded_folders = [_glob_regex(pattern) for pattern in source.exclude if pattern.endswith("/**")]
+    matches: set[Path] = set()
     for pattern in _alternatives(source.path):
-        found.update(_matches(pattern, source.format == "indexed", whole))
-    if not found:
+        matches.update(_matches(pattern, source.format == "indexed", excluded_folders))
+    if not matches:
         raise DataPathError(f"data source {looked_for(source.path)} matches no file; correct the path")
     excluded = [_glob_regex(pattern) for pattern in source.exclude]
-    files = sorted((f for f in found if not _is_excluded(f.as_posix(), excluded)), key=lambda f: f.as_posix())
+    files = sorted((f for f in matches if not _is_excluded(f.as_posix(), excluded)), key=lambda f: f.as_posix())
     if not files:
         raise DataPathError(
-            f"data source {source.path!r}: exclude={list(source.exclude)} removes all {len(found)} files"
+            f"data source {source.path!r}: exclude={list(source.exclude)} removes all {len(matches)} files; correct "
+            "exclude"
         )
     _refuse_unknown(source, files)
     _refuse_irregular(source, files)
@@ -69,21 +70,22 @@ def expand(source: Source) -> list[Path]:
 
 
 def would_read(source: Source, path: Path) -> bool:
-    """Whether a file at the absolute `path`, which need not be there, would be one of `source`."""
+    """Return True if a file at the absolute `path` would belong to `source`; the file need not exist."""
     if source.format == "indexed" or any(_glob_regex(pattern).fullmatch(path.as_posix()) for pattern in source.exclude):
         return False
     return any(_covers(pattern, path) for pattern in _alternatives(source.path))
 
 
 def _covers(pattern: str, path: Path) -> bool:
+    """Return True if `pattern`, a glob or an existing folder, includes `path`."""
     if not os.path.isdir(pattern):
         return _glob_regex(pattern).fullmatch(path.as_posix()) is not None
     folder, real = Path(os.path.realpath(pattern)), Path(os.path.realpath(path))
-    return real.is_relative_to(folder) and not any(_left_out(part) for part in real.relative_to(folder).parts)
+    return real.is_relative_to(folder) and not any(_is_skipped(part) for part in real.relative_to(folder).parts)
 
 
 def file_format(path: Path, fmt: str = "auto") -> str | None:
-    """The format of `path`: `fmt` itself, or, for "auto", what the suffix says; None when it says nothing."""
+    """Return the format of `path`: `fmt`, or for "auto" the format of its suffix; None for an unknown suffix."""
     if fmt != "auto":
         return fmt
     suffix = _inner_suffix(path)
@@ -95,7 +97,7 @@ def file_format(path: Path, fmt: str = "auto") -> str | None:
 
 
 def compression(path: Path) -> str:
-    """The compression that the name of `path` tells: ".gz", ".zst" or ""."""
+    """Return the compression of `path` by its suffix: ".gz", ".zst" or ""."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSIONS else ""
 
@@ -109,31 +111,31 @@ def _refuse_unknown(source: Source, files: list[Path]) -> None:
     if unknown:
         shown = ", ".join(str(f) for f in unknown[:3]) + (" ..." if len(unknown) > 3 else "")
         raise DataPathError(
-            f"data source {source.path!r}: {len(unknown)} of {len(files)} files have a suffix that does not say how to "
-            f"read them ({shown}); set format to one of {', '.join(FORMATS[1:])}, name the wanted files with a glob "
-            "such as '**/*.jsonl', or leave these out with exclude"
+            f"data source {source.path!r}: {len(unknown)} of {len(files)} files have a suffix of no known format "
+            f"({shown}); set format to one of {', '.join(FORMATS[1:])}, select files with a glob such as "
+            "'**/*.jsonl', or leave these out with exclude"
         )
 
 
 def _refuse_irregular(source: Source, files: list[Path]) -> None:
-    wrong = next((f for f in files if not f.is_file()), None)
-    if wrong is not None:
+    irregular = next((f for f in files if not f.is_file()), None)
+    if irregular is not None:
         raise DataPathError(
-            f"data source {source.path!r}: {wrong} is a link to nothing, a pipe or a device, not a file; remove it, or "
+            f"data source {source.path!r}: {irregular} is a broken link, a pipe or a device, not a file; remove it, or "
             "leave it out with exclude"
         )
-    unnamed = next((f for f in files if not str(f).isprintable() and not _is_unicode(str(f))), None)
-    if unnamed is not None:
-        raise DataPathError(f"data source {source.path!r}: the name {str(unnamed)!r} is not UTF-8; rename the file")
+    undecodable = next((f for f in files if not str(f).isprintable() and not _is_unicode(str(f))), None)
+    if undecodable is not None:
+        raise DataPathError(f"data source {source.path!r}: the name {str(undecodable)!r} is not UTF-8; rename the file")
 
 
 def _is_unicode(name: str) -> bool:
-    """Whether all of a file's name could be decoded: what could not is half a surrogate pair in Python."""
+    """Return False if a file's name has undecodable bytes, which Python represents as lone surrogates."""
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _alternatives(path: str) -> Iterator[str]:
-    """`path` with `{a,b}` written out and `~` and `{stdlib}` filled in."""
+    """Yield `path` with each choice of `{a,b}`, and with `~` and `{stdlib}` expanded."""
     pieces = re.split(r"\{([^{}]*,[^{}]*)\}", path)
     choices = [piece.split(",") if number % 2 else [piece] for number, piece in enumerate(pieces)]
     for combination in itertools.product(*choices):
@@ -144,7 +146,7 @@ def _alternatives(path: str) -> Iterator[str]:
 
 
 def _matches(pattern: str, indexed: bool, excluded: Sequence[re.Pattern[str]]) -> Iterator[Path]:
-    """What `pattern` names; folders of which `excluded` leaves nothing are not entered."""
+    """Yield the files that `pattern` matches, without descending into folders that `excluded` removes entirely."""
     path = Path(pattern)
     if indexed:
         yield from _indexed_matches(pattern)
@@ -154,13 +156,14 @@ def _matches(pattern: str, indexed: bool, excluded: Sequence[re.Pattern[str]]) -
         yield path
     elif "**" in pattern and "[" not in pattern:
         plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
-        wanted = _glob_regex(pattern)
-        yield from (file for file in _walk(Path(*plain), excluded) if wanted.fullmatch(file.as_posix()))
+        regex = _glob_regex(pattern)
+        yield from (file for file in _walk(Path(*plain), excluded) if regex.fullmatch(file.as_posix()))
     elif glob.has_magic(pattern):
         yield from (Path(name) for name in glob.iglob(pattern, recursive=True) if os.path.isfile(name))
 
 
 def _indexed_matches(pattern: str) -> Iterator[Path]:
+    """Yield the .idx files that `pattern` names: all of a folder, or those of a prefix or glob."""
     if os.path.isdir(pattern):
         yield from sorted(Path(pattern).glob("*.idx"))
         return
@@ -170,15 +173,15 @@ def _indexed_matches(pattern: str) -> Iterator[Path]:
 
 
 def _walk(folder: Path, excluded: Sequence[re.Pattern[str]]) -> Iterator[Path]:
-    """The files below `folder`, through links to folders as well; a folder that is reached again is read once."""
-    seen = set()
-    for root, folders, names in os.walk(folder, onerror=_unlisted, followlinks=True):
-        place = os.path.realpath(root)
-        if place in seen:
+    """Yield the files below `folder`, following links to folders; each folder is read once."""
+    visited = set()
+    for root, folders, names in os.walk(folder, onerror=_refuse_unlistable, followlinks=True):
+        real = os.path.realpath(root)
+        if real in visited:
             folders.clear()
             continue
-        seen.add(place)
-        folders[:] = sorted(f for f in folders if not _left_out(f) and not _is_excluded(f"{root}/{f}/x", excluded))
+        visited.add(real)
+        folders[:] = sorted(f for f in folders if not _is_skipped(f) and not _is_excluded(f"{root}/{f}/x", excluded))
         yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
@@ -186,16 +189,16 @@ def _is_excluded(path: str, excluded: Sequence[re.Pattern[str]]) -> bool:
     return any(pattern.fullmatch(path) for pattern in excluded)
 
 
-def _left_out(name: str) -> bool:
+def _is_skipped(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
 
 
-def _unlisted(error: OSError) -> None:
+def _refuse_unlistable(error: OSError) -> None:
     raise DataPathError(f"{error.filename}: the folder cannot be listed ({error.strerror}); make it readable")
 
 
 def _glob_regex(pattern: str) -> re.Pattern[str]:
-    """A regex for whole absolute paths; a relative pattern may match from any folder on."""
+    """Return a regex that matches full absolute paths; a relative pattern matches below any folder."""
     text = os.path.expanduser(pattern).replace("{stdlib}", sysconfig.get_paths()["stdlib"])
     if not text.startswith(("/", "**")):
         text = "**/" + text

@@ -1,5 +1,7 @@
-"""A prepared folder: token files of each source, `meta.json` with what they hold and where they come from,
-`files.jsonl` with every input file, `faults.jsonl` with every record that was left out."""
+"""Open and inspect a store, the folder of prepared data.
+
+A store has the token files of each source, `meta.json` with their counts and origin, `files.jsonl` with all input
+files, and `faults.jsonl` with all skipped records."""
 
 from __future__ import annotations
 
@@ -60,10 +62,16 @@ _OPTIONAL = ("train_checksums", "validation_checksums")
 
 @dataclass(frozen=True)
 class StoredSource:
-    """The tokens of one source. A prefix is None where that side has no document; a digest is that of its
-    token ids and document lengths, checksums are those of the blocks of its .bin file, None in a store of an earlier
-    version that has not been verified yet. `faults` counts records by kind,
-    `special_tokens_in_text` the special tokens that documents spelled out themselves."""
+    """The tokens of one source.
+
+    train, validation: prefix of the token files; None when the side has no document.
+    faults: number of skipped records by kind.
+    special_tokens_in_text: special tokens that are spelled out in the text of documents.
+    unigram_entropy: of the training tokens, in nats per token.
+    train_digest, validation_digest: digest of token ids and document lengths.
+    train_checksums, validation_checksums: checksums of the .bin file; None in a store of an earlier version that has
+        not been verified yet.
+    """
 
     name: str
     path: str
@@ -85,8 +93,11 @@ class StoredSource:
 
 @dataclass(frozen=True)
 class Store:
-    """A prepared folder. `unigram_entropy` is that of all training tokens, in nats a token. `fingerprint` names
-    the inputs as they were found, `content` the tokens themselves."""
+    """A folder of prepared data.
+
+    unigram_entropy: of all training tokens, in nats per token.
+    fingerprint: digest of the input files (path, size, time) and the options.
+    """
 
     folder: Path
     sources: tuple[StoredSource, ...]
@@ -108,7 +119,7 @@ class Store:
 
     @property
     def content(self) -> str:
-        """A digest of the training tokens and documents themselves: equal wherever they came from and lie now."""
+        """Digest of the training tokens and document lengths; independent of paths and times."""
         digests = "".join(source.train_digest for source in self.sources)
         return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
@@ -118,44 +129,44 @@ class Store:
 
     @property
     def faults(self) -> dict[str, int]:
-        """Records left out, by kind, over all sources."""
+        """Number of skipped records by kind, over all sources."""
         total: Counter[str] = Counter()
         for source in self.sources:
             total.update(source.faults)
         return dict(sorted(total.items()))
 
     def train_parts(self) -> list[tuple[IndexedFile, float]]:
-        """Open training files with their weights."""
+        """Open the training files; return them with their weights."""
         files = ((binfile.open_file(s.train, s.train_checksums, self.vocab_size), s) for s in self.sources if s.train)
         return [(file, source.weight) for file, source in files]
 
     def validation_parts(self) -> list[IndexedFile]:
-        """Open validation files."""
+        """Open the validation files."""
         held_out = ((s.validation, s.validation_checksums) for s in self.sources if s.validation)
         return [binfile.open_file(prefix, checksums, self.vocab_size) for prefix, checksums in held_out]
 
     def mixture(self, seq_len: int, seed: int, *, cross_document: bool = False) -> Mixture:
-        """The training sequences of this store."""
+        """Return the training sequences of this store."""
         return Mixture(self.train_parts(), seq_len, seed, cross_document)
 
     def sweep(self, seq_len: int, *, cross_document: bool = False, limit: int = 0) -> Sweep:
-        """The validation sequences of this store, or `limit` of them."""
+        """Return the validation sequences of this store, at most `limit` if that is greater than 0."""
         return Sweep(self.validation_parts(), seq_len, cross_document, limit)
 
 
 def open_store(folder: Path | str) -> Store:
-    """The store in `folder`. Raises RefusedError when there is none or a token file is not the one described."""
+    """Return the store in `folder`. Raise RefusedError when it has none, or a token file contradicts meta.json."""
     folder = Path(folder)
     meta = read_meta(folder)
     if meta is None:
-        raise RefusedError(f"{folder}: no {META} of prepared data; run `kumi data prepare` first")
+        raise RefusedError(f"{folder}: has no {META} of prepared data; run `kumi data prepare` first")
     sources = tuple(_source(folder, entry) for entry in meta["sources"])
     names = ("vocab_size", "eos_id", "bos_id", "validation", "unigram_entropy", "fingerprint")
     return Store(folder, sources, meta["tokenizer"]["sha256"], **{name: meta[name] for name in names})
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """What meta.json of a prepared folder says, or None when there is none."""
+    """Return the checked content of a store's meta.json, or None when `folder` is not a store."""
     if not (folder / META).exists():
         return None
     meta = read_object(folder, META, RefusedError, INDEX)
@@ -165,36 +176,35 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     _check_types(folder, "tokenizer.", meta["tokenizer"], {"folder": (str,), "sha256": (str,)})
     for entry in meta["sources"]:
         if not isinstance(entry, dict):
-            raise RefusedError(f"{folder / META}: {brief(entry)} describes no source; prepare the data again")
+            raise RefusedError(f"{folder / META}: the source {brief(entry)} is not an object; prepare the data again")
         _check_types(folder, "sources.", entry, _SOURCE_TYPES)
         _check_types(folder, "sources.", entry, {key: (dict, _NONE) for key in _OPTIONAL if key in entry})
     return meta
 
 
-def _check_types(folder: Path, where: str, found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
-    """Raise RefusedError when a key of `types` is missing in `found`, or of another type, or a number is negative."""
-    for key, kinds in types.items():
-        value = found.get(key, brief)  # a function, which no key is
-        if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, int | float) and value < 0):
-            said = "is missing" if value is brief else f"is {brief(value)}"
-            raise RefusedError(f"{folder / META}: {where}{key} {said}; remove the folder and prepare again")
+def _check_types(folder: Path, prefix: str, entry: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
+    """Raise RefusedError unless `entry` has all keys of `types` with values of their types, and no negative number."""
+    for key, expected in types.items():
+        value = entry.get(key, brief)  # the function `brief` stands for a missing value; JSON has no functions
+        if not isinstance(value, expected) or isinstance(value, bool) or (isinstance(value, int | float) and value < 0):
+            fault = "is missing" if value is brief else f"is {brief(value)}"
+            raise RefusedError(f"{folder / META}: {prefix}{key} {fault}; remove the folder and prepare again")
 
 
 def inspect(
     place: Store | Path | str, tokens: Tokenizer | None = None, *, documents: int = 3, characters: int = 400
 ) -> dict[str, Any]:
-    """What `kumi data inspect` shows: meta.json with the counts, the first documents of each source, the first
-    faults.
+    """Return the data that `kumi data inspect` shows: meta.json, the first documents of each source, the first faults.
 
-    Documents are decoded with `tokens`, or else with the tokenizer they were made with where that still lies in its
-    folder."""
+    Documents are decoded with `tokens`; by default with the tokenizer of the preparation, if its folder still has it.
+    """
     store = place if isinstance(place, Store) else open_store(place)
     meta = read_meta(store.folder)
     assert meta is not None
-    tokens = tokens or _own_tokenizer(meta["tokenizer"])
+    tokens = tokens or _load_unchanged(meta["tokenizer"])
     if tokens is not None and tokens.digest != store.tokenizer_digest:
         raise RefusedError(
-            f"{store.folder}: was prepared with tokenizer {store.tokenizer_digest[:12]}, {tokens.folder} is "
+            f"{store.folder}: was prepared with tokenizer {store.tokenizer_digest[:12]}, but {tokens.folder} is "
             f"{tokens.digest[:12]}; give the tokenizer it was prepared with"
         )
     for entry, source in zip(meta["sources"], store.sources, strict=True):
@@ -206,65 +216,68 @@ def inspect(
     return meta
 
 
-def _own_tokenizer(described: dict[str, Any]) -> Tokenizer | None:
+def _load_unchanged(entry: dict[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer of an entry in meta.json, or None if it is missing or was changed."""
     try:
-        found = load(described["folder"])
+        tokenizer = load(entry["folder"])
     except ConfigError:
         return None
-    return found if found.digest == described["sha256"] else None
+    return tokenizer if tokenizer.digest == entry["sha256"] else None
 
 
 def _first_documents(
     source: StoredSource, tokens: Tokenizer | None, count: int, characters: int
 ) -> list[dict[str, Any]]:
+    """Return the first `count` training documents of `source`: token counts, first and last ids, decoded text."""
     if source.train is None:
         return []
     file = binfile.open_file(source.train, source.train_checksums)
-    shown = []
+    documents = []
     for number in range(min(count, file.document_count)):
         ids = file.document(number)
         entry: dict[str, Any] = {"tokens": len(ids), "first_ids": ids[:8].tolist(), "last_ids": ids[-3:].tolist()}
         if tokens is not None:
             entry["text"] = tokens.decode(ids[:characters].tolist())[:characters]
-        shown.append(entry)
-    return shown
+        documents.append(entry)
+    return documents
 
 
 def _source(folder: Path, entry: dict[str, Any]) -> StoredSource:
+    """Return the source of an entry in meta.json. Raise RefusedError when its token files contradict the entry."""
     values = {name: entry[name] for name in StoredSource.__dataclass_fields__ if not name.endswith("_checksums")}
     for side in ("train", "validation"):
         if entry[side] is not None:
-            # Both files of the pair lie in the folder.
+            # `inside` refuses links out of the folder, for both files of the pair.
             values[side] = inside(folder, f"{entry[side]}.bin", RefusedError).with_suffix("")
             inside(folder, f"{entry[side]}.idx", RefusedError)
             if (checksums := entry.get(f"{side}_checksums")) is not None:
                 path = binfile.bin_path(values[side])
                 values[f"{side}_checksums"] = from_plain(checksums.get("bin"), path)
-            found = binfile.open_file(values[side])
-            have, want = (
-                (found.token_count, found.document_count),
+            file = binfile.open_file(values[side])
+            actual, expected = (
+                (file.token_count, file.document_count),
                 (entry[f"{side}_tokens"], entry[f"{side}_documents"]),
             )
-            if have != want:
+            if actual != expected:
                 raise RefusedError(
-                    f"{values[side]}.bin: holds {have[0]} tokens in {have[1]} documents where {META} says {want[0]} in "
-                    f"{want[1]}; remove {folder / META} and prepare again"
+                    f"{values[side]}.bin: has {actual[0]} tokens in {actual[1]} documents, but {META} lists "
+                    f"{expected[0]} in {expected[1]}; remove {folder / META} and prepare again"
                 )
     return StoredSource(**values)
 
 
 def entropy(counts: Sequence[int] | Array) -> float:
-    """Entropy in nats of the distribution that the counts give; 0 for none."""
-    seen = np.asarray(counts, np.float64)
-    seen = seen[seen > 0]
-    if not len(seen):
+    """Return the entropy in nats of the distribution with these counts; 0 when all counts are 0."""
+    positive = np.asarray(counts, np.float64)
+    positive = positive[positive > 0]
+    if not len(positive):
         return 0.0
-    share = seen / seen.sum()
+    share = positive / positive.sum()
     return float(-(share * np.log(share)).sum()) + 0.0
 
 
 def open_lines(folder: Path, name: str) -> TextIO:
-    """Open the text file `name` of a prepared folder; RefusedError when it cannot be read, or is a link out of it."""
+    """Open the text file `name` of a store. Raise RefusedError when it is unreadable or a link out of the folder."""
     try:
         return io.TextIOWrapper(open_stream(inside(folder, name, RefusedError)), encoding="utf-8", errors="replace")
     except OSError as error:
@@ -272,7 +285,7 @@ def open_lines(folder: Path, name: str) -> TextIO:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file so that it appears whole or not at all."""
+    """Write a JSON file atomically."""
     partial = path.with_name(path.name + ".partial")
     write_text(partial, json.dumps(value, indent=2) + "\n")
     os.replace(partial, path)

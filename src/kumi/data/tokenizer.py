@@ -1,4 +1,4 @@
-"""Text to token ids with a Hugging Face tokenizer folder, read here or trained here."""
+"""Load a Hugging Face tokenizer folder, and encode and decode text with it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from kumi.errors import ConfigError
 from kumi.files.untrusted import TOKENIZER, read_bytes, read_object, strict_json
 
-# The file that marks a tokenizer as one that kumi trained, and says from what.
+# File in the folder of a tokenizer that kumi trained; it has a digest of the training input.
 ORIGIN = "kumi_tokenizer.json"
 
-# A longer text is encoded in pieces, for tokenizers need some fifty times the text's size while they work.
+# Characters of a piece. Longer texts are encoded in pieces, because tokenizers need about 50 times the text's size in
+# memory.
 PIECE = 4 << 20
-# Before a single space between words, and after a single line end before a line that is not indented: no usual
-# splitting pattern joins across these.
+# Positions at which a text may be split: before a single space between words, and after a single newline before a line
+# without indentation. The usual pre-tokenizers never join text across them.
 _SEAM = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 _SEARCH = 1 << 16
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer folder ready for use. `vocab_size` is the highest id + 1; `digest` is the SHA-256 of
-    tokenizer.json."""
+    """A loaded tokenizer folder. `vocab_size` is the highest id + 1; `digest` is the SHA-256 of tokenizer.json."""
 
     folder: Path
     digest: str
@@ -36,29 +36,31 @@ class Tokenizer:
     backend: Any = field(repr=False, compare=False)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` without begin or end marks. As in Hugging Face tokenizers, a special token that is spelled
-        out in the text becomes that token."""
+        """Return the ids of `text` without bos and eos.
+
+        A special token that is spelled out in the text becomes that token, as in Hugging Face tokenizers.
+        """
         ids: list[int] = []
         for piece in pieces(text, PIECE):
             ids.extend(self.backend.encode(piece, add_special_tokens=False).ids)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text; a text of more than 4 Mi characters is encoded in pieces cut between words.
+        """Return the ids of each text; texts of more than 4 Mi characters are encoded in pieces, split between words.
 
-        Starts threads unless TOKENIZERS_PARALLELISM is false, so a program that forks later must not call it.
+        Starts threads unless TOKENIZERS_PARALLELISM is false, so do not call it in a process that forks later.
         """
         if any(len(text) > PIECE for text in texts):
             return [self.encode(text) for text in texts]
-        return [found.ids for found in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included."""
+        """Return the text of `ids`, with special tokens."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
 
 def pieces(text: str, size: int) -> list[str]:
-    """`text` in pieces of at most `size` characters, cut between words where there is such a place near the end."""
+    """Split `text` into pieces of at most `size` characters, between words if one ends shortly before the limit."""
     result, start = [], 0
     while len(text) - start > size:
         end = start + size
@@ -70,7 +72,7 @@ def pieces(text: str, size: int) -> list[str]:
 
 
 def load(folder: Path | str) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder. Raises ConfigError when there is none or its end mark is not known."""
+    """Load the tokenizer of a Hugging Face folder. Raise ConfigError when it is missing or its eos token is unknown."""
     from tokenizers import Tokenizer as Backend
 
     folder = Path(folder)
@@ -85,33 +87,33 @@ def load(folder: Path | str) -> Tokenizer:
         strict_json(raw, TOKENIZER)
         backend = Backend.from_str(raw.decode())
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"{path}: not a tokenizer that can be read: {error}") from error
-    # A saved truncation or padding would silently cut or lengthen documents.
+        raise ConfigError(f"{path}: is not a readable tokenizer: {error}; fetch the file again") from error
+    # A saved truncation or padding would silently shorten or lengthen documents.
     backend.no_truncation()
     backend.no_padding()
     vocab = backend.get_vocab(with_added_tokens=True)
     eos = _special_id(folder, "eos", backend)
     if eos is None:
         raise ConfigError(
-            f"{folder}: the token that ends a document is not known: no eos_token in tokenizer_config.json or "
-            "special_tokens_map.json, no single eos_token_id in generation_config.json or config.json; add eos_token "
-            "to tokenizer_config.json"
+            f"{folder}: the eos token is unknown: no eos_token in tokenizer_config.json or special_tokens_map.json, no "
+            "single eos_token_id in generation_config.json or config.json; add eos_token to tokenizer_config.json"
         )
     size = max(vocab.values(), default=-1) + 1
     return Tokenizer(folder, hashlib.sha256(raw).hexdigest(), size, eos, _special_id(folder, "bos", backend), backend)
 
 
 def _special_id(folder: Path, name: str, backend: Any) -> int | None:
+    """Return the id of the special token `name` ("bos" or "eos") in the files of `folder`, or None."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _json(folder / file).get(f"{name}_token")
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
-            found = backend.token_to_id(content)
-            if found is None:
+            token_id = backend.token_to_id(content)
+            if token_id is None:
                 raise ConfigError(
                     f"{folder / file}: {name}_token {content!r} is not in the vocabulary of tokenizer.json"
                 )
-            return int(found)
+            return int(token_id)
     for file in ("generation_config.json", "config.json"):
         value = _json(folder / file).get(f"{name}_token_id")
         number = value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -1,4 +1,4 @@
-"""The token files of a store compared with what its meta.json says of them."""
+"""Verify the token files of a store against the checksums and digests in its meta.json."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from kumi.data.checksums import Guard, block_bytes, checksums_of, from_plain, re
 from kumi.data.work import SIDES
 from kumi.errors import RefusedError
 
-# Tokens of no more bytes are all read when a run starts, in seconds; of more, each block when it is first used.
+# Bytes of tokens. Smaller stores are verified in full at the start of a run, in seconds; in larger ones each block is
+# verified before its first use.
 AT_START = 8 << 30
 
 
 class ContentDigest:
-    """BLAKE2b digests of ids and of lengths of documents, apart, so that it does not matter how they are cut."""
+    """BLAKE2b digests of ids and of document lengths; two hashes, so batching of the updates does not matter."""
 
     def __init__(self) -> None:
-        self._parts = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+        self._digests = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
 
     def update(self, ids: Array, lengths: Array) -> None:
-        """Add documents with these `ids`, one after the other, and `lengths` (int32)."""
-        for part, array in zip(self._parts, (ids, lengths), strict=True):
-            part.update(np.ascontiguousarray(array).data)
+        """Add documents: their concatenated `ids`, and their `lengths` (int32)."""
+        for digest, array in zip(self._digests, (ids, lengths), strict=True):
+            digest.update(np.ascontiguousarray(array).data)
 
     def hexdigest(self) -> str:
-        """Return both, 32 hexadecimal digits each."""
-        return "".join(part.hexdigest() for part in self._parts)
+        """Return both digests as 64 hexadecimal digits, ids first."""
+        return "".join(digest.hexdigest() for digest in self._digests)
 
 
 def add_checksums(folder: Path, entries: list[dict[str, Any]]) -> bool:
-    """Add to `entries`, the sources in the meta.json of `folder`, the checksums they lack; return True if any did."""
+    """Add missing checksums to `entries`, the sources in the meta.json of `folder`; return True if any were missing."""
     pairs = _pairs(folder, entries)
     block = block_bytes(sum(path.stat().st_size for _, _, prefix in pairs for path in _files(prefix)))
     missing = [(entry, f"{side}_checksums", prefix) for entry, side, prefix in pairs if not _has_checksums(entry, side)]
@@ -45,7 +46,7 @@ def add_checksums(folder: Path, entries: list[dict[str, Any]]) -> bool:
 
 
 def _pairs(folder: Path, entries: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, Path]]:
-    """Return the entry, side and prefix of each pair of token files of `entries`."""
+    """Return (entry, side, prefix) of each .bin/.idx pair of `entries`."""
     return [(entry, side, folder / entry[side]) for entry in entries for side in SIDES if entry[side]]
 
 
@@ -58,13 +59,13 @@ def _has_checksums(entry: dict[str, Any], side: str) -> bool:
 
 
 def verify(folder: Path) -> bool:
-    """Verify the token files of the store in `folder`; return True where its meta.json got checksums.
+    """Verify the token files of the store in `folder`; return True if checksums were added to its meta.json.
 
-    Indexes are verified in full, and so are tokens where all together have at most `AT_START` bytes. A store of an
-    earlier version has digests only: its files are read once, and their checksums added. Raise RefusedError naming the
-    file and the place of what differs, DataError for an id that is not in the vocabulary.
+    All indexes are verified, and all tokens if they have at most `AT_START` bytes in total. A store of an earlier
+    version has only digests: its files are verified by them once, and checksums are added. Raise RefusedError with the
+    file and position of a difference, DataError for an id outside the vocabulary.
     """
-    store.open_store(folder)  # whose refusals say of a file whose size is wrong that it is
+    store.open_store(folder)  # refuses files of the wrong size with a clearer message than a checksum
     meta = store.read_meta(folder)
     assert meta is not None, f"{folder} has been prepared"
     pairs = _pairs(folder, meta["sources"])
@@ -82,7 +83,7 @@ def verify(folder: Path) -> bool:
 
 
 def _verify_digest(prefix: Path, expected: str, vocab_size: int) -> None:
-    """Raise RefusedError unless the pair `prefix`, which kumi wrote, holds the documents of the digest `expected`."""
+    """Raise RefusedError unless the documents of the pair `prefix` have the digest `expected`."""
     file = binfile.open_file(prefix, vocab_size=vocab_size)
     file.check_lists()
     digest = ContentDigest()
@@ -90,6 +91,6 @@ def _verify_digest(prefix: Path, expected: str, vocab_size: int) -> None:
         digest.update(ids, lengths)
     if digest.hexdigest() != expected:
         raise RefusedError(
-            f"{bin_path(prefix)}: its documents have the digest {digest.hexdigest()[:12]}, {expected[:12]} was "
-            f"prepared: it or its index is damaged, or was changed; {remedy(prefix)}"
+            f"{bin_path(prefix)}: its documents have the digest {digest.hexdigest()[:12]}, but {expected[:12]} was "
+            f"prepared: the file or its index is damaged or was changed; {remedy(prefix)}"
         )

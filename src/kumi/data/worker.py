@@ -1,8 +1,8 @@
-"""A worker process: reads units of work from standard input, tokenises each into the cache, answers with one line.
+"""Worker process: read jobs from standard input, tokenise each unit into the cache, and answer with JSON lines.
 
-Run by kumi.data.pool as `python -m kumi.data.worker`. A process of its own, started anew and not forked, keeps the
-tokenizer's threads and memory out of the program that asked. A unit's result is a folder that appears by one rename:
-`train` and `validation` token files, `faults.jsonl` and `unit.json` with the counts.
+kumi.data.pool runs it as `python -m kumi.data.worker`. The process is started, not forked, which keeps the tokenizer's
+threads and memory out of the parent. A unit's result is a folder with `train` and `validation` token files,
+`faults.jsonl`, and `unit.json` with the counts; it gets its final name by one rename.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ from kumi.files.output import open_new, remove_tree, write_text
 _BATCH_CHARS = 1 << 18
 _BATCH_TEXTS = 1024
 Report = Callable[[int, int], None]
-# Compressed data is taken as this many times its size, for the progress display only.
+# Estimated ratio of text to compressed bytes, for the progress display only.
 _EXPANSION = 4
 
 
 def in_validation(text: str, fraction: float) -> bool:
-    """Whether a document is held out: by a hash of its text alone, so equal documents are always on the same side."""
+    """Return True if a document is held out; the hash of its text decides, so equal documents share a side."""
     raw = hashlib.blake2b(text.encode(), digest_size=8, person=b"kumi-split").digest()
     return int.from_bytes(raw, "little") < fraction * 2**64
 
 
 def encode_unit(job: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Writes the unit's folder and returns what its unit.json holds. Raises DataError at a fault if the job asks for
-    it."""
+    """Write the unit's folder; return the content of its unit.json. Raise DataError for a fault with on_error="fail".
+
+    `report(bytes, tokens)` is called after each batch.
+    """
     tokens = _tokenizer(job["tokenizer"], job["digest"])
     final, partial = Path(job["target"]), Path(f"{job['target']}.{os.getpid()}")
     remove_tree(partial)
@@ -66,7 +68,11 @@ def encode_unit(job: dict[str, Any], report: Report) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sink:
-    """Where a unit's documents and faults go, and what has been counted so far."""
+    """Outputs and counts of the unit in progress.
+
+    sides: append functions of the train and validation token files.
+    counts: documents, tokens and bytes so far, and faults by kind.
+    """
 
     job: dict[str, Any]
     tokens: Tokenizer
@@ -77,6 +83,7 @@ class Sink:
 
 
 def _write(job: dict[str, Any], tokens: Tokenizer, folder: Path, report: Report) -> dict[str, Any]:
+    """Write the token files and faults of the unit to `folder`; return its counts."""
     dtype = binfile.token_dtype(tokens.vocab_size)
     counts: Counter[str] = Counter()
     lines, done = [], 0
@@ -94,7 +101,7 @@ def _write(job: dict[str, Any], tokens: Tokenizer, folder: Path, report: Report)
 
 
 def _encode_texts(sink: Sink, number: int, segment: dict[str, Any]) -> int:
-    """Encodes the documents of one range in batches; returns the number of lines the range has."""
+    """Encode the documents of one segment in batches; return the number of lines of the segment."""
     path, fmt = Path(segment["file"]["path"]), segment["file"]["format"]
     items = records.read_range(path, fmt, sink.job["text_key"], segment["start"], segment["end"])
     expansion = _EXPANSION if compression(path) else 1
@@ -107,7 +114,7 @@ def _encode_texts(sink: Sink, number: int, segment: dict[str, Any]) -> int:
             _add_texts(sink, texts, size // expansion)
             return int(end.value)
         if isinstance(item, Fault):
-            _fault(sink, number, item)
+            _record_fault(sink, number, item)
             continue
         texts.append(item.text)
         size += len(item.text)
@@ -118,12 +125,12 @@ def _encode_texts(sink: Sink, number: int, segment: dict[str, Any]) -> int:
 
 def _add_texts(sink: Sink, texts: list[str], size: int) -> None:
     sides = [in_validation(text, sink.job["validation"]) for text in texts]
-    encoded = [_framed(ids, sink) for ids in sink.tokens.encode_batch(texts)]
+    encoded = [_with_bos_eos(ids, sink) for ids in sink.tokens.encode_batch(texts)]
     _add(sink, list(zip(sides, encoded, strict=True)), size)
 
 
 def _encode_indexed(sink: Sink, number: int, segment: dict[str, Any]) -> int:
-    """Takes over documents that are tokens already; returns 0, for they have no lines."""
+    """Copy documents that are tokens already; return 0, as indexed files have no lines."""
     path, tokens = Path(segment["file"]["path"]), sink.tokens
     file = binfile.open_file(path.with_suffix(""))
     batch, size = [], 0
@@ -131,15 +138,15 @@ def _encode_indexed(sink: Sink, number: int, segment: dict[str, Any]) -> int:
         ids = file.document(document)
         if len(ids) and (ids.max() >= tokens.vocab_size or ids.min() < 0):
             raise ConfigError(
-                f"{path}: document {document} holds token ids {ids.min()} to {ids.max()}, outside the "
-                f"{tokens.vocab_size} of {tokens.folder}: it was written with another tokenizer"
+                f"{path}: document {document} has token ids {ids.min()} to {ids.max()}, outside the "
+                f"{tokens.vocab_size} of {tokens.folder}: it was written with another tokenizer; give that one"
             )
-        bare = _bare(ids.tolist(), tokens)
-        if not bare:
-            _fault(sink, number, Fault(str(path), document + 1, "empty", "the document has no tokens"))
+        without_eos = _without_eos(ids.tolist(), tokens)
+        if not without_eos:
+            _record_fault(sink, number, Fault(str(path), document + 1, "empty", "the document has no tokens"))
             continue
-        text = tokens.decode(bare[1:] if bare[0] == tokens.bos_id else bare)
-        batch.append((in_validation(text, sink.job["validation"]), _framed(bare, sink)))
+        text = tokens.decode(without_eos[1:] if without_eos[0] == tokens.bos_id else without_eos)
+        batch.append((in_validation(text, sink.job["validation"]), _with_bos_eos(without_eos, sink)))
         size += ids.nbytes
         if size >= _BATCH_CHARS:
             _add(sink, batch, size)
@@ -148,20 +155,21 @@ def _encode_indexed(sink: Sink, number: int, segment: dict[str, Any]) -> int:
     return 0
 
 
-def _fault(sink: Sink, segment: int, fault: Fault) -> None:
+def _record_fault(sink: Sink, segment: int, fault: Fault) -> None:
+    """Count the fault and write it to faults.jsonl. Raise DataError with on_error="fail"."""
     if sink.job["on_error"] == "fail":
         raise DataError(json.dumps([segment, fault.file, fault.line, fault.reason]))
     sink.counts[f"fault:{fault.kind}"] += 1
     sink.faults.write(json.dumps([segment, fault.file, fault.line, fault.kind, fault.reason]) + "\n")
 
 
-def _bare(ids: list[int], tokens: Tokenizer) -> list[int]:
-    """`ids` without their end mark, which not every writer adds."""
+def _without_eos(ids: list[int], tokens: Tokenizer) -> list[int]:
+    """Return `ids` without a final eos token, which some writers do not add."""
     return ids[:-1] if ids and ids[-1] == tokens.eos_id else ids
 
 
-def _framed(ids: list[int], sink: Sink) -> list[int]:
-    """`ids` with the end mark, and the begin mark where asked for and not there yet."""
+def _with_bos_eos(ids: list[int], sink: Sink) -> list[int]:
+    """Return `ids` with an eos token, and with a bos token if the job has `add_bos` and they do not start with it."""
     tokens = sink.tokens
     if sink.job["add_bos"] and ids[:1] != [tokens.bos_id]:
         assert tokens.bos_id is not None
@@ -171,14 +179,14 @@ def _framed(ids: list[int], sink: Sink) -> list[int]:
 
 
 def _add(sink: Sink, batch: list[tuple[bool, list[int]]], size: int) -> None:
-    """Writes documents to their sides and says how far the unit is."""
+    """Write the documents `batch`, (held out, ids) each, to their sides, and report the progress of the unit."""
     counts, dtype = sink.counts, binfile.token_dtype(sink.tokens.vocab_size)
     for number, side in enumerate(SIDES):
-        mine = [ids for held_out, ids in batch if held_out == bool(number)]
-        lengths: Array = np.array([len(ids) for ids in mine], np.int64)
+        documents = [ids for held_out, ids in batch if held_out == bool(number)]
+        lengths: Array = np.array([len(ids) for ids in documents], np.int64)
         total = int(lengths.sum())
-        sink.sides[number](np.fromiter(chain.from_iterable(mine), dtype, total), lengths)
-        counts[f"{side}_documents"] += len(mine)
+        sink.sides[number](np.fromiter(chain.from_iterable(documents), dtype, total), lengths)
+        counts[f"{side}_documents"] += len(documents)
         counts[f"{side}_tokens"] += total
     counts["bytes"] += size
     _check_parent(sink.job["parent"])
@@ -187,13 +195,15 @@ def _add(sink: Sink, batch: list[tuple[bool, list[int]]], size: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(folder: str, digest: str) -> Tokenizer:
-    found = tokenizer.load(folder)
-    if found.digest != digest:
+    """Return the tokenizer in `folder`. Raise ConfigError unless its digest is `digest`."""
+    loaded = tokenizer.load(folder)
+    if loaded.digest != digest:
         raise ConfigError(f"{folder}: tokenizer.json was changed while the data was being prepared; run again")
-    return found
+    return loaded
 
 
 def _check_unchanged(file: dict[str, Any]) -> None:
+    """Raise ConfigError unless `file` has its planned size and time; an index is checked when it is opened."""
     if file["format"] == "indexed":
         return
     path = Path(file["path"])
@@ -205,23 +215,26 @@ def _check_unchanged(file: dict[str, Any]) -> None:
 
 
 def _check_parent(parent: int) -> None:
-    """Ends a worker whose program was killed, before it writes into a folder that a new run may own."""
+    """Exit if the parent was killed, before this worker writes to a folder that a new run may use."""
     if os.getppid() != parent:
         raise SystemExit(1)
 
 
 def _publish(partial: Path, final: Path) -> None:
+    """Rename `partial` to `final`, replacing an existing folder."""
     try:
         partial.rename(final)
     except OSError:
-        # Another worker published the same result, or a damaged one stands there.
+        # `final` exists: another worker published the same result, or a damaged one is left.
         remove_tree(final)
         partial.rename(final)
 
 
 def main() -> None:
-    """Answers each job line on stdin with lines on stdout: {"progress": bytes, "tokens": n}*, then {"result": ...} or
-    {"error": ...}."""
+    """Run each job of a line on stdin. Answer on stdout with JSON lines.
+
+    Answers of a job: any number of {"progress": bytes, "tokens": n}, then {"result": ...} or {"error": ...}.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     sys.stdout = sys.stderr

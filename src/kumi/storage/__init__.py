@@ -1,1 +1,1 @@
-"""Tensors in and out of safetensors files: sharded, atomic, checksummed; `kumi.storage.checkpoint` is its face."""
+"""Checkpoints as sharded safetensors files with atomic commits and checksums; import `kumi.storage.checkpoint`."""

@@ -1,7 +1,7 @@
-"""The storage of checkpoints: safetensors and JSON, no pickle; and saving them while training goes on.
+"""Save and open checkpoints, made of safetensors and JSON files without pickle; save in the background.
 
-The parts: `write` (shards, index, commit), `read` (open, verify, slices), `folders`
-(which there are, rotation, free space). This is their one public face.
+This module is the public interface of three others: `write` (shards, index, commit), `read` (open, verify, slices)
+and `folders` (listing, rotation, free space).
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ def save(
     keep: int | None = None,
     protect: Sequence[Path | str] = (),
 ) -> None:
-    """Nothing, when this rank's pieces, and on rank 0 the whole checkpoint `folder`, are on the disk.
+    """Write this rank's pieces to disk; on rank 0 also wait for the other ranks and commit the checkpoint `folder`.
 
-    Every rank calls it; only rank 0 waits for the others (`timeout` seconds), by looking at the files, without a
-    collective. Rank 0 removes leftovers first, and afterwards all but the newest `keep` checkpoints. Raises SaveError.
+    Every rank calls this function. Rank 0 polls the folder for up to `timeout` seconds and uses no collective. It
+    removes leftovers of dead processes first, and afterwards all but the newest `keep` checkpoints and those in
+    `protect`. Raise SaveError when a file cannot be written or a rank is missing.
     """
     folder = Path(folder)
     temporary = temporary_folder(folder)
@@ -83,11 +84,11 @@ def save(
 
 
 class AsyncSaver:
-    """Saves checkpoints in a background thread, one at a time, from a copy of the pieces in host memory.
+    """Background saver: copies the pieces to host memory and writes them in a thread, one checkpoint at a time.
 
-    `save` returns when the copy is taken: training may change the tensors at once. The buffers of the copy are kept
-    and used again, so the memory it takes is that of one checkpoint's pieces. An error in the thread is raised by the
-    next `save` or `wait`. A process must `wait` before it ends, or the last checkpoint stays unfinished (and unseen).
+    `save` returns once the copy is complete, so training may change the tensors at once. The host buffers are reused
+    and need the memory of one checkpoint's pieces. An error in the thread is raised by the next `save` or `wait`. Call
+    `wait` before the process ends; otherwise the last checkpoint stays uncommitted and no reader lists it.
     """
 
     def __init__(self, *, rank: int = 0, ranks: int = 1, attempt: str = "", timeout: float = 600.0) -> None:
@@ -105,9 +106,12 @@ class AsyncSaver:
         keep: int | None = None,
         protect: Sequence[Path | str] = (),
     ) -> None:
-        """Nothing, when the previous save has ended (its SaveError is raised here) and a copy of `pieces` is taken."""
+        """Wait for the previous save, copy `pieces` to host memory, and start to write them in the background.
+
+        Raise SaveError when the previous save failed.
+        """
         self.wait()
-        frozen = json.loads(json.dumps(meta))
+        meta_copy = json.loads(json.dumps(meta))
         copies = self._snapshot(pieces)
         options = {
             "rank": self._rank,
@@ -117,21 +121,21 @@ class AsyncSaver:
             "keep": keep,
             "protect": tuple(protect),
         }
-        # A daemon, so that a process that has to die is not held up; an unfinished checkpoint is never seen.
+        # A daemon thread does not delay the exit of a failing process. Readers ignore the uncommitted checkpoint.
         self._thread = threading.Thread(
-            target=self._run, args=(Path(folder), copies, frozen, options), name="kumi-save", daemon=True
+            target=self._run, args=(Path(folder), copies, meta_copy, options), name="kumi-save", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Nothing, when no save is under way. Raises SaveError (exit code 8) when the last one failed."""
+        """Wait until the save in progress ends. Raise SaveError (exit code 8) when it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Nothing, as long as no save has failed. Raises SaveError at once when one has."""
+        """Raise SaveError if a save has failed; do not wait for one in progress."""
         if self._error is not None:
             error, self._error = self._error, None
             if isinstance(error, KumiError):
@@ -140,10 +144,11 @@ class AsyncSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def _snapshot(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return copies of `pieces` in host memory, in pinned buffers where the data is on a GPU."""
         import torch
 
         copies, device = [], None
@@ -167,12 +172,12 @@ class AsyncSaver:
             save(folder, copies, meta, **options)
         except BaseException as error:
             self._error = error
-            self._tell_rank_0(folder, error)
+            self._report_to_rank_0(folder, error)
 
-    def _tell_rank_0(self, folder: Path, error: BaseException) -> None:
-        """Leaves a note for rank 0, which otherwise waits in vain until its time is up."""
+    def _report_to_rank_0(self, folder: Path, error: BaseException) -> None:
+        """Write the error to a file that rank 0 polls, so that rank 0 does not wait until its timeout."""
         note = temporary_folder(folder) / f"failed_{self._rank:05d}.json"
-        # What keeps this rank from writing may keep it from writing this too; rank 0 then waits for its timeout.
+        # On a full disk this write may fail as well. Rank 0 then waits until its timeout.
         with contextlib.suppress(OSError):
             if self._rank != 0:
                 write_sealed(note, {"attempt": self._attempt, "error": str(error)})

@@ -1,7 +1,8 @@
-"""Which checkpoints a run has: folders `step_000200` under one root, complete exactly when they bear that name.
+"""List, rotate and clean the checkpoint folders of a run.
 
-A checkpoint is written in `step_000200.tmp` and renamed when everything in it is on the disk, so no other sign of
-completeness is needed; whatever ends in `.tmp` is a leftover of a process that died.
+A folder named `step_000200` is a complete checkpoint. It is written as `step_000200.tmp` and renamed once all its files
+are synced to disk, so the name alone marks it as complete. A folder whose name ends in `.tmp` is in progress or left
+over from a process that died.
 """
 
 from __future__ import annotations
@@ -22,80 +23,81 @@ _LEFTOVER = re.compile(r"step_(\d{6,})(\.deleted)?\.tmp")
 
 
 def step_folder(root: Path | str, step: int) -> Path:
-    """The folder of the checkpoint after `step` steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return Path(root) / f"step_{step:06d}"
 
 
 def temporary_folder(folder: Path | str) -> Path:
-    """The folder in which `folder` is put together before it gets its name."""
+    """Return the folder in which the checkpoint `folder` is written before its commit."""
     folder = Path(folder)
     return folder.with_name(folder.name + ".tmp")
 
 
 def step_of(folder: Path | str) -> int:
-    """The step in a checkpoint folder's name."""
+    """Return the step in a checkpoint folder's name."""
     match = _COMPLETE.fullmatch(Path(folder).name)
     assert match is not None, f"{folder} is not the name of a checkpoint folder"
     return int(match[1])
 
 
 def list_complete(root: Path | str) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first; none when there is no such folder.
+    """Return the complete checkpoints under `root`, oldest first; an empty list when `root` is not a folder.
 
-    Raises RefusedError when one of them is a link.
+    Raise RefusedError when one of them is a link.
     """
     root = Path(root)
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()]
-    for path in found:
-        refuse_link(path)  # rotation would take it for one of its own
-    return sorted(found, key=step_of)
+    complete = [path for path in root.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()]
+    for path in complete:
+        refuse_link(path)  # rotation would delete files outside of `root`
+    return sorted(complete, key=step_of)
 
 
 def latest(root: Path | str) -> Path | None:
-    """The newest complete checkpoint under `root`."""
+    """Return the newest complete checkpoint under `root`, or None."""
     complete = list_complete(root)
     return complete[-1] if complete else None
 
 
 def rotate(root: Path | str, keep: int, protect: Collection[Path | str] = ()) -> list[Path]:
-    """The folders removed so that the newest `keep` complete checkpoints and those in `protect` remain.
+    """Remove all complete checkpoints except the newest `keep` and those in `protect`; return the removed folders.
 
-    A folder loses its name before its files, so a kill in between leaves no half of a checkpoint.
+    Each folder is renamed before its files are deleted, so a kill never leaves half a checkpoint under its name.
     """
-    assert keep >= 1, "at least one checkpoint has to stay"
-    spared = {Path(path).name for path in protect}
-    doomed = [folder for folder in list_complete(root)[:-keep] if folder.name not in spared]
-    for folder in doomed:
-        nameless = folder.with_name(folder.name + ".deleted.tmp")
-        remove_tree(nameless)
-        folder.rename(nameless)
-        shutil.rmtree(nameless)
-    return doomed
+    assert keep >= 1, f"keep={keep}: rotation keeps at least one checkpoint"
+    protected = {Path(path).name for path in protect}
+    outdated = [folder for folder in list_complete(root)[:-keep] if folder.name not in protected]
+    for folder in outdated:
+        renamed = folder.with_name(folder.name + ".deleted.tmp")
+        remove_tree(renamed)
+        folder.rename(renamed)
+        shutil.rmtree(renamed)
+    return outdated
 
 
 def clean(root: Path | str, before: int) -> list[Path]:
-    """The leftovers of dead processes that were removed under `root`: those of steps `before` this one.
+    """Remove the leftovers of dead processes under `root`, for steps below `before`; return the removed folders.
 
-    A later one may belong to a rank that is ahead of us; if it does not, the save of that step takes it over.
+    Leftovers of later steps stay: another rank may be writing them already. Otherwise the save of that step reuses
+    the folder.
     """
     root = Path(root)
     if not root.is_dir():
         return []
-    found = ((path, _LEFTOVER.fullmatch(path.name)) for path in root.iterdir())
-    leftovers = [path for path, match in found if match is not None and int(match[1]) < before]
+    matches = ((path, _LEFTOVER.fullmatch(path.name)) for path in root.iterdir())
+    leftovers = [path for path, match in matches if match is not None and int(match[1]) < before]
     for path in leftovers:
         remove_tree(path)
     return leftovers
 
 
 def free_space_check(root: Path | str, bytes_needed: int, what: str = "a checkpoint") -> None:
-    """Nothing, or RefusedError when the disk that holds `root` has no room for `what`, `bytes_needed` bytes."""
-    place = Path(root).absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    """Raise RefusedError unless the disk of `root` has `bytes_needed` free bytes; the error calls them `what`."""
+    existing = Path(root).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     if free < bytes_needed:
         raise RefusedError(
             f"{root}: not enough disk for {what}: it needs {format_bytes(bytes_needed)} ({bytes_needed} bytes) "
@@ -104,12 +106,12 @@ def free_space_check(root: Path | str, bytes_needed: int, what: str = "a checkpo
 
 
 def sync_folder(folder: Path) -> None:
-    """Nothing, when the names in `folder` are on the disk."""
+    """Sync the directory entries of `folder` to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems order renames themselves and refuse this call
+        if error.errno != errno.EINVAL:  # some network file systems order renames themselves and reject this call
             raise
     finally:
         os.close(handle)

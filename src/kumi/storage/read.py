@@ -1,7 +1,7 @@
-"""Reading a checkpoint: any rectangular slice of any tensor, each byte verified before it is used.
+"""Open a checkpoint and read rectangular slices of its tensors; each byte is verified against its checksum.
 
-Nothing larger than one block (or one row, where that is larger) is held beside the destination. Whatever layout wrote
-the pieces, any other can read them.
+A read needs the memory of its destination and of one block (one row where a row is larger than a block). Any layout can
+read a checkpoint that any other layout wrote.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: `meta` as it was saved, and the tensors, read piece by piece on demand."""
+    """A complete checkpoint: `meta` as saved, and tensors that are read on demand."""
 
     folder: Path
     meta: dict[str, Any]
@@ -40,8 +40,8 @@ class Checkpoint:
     def difference(self, shapes: Mapping[str, Sequence[int]], prefix: str = "") -> str | None:
         """Return how the tensors whose names begin with `prefix` differ from those with the global `shapes`.
 
-        None where names and shapes are equal, in both directions. A slice of a tensor can be read without such a
-        comparison, so whoever reads slices into a model compares first: a larger tensor would be cropped.
+        Return None when names and shapes are equal. Call this before reading slices into a model: `read_into` accepts
+        any slice inside the stored tensor and would crop a larger tensor.
         """
         stored = {name: tensor.shape for name, tensor in self.tensors.items() if name.startswith(prefix)}
         for name in dict.fromkeys([*shapes, *stored]):
@@ -53,28 +53,31 @@ class Checkpoint:
     def _entry(self, name: str) -> StoredTensor:
         tensor = self.tensors.get(name)
         if tensor is None:
-            near = difflib.get_close_matches(name, self.tensors, n=1)
-            hint = f"; the nearest name is {near[0]!r}" if near else ""
+            similar = difflib.get_close_matches(name, self.tensors, n=1)
+            hint = f"; the nearest name is {similar[0]!r}" if similar else ""
             raise RefusedError(
                 f"{self.folder}: {name!r} is not among the checkpoint's {len(self.tensors)} tensors{hint}"
             )
         return tensor
 
     def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """The slice of `name` of `shape` from the indices `start` on, on the CPU; all of it by default."""
+        """Return the slice of tensor `name` with `shape` at `start`, on the CPU; the full tensor by default."""
         import torch
 
         tensor = self._entry(name)
         start = tuple(start) if start is not None else (0,) * len(tensor.shape)
-        shape = tuple(shape) if shape is not None else tuple(whole - low for low, whole in zip(start, tensor.shape))
+        shape = tuple(shape) if shape is not None else tuple(size - low for low, size in zip(start, tensor.shape))
         out = torch.empty(shape, dtype=tensor.dtype)
         self.read_into(out, name, start)
         return out
 
     def read_into(self, out: torch.Tensor, name: str, start: Sequence[int]) -> None:
-        """Fills `out` (any dtype, strides and device) with the slice of `name` from the indices `start` on."""
+        """Fill `out` (any dtype, strides and device) with the slice of tensor `name` at `start`.
+
+        Raise RefusedError when the checkpoint has no such tensor or slice, or when its bytes are damaged.
+        """
         tensor, start, dims = self._entry(name), tuple(start), len(start)
-        inside = all(low >= 0 and low + count <= whole for low, count, whole in zip(start, out.shape, tensor.shape))
+        inside = all(low >= 0 and low + count <= size for low, count, size in zip(start, out.shape, tensor.shape))
         if not (dims == len(tensor.shape) == out.dim() and inside):
             slice_ = f"{tuple(out.shape)} at {start}"
             raise RefusedError(f"{self.folder}: {name!r} is {tensor.shape} on disk and has no slice {slice_}")
@@ -84,8 +87,10 @@ class Checkpoint:
             self._copy(name, tensor, piece, out, start)
 
     def cut(self, name: str, row: int) -> int:
-        """The row before which to stop when `row` is the next one read of `name`: the end of a block of a piece, as
-        blocks are verified as wholes."""
+        """Return the end of the block with row `row` of tensor `name`.
+
+        A checksum covers a block, so a reader that stops at block ends verifies each block once.
+        """
         for piece in self._entry(name).pieces:
             if piece.start and piece.start[0] <= row < piece.start[0] + piece.extent[0]:
                 step = block_rows(math.prod(piece.extent[1:]) * self._entry(name).itemsize)
@@ -94,7 +99,7 @@ class Checkpoint:
         return row + 1
 
     def verify(self) -> None:
-        """Nothing, when every byte of every shard matches its checksum; RefusedError naming what does not."""
+        """Raise RefusedError unless all tensors in all shards match their checksums."""
         import torch
 
         for name, tensor in self.tensors.items():
@@ -107,7 +112,7 @@ class Checkpoint:
                         self._load_block(handle, name, piece, index, low, buffer[: high - low])
 
     def blocks(self, name: str, piece: StoredPiece) -> Iterator[tuple[int, int, int]]:
-        """Yield of each block of `piece` of `name` where it lies in its file, its bytes and its CRC-32."""
+        """Yield (offset in the file, bytes, CRC-32) of each block of `piece`, a piece of tensor `name`."""
         row_bytes = math.prod(piece.extent[1:]) * self._entry(name).itemsize
         for (low, high), crc32 in zip(_blocks(piece, self._entry(name)), piece.sums, strict=True):
             yield piece.offset + low * row_bytes, (high - low) * row_bytes, crc32
@@ -115,7 +120,7 @@ class Checkpoint:
     def _copy(
         self, name: str, tensor: StoredTensor, piece: StoredPiece, out: torch.Tensor, start: tuple[int, ...]
     ) -> None:
-        """Copies what `piece` and `out` (whose first element is global index `start`) have in common."""
+        """Copy the intersection of `piece` and `out` into `out`, whose first element has the global index `start`."""
         import torch
 
         dtype = tensor.dtype
@@ -126,8 +131,8 @@ class Checkpoint:
             return
         inner_piece = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], origin[1:]))
         inner_out = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], start[1:]))
-        whole_rows = all(b - a == n == m for a, b, n, m in zip(low[1:], high[1:], extent[1:], out.shape[1:]))
-        direct = whole_rows and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu"
+        full_rows = all(b - a == n == m for a, b, n, m in zip(low[1:], high[1:], extent[1:], out.shape[1:]))
+        direct = full_rows and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu"
         buffer = torch.empty(0, dtype=dtype)
         with self.opened(piece.file) as handle:
             for index, (row, end) in enumerate(_blocks(piece, tensor)):
@@ -148,7 +153,7 @@ class Checkpoint:
     def _load_block(
         self, handle: int, name: str, piece: StoredPiece, index: int, row: int, target: torch.Tensor
     ) -> None:
-        """Fills `target` (contiguous) with block `index` of `piece`, whose first row is `row`, and verifies it."""
+        """Fill `target` (contiguous) with block `index` of `piece`, which starts at row `row`, and verify it."""
         view = as_bytes(target)
         row_bytes = len(view) // target.shape[0] if target.shape[0] else 0
         _read_all(handle, view, piece.offset + row * row_bytes)
@@ -156,7 +161,7 @@ class Checkpoint:
 
     @contextmanager
     def opened(self, file: str) -> Iterator[int]:
-        """A handle on the shard `file`, its header verified."""
+        """Open the shard `file`, verify its header once, and yield a file descriptor."""
         try:
             handle = open_regular(inside(self.folder, file, RefusedError))
         except OSError as error:
@@ -175,21 +180,22 @@ class Checkpoint:
         self.compare(file, "its header", zlib.crc32(header), self.files[file].crc32)
         self._verified_headers.add(file)
 
-    def compare(self, file: str, what: str, found: int, written: int) -> None:
-        """Raise RefusedError unless `found`, the CRC-32 of `what` in the shard `file`, is the one that was written."""
-        if found != written:
-            raise damaged(self.folder, file, f"the checksum of {what} is {found:08x}, {written:08x} was written")
+    def compare(self, file: str, part: str, actual: int, written: int) -> None:
+        """Raise RefusedError unless the CRC-32 `actual` of `part` of the shard `file` equals `written`."""
+        if actual != written:
+            raise damaged(self.folder, file, f"the checksum of {part} is {actual:08x}, {written:08x} was written")
 
 
 def _blocks(piece: StoredPiece, tensor: StoredTensor) -> list[tuple[int, int]]:
+    """Return the rows (low, high) of each block of `piece`."""
     rows = piece.extent[0] if piece.extent else 1
     return list(blocks(rows, math.prod(piece.extent[1:]) * tensor.itemsize))
 
 
 def open(folder: Path | str) -> Checkpoint:
-    """The checkpoint in `folder`, its index and meta verified and the sizes of its files compared with the disk.
+    """Return the checkpoint in `folder` after verifying its index, its meta and the sizes of its files.
 
-    Raises RefusedError naming the file and what to do. The tensors are verified as they are read.
+    Tensors are verified when they are read. Raise RefusedError with the faulty file and the remedy.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -197,7 +203,8 @@ def open(folder: Path | str) -> Checkpoint:
     index = _read_json(folder, "index.json")
     if index.get("format") != FORMAT:
         raise RefusedError(
-            f"{folder}: its format is {index.get('format')!r}, known is {FORMAT}; use the kumi that wrote it"
+            f"{folder}: this kumi reads checkpoint format {FORMAT}, not {index.get('format')!r}; use the version of "
+            "kumi that wrote it"
         )
     try:
         files = checked_files(folder, index)
@@ -210,12 +217,12 @@ def open(folder: Path | str) -> Checkpoint:
     return Checkpoint(folder, meta, tensors, files)
 
 
-def damaged(folder: Path, file: str, what: str) -> RefusedError:
-    """The refusal of a checkpoint because of `file`, with the one to continue from when this one is deleted."""
+def damaged(folder: Path, file: str, reason: str) -> RefusedError:
+    """Return the error for a damaged `file`; its remedy names the earlier checkpoint to continue from."""
     complete = [other.name for other in list_complete(folder.parent)]
     earlier = complete[: complete.index(folder.name)] if folder.name in complete else []
     remedy = f"to continue from {earlier[-1]}" if earlier else "to start anew (there is no earlier one)"
-    return RefusedError(f"{folder / file}: the checkpoint is damaged: {what}; delete the folder {folder} {remedy}")
+    return RefusedError(f"{folder / file}: the checkpoint is damaged: {reason}; delete the folder {folder} {remedy}")
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -228,7 +235,10 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _read_all(handle: int, view: memoryview, offset: int) -> None:
-    """Fills `view` from `offset` on; what lies beyond the end of the file is left, and fails its checksum."""
+    """Fill `view` from byte `offset` of the file on.
+
+    At the end of the file the rest of `view` stays unchanged; the caller's checksum detects it.
+    """
     while view:
         count = os.preadv(handle, [view], offset)
         if count == 0:

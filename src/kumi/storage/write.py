@@ -1,12 +1,13 @@
-"""Writing a checkpoint: one safetensors file a rank, and one index that says where each piece of each tensor is.
+"""Write a checkpoint: one safetensors file per rank, and one index with the position of each piece of each tensor.
 
-Each rank writes `shard_00003.safetensors`, its pieces in the plain safetensors format, and then `shard_00003.json`,
-which lists them. Rank 0 waits for these lists, checks that the pieces of each tensor tile it, merges the lists into
-`index.json`, adds `meta.json`, and renames the folder. Everything is on the disk (fsync) before the name changes, so
-a process that is killed at any instant leaves either a whole checkpoint or none.
+Each rank writes its pieces to `shard_00003.safetensors`, in the plain safetensors format, and lists them in
+`shard_00003.json`. Rank 0 waits for these lists, checks that the pieces of each tensor tile it, merges the lists into
+`index.json`, adds `meta.json`, and renames the folder. All files are synced to disk before the rename, so a process
+killed at any time leaves either a complete checkpoint or none.
 
-Each piece has one CRC-32 for each `BLOCK_BYTES` of whole rows, so a reader verifies what it touches without reading
-or holding more. The header of each shard has a CRC-32 in the index, and each JSON file ends in one of its own text.
+Checksums are CRC-32. Each block of a piece has one; a block is as many full rows as fit in `BLOCK_BYTES`, so a reader
+verifies a slice without reading the rest of the shard. The index has one for the header of each shard, and each JSON
+file ends with the checksum of its own text.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from kumi.files.output import make_folder, open_new, refuse_link
 from kumi.files.untrusted import Bounds, read_regular, strict_json
 from kumi.storage.folders import sync_folder
 
-if TYPE_CHECKING:  # bytes are copied without torch, which takes seconds to import
+if TYPE_CHECKING:  # importing torch takes seconds, and copying bytes does not need it
     import torch
 
 FORMAT = 1
 BLOCK_BYTES = 4 * 2**20
-# An index has a checksum for each block: a terabyte of tensors has 250,000, in 3 MB of JSON.
+# An index has one checksum per block: 250,000 checksums, 3 MB of JSON, for a terabyte of tensors.
 MAX_INDEX_BYTES = 2 * 10**9
 _SEAL = ',\n"crc32": "%08x"}\n'
 
-# By torch's names of dtypes: safetensors' names, and the bytes of an element.
+# torch's name of each dtype -> the safetensors name, and the bytes of an element.
 DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -66,7 +67,12 @@ ITEMSIZE = {
 
 
 class Piece(NamedTuple):
-    """A rectangular piece `data` of the global tensor `name` of `shape`, from the indices `start` on."""
+    """A rectangle of a global tensor, with its data.
+
+    name, shape: the global tensor.
+    start: index of the rectangle's first element.
+    data: the elements; its shape is the rectangle's extent.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -75,10 +81,10 @@ class Piece(NamedTuple):
 
 
 def write_pieces(folder: Path | str, rank: int, pieces: Sequence[Piece], *, attempt: str = "") -> None:
-    """Nothing, when the pieces of `rank` and their index are on the disk in `folder` (a `.tmp` one).
+    """Write the pieces of `rank` and their index to `folder`, a temporary folder, and sync them to disk.
 
-    `attempt` is any text that all ranks of one launch share and no other launch has: a commit takes no index of
-    another attempt, which a dead launch may have left in the folder. Raises SaveError.
+    `attempt` identifies one launch: the same text on all its ranks, another text in any other launch. A commit ignores
+    indexes of other attempts, which a dead launch may have left in the folder. Raise SaveError when a write fails.
     """
     folder = Path(folder)
     pieces = [piece for piece in pieces if piece.data.numel() > 0 or math.prod(piece.shape) == 0]
@@ -105,15 +111,16 @@ def commit(
     timeout: float = 0.0,
     beside: Collection[str] = (),
 ) -> Path:
-    """`folder`, complete: `temporary` with the parts of all `ranks` and `meta` (anything JSON can hold), renamed.
+    """Commit the checkpoint: merge the indexes of all ranks, write `meta` (any JSON value), rename the folder.
 
-    Files in it stay that have names in `beside`. For rank 0 alone. Waits up to `timeout` seconds for the other ranks.
-    Raises SaveError when a part is missing or the pieces of a tensor do not tile it; `temporary` is left as it is then.
+    Only rank 0 calls this function; it waits up to `timeout` seconds for the other ranks. Files in `temporary` are
+    removed unless they belong to the checkpoint or their name is in `beside`. Return `folder`. Raise SaveError when a
+    rank is missing or the pieces of a tensor do not tile it; `temporary` stays in that case.
     """
     temporary, folder = Path(temporary), Path(folder)
     refuse_link(temporary)
     if folder.exists():
-        raise SaveError(f"{folder}: exists, and a complete checkpoint is never overwritten; delete it to save it again")
+        raise SaveError(f"{folder}: exists, and a complete checkpoint is never overwritten; delete it to save again")
     try:
         parts = _collect(temporary, ranks, attempt, timeout)
         index = {"format": FORMAT, "files": [part["file"] for part in parts], "tensors": _merge(temporary, parts)}
@@ -130,58 +137,58 @@ def commit(
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Nothing, when `content` is on the disk as JSON whose last key is the CRC-32 of the text before it.
+    """Write `content` to disk as JSON whose last key is the CRC-32 of the preceding text.
 
-    The name `path` itself is on the disk when its folder is synced next.
+    The content is synced to disk; the name `path` is durable after the next sync of its folder.
     """
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
     draft = path.with_name(path.name + ".part")
     with open_new(draft, "wb", buffering=0) as file:
         _write_all(file, memoryview(text + (_SEAL % zlib.crc32(text)).encode()))
         os.fsync(file.fileno())
-    # The folder first: once the index has its name, rank 0 may rename the folder under this rank's feet.
+    # Sync the folder before the rename: rank 0 may rename the folder as soon as it sees this rank's index.
     sync_folder(path.parent)
     draft.rename(path)
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What `write_sealed` wrote; ValueError with the reason when the file is not that."""
+    """Return the content that `write_sealed` wrote; raise ValueError when the file has no valid checksum."""
     raw = read_regular(path, MAX_INDEX_BYTES)
-    text, mark, _ = raw.rpartition(_SEAL[:12].encode())
-    if not mark or raw != text + (_SEAL % zlib.crc32(text)).encode():
+    text, seal, _ = raw.rpartition(_SEAL[:12].encode())
+    if not seal or raw != text + (_SEAL % zlib.crc32(text)).encode():
         raise ValueError(f"its {len(raw)} bytes do not match the checksum at its end")
-    # As many values as the bytes can say: a checkpoint of thousands of ranks has millions of pieces.
+    # Only the size bounds the number of values: a checkpoint of thousands of ranks has millions of pieces.
     content: dict[str, Any] = strict_json(raw, Bounds(MAX_INDEX_BYTES, MAX_INDEX_BYTES))
     if not isinstance(content, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not a JSON object")
     return content
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of any dtype and shape."""
+    """Return the memory of a contiguous CPU tensor (any dtype and shape) as bytes, without a copy."""
     import torch
 
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of `dtype` without the module that it is in."""
+    """Return the name of `dtype` without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def block_rows(row_bytes: int) -> int:
-    """Rows of a block of a piece: as many whole ones as `BLOCK_BYTES` hold, at least one."""
+    """Return the rows of a block: as many full rows as fit in `BLOCK_BYTES`, at least one."""
     return max(1, BLOCK_BYTES // max(row_bytes, 1))
 
 
 def blocks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """First and last-plus-one row of each block of a piece."""
+    """Yield the rows (low, high) of each block of a piece; `high` is exclusive."""
     step = block_rows(row_bytes)
     return ((low, min(low + step, rows)) for low in range(0, rows, step))
 
 
 class Blank(NamedTuple):
-    """A rectangle of the global tensor `name` of `shape` whose data are still to come; `dtype` is torch's name."""
+    """A `Piece` without its data: `extent` is the rectangle's shape, `dtype` torch's name of the dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -195,16 +202,15 @@ class Blank(NamedTuple):
 
 
 def lay_out(blanks: Sequence[Blank]) -> tuple[list[dict[str, Any]], bytes]:
-    """The index entries, still without checksums, in the order of their bytes, and the header of a safetensors file
-    with these pieces."""
-    # Wide dtypes first: every tensor then starts at a multiple of its item size, which other readers rely on.
+    """Return the index entries of the pieces, in file order and without checksums, and the safetensors header."""
+    # Sorted by item size, largest first: other readers need every tensor to start at a multiple of its item size.
     ordered = sorted(blanks, key=lambda blank: (-ITEMSIZE[blank.dtype], blank.name, blank.start))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "kumi": str(FORMAT)}}
     entries: list[dict[str, Any]] = []
     offset = 0
     for blank in ordered:
         key, dtype, size = _key(blank), DTYPES[blank.dtype], blank.nbytes
-        assert key not in header, f"{key} is given twice by one rank"
+        assert key not in header, f"one rank wrote the piece {key} twice"
         header[key] = {"dtype": dtype, "shape": list(blank.extent), "data_offsets": [offset, offset + size]}
         entries.append(
             {
@@ -226,14 +232,14 @@ def lay_out(blanks: Sequence[Blank]) -> tuple[list[dict[str, Any]], bytes]:
 
 
 def write_index(shard: Path, rank: int, entries: Sequence[Mapping[str, Any]], header: bytes, attempt: str = "") -> None:
-    """Nothing, when what `shard`, which is on the disk, holds is noted beside it, for a commit to find."""
+    """Write the index of `shard` next to it, for `commit` to read; `shard` must be complete on disk."""
     file = {"name": shard.name, "size": shard.stat().st_size, "header": len(header), "crc32": zlib.crc32(header)}
     index = {"format": FORMAT, "attempt": attempt, "rank": rank, "file": file, "pieces": list(entries)}
     write_sealed(shard.with_suffix(".json"), index)
 
 
 def _write_shard(file: BinaryIO, pieces: Sequence[Piece]) -> tuple[list[dict[str, Any]], bytes]:
-    """The index entries and the header of a safetensors file with `pieces`, once they are in `file`."""
+    """Write `pieces` to `file` as safetensors; return their index entries and the header."""
     data = {(piece.name, tuple(piece.start)): piece.data for piece in pieces}
     entries, header = lay_out(
         [
@@ -248,7 +254,7 @@ def _write_shard(file: BinaryIO, pieces: Sequence[Piece]) -> tuple[list[dict[str
 
 
 def _write_tensor(file: BinaryIO, data: torch.Tensor) -> list[int]:
-    """The CRC-32 of each block of `data`, once it is in `file`."""
+    """Write `data` to `file`; return the CRC-32 of each of its blocks."""
     view = as_bytes(data.detach().cpu().contiguous())
     rows = data.shape[0] if data.dim() else 1
     row_bytes = len(view) // rows if rows else 0
@@ -266,7 +272,10 @@ def _write_all(file: BinaryIO, view: memoryview) -> None:
 
 
 def _key(blank: Blank) -> str:
-    """The tensor's own name where the piece is all of it, so that other readers find it; else with its box."""
+    """Return the piece's name in the safetensors file: the tensor's name, plus the index ranges of a partial piece.
+
+    Other readers thus find a full tensor under its own name.
+    """
     if tuple(blank.extent) == tuple(blank.shape):
         return blank.name
     box = ",".join(f"{low}:{low + count}" for low, count in zip(blank.start, blank.extent))
@@ -278,37 +287,42 @@ def _assert_inside(piece: Piece) -> None:
     assert len(piece.start) == piece.data.dim() == len(piece.shape), (
         f"{piece.name}: start, data and shape differ in dims"
     )
-    assert all(low >= 0 and low + count <= whole for low, count, whole in box), f"{piece.name}: {box} leaves the tensor"
+    assert all(low >= 0 and low + count <= size for low, count, size in box), (
+        f"{piece.name}: {box} is outside the tensor"
+    )
     assert dtype_name(piece.data.dtype) in DTYPES, f"{piece.name}: {piece.data.dtype} has no safetensors name"
 
 
 def _collect(temporary: Path, ranks: int, attempt: str, timeout: float) -> list[dict[str, Any]]:
-    """The index of each rank, in order of rank, as soon as all are there."""
+    """Poll `temporary` until the indexes of all ranks exist; return them in order of rank.
+
+    Raise SaveError after `timeout` seconds, or when a rank has reported a failure.
+    """
     deadline = time.monotonic() + timeout
     pause = 0.01
-    found: dict[int, dict[str, Any]] = {}
+    indexes: dict[int, dict[str, Any]] = {}
     while True:
-        names = set(os.listdir(temporary))  # a listing, because network file systems remember that a name was absent
+        names = set(os.listdir(temporary))  # network file systems cache the absence of a single name, not a listing
         for rank in range(ranks):
-            if rank not in found and f"shard_{rank:05d}.json" in names:
-                part = read_sealed(temporary / f"shard_{rank:05d}.json")
-                if part["attempt"] == attempt:
-                    found[rank] = part
+            if rank not in indexes and f"shard_{rank:05d}.json" in names:
+                index = read_sealed(temporary / f"shard_{rank:05d}.json")
+                if index["attempt"] == attempt:
+                    indexes[rank] = index
         for name in sorted(name for name in names if name.startswith("failed_") and name.endswith(".json")):
             note = read_sealed(temporary / name)
             if note["attempt"] == attempt:
                 raise SaveError(note["error"])
-        if len(found) == ranks:
-            return [found[rank] for rank in range(ranks)]
+        if len(indexes) == ranks:
+            return [indexes[rank] for rank in range(ranks)]
         if time.monotonic() >= deadline:
-            missing = ", ".join(str(rank) for rank in range(ranks) if rank not in found)
+            missing = ", ".join(str(rank) for rank in range(ranks) if rank not in indexes)
             raise SaveError(f"{temporary}: after {timeout:.0f} s the part of rank {missing} is missing; see its log")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.5)
 
 
 def _merge(temporary: Path, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tensor name to dtype, shape and pieces; SaveError when they do not fit together."""
+    """Return the dtype, shape and pieces of each tensor by name; raise SaveError unless the pieces tile it."""
     tensors: dict[str, Any] = {}
     for part in parts:
         for entry in part["pieces"]:
@@ -319,8 +333,8 @@ def _merge(temporary: Path, parts: list[dict[str, Any]]) -> dict[str, Any]:
                     f"{temporary}: {name!r} is {tensor['dtype']} {tuple(tensor['shape'])} on one rank, "
                     f"{entry['dtype']} {tuple(entry['shape'])} on rank {part['rank']}"
                 )
-            where = {key: entry[key] for key in ("start", "extent", "offset", "crc32")}
-            tensor["pieces"].append({"file": part["file"]["name"], **where})
+            position = {key: entry[key] for key in ("start", "extent", "offset", "crc32")}
+            tensor["pieces"].append({"file": part["file"]["name"], **position})
     for name, tensor in tensors.items():
         problem = tiling_problem([(piece["start"], piece["extent"]) for piece in tensor["pieces"]], tensor["shape"])
         if problem:
@@ -332,24 +346,27 @@ _Box = tuple[tuple[int, int], ...]  # (start, extent) of each dim
 
 
 def tiling_problem(boxes: Sequence[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> str | None:
-    """What keeps boxes of (start, extent) from covering each index of `shape` exactly once; None when nothing does."""
+    """Return why boxes of (start, extent) do not cover each index of `shape` exactly once, or None when they do."""
     if math.prod(shape) == 0:
         return None
     return _tiling_problem([tuple(zip(start, extent)) for start, extent in boxes], tuple(shape), ())
 
 
 def _tiling_problem(boxes: list[_Box], shape: tuple[int, ...], at: tuple[int, ...]) -> str | None:
-    """Sweeps the first dim from cut to cut; the boxes over each such stretch must tile the other dims."""
+    """Sweep the first dim over all box edges, and recurse: the boxes between two edges must tile the other dims.
+
+    `at` is the current index in the dims already swept.
+    """
     if not shape:
-        where = f"index {at}" if at else "the one element"
-        return None if len(boxes) == 1 else f"{where} is in {len(boxes)} pieces"
-    waiting = sorted(boxes, reverse=True)
-    cuts = sorted({0, shape[0]}.union(*({low, low + count} for ((low, count), *_) in boxes)))
+        position = f"index {at}" if at else "the only element"
+        return None if len(boxes) == 1 else f"{position} is in {len(boxes)} pieces"
+    upcoming = sorted(boxes, reverse=True)
+    edges = sorted({0, shape[0]}.union(*({low, low + count} for ((low, count), *_) in boxes)))
     active: list[_Box] = []
-    for low in cuts[:-1]:
+    for low in edges[:-1]:
         active = [box for box in active if sum(box[0]) > low]
-        while waiting and waiting[-1][0][0] <= low:
-            active.append(waiting.pop())
+        while upcoming and upcoming[-1][0][0] <= low:
+            active.append(upcoming.pop())
         problem = _tiling_problem([box[1:] for box in active], shape[1:], (*at, low))
         if problem:
             return problem
@@ -363,8 +380,8 @@ def _check_sizes(temporary: Path, index: Mapping[str, Any]) -> None:
             raise SaveError(f"{temporary / file['name']}: {size} bytes on disk, {file['size']} were written")
 
 
-def _remove_others(temporary: Path, wanted: set[str]) -> None:
-    """Removes the ranks' own indexes, now merged, and what a dead launch with other ranks left here."""
+def _remove_others(temporary: Path, keep: set[str]) -> None:
+    """Remove all files except those in `keep`: the ranks' indexes, now merged, and leftovers of a dead launch."""
     for path in temporary.iterdir():
-        if path.name not in wanted:
+        if path.name not in keep:
             path.unlink()
