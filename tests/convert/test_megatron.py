@@ -322,8 +322,8 @@ def chunks(metadata: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda m: place(m, relative_path="../secret"), r"no plain file name"),
-        (lambda m: place(m, relative_path="/etc/passwd"), "out of the folder|no plain file name"),
+        (lambda m: place(m, relative_path="../secret"), r"not a plain file name"),
+        (lambda m: place(m, relative_path="/etc/passwd"), "out of the folder|not a plain file name"),
         (lambda m: place(m, relative_path="__9_9.distcp"), r"__9_9\.distcp: the file is missing"),
         (lambda m: place(m, length=10**15), r"reaches to 1\d+; the file is truncated"),
         (lambda m: place(m, offset=-1), "says not where"),
