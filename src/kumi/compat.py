@@ -1,4 +1,4 @@
-"""Where PyTorch 2.11 to 2.13 differ. Nothing else in kumi looks at PyTorch's version."""
+"""Differences between PyTorch 2.11, 2.12 and 2.13. No other module depends on PyTorch's version."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def ddp_without_buffer_sync() -> dict[str, Any]:
-    """The argument with which DDP leaves buffers alone in the forward: 2.13 renamed `broadcast_buffers`."""
+    """Return the argument that stops DDP from synchronising buffers: 2.13 renamed `broadcast_buffers`."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
 
 
 def one_tensor_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """All-gather into one tensor and reduce-scatter of one: 2.13 renamed `all_gather_into_tensor` and
-    `reduce_scatter_tensor`."""
+    """Return the all-gather and the reduce-scatter of a single tensor.
+
+    2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`.
+    """
     renamed = hasattr(dist, "all_gather_single")
     names = (
         ("all_gather_single", "reduce_scatter_single")
@@ -31,68 +33,78 @@ def one_tensor_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The process group that is called `name`: operators of PyTorch's dispatcher take names, not groups."""
+    """Return the process group called `name`; dispatcher operators take names of groups."""
     from torch._C._distributed_c10d import _resolve_process_group
 
-    resolve: Callable[[Any], dist.ProcessGroup] = _resolve_process_group  # 2.13 has a type of its own for names
+    resolve: Callable[[Any], dist.ProcessGroup] = _resolve_process_group  # in 2.13 names have their own type
     return resolve(name)
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Makes this process `rank` of a world in which collectives communicate with nobody, and are done at once."""
+    """Make this process `rank` of a fake world: collectives send nothing and complete at once."""
     from torch._C import _distributed_c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # It can be waited for without end, but says that it is under way for good.
+    # FakeWork can be waited for, but its `is_completed` never becomes true.
     _distributed_c10d.FakeWork.is_completed = lambda self: True  # type: ignore[method-assign]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def name_of_group(args: tuple[Any, ...]) -> str:
-    """The name of the process group among the arguments of an operator of torch.distributed."""
+    """Return the name of the process group in the arguments of a torch.distributed operator.
+
+    Raise TypeError when there is none.
+    """
     for value in args:
         if isinstance(value, torch.ScriptObject):
             try:
                 return str(dist.ProcessGroup.unbox(value).group_name)
             except (RuntimeError, TypeError):
-                continue  # a reduction, which is an object as well
-    raise TypeError(f"no process group among {args}")
+                continue  # a ReduceOp, which is a ScriptObject too
+    raise TypeError(f"no process group among the arguments {args}")
 
 
 def fsdp_after_backward(module: nn.Module) -> None:
-    """Does what FSDP2 does at the end of a backward pass of `module`, one that it divides: for gradients that were
-    added to parameters since. 2.13 gave a module several groups of parameters; before it had one, or none."""
+    """Run FSDP2's post-backward of `module` again, to reduce gradients that were added after its backward pass.
+
+    `module` is the root of an FSDP2 model. In 2.13 a module has several parameter groups, before one or none.
+    """
     from torch.distributed.fsdp import fully_shard
 
     root = fully_shard.state(module)  # type: ignore[attr-defined]
     for state in root._state_ctx.all_states:
-        one = getattr(state, "_fsdp_param_group", None)
-        groups = getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
+        single = getattr(state, "_fsdp_param_group", None)
+        groups = getattr(state, "_fsdp_param_groups", [single] if single is not None else [])
         for group in groups:
-            _complete(group)
+            _complete_grads(group)
             group.post_backward()
     root._root_post_backward_final_callback()
 
 
-def _complete(group: Any) -> None:
-    """Brings the gradients of a group of FSDP2 into the dtype of sums, where some came before and others after, and
-    fills in zeros for those that are missing where FSDP2 adds up sums that it has not yet reduced over replicas: these
-    must be of the same parameters every time."""
-    params = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
-    for one in params:
-        one.accumulate_unsharded_grad_if_needed()
-        one.to_accumulated_grad_if_needed()
-    found = [one.unsharded_accumulated_grad is not None or one._unsharded_param.grad is not None for one in params]
-    waiting = getattr(group, "_partial_reduce_output", None) is not None
-    if group.reduce_grads and waiting and (any(found) or group.all_reduce_grads):
-        for one, there in zip(params, found, strict=True):
-            if not there:
-                dtype = one.reduce_dtype or one._unsharded_param.dtype
-                one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=dtype)
+def _complete_grads(group: Any) -> None:
+    """Prepare the unsharded gradients of an FSDP2 parameter group for its reduce-scatter.
+
+    Some gradients come from the backward pass and others were added later: convert all to the dtype of accumulation.
+    FSDP2 may hold a partial sum that is reduce-scattered but not yet all-reduced over replicas. Each addition to it
+    must cover the same parameters, so fill missing gradients with zeros.
+    """
+    params = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    for param in params:
+        param.accumulate_unsharded_grad_if_needed()
+        param.to_accumulated_grad_if_needed()
+    has_grad = [
+        param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None for param in params
+    ]
+    has_partial_sum = getattr(group, "_partial_reduce_output", None) is not None
+    if group.reduce_grads and has_partial_sum and (any(has_grad) or group.all_reduce_grads):
+        for param, present in zip(params, has_grad, strict=True):
+            if not present:
+                dtype = param.reduce_dtype or param._unsharded_param.dtype
+                param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=dtype)
 
 
 def has_varlen(q: Tensor) -> bool:
-    """Whether PyTorch's variable-length attention takes queries like `q`: 16-bit, on an Ampere or newer GPU."""
+    """Return True if PyTorch's variable-length attention supports `q`: 16-bit, on an Ampere or newer GPU."""
     return (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -100,29 +112,32 @@ def has_varlen(q: Tensor) -> bool:
     )
 
 
-# What PyTorch's dispatcher calls it.
+# Name of variable-length attention in PyTorch's dispatcher.
 VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 
 
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, longest: int, window: int | None, scale: float | None = None
 ) -> Tensor:
-    """Causal attention (T, H, E) of `q` (T, H, E) over `k`, `v` (T, K, E) within the documents that begin at `bounds`;
-    scores are multiplied by `scale`, 1 / sqrt(E) where that is None.
+    """Return causal attention (T, H, E) of `q` (T, H, E) over `k`, `v` (T, K, E), within documents.
 
-    2.12 added `enable_gqa`; 2.11 needs as many key heads as query heads. `scale` is given where it is not the default,
-    and multiplied into queries where the kernel does not take it.
+    bounds: cumulative lengths of the documents (cu_seqlens), int32.
+    longest: tokens of the longest document.
+    window: tokens of a sliding window, or None.
+    scale: factor of the scores; None is 1 / sqrt(E).
+
+    2.12 added `enable_gqa`; before it, key heads are repeated. A kernel without `scale` gets scaled queries.
     """
-    # Imported here because it imports torch's compiler, which takes longer than the rest of torch.
+    # Imported late: it imports torch's compiler, which takes longer than the rest of torch.
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    known = inspect.signature(varlen_attn).parameters
-    if scale is not None and "scale" in known:
+    parameters = inspect.signature(varlen_attn).parameters
+    if scale is not None and "scale" in parameters:
         options["scale"] = scale
     elif scale is not None:
         q = q * (scale * q.shape[-1] ** 0.5)
-    if "enable_gqa" in known:
+    if "enable_gqa" in parameters:
         options["enable_gqa"] = True
     else:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -143,9 +158,13 @@ def flash_forward(
     window: int | None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result like `q` and the log-sum-exp, float32, of attention of `q` (B, N, H, E) over `k` and `v` (B, M, K, E),
-    (B, H, N); or, within the documents of (T, H, E) and (T, K, E) that begin at `bounds` (int32), (H, T). A `window`
-    is of causal attention; scores are multiplied by `scale`, 1 / sqrt(E) where that is None."""
+    """Return the output and the log-sum-exp (float32) of flash attention of `q` over `k` and `v`.
+
+    Without `bounds`: q (B, N, H, E), k and v (B, M, K, E), log-sum-exp (B, H, N). With `bounds`, the cumulative lengths
+    of documents (int32): q (T, H, E), k and v (T, K, E), log-sum-exp (H, T). The output has the shape of `q`.
+    `longest_q` and `longest_k` are the largest numbers of queries and keys in a sequence. `window` applies only to
+    causal attention. `scale` multiplies the scores; None is 1 / sqrt(E).
+    """
     sizes, left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
     forward = torch.ops.aten._flash_attention_forward
     out, lse, *_ = forward(q, k, v, *sizes, 0.0, causal, False, scale=scale, window_size_left=left)
@@ -167,19 +186,21 @@ def flash_backward(
     window: int | None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `q`, `k` and `v`, given those of `flash_forward`'s result."""
-    # What a kernel with dropout would draw from; there is none.
-    drawn, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    """Return the gradients of `q`, `k` and `v`, given `grad`, the gradient of `flash_forward`'s output."""
+    # Random state of the kernel's dropout, which is off.
+    rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     sizes, left = (bounds, bounds, longest_q, longest_k), None if window is None else window - 1
     tensors, backward = (grad, q, k, v, out, lse), torch.ops.aten._flash_attention_backward
     options = {"scale": scale, "window_size_left": left}
-    found: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *sizes, 0.0, causal, drawn, unused, **options)
-    return found
+    grads: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *sizes, 0.0, causal, rng_state, unused, **options)
+    return grads
 
 
 def share_memory(group: dist.ProcessGroup) -> None:
-    """Lets the ranks of `group`, each with a GPU, read each other's memory. PyTorch needs no telling from the version
-    on that deprecates it."""
+    """Enable symmetric memory between the ranks of `group`, each with its GPU.
+
+    Newer versions of PyTorch enable it themselves and deprecate the call.
+    """
     from torch.distributed import _symmetric_memory
 
     enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
@@ -190,22 +211,26 @@ def share_memory(group: dist.ProcessGroup) -> None:
 def gathered_products(
     x: Tensor, matrices: list[Tensor], group: str, *, keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The products with each of `matrices` (D, O) of the parts `x` (T/n, D) of all ranks, (T, O), fetched while others
-    are multiplied; and the parts themselves, (T, D), for those who `keep` them."""
-    from torch.distributed import _symmetric_memory  # it defines the operators
+    """All-gather `x` (T/n, D) over the n ranks of `group` and multiply it by each of `matrices` (D, O), overlapped.
+
+    Return the gathered x (T, D) if `keep`, else None, and the products, (T, O) each.
+    """
+    from torch.distributed import _symmetric_memory  # the import registers the operators
 
     assert _symmetric_memory is not None
-    made: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
+    result: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
         x, matrices, 0, group, return_A=keep
     )
-    return made
+    return result
 
 
 def scattered_product(x: Tensor, matrix: Tensor, group: str) -> Tensor:
-    """This rank's part (T/n, O) of the sum over ranks of `x` (T, F) times `matrix` (F, O), sent while other parts are
-    multiplied."""
-    from torch.distributed import _symmetric_memory  # it defines the operators
+    """Multiply `x` (T, F) by `matrix` (F, O) and reduce-scatter the product over the n ranks of `group`, overlapped.
+
+    Return this rank's shard of the sum, (T/n, O).
+    """
+    from torch.distributed import _symmetric_memory  # the import registers the operators
 
     assert _symmetric_memory is not None
-    made: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group)
-    return made
+    shard: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group)
+    return shard

@@ -1,15 +1,15 @@
-"""The errors a user can cause, and the exit code of each.
+"""The errors that a user may see, with their exit codes.
 
 KumiError (1)
 ├── ConfigError (2)         a run file, a flag or a path that cannot be used; nothing was started
-│   ├── ModelError          a config.json that is not understood
+│   ├── ModelError          a config.json that kumi does not support
 │   ├── LayoutError         a layout that is illegal for this model, cluster or batch
-│   └── RefusedError        an existing folder, a damaged checkpoint, too little disk: nothing was touched
-├── DataError (3)           a record that cannot be read, where the run asked to stop at one
+│   └── RefusedError        an existing folder, a damaged checkpoint, too little disk: nothing was changed
+├── DataError (3)           a record that cannot be read, in a run that stops at the first one
 ├── FitError (4)            the plan does not fit the device
 ├── DeviceMemoryError (5)   the device ran out of memory during a step
 ├── DivergedError (6)       the loss is not finite, or float16 gradients keep overflowing
-├── CommunicationError (7)  a rank died, a collective timed out, or the hub did not take a folder
+├── CommunicationError (7)  a rank died, a collective timed out, or an upload to the hub failed
 └── SaveError (8)           a checkpoint could not be written during the run
 
 Codes 75 (saved, please run again), 130 (Ctrl-C, saved) and 143 (SIGTERM, saved) are not errors.
@@ -22,17 +22,17 @@ REQUEUE = 75
 INTERRUPTED = 130
 TERMINATED = 143
 
-# The longest sentence that is shown.
+# Characters of the longest message that is shown.
 _LONGEST = 4_000
 
 
 class KumiError(Exception):
-    """A failure that is explained in one sentence: what, where, the values, why, and what to do."""
+    """A failure with a message of one sentence: what failed, where, the values, the reason and the remedy."""
 
     exit_code = 1
 
     def __str__(self) -> str:
-        """Return the sentence without what a hostile file could do to a terminal: control characters, or megabytes."""
+        """Return the message, truncated and with control characters escaped: it may quote an untrusted file."""
         text = super().__str__()
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
         if text.isprintable():
@@ -45,7 +45,7 @@ class ConfigError(KumiError):
 
 
 class ModelError(ConfigError):
-    """A config.json or a weight file that does not describe a model kumi understands."""
+    """A config.json or a weight file of a model that kumi does not support."""
 
 
 class LayoutError(ConfigError):
@@ -53,7 +53,7 @@ class LayoutError(ConfigError):
 
 
 class RefusedError(ConfigError):
-    """Something on disk that kumi will not use or overwrite."""
+    """A file or folder that kumi refuses to use or overwrite."""
 
 
 class DataError(KumiError):

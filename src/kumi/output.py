@@ -1,4 +1,4 @@
-"""Standard output and error that cannot end the program."""
+"""Make standard output and standard error safe: a failing write never ends the program."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from typing import Any
 
 
-class _Kept(io.FileIO):
-    """Standard output or error whose reader may leave, as in `kumi describe | head`: what is written then is dropped.
+class _SafeStream(io.FileIO):
+    """Raw stream that drops output which cannot be written, so that a run continues; its metrics are in a file.
 
-    A run goes on without anyone who watches; its metrics are in a file. What another error kept from being written
-    is said once, where that is possible.
+    After the reader has closed the pipe, as in `kumi describe | head`, output is dropped silently. Any other write
+    error (disk full, ...) also drops the output; for standard output, one warning goes to standard error.
     """
 
-    said = False
+    warned = False
 
     def write(self, data: Any) -> int:
         try:
@@ -23,28 +23,31 @@ class _Kept(io.FileIO):
         except BrokenPipeError:
             return len(data)
         except OSError as error:
-            if not self.said and self.fileno() == 1:
-                self.said = True
+            if not self.warned and self.fileno() == 1:
+                self.warned = True
                 print(f"standard output cannot be written from here on: {error.strerror}", file=sys.stderr)
             return len(data)
 
 
 def keep_output() -> None:
-    """Makes sure that no output can end the program: to nobody, or in a character set without the right characters."""
+    """Replace sys.stdout and sys.stderr by streams that raise no error on a write.
+
+    They survive a closed pipe, a closed descriptor, and characters outside the terminal's encoding.
+    """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        present = getattr(sys, name)
-        if present is None:  # closed by whoever started this; opened files must not take the number
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            if nowhere != descriptor:
-                os.close(nowhere)
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the parent; without /dev/null the next opened file would get its descriptor
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            if null != descriptor:
+                os.close(null)
             os.set_inheritable(descriptor, True)
-        setattr(sys, name, resilient(descriptor, getattr(present, "encoding", "utf-8")))
+        setattr(sys, name, resilient(descriptor, getattr(stream, "encoding", "utf-8")))
 
 
 def resilient(descriptor: int, encoding: str) -> io.TextIOWrapper:
-    """Return a text stream over `descriptor`, which it does not close, that raises no error whoever reads it."""
-    raw = _Kept(descriptor, "w", closefd=False)
+    """Return a text stream over `descriptor` that raises no error on a write, and does not close the descriptor."""
+    raw = _SafeStream(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
         io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True, write_through=True
     )

@@ -1,4 +1,4 @@
-"""Paths in messages: a relative path is worth little without the folder it starts from."""
+"""Format paths for messages: a relative path is shown with the working directory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def looked_for(path: str | Path) -> str:
-    """Return `path` as text for an error; a relative one with the folder from which it was looked for."""
+    """Return `path` as text for an error; a relative path is followed by the working directory."""
     return f"{os.fspath(path)}{from_where(path)}"
 
 
 def from_where(path: str | Path) -> str:
-    """Return from which folder `path` was looked for, in brackets; empty for an absolute path."""
+    """Return the working directory in parentheses, with a leading space, or "" when `path` is absolute."""
     absolute = Path(os.path.expanduser(path)).is_absolute()
     return "" if absolute else f" (looked for from {_working_folder()})"
 

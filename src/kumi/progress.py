@@ -1,5 +1,7 @@
-"""How far a long job is, on standard error: a bar on a terminal, a line now and then elsewhere, nothing if it is
-quick."""
+"""Show the progress of a long job on standard error: a bar on a terminal, elsewhere a line every 10 s.
+
+Jobs shorter than 2 s show nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,21 @@ from typing import Protocol
 
 from kumi.units import format_bytes, format_seconds
 
-# Seconds that a job may take before it shows how far it is, and from one line to the next.
+# Seconds before progress is first shown, and seconds between lines.
 PATIENCE, LINE_EVERY = 2.0, 10.0
 
 Size = Callable[[float], str]
 
 
 class Update(Protocol):
-    """Says how much is done, and what else there is to know."""
+    """Function that shows the amount done and a note."""
 
     def __call__(self, done: float, note: str = "") -> None: ...
 
 
 @contextmanager
 def showing(title: str, total: float, size: Size = format_bytes, *, enabled: bool = True) -> Iterator[Update]:
-    """Yield a function update(done, note) that shows how much of `total` is done. `size` writes an amount."""
+    """Yield a function update(done, note) that shows how much of `total` is done; `size` formats an amount."""
     if not enabled:
         yield lambda done, note="": None
     elif sys.stderr.isatty():
@@ -38,7 +40,7 @@ def showing(title: str, total: float, size: Size = format_bytes, *, enabled: boo
 
 @contextmanager
 def _bar(title: str, total: float, size: Size) -> Iterator[Update]:
-    """A bar that leaves nothing behind."""
+    """Yield an update function for a rich progress bar, which is erased at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -48,21 +50,22 @@ def _bar(title: str, total: float, size: Size) -> Iterator[Update]:
     ]
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *texts, TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task, later = bar.add_task(title, total=total, state=""), Timer(PATIENCE, bar.start)
-    later.daemon = True
-    later.start()
+    task, delayed_start = bar.add_task(title, total=total, state=""), Timer(PATIENCE, bar.start)
+    delayed_start.daemon = True
+    delayed_start.start()
     try:
         yield lambda done, note="": bar.update(task, completed=done, state=_state(done, total, size, note))
     finally:
-        later.cancel()
-        later.join()
+        delayed_start.cancel()
+        delayed_start.join()
         if bar.live.is_started:
             bar.stop()
 
 
 def _lines(title: str, total: float, size: Size) -> Update:
-    begun = time.monotonic()
-    due = begun + PATIENCE
+    """Return an update function that prints a line with the remaining time."""
+    started = time.monotonic()
+    due = started + PATIENCE
 
     def update(done: float, note: str = "") -> None:
         nonlocal due
@@ -70,8 +73,8 @@ def _lines(title: str, total: float, size: Size) -> Update:
         if now < due or done >= total:
             return
         due = now + LINE_EVERY
-        left = format_seconds((now - begun) * (total - done) / done) if done else "..."
-        print(f"{title} | {_state(done, total, size, note)} | eta {left}", file=sys.stderr, flush=True)
+        eta = format_seconds((now - started) * (total - done) / done) if done else "..."
+        print(f"{title} | {_state(done, total, size, note)} | eta {eta}", file=sys.stderr, flush=True)
 
     return update
 

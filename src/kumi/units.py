@@ -1,4 +1,4 @@
-"""Text and base units: bytes, seconds, bytes/s, FLOP/s, counts. Inside kumi every quantity is in base units."""
+"""Convert between text and base units: bytes, seconds, bytes/s, FLOP/s, counts. kumi's quantities are in base units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTE_UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-# Links are sold in bits a second (small b), memories in bytes.
+# Vendors give the bandwidth of links in bits per second (small b), that of memory in bytes per second.
 _BANDWIDTH_UNITS = {f"{unit}/s": Decimal(size) for unit, size in _BYTE_UNITS.items()} | {
     f"{prefix}b/s": Decimal(10**power) / 8 for prefix, power in (("", 0), ("K", 3), ("M", 6), ("G", 9), ("T", 12))
 }
@@ -29,27 +29,27 @@ _DURATION_UNITS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in a text such as "80 GiB" or "200GB"."""
+    """Return the bytes of a text such as "80 GiB" or "200GB"."""
     return int(_parse(text, _BYTE_UNITS, "80 GiB"))
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes/s in a text such as "3.35 TB/s" or "400 Gb/s", which is 50 GB/s."""
+    """Return the bytes/s of a text such as "3.35 TB/s" or "400 Gb/s", which is 50 GB/s."""
     return float(_parse(text, _BANDWIDTH_UNITS, "400 Gb/s"))
 
 
 def parse_flops(text: str) -> float:
-    """FLOP/s in a text such as "989.4 TFLOP/s"."""
+    """Return the FLOP/s of a text such as "989.4 TFLOP/s"."""
     return float(_parse(text, _FLOPS_UNITS, "312 TFLOP/s"))
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in a text such as "25 us"."""
+    """Return the seconds of a text such as "25 us"."""
     return float(_parse(text, _DURATION_UNITS, "25 us"))
 
 
 def parse_count(text: str) -> int:
-    """A count in a text such as "15T", "1.5B", "2e12" or "1_000_000"."""
+    """Return the count of a text such as "15T", "1.5B", "2e12" or "1_000_000"."""
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)\s*", text)
     if match is None:
         raise ConfigError(f"{text!r} is not a count; write a number, such as '2e12', or '15T' (k, M, B, T)")
@@ -57,7 +57,7 @@ def parse_count(text: str) -> int:
 
 
 def _parse(text: str, units: Mapping[str, int | Decimal], example: str) -> Decimal:
-    """The number in `text` times its unit, exactly, so that what is written can be read back to the last digit."""
+    """Return the number in `text` times its unit, exactly: the inverse of `_write`, to the last digit."""
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z/]+)\s*", text)
     if match is None or match[2] not in units:
         raise ConfigError(
@@ -67,35 +67,38 @@ def _parse(text: str, units: Mapping[str, int | Decimal], example: str) -> Decim
 
 
 def write_bytes(count: int) -> str:
-    """`count` as text that `parse_bytes` reads back exactly."""
+    """Return `count` as text that `parse_bytes` reads back exactly."""
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if count and count % _BYTE_UNITS[unit] == 0), "B")
     return f"{count // _BYTE_UNITS[unit]} {unit}"
 
 
 def write_bandwidth(rate: float) -> str:
-    """`rate` bytes/s as text that `parse_bandwidth` reads back exactly."""
+    """Return `rate` in bytes/s as text that `parse_bandwidth` reads back exactly."""
     return _write(rate, {unit: Decimal(_BYTE_UNITS[unit[:-2]]) for unit in ("TB/s", "GB/s", "MB/s", "B/s")})
 
 
 def write_flops(rate: float) -> str:
-    """`rate` FLOP/s as text that `parse_flops` reads back exactly."""
+    """Return `rate` in FLOP/s as text that `parse_flops` reads back exactly."""
     return _write(rate, {unit: Decimal(_FLOPS_UNITS[unit]) for unit in ("TFLOP/s", "GFLOP/s", "FLOP/s")})
 
 
 def write_duration(seconds: float) -> str:
-    """`seconds` as text that `parse_duration` reads back exactly."""
+    """Return `seconds` as text that `parse_duration` reads back exactly."""
     return _write(seconds, _DURATION_UNITS)
 
 
 def _write(value: float, units: Mapping[str, Decimal]) -> str:
-    """`value` in the largest of `units` (given from large to small) that it fills, in the digits Python prints."""
+    """Return `value` as text with the digits of its repr, in the largest unit that is not larger than `value`.
+
+    `units` are ordered from large to small.
+    """
     exact = Decimal(repr(float(value)))
     unit = next((unit for unit, size in units.items() if exact >= size), list(units)[-1])
     return f"{(exact / units[unit]).normalize():f} {unit}"
 
 
 def format_bytes(count: float) -> str:
-    """`count` bytes with three digits and a binary unit."""
+    """Return `count` bytes as text with three digits and a binary unit."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
@@ -105,7 +108,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`count` with three digits and k, M, B or T (thousand, million, billion, trillion)."""
+    """Return `count` as text with three digits and k, M, B or T (thousand, million, billion, trillion)."""
     value = float(count)
     for unit in ("", "k", "M", "B", "T"):
         if abs(value) < 999.5 or unit == "T":
@@ -115,7 +118,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as 42s, 3m05s, 1h12m or 2d03h."""
+    """Return `seconds` as text: 42s, 3m05s, 1h12m or 2d03h."""
     total = round(seconds)
     if total < 60:
         return f"{total}s"

@@ -34,7 +34,7 @@ def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch):
     import huggingface_hub
 
     assert model_folder(str(tmp_path), "model.source") == tmp_path
-    with pytest.raises(ConfigError, match="is no folder and no hub id"):
+    with pytest.raises(ConfigError, match="is neither a folder nor a hub id"):
         model_folder("not/a/model", "model.source")
 
     def offline(*words, **options):
@@ -43,7 +43,8 @@ def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch):
     monkeypatch.setattr(reach, "out_of_reach", lambda: "")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(
-        ConfigError, match=r"'org/model' is no folder, and the hub did not give it \(offline\); name a folder"
+        ConfigError,
+        match=r"'org/model' is not a folder, and fetching it from the hub failed \(offline\); name a folder",
     ):
         model_folder("org/model", "model.source")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
@@ -91,7 +92,7 @@ def test_a_hub_out_of_reach_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     monkeypatch.setattr(time, "sleep", slept.append)
-    said = r"'org/no-such-model' is no folder, and the hub did not give it \(.*not known\); name a folder"
+    said = r"'org/no-such-model' is not a folder, and fetching it from the hub failed \(.*not known\); name a folder"
     with pytest.raises(ConfigError, match=said):
         read_hf_config(ModelSection(source="org/no-such-model"))
     assert set(asked) == {"huggingface.co"}

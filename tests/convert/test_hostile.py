@@ -44,9 +44,9 @@ HEADERS = [
     (lambda text: text[:-20], "invalid JSON header"),
     (lambda text: f"[{text}]", "its header is not a JSON object"),
     (lambda text: "[" * 100_000, "invalid JSON header: it is nested too deeply"),
-    (lambda text: text.replace('"b"', '"a"'), "the key 'a' is there twice"),
-    (lambda text: text.replace('"dtype":"F32"', '"dtype":"F32","dtype":"F32"', 1), "the key 'dtype' is there twice"),
-    (lambda text: text.replace("[3,2]", "[3,NaN]"), "NaN is no number"),
+    (lambda text: text.replace('"b"', '"a"'), "the key 'a' is repeated"),
+    (lambda text: text.replace('"dtype":"F32"', '"dtype":"F32","dtype":"F32"', 1), "the key 'dtype' is repeated"),
+    (lambda text: text.replace("[3,2]", "[3,NaN]"), "NaN is not a JSON number"),
     (lambda text: text.replace("[3,2]", "[" + "9" * 5000 + "]"), "invalid JSON header"),
     (lambda text: text.replace('"pt"', "1"), "__metadata__ is not an object of strings"),
     (entry(lambda b: b.update(dtype="F99")), "'b' has the unknown dtype 'F99'"),
@@ -112,17 +112,17 @@ def sharded(tmp_path):
 
 
 INDEXES = [
-    (lambda at: at.replace("two.safetensors", "../secret.safetensors"), "'../secret.* is no plain file name"),
-    (lambda at: at.replace("two.saf", "/secret.saf"), "'/secret.safetensors' is no plain file name"),
-    (lambda at: at.replace("two.saf", "x/../two.saf"), "is no plain file name"),
-    (lambda at: at.replace("two.saf", "..\\\\two.saf"), "is no plain file name"),
-    (lambda at: at.replace("two.saf", "two\\u0000.saf"), "is no plain file name"),
+    (lambda at: at.replace("two.safetensors", "../secret.safetensors"), "'../secret.* is not a plain file name"),
+    (lambda at: at.replace("two.saf", "/secret.saf"), "'/secret.safetensors' is not a plain file name"),
+    (lambda at: at.replace("two.saf", "x/../two.saf"), "is not a plain file name"),
+    (lambda at: at.replace("two.saf", "..\\\\two.saf"), "is not a plain file name"),
+    (lambda at: at.replace("two.saf", "two\\u0000.saf"), "is not a plain file name"),
     (lambda at: at.replace("two.saf", "\\ud800.saf"), "half a surrogate pair"),
-    (lambda at: at.replace("two.saf", "x" * 300 + ".saf"), "is no plain file name"),
+    (lambda at: at.replace("two.saf", "x" * 300 + ".saf"), "is not a plain file name"),
     (lambda at: at.replace('"two.safetensors"', "7"), "'b' is in 7, which is not a safetensors file"),
     (lambda at: at.replace("two.safetensors", "two.bin"), "which is not a safetensors file"),
     (lambda at: at.replace("two.saf", "three.saf"), "three.safetensors, named by .*, is missing"),
-    (lambda at: at.replace('"b"', '"a"'), "the key 'a' is there twice"),
+    (lambda at: at.replace('"b"', '"a"'), "the key 'a' is repeated"),
     (lambda at: at.replace("two.saf", "one.saf"), "'b' is not in one.safetensors, although .* says"),
     (lambda at: at.replace(', "b": "two.safetensors"', ', "c": "two.safetensors"'), "two.safetensors holds 'b', which"),
     (lambda at: '{"weight_map": {"a": "two.safetensors", "b": "one.safetensors"}}', "'a' is in one.*, but .* says two"),
@@ -157,7 +157,7 @@ def test_links_out_of_the_folder_are_not_followed(sharded, tmp_path):
 def test_pipes_are_not_waited_for(sharded):
     (sharded / "two.safetensors").unlink()
     os.mkfifo(sharded / "two.safetensors")
-    with pytest.raises(ModelError, match="no regular file"):
+    with pytest.raises(ModelError, match="not a regular file"):
         tensors_of(sharded)
 
 
@@ -205,7 +205,7 @@ def piece(**changes):
 
 
 CHECKPOINTS = [
-    (lambda i: i["files"][0].update(name="../secret.safetensors"), "is no plain file name"),
+    (lambda i: i["files"][0].update(name="../secret.safetensors"), "is not a plain file name"),
     (lambda i: i["files"][0].update(name="/etc/passwd"), "not a safetensors file"),
     (lambda i: i["files"].append(dict(i["files"][0])), "is listed twice"),
     (lambda i: i["files"][0].update(header=10**9), "1000000000 bytes for its header"),

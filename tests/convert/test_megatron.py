@@ -323,8 +323,8 @@ def chunks(metadata: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda m: place(m, relative_path="../secret"), r"no plain file name"),
-        (lambda m: place(m, relative_path="/etc/passwd"), "out of the folder|no plain file name"),
+        (lambda m: place(m, relative_path="../secret"), r"not a plain file name"),
+        (lambda m: place(m, relative_path="/etc/passwd"), "out of the folder|not a plain file name"),
         (lambda m: place(m, relative_path="__9_9.distcp"), r"__9_9\.distcp: is missing"),
         (lambda m: place(m, length=10**15), r"ends at byte 1\d+, so the file is truncated"),
         (lambda m: place(m, offset=-1), "lacks the location of"),

@@ -88,7 +88,7 @@ def test_new_files_take_the_place_of_links_and_kept_ones_are_regular(tmp_path, v
     (tmp_path / "meta.json.partial").symlink_to(victim / "thesis.txt")
     store.write_json(tmp_path / "meta.json", {})
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(RefusedError, match="no regular file"):
+    with pytest.raises(RefusedError, match="not a regular file"):
         open_kept(tmp_path / "pipe")
     (tmp_path / "folder").symlink_to(victim)
     remove_tree(tmp_path / "folder")
@@ -107,7 +107,7 @@ def test_side_files_are_copied_from_their_folder_only(tmp_path, victim):
     target.mkdir()
     (source / "chat_template.jinja").symlink_to(victim / "thesis.txt")
     os.mkfifo(source / "tokenizer.json")
-    for name, words in {"chat_template.jinja": "out of the folder", "tokenizer.json": "no regular file"}.items():
+    for name, words in {"chat_template.jinja": "out of the folder", "tokenizer.json": "not a regular file"}.items():
         with pytest.raises(KumiError, match=words):
             copy_into(target, source, name)
     (source / "vocab.json").write_text("{}")

@@ -25,14 +25,14 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
-        (b'{"a": NaN}', "NaN is no number"),
-        (b'{"a": -Infinity}', "Infinity is no number"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is repeated"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b'{"a": -Infinity}', "Infinity is not a JSON number"),
         (b'{"a": 1e999}', "1e999 is beyond the range"),
-        (b'{"a": ' + b"9" * 41 + b"}", "a number of 41 digits"),
+        (b'{"a": ' + b"9" * 41 + b"}", "a number has 41 digits"),
         (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nested too deeply: more than 64 levels"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"[" + b"1," * 200_000 + b"1]", "more than the 200000 values"),
+        (b"[" + b"1," * 200_000 + b"1]", "more than the limit of 200000 values"),
         (b'{"a": "\\ud800"}', "half a surrogate pair"),
         (b'{"a": "\xff"}', "can't decode"),
         (b"{} {}", "Extra data"),
@@ -65,12 +65,12 @@ def test_only_regular_files_of_their_folder_are_read(tmp_path):
     assert read_object(folder, "within.json") == {"a": 1}
     for name, words in {
         "out.json": "link to .*secret.json, out of the folder",
-        "pipe.json": "no regular file",
+        "pipe.json": "not a regular file",
         "device.json": "link to /dev/zero",
-        "folder.json": "no regular file",
-        "large.json": f"its {CONFIG.size + 1} bytes are more than",
+        "folder.json": "not a regular file",
+        "large.json": f"it has {CONFIG.size + 1} bytes, more than",
         "none.json": "does not exist",
-        "../secret.json": "no plain file name",
+        "../secret.json": "not a plain file name",
     }.items():
         with pytest.raises(ModelError, match=words):
             read_object(folder, name)
@@ -91,12 +91,12 @@ def test_run_files_may_be_links_and_are_bounded(tmp_path):
     (tmp_path / "link.toml").symlink_to("run.toml")
     assert read_toml(tmp_path / "link.toml") == {"a": {"b": {"c": [1.5, 2]}}}
     os.mkfifo(tmp_path / "pipe.toml")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_toml(tmp_path / "pipe.toml")
     for raw, words in {
         b"a." * 100_000 + b"b = 1": "more than 32 parts",
         b"a = " + b"[" * 100_000: "too deeply|values",
-        b"#" * (2**20 + 1): "more than the 1048576",
+        b"#" * (2**20 + 1): "more than the limit of 1048576",
         b"a = " + b"[" * 65 + b"]" * 65: "too deeply",
         b"a = 1\na = 2": "Cannot overwrite",
         b"'a' . \"b\" " + b". c" * 40 + b"= 1": "32 parts",
@@ -145,5 +145,5 @@ def test_brief_cuts_what_is_long():
 
 def test_duplicate_keys_are_refused_by_whoever_reads_a_configuration(tmp_path):
     Path(tmp_path / "config.json").write_text('{"model_type": "llama", "model_type": "qwen2"}')
-    with pytest.raises(ModelError, match="the key 'model_type' is there twice"):
+    with pytest.raises(ModelError, match="the key 'model_type' is repeated"):
         families.read_config(tmp_path)

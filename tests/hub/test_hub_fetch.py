@@ -91,8 +91,8 @@ def test_revisions_are_branches_tags_or_commits(hub):
     }
     with pytest.raises(
         ConfigError,
-        match=r"'org/model@v2' is no folder, and the hub did not give it \(it has no "
-        r"revision 'v2'\); name a folder that holds config\.json",
+        match=r"'org/model@v2' is not a folder, and fetching it from the hub failed \(it has no "
+        r"revision 'v2'\); name a folder with config\.json",
     ):
         model_folder("org/model@v2", "model.source")
 
@@ -128,9 +128,13 @@ def test_offline_the_cache_is_used_and_the_hub_left_alone(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     found = kumi_hub.fetch("org/model", "model.source")
     assert found.commit == sha
-    with pytest.raises(ConfigError, match=r"org/model: the hub did not give its weights \(.*offline mode is"):
+    with pytest.raises(
+        ConfigError, match=r"org/model: the weights could not be downloaded from the hub \(.*offline mode is"
+    ):
         kumi_hub.fetch_weights(found)
-    with pytest.raises(ConfigError, match=r"'org/other' is no folder, and the hub did not give it \(.*offline"):
+    with pytest.raises(
+        ConfigError, match=r"'org/other' is not a folder, and fetching it from the hub failed \(.*offline"
+    ):
         kumi_hub.fetch("org/other", "model.source")
     assert hub.asked == []
 
@@ -149,25 +153,24 @@ def test_why_the_hub_gives_nothing_is_said_in_a_sentence(hub, options, words):
     with pytest.raises(ConfigError) as refused:
         kumi_hub.fetch("org/model", "model.source")
     assert str(refused.value).startswith(
-        f"model.source: 'org/model' is no folder, and the hub did not give it ({words}"
+        f"model.source: 'org/model' is not a folder, and fetching it from the hub failed ({words}"
     )
     assert "\n" not in str(refused.value)
 
 
 def test_pickled_weights_and_indices_that_point_elsewhere_are_refused(hub):
     hub.add("org/pickled", {"config.json": b"{}", "pytorch_model.bin": b"a pickle"})
-    with pytest.raises(ModelError, match=r"model\.safetensors is not in the repository .* fetches no pickled weights"):
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors is not in the repository .* does not fetch pickled weights"
+    ):
         kumi_hub.fetch("org/pickled", "model.source", weights=True)
     assert hub.fetched() == ["config.json"]
     for number, (index, words) in enumerate(
         [
-            (
-                {"weight_map": {"a": "../../secret.safetensors"}},
-                "names '../../secret.safetensors' as a file of weights",
-            ),
-            ({"weight_map": {"a": "*.safetensors"}}, "names '*.safetensors' as a file"),
-            ({"weight_map": {"a": 3}}, "names 3 as a file"),
-            ({"weight_map": {}}, "names no files"),
+            ({"weight_map": {"a": "../../secret.safetensors"}}, "lists the weight file '../../secret.safetensors'"),
+            ({"weight_map": {"a": "*.safetensors"}}, "lists the weight file '*.safetensors'"),
+            ({"weight_map": {"a": 3}}, "lists the weight file 3"),
+            ({"weight_map": {}}, "lists no files"),
             ([], "holds a list"),
         ]
     ):

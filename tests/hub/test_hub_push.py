@@ -103,7 +103,8 @@ def test_a_push_that_failed_goes_on_and_the_folder_stays(hub, model, token, tmp_
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     hub.broken = True
     words = (
-        r"the hub did not take .*out of storage.*; the folder is complete, send it later with `kumi push .*out me/mine`"
+        r"the upload of .* to the hub failed .*out of storage.*; the folder is complete, "
+        r"push it later with `kumi push .*out me/mine`"
     )
     with pytest.raises(CommunicationError, match=words):
         publish(tmp_path / "out", "me/mine")
@@ -138,9 +139,9 @@ def test_only_what_was_verified_and_is_unchanged_is_pushed(hub, model, token, tm
 def test_what_a_push_needs_is_known_before_anything_is_done(hub, model, tmp_path, monkeypatch, capsys):
     words = ["convert", str(model[0]), str(tmp_path / "out"), "--to", "hf", "--push"]
     assert main([*words, "me/mine"]) == 2
-    assert "--push me/mine: the hub needs to know you; run `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
+    assert "--push me/mine: a push needs a hub token; run `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
     assert main([*words, "mine"]) == 2
-    assert "'mine' is no name of a repository; write it as organisation/name" in capsys.readouterr().err
+    assert "'mine' is not a repository name; write it as organisation/name" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert main(["convert", str(model[0]), str(tmp_path / "out"), "--to", "kumi", "--push", "me/mine"]) == 2
     assert "sends Hugging Face folders, not --to kumi" in capsys.readouterr().err
@@ -150,7 +151,7 @@ def test_what_a_push_needs_is_known_before_anything_is_done(hub, model, tmp_path
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main([*words, "me/mine"]) == 2
-    assert "HF_HUB_OFFLINE forbids it" in capsys.readouterr().err
+    assert "HF_HUB_OFFLINE forbids a push" in capsys.readouterr().err
     assert hub.asked == []
     assert not (tmp_path / "out").exists()
 
@@ -158,11 +159,11 @@ def test_what_a_push_needs_is_known_before_anything_is_done(hub, model, tmp_path
 def test_a_public_repository_and_a_wrong_token_are_refused(hub, model, token, tmp_path, monkeypatch):
     convert(model[0], tmp_path / "out", to="hf", verify=True)
     hub.add("me/open", {"README.md": b""})
-    with pytest.raises(RefusedError, match="the repository is there already, and public; say so with --public"):
+    with pytest.raises(RefusedError, match="the repository exists and is public; confirm with --public"):
         publish(tmp_path / "out", "me/open")
     publish(tmp_path / "out", "me/open", public=True)
     monkeypatch.setenv("HF_TOKEN", "hf_another")
-    with pytest.raises(CommunicationError, match="the hub did not take") as refused:
+    with pytest.raises(CommunicationError, match=r"the upload of .* to the hub failed") as refused:
         publish(tmp_path / "out", "me/other")
     assert "hf_another" not in str(refused.value)
     assert "me/other" not in hub.repositories

@@ -1,1 +1,1 @@
-"""The door between kumi and the disk: `untrusted` reads files that others made, `output` writes below a folder."""
+"""File access: `untrusted` reads files from untrusted sources, `output` writes below a folder of kumi's own."""

@@ -1,7 +1,7 @@
-"""Write below a folder of kumi's own without following links that lie in it.
+"""Write below a folder of kumi's own without following links inside it.
 
-A run folder may have come from elsewhere, too. The folder itself may be a link, for the user names it; nothing below it
-is followed: a link in the place of a file is replaced, or refused where the file would be kept.
+A run folder may come from an untrusted source. The user names the folder, so the folder itself may be a link. Links
+below it are never followed: a link at the path of a new file is replaced, and at the path of an existing file refused.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _FLAGS = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK",
 
 
 def open_new(path: Path | str, mode: str = "w", buffering: int = -1) -> Any:
-    """Open a new file `path` for writing, text in UTF-8; whatever had the name before loses it and keeps its content.
+    """Open a new file `path` for writing (text is UTF-8), after removing an existing file or link of that name.
 
-    Raises OSError when a folder has the name.
+    The target of a removed link keeps its content. Raise OSError when `path` is a folder.
     """
     remove_file(path)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
@@ -29,7 +29,7 @@ def open_new(path: Path | str, mode: str = "w", buffering: int = -1) -> Any:
 
 
 def open_kept(path: Path | str, mode: str = "a") -> Any:
-    """Open the file `path` for appending text, or make it; RefusedError when the name is not that of a regular file."""
+    """Open the file `path` for appending text, or create it. Raise RefusedError when `path` is not a regular file."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _FLAGS, 0o666)
     except OSError:
@@ -44,36 +44,36 @@ def open_kept(path: Path | str, mode: str = "a") -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new file `path`; whatever had the name before loses it and keeps its content."""
+    """Write `text` to a new file `path`, as `open_new` opens it."""
     with open_new(path) as file:
         file.write(text)
 
 
 def copy_into(target: Path, folder: Path, name: str) -> None:
-    """Copy the file `name` of `folder`, which others made, into the folder `target`; ModelError when it is none."""
+    """Copy the untrusted file `name` of `folder` to the folder `target`. Raise ModelError when that fails."""
     limit = TOKENIZER.size
     try:
         with open_stream(inside(folder, name)) as source, open_new(target / name, "wb") as copy:
             if os.fstat(source.fileno()).st_size > limit:
-                raise ValueError(f"it has more than the {limit} bytes that such a file may have")
+                raise ValueError(f"it is larger than the limit of {limit} bytes")
             shutil.copyfileobj(source, copy)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / name}: cannot be copied to {target} ({explain(error)})") from None
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder `path`, or leave it as it is; RefusedError when it is a link."""
+    """Create the folder `path` unless it exists. Raise RefusedError when it is a link."""
     refuse_link(path)
     path.mkdir(parents=True, exist_ok=True)
 
 
 def remove_file(path: Path | str) -> None:
-    """Take the name `path` away, if it is there; a link goes, its target stays."""
+    """Remove the file or link `path` if it exists; the target of a link stays."""
     Path(path).unlink(missing_ok=True)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove the folder `path` with all in it, if it is there; of a link only the link, never what it leads to."""
+    """Remove the folder `path` and its content if it exists; the target of a link stays."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -81,13 +81,13 @@ def remove_tree(path: Path) -> None:
 
 
 def refuse_link(path: Path | str, remedy: str = "") -> None:
-    """Raise RefusedError when `path` is a link; `remedy` says what else can be done about it."""
+    """Raise RefusedError when `path` is a link; `remedy` is appended to the message."""
     if os.path.islink(path):
         raise RefusedError(
-            f"{path}: is a link to {os.readlink(path)}; kumi writes through no link in a folder of its "
+            f"{path}: is a link to {os.readlink(path)}; kumi does not write through links in a folder of its "
             f"own: put the file or folder itself there, or remove the link{remedy}"
         )
 
 
 def _not_regular(path: Path | str) -> RefusedError:
-    return RefusedError(f"{path}: is no regular file, but kumi writes one of this name; remove it")
+    return RefusedError(f"{path}: is not a regular file, but kumi writes a file of this name; remove it")

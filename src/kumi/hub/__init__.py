@@ -1,15 +1,15 @@
-"""The hub: a model's or a tokenizer's files from a repository, and finished folders to one.
+"""Fetch models and tokenizers from repositories on the Hugging Face hub, and push finished folders to them.
 
-is_id(source)            -> whether `source` is written as `org/name` or `org/name@revision`
-split(source)            -> its name and its revision
-fetch(source, key)       -> Snapshot: everything of a repository but its weights, at one commit
-fetch_weights(snapshot)  -> its safetensors files, into the same folder
-fetch_config(source, key)-> its config.json alone
-check_push(name, flag)   -> nothing, where a push can be tried
-push(folder, name)       -> the address of the repository that holds `folder` now
+is_id(source)             -> True if `source` has the form `org/name` or `org/name@revision`
+split(source)             -> (name, revision)
+fetch(source, key)        -> Snapshot: all files of a repository except weights, at one commit
+fetch_weights(snapshot)   -> download its safetensors files to the same folder
+fetch_config(source, key) -> path of its config.json
+check_push(name, flag)    -> raise ConfigError if a push cannot succeed
+push(folder, name)        -> upload `folder`; return the URL of the repository
 
-huggingface_hub comes with tokenizers; it is imported only where it is used. No code is ever fetched or run, and no
-pickled file: configurations, tokenizers, model cards and safetensors are all that kumi takes from a repository.
+kumi fetches only configurations, tokenizers, model cards and safetensors files, never code or pickles. huggingface_hub
+is a dependency of tokenizers and is imported only when it is used.
 """
 
 from kumi.hub.fetch import Snapshot, fetch, fetch_config, fetch_weights, is_id, split

@@ -1,4 +1,4 @@
-"""Files of a repository on the hub, at one commit, in the hub client's cache."""
+"""Fetch the files of a hub repository at one commit, into the hub client's cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kumi.paths import from_where
 
 _ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?")
 
-# What is taken of a repository besides weights: configurations, tokenizers, and the card for its licence.
+# Files of a repository other than weights: configurations, tokenizers, and the model card with its licence.
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
-# Folders inside hold the same weights in other formats, or of another model.
-_ELSEWHERE = ("*/*",)
+# Subfolders are ignored: they have the same weights in other formats, or other models.
+_SUBFOLDERS = ("*/*",)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The repository `name` as of `commit`, in `folder` on this machine; `revision` is what was asked for."""
+    """A local copy in `folder` of the repository `name` at `commit`; `revision` is the requested revision."""
 
     folder: Path
     name: str
@@ -32,59 +32,62 @@ class Snapshot:
 
 
 def is_id(source: str) -> bool:
-    """Whether `source` is written as an id on the hub is, with or without a revision; a folder may be, too."""
+    """Return True if `source` has the form of a hub id, with or without a revision; a relative path may have it too."""
     return _ID.fullmatch(source) is not None
 
 
 def split(source: str) -> tuple[str, str | None] | None:
-    """The repository and the revision, if any, that `source` names; None where it is not written as an id."""
+    """Return the repository and the revision (or None) of the hub id `source`; None if it is not a hub id."""
     match = _ID.fullmatch(source)
     return None if match is None else (match[1], match[2])
 
 
 def fetch(source: str, key: str, *, commit: str | None = None, weights: bool = False) -> Snapshot:
-    """Everything of the repository `source`, the value of `key`, but its weights, which come with `weights`.
+    """Fetch the repository `source`, the value of `key`, without weights unless `weights` is true.
 
-    With `commit` that state of it is taken instead of the newest. Where the hub cannot be reached, or HF_HUB_OFFLINE
-    forbids to ask it, what the local cache holds is used. ConfigError when nothing comes of it.
+    `commit` selects a commit instead of the newest. If the hub is unreachable, or HF_HUB_OFFLINE is set, the local
+    cache is used. Raise ConfigError when neither has the files.
     """
-    name, revision = _parsed(source, key)
+    name, revision = _parse(source, key)
 
     def get(cached: bool) -> str:
         return _download(name, commit or revision, _SMALL, cached)
 
     folder = Path(_from_hub(source, key, get))
-    found = Snapshot(folder, name, revision, folder.name)
+    snapshot = Snapshot(folder, name, revision, folder.name)
     if weights:
-        fetch_weights(found)
-    return found
+        fetch_weights(snapshot)
+    return snapshot
 
 
 def fetch_weights(snapshot: Snapshot) -> None:
-    """Make sure that the safetensors files of `snapshot` are in its folder; ModelError when there are none."""
-    wanted = _weight_files(snapshot)
-    if not all((snapshot.folder / file).is_file() for file in wanted):
-        away = reach.out_of_reach()
+    """Download the missing safetensors files of `snapshot` to its folder.
+
+    Raise ConfigError when the download fails, ModelError when the repository has no such files.
+    """
+    files = _weight_files(snapshot)
+    if not all((snapshot.folder / file).is_file() for file in files):
+        unreachable = reach.out_of_reach()
         try:
-            _download(snapshot.name, snapshot.commit, wanted, bool(away))
-        except Exception as error:  # of many kinds, as in `_from_hub`
-            said = away or reach.meaning(error, snapshot.name, snapshot.revision)
+            _download(snapshot.name, snapshot.commit, files, bool(unreachable))
+        except Exception as error:  # of many classes, see `_from_hub`
+            reason = unreachable or reach.meaning(error, snapshot.name, snapshot.revision)
             raise ConfigError(
-                f"{snapshot.name}: the hub did not give its weights ({said}); what came is kept, and "
-                f"the same command goes on from there"
+                f"{snapshot.name}: the weights could not be downloaded from the hub ({reason}); run the same command "
+                f"again to continue, the files so far are kept"
             ) from None
-    missing = [file for file in wanted if not (snapshot.folder / file).is_file()]
+    missing = [file for file in files if not (snapshot.folder / file).is_file()]
     if missing:
         raise ModelError(
             f"{snapshot.name}: {missing[0]} is not in the repository at commit {snapshot.commit[:12]}, or "
-            f"not in the local cache; kumi fetches no pickled weights (.bin): store them as safetensors "
+            f"not in the local cache; kumi does not fetch pickled weights (.bin): save them as safetensors "
             f"with transformers' save_pretrained"
         )
 
 
 def fetch_config(source: str, key: str) -> Path:
-    """The config.json of the repository `source`, the value of `key`; nothing else is fetched."""
-    name, revision = _parsed(source, key)
+    """Fetch only config.json of the repository `source`, the value of `key`; return its path."""
+    name, revision = _parse(source, key)
 
     def get(cached: bool) -> str:
         from huggingface_hub import hf_hub_download
@@ -95,7 +98,7 @@ def fetch_config(source: str, key: str) -> Path:
 
 
 def _weight_files(snapshot: Snapshot) -> list[str]:
-    """The weight files that `snapshot` has by its index, or the one that a model without an index has."""
+    """Return the names of the weight files in the index of `snapshot`; without an index, model.safetensors."""
     index = snapshot.folder / _INDEX
     if not index.exists():
         return [_SINGLE]
@@ -106,50 +109,56 @@ def _weight_files(snapshot: Snapshot) -> list[str]:
     for file in files:
         if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
             raise ModelError(
-                f"{index}: names {brief(file)} as a file of weights; kumi takes safetensors files that "
-                f"lie beside the index"
+                f"{index}: lists the weight file {brief(file)}; kumi reads only safetensors files in the folder of "
+                f"the index"
             )
     if not files:
-        raise ModelError(f"{index}: names no files; name another revision")
+        raise ModelError(f"{index}: lists no files; name another revision")
     return files
 
 
-def _parsed(source: str, key: str) -> tuple[str, str | None]:
-    found = split(source)
-    if found is None:
+def _parse(source: str, key: str) -> tuple[str, str | None]:
+    """Return the repository and the revision of `source`. Raise ConfigError if it is not a hub id."""
+    parts = split(source)
+    if parts is None:
         raise ConfigError(
-            f"{key}: {source!r} is no folder and no hub id; name a folder that holds {_holds(key)}{from_where(source)}"
+            f"{key}: {source!r} is neither a folder nor a hub id; name a folder with "
+            f"{_required_file(key)}{from_where(source)}"
         )
-    return found
+    return parts
 
 
-def _holds(key: str) -> str:
+def _required_file(key: str) -> str:
     return "tokenizer.json" if key == "data.tokenizer" else "config.json"
 
 
 def _from_hub(source: str, key: str, get: Callable[[bool], str]) -> str:
-    """What `get` gets from the hub for `source`, the value of `key`, or only from what was fetched of it before."""
-    name, revision = _parsed(source, key)
-    away = reach.out_of_reach()
+    """Return `get(cached)`; `cached` is true when the hub is unreachable. Raise ConfigError when it fails."""
+    name, revision = _parse(source, key)
+    unreachable = reach.out_of_reach()
     try:
-        return get(bool(away))
-    except Exception as error:  # the hub client raises many kinds, all of which mean the same here
-        said = away or reach.meaning(error, name, revision)
+        return get(bool(unreachable))
+    except Exception as error:  # the hub client raises many unrelated classes
+        reason = unreachable or reach.meaning(error, name, revision)
         raise ConfigError(
-            f"{key}: {source!r} is no folder, and the hub did not give it ({said}); name a folder that holds "
-            f"{_holds(key)}{from_where(source)}"
+            f"{key}: {source!r} is not a folder, and fetching it from the hub failed ({reason}); name a folder with "
+            f"{_required_file(key)}{from_where(source)}"
         ) from None
 
 
-def _download(name: str, revision: str | None, wanted: Sequence[str], cached: bool) -> str:
+def _download(name: str, revision: str | None, patterns: Sequence[str], cached: bool) -> str:
+    """Download the files of a repository that match `patterns`; return their folder. With `cached`, use only the cache.
+
+    Raise the errors of the hub client.
+    """
     from huggingface_hub import snapshot_download
 
     return str(
         snapshot_download(
             name,
             revision=revision,
-            allow_patterns=list(wanted),
-            ignore_patterns=list(_ELSEWHERE),
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_SUBFOLDERS),
             local_files_only=cached,
         )
     )

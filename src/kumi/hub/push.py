@@ -1,4 +1,4 @@
-"""A finished folder to a repository on the hub."""
+"""Push a finished folder to a repository on the hub."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from kumi.errors import CommunicationError, ConfigError, RefusedError
 from kumi.files.untrusted import inside
 from kumi.hub import reach
 
-# Left in the repository by an earlier push, these would be read instead of, or beside, what is pushed now.
+# Files of an earlier push to delete: readers would load them instead of, or together with, the new ones.
 _STALE = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 
 
 def check_push(name: str, flag: str) -> None:
-    """Nothing, when a push to the repository `name`, the value of `flag`, can be tried; ConfigError otherwise.
+    """Raise ConfigError if a push to the repository `name`, the value of `flag`, cannot succeed.
 
-    The network is not asked: it may be there only by the time that the folder is finished.
+    The network is not tested: it may become available before the folder is finished.
     """
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        raise ConfigError(f"{flag}: {name!r} is no name of a repository; write it as organisation/name")
+        raise ConfigError(f"{flag}: {name!r} is not a repository name; write it as organisation/name")
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        raise ConfigError(f"{flag} {name}: HF_HUB_OFFLINE forbids it; unset that, or leave the push out")
+        raise ConfigError(f"{flag} {name}: HF_HUB_OFFLINE forbids a push; unset it, or leave the push out")
     if get_token() is None:
-        raise ConfigError(f"{flag} {name}: the hub needs to know you; run `hf auth login`, or set HF_TOKEN")
+        raise ConfigError(f"{flag} {name}: a push needs a hub token; run `hf auth login`, or set HF_TOKEN")
 
 
 def push(folder: Path, name: str, *, public: bool = False, flag: str = "--push") -> str:
-    """The address of the repository `name`, once it holds the files of `folder` as its newest commit.
+    """Upload the files of `folder` as a new commit of the repository `name`; return the repository's URL.
 
-    A new repository is private unless `public`. Files that are there already are not sent again, so a push that was
-    interrupted goes on where it stopped. CommunicationError when the hub does not take it; the folder is not touched.
+    A new repository is private unless `public`. Files that the repository already has are not uploaded again, so an
+    interrupted push continues where it stopped. Raise CommunicationError when the upload fails. The folder is never
+    changed.
     """
     check_push(name, flag)
     for file in sorted(path for path in folder.rglob("*") if path.is_file() or path.is_symlink()):
@@ -52,17 +53,18 @@ def push(folder: Path, name: str, *, public: bool = False, flag: str = "--push")
         )
     except RefusedError:
         raise
-    except Exception as error:  # the hub client raises many kinds, all of which mean the same here
+    except Exception as error:  # the hub client raises many unrelated classes
         raise CommunicationError(
-            f"{flag} {name}: the hub did not take {folder} ({reach.meaning(error, name, None)}); the folder is "
-            f"complete, send it later with `kumi push {folder} {name}`"
+            f"{flag} {name}: the upload of {folder} to the hub failed ({reach.meaning(error, name, None)}); the folder "
+            f"is complete, push it later with `kumi push {folder} {name}`"
         ) from None
     return url
 
 
 def _check_private(private: bool, name: str, public: bool, flag: str) -> None:
+    """Raise RefusedError if the repository is public and the user did not ask for that."""
     if not private and not public:
         raise RefusedError(
-            f"{flag} {name}: the repository is there already, and public; say so with --public (in a "
-            f"run file: export.public=true), or name another one"
+            f"{flag} {name}: the repository exists and is public; confirm with --public (in a run file: "
+            f"export.public=true), or name another one"
         )

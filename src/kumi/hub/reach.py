@@ -1,41 +1,44 @@
-"""Whether the hub answers, and what its client's errors mean."""
+"""Test whether the hub is reachable, and explain the errors of its client."""
 
 from __future__ import annotations
 
-# Seconds that the hub has to answer at all.
+# Timeout in seconds of the test.
 REACHED = 5.0
 
 
 def out_of_reach() -> str:
-    """Why the hub cannot be reached, empty where it can: found out in one try, where fetching would make six."""
+    """Return why the hub is unreachable, or "" if it answers.
+
+    The test makes one request; a download from an unreachable hub would retry six times.
+    """
     try:
         from huggingface_hub import constants, get_session
 
         get_session().head(constants.ENDPOINT, timeout=REACHED)
-    except Exception as error:  # the hub client raises many kinds, all of which mean the same here
+    except Exception as error:  # the hub client raises many unrelated classes
         return in_a_line(error)
     return ""
 
 
 def in_a_line(error: BaseException) -> str:
-    """What `error` says, without line ends and a full stop."""
+    """Return the message of `error` on one line, without the full stop; the name of its class if it has none."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def meaning(error: BaseException, name: str, revision: str | None) -> str:
-    """What the hub client's `error` means to who asked for the repository `name`."""
-    # By name: where these classes live differs between versions of the client.
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if "GatedRepoError" in kinds:
+    """Return an explanation, for the user, of an error of the hub client about the repository `name`."""
+    # Compare names: the module of these classes differs between versions of the client.
+    classes = {base.__name__ for base in type(error).__mro__}
+    if "GatedRepoError" in classes:
         return f"its owner asks you to accept terms first, on the page of {name}; then log in with `hf auth login`"
-    if "RepositoryNotFoundError" in kinds:
+    if "RepositoryNotFoundError" in classes:
         return "there is no such repository, or it is private and your token may not read it; see `hf auth login`"
-    if "RevisionNotFoundError" in kinds:
+    if "RevisionNotFoundError" in classes:
         return f"it has no revision {revision!r}"
-    if "LocalEntryNotFoundError" in kinds:
-        return "not all of it is in the local cache"
-    if "EntryNotFoundError" in kinds:
+    if "LocalEntryNotFoundError" in classes:
+        return "the local cache does not have all of its files"
+    if "EntryNotFoundError" in classes:
         return "the repository has no such file"
-    # The client wraps what went wrong with one of many files in an error that names the file alone.
+    # For a download of several files the client raises a RuntimeError with the file's name; the reason is its cause.
     cause = error.__cause__ if type(error) is RuntimeError else None
     return in_a_line(error) if cause is None else f"{in_a_line(error)}: {in_a_line(cause)}"

@@ -1,4 +1,4 @@
-"""Which commits a run began from, kept in its folder, so that a run that goes on does so from the same files."""
+"""Record the commits of a run's hub sources in its folder, so that a resumed run uses the same files."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ FILE = "sources.json"
 
 
 def write_record(out: Path, sources: Mapping[str, str], snapshots: Mapping[str, Snapshot]) -> None:
-    """Write into the run folder `out` what every run-file key asked for (`sources`), and the commit that it got."""
+    """Write to the run folder `out`, for each run-file key, the requested source and the commit that was fetched."""
     if not snapshots:
         return
-    found = {
-        key: {"asked": sources[key], "repository": one.name, "commit": one.commit} for key, one in snapshots.items()
+    record = {
+        key: {"asked": sources[key], "repository": snapshot.name, "commit": snapshot.commit}
+        for key, snapshot in snapshots.items()
     }
     part = out / f"{FILE}.part"
-    write_text(part, json.dumps(found, indent=2) + "\n")
+    write_text(part, json.dumps(record, indent=2) + "\n")
     part.replace(out / FILE)
 
 
 def recorded(out: Path, key: str, source: str) -> str | None:
-    """The commit that the run in `out` began from for `key`, where that asked for `source`; None in a new run."""
+    """Return the recorded commit for `key` of the run in `out`; None in a new run or for another `source`."""
     file = out / FILE
     if not file.exists():
         return None
     try:
-        found: Any = strict_json(read_regular(inside(out, FILE, RefusedError), CONFIG.size), CONFIG)[key]
-        return str(found["commit"]) if found["asked"] == source else None
+        entry: Any = strict_json(read_regular(inside(out, FILE, RefusedError), CONFIG.size), CONFIG)[key]
+        return str(entry["commit"]) if entry["asked"] == source else None
     except KeyError:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise RefusedError(
-            f"{file}: damaged ({error}), so that it is not known which commit the run began from; "
-            f"restore it, or delete it to go on from the newest"
+            f"{file}: damaged ({error}), so the commit that the run started from is unknown; "
+            f"restore the file, or delete it to continue from the newest commit"
         ) from None
