@@ -258,7 +258,7 @@ def test_weights_of_another_model_are_refused_before_the_data_are_made(refused):
         (folder / "base" / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
 
     error = refused(model, model={"source": "base"})
-    assert "'model.layers.0.mlp.gate_proj.weight' is (64, 32) in model.safetensors, (96, 32) in the model" in error
+    assert "'model.layers.0.mlp.gate_proj.weight' is (64, 32) in model.safetensors, but (96, 32) in the model" in error
 
 
 @pytest.mark.parametrize(
