@@ -80,7 +80,10 @@ def test_the_first_cases_are_the_headline():
     "case",
     [
         Case("kumi", "tiny", 1, seq_len=32, layout={"pp": 2}, microbatches=2),
-        Case("kumi", "tiny-experts", 1, seq_len=32, layout={"dp_shard": 2, "ep": 2, "zero": 1}),
+        pytest.param(
+            Case("kumi", "tiny-experts", 1, seq_len=32, layout={"dp_shard": 2, "ep": 2, "zero": 1}),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda case: case.name,
 )

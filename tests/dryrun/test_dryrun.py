@@ -123,7 +123,10 @@ def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_shard=2, zero=3, microbatch=1), Layout(pp=2, stages=2, schedule="interleaved", microbatch=1)],
+    [
+        pytest.param(Layout(dp_shard=2, zero=3, microbatch=1), marks=pytest.mark.exhaustive),
+        Layout(pp=2, stages=2, schedule="interleaved", microbatch=1),
+    ],
     ids=str,
 )
 def test_a_step_that_is_not_carried_out_to_its_end_costs_what_all_of_it_does(layout, monkeypatch):
