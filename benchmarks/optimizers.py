@@ -77,30 +77,30 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     """Each kind's best rate and last validation loss, beside AdamW's."""
     lines, adamw = [f"{'optimizer':12}{'rate':>10}{'loss':>9}{'of AdamW':>10}{'as AdamW at':>13}"], best(rows, "adamw")
     for kind in KINDS:
-        found = best(rows, kind)
-        if found is None or adamw is None:
+        run = best(rows, kind)
+        if run is None or adamw is None:
             continue
-        wanted = adamw["eval/loss"][-1]
-        reached = next((25 * (place + 1) for place, loss in enumerate(found["eval/loss"]) if loss <= wanted), None)
-        loss = found["eval/loss"][-1]
+        target = adamw["eval/loss"][-1]
+        reached = next((25 * (place + 1) for place, loss in enumerate(run["eval/loss"]) if loss <= target), None)
+        loss = run["eval/loss"][-1]
         when = f"step {reached}" if reached else "never"
-        lines.append(f"{kind:12}{found['lr']:>10g}{loss:>9.4f}{loss / wanted:>10.4f}{when:>13}")
+        lines.append(f"{kind:12}{run['lr']:>10g}{loss:>9.4f}{loss / target:>10.4f}{when:>13}")
     return "\n".join(lines)
 
 
 def losses(args: argparse.Namespace) -> None:
     """Run what the file does not have yet, and print the table after each run."""
     file = Path(args.json) if args.json else None
-    found = json.loads(file.read_text()) if file and file.exists() else {}
-    found = {"machine": machine.describe(), "steps": args.steps, "set": args.set, **found}
-    rows = found.setdefault("rows", {})
+    results = json.loads(file.read_text()) if file and file.exists() else {}
+    results = {"machine": machine.describe(), "steps": args.steps, "set": args.set, **results}
+    rows = results.setdefault("rows", {})
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.kinds:
             for rate in args.rates or OTHER_RATES.get(kind, RATES):
                 name = f"{kind} {rate:g}"
                 if name not in rows:
                     rows[name] = {"kind": kind, "lr": rate, **train(kind, rate, args, Path(folder))}
-                    _write(file, found)
+                    _write(file, results)
                     print(f"{name}: {rows[name]['eval/loss'][-1]:.4f}", flush=True)
     print(table(rows))
 
@@ -110,16 +110,16 @@ def gather(args: argparse.Namespace) -> None:
     import torch.multiprocessing as processes
 
     file = Path(args.json) if args.json else None
-    found = json.loads(file.read_text()) if file and file.exists() else {}
-    found.setdefault("machine", machine.describe())
+    results = json.loads(file.read_text()) if file and file.exists() else {}
+    results.setdefault("machine", machine.describe())
     for name, fields in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
             ranks = 1 if not fields else 2
             processes.spawn(_rank, (ranks, fields, args.steps, folder), nprocs=ranks)
             times = json.loads((Path(folder) / "times.json").read_text())
-        found.setdefault("gather", {})[name] = times
+        results.setdefault("gather", {})[name] = times
         print(f"{name:12} update {1e3 * times['update_s']:.1f} ms, gathering {100 * times['gather_share']:.0f} %")
-    _write(file, found)
+    _write(file, results)
 
 
 def _rank(rank: int, ranks: int, fields: dict[str, int], steps: int, folder: str) -> None:
@@ -164,9 +164,9 @@ def _rank(rank: int, ranks: int, fields: dict[str, int], steps: int, folder: str
     close_distributed()
 
 
-def _write(file: Path | None, found: dict[str, Any]) -> None:
+def _write(file: Path | None, results: dict[str, Any]) -> None:
     if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from kumi.data import Record, Source, expand, load_tokenizer, prepare, read, train_tokenizer
+from kumi.data import Record, Source, expand, load_tokenizer, prepare, read
+from kumi.data.bpe import train as train_tokenizer
 
 SOURCE = Source("{stdlib}/**/*.{py,txt}", exclude=("**/site-packages/**",))
 

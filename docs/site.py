@@ -32,19 +32,19 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     return MOVED | below
 
 
-def rewritten(text: str, page: str, known: dict[str, str], home: str = "") -> str:
+def rewritten(text: str, page: str, places: dict[str, str], home: str = "") -> str:
     """Return the Markdown `text` of the file `page` with links that hold on the site.
 
-    `known` is what `pages` returns; `home` is the address of the repository, or empty.
+    `places` is what `pages` returns; `home` is the address of the repository, or empty.
     """
 
     def link(match: re.Match[str]) -> str:
         mark, words, target, anchor = match[1], match[2], match[3], match[4] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
         path = "docs/decisions/index.md" if path == "docs/decisions" else path
-        if path in known or path == "docs/decisions/index.md":
-            here = posixpath.dirname(known[page])
-            there = known.get(path, "decisions/index.md")
+        if path in places or path == "docs/decisions/index.md":
+            here = posixpath.dirname(places[page])
+            there = places.get(path, "decisions/index.md")
             return f"{mark}[{words}]({posixpath.relpath(there, here or '.')}{anchor})"
         return f"{mark}[{words}]({home}/blob/main/{path}{anchor})" if home else words
 
@@ -55,11 +55,11 @@ def rewritten(text: str, page: str, known: dict[str, str], home: str = "") -> st
 def stage(target: Path = STAGED, root: Path = ROOT, home: str = "") -> None:
     """Write the pages, pictures and scripts of the repository `root` into the folder `target`, which is made anew."""
     shutil.rmtree(target, ignore_errors=True)
-    known = pages(root)
-    for source, place in known.items():
+    places = pages(root)
+    for source, place in places.items():
         (target / place).parent.mkdir(parents=True, exist_ok=True)
         if place.endswith(".md"):
-            text = rewritten((root / source).read_text(encoding="utf-8"), source, known, home)
+            text = rewritten((root / source).read_text(encoding="utf-8"), source, places, home)
             (target / place).write_text(text, encoding="utf-8")
         else:
             shutil.copyfile(root / source, target / place)

@@ -28,8 +28,8 @@ def floors() -> str:
     """Return the picture as an SVG document."""
     marks, y = svg.legend((("imports torch", palette.ORANGE, False), ("does not", palette.SKY, False)))
     y += 8
-    for said, packages in FLOORS:
-        marks.append(svg.text(LEFT - 12, y + 19, said, anchor="end", size=12))
+    for label, packages in FLOORS:
+        marks.append(svg.text(LEFT - 12, y + 19, label, anchor="end", size=12))
         width = (svg.RIGHT - LEFT + GAP) / len(packages)
         for number, name in enumerate(packages):
             x, fill = LEFT + number * width, palette.ORANGE if name in TORCH else palette.SKY
@@ -41,7 +41,7 @@ def floors() -> str:
                 )
             )
         y += ROW
-    about = "; ".join(f"{said}: {', '.join(packages)}" for said, packages in FLOORS)
+    about = "; ".join(f"{label}: {', '.join(packages)}" for label, packages in FLOORS)
     return svg.picture("floors", "The packages of kumi, from the top floor to the ground", about, y + 6, marks)
 
 

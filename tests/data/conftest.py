@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kumi.data import Record, Source, Tokenizer, expand, read, train_tokenizer
+from kumi.data import Record, Source, Tokenizer, expand, read
+from kumi.data.bpe import train as train_tokenizer
 
 JSON_SOURCES = Source("{stdlib}/{json,email,http,logging}/*.py")
 

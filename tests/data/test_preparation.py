@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kumi.data import DataPathError, Source, binfile, inspect, open_store, pool, prepare, train_tokenizer, work
+from kumi.data import DataPathError, Source, binfile, inspect, open_store, pool, prepare, work
+from kumi.data.bpe import train as train_tokenizer
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 
 

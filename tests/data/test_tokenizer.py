@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from kumi.data import Source, load_tokenizer, tokenizer, train_tokenizer
+from kumi.data import Source, load_tokenizer, tokenizer
+from kumi.data.bpe import train as train_tokenizer
 from kumi.errors import ConfigError, RefusedError
 
 JSON_SOURCES = Source("{stdlib}/{json,email,http,logging}/*.py")

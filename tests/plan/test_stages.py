@@ -4,11 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from kumi.plan.columns import columns
-from kumi.plan.stages import balanced, bounds, share
+from kumi.plan.stages import balanced, share
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.schedule import actions, placement
 from kumi.spec.schedules import SCHEDULES
+from kumi.spec.sharding import stage_bounds
 
 WIDE = LayerSpec(Attention(4, 2, 16, Rope(10000.0)), MLP(256))
 SLIM = LayerSpec(Attention(4, 2, 16, Rope(10000.0)), MLP(128))
@@ -19,7 +20,7 @@ def model(layers):
 
 
 def sizes(layers, layout):
-    return [last - first for first, last in bounds(layout, model([SLIM] * layers))]
+    return [last - first for first, last in stage_bounds(layout, layers)]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_llama_3_405b_has_126_layers_on_128_stages_the_first_and_last_of_which_h
 
 
 def test_given_stages_are_taken_as_they_are():
-    assert bounds(Layout(pp=3, stage_layers=(1, 5, 0)), model([SLIM] * 6)) == ((0, 1), (1, 6), (6, 6))
+    assert stage_bounds(Layout(pp=3, stage_layers=(1, 5, 0)), 6) == ((0, 1), (1, 6), (6, 6))
 
 
 @given(
@@ -76,7 +77,7 @@ def test_few_microbatches_keep_no_more_than_there_are():
 
 def check_share(spec, layout, m, stage_layers):
     kinds, of_layer = spec.layer_kinds()
-    limits = bounds(Layout(**{**vars(layout), "stage_layers": stage_layers}), spec)
+    limits = stage_bounds(Layout(**{**vars(layout), "stage_layers": stage_layers}), spec.num_hidden_layers)
     x = columns([layout] * layout.pp)
     found = share(spec, x, np.arange(layout.pp), np.full(layout.pp, m), stage_layers)
     for rank, held in enumerate(placement(layout.schedule, layout.pp, layout.stages)):

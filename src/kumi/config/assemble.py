@@ -43,22 +43,22 @@ def assemble(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpe
 
 def _told_apart(links: list[Link]) -> tuple[Link, ...]:
     """`links` with a name of its own each, as two sites may be joined by what joins their nodes."""
-    found: list[Link] = []
+    named: list[Link] = []
     for link in links:
-        taken = link.name in {other.name for other in found}
-        found.append(replace(link, name=f"{link.name}, over {link.span} devices") if taken else link)
-    return tuple(found)
+        taken = link.name in {other.name for other in named}
+        named.append(replace(link, name=f"{link.name}, over {link.span} devices") if taken else link)
+    return tuple(named)
 
 
 def to_device(file: DeviceFile) -> Device:
     """The device that `file` describes; what it leaves out has the defaults of `Device`."""
-    found = given(file)
-    found["peak"] = tuple(found.pop("peak_flops").items())
+    fields = given(file)
+    fields["peak"] = tuple(fields.pop("peak_flops").items())
     if file.matmul is not None:
-        found["matmul"] = tuple(("" if dtype == "other" else dtype, share) for dtype, share in file.matmul.items())
+        fields["matmul"] = tuple(("" if dtype == "other" else dtype, share) for dtype, share in file.matmul.items())
     if file.attention is not None:
-        found["attention"] = (file.attention.forward, file.attention.backward)
-    return Device(**found)
+        fields["attention"] = (file.attention.forward, file.attention.backward)
+    return Device(**fields)
 
 
 def _assumed(node: NodeFile, networks: list[NetworkFile]) -> Iterator[str]:
@@ -85,12 +85,12 @@ class Joined:
 
     def inner(self) -> list[Link]:
         """The links of a node, and of a domain of several, as far as there are devices for them to join."""
-        found: list[Link] = []
+        links: list[Link] = []
         for link in self.node.links:
             span = self._span(link.span)
-            if span > (found[-1].span if found else 1):
-                found.append(Link(link.name, span, link.bandwidth, link.latency, link.efficiency))
-        return found
+            if span > (links[-1].span if links else 1):
+                links.append(Link(link.name, span, link.bandwidth, link.latency, link.efficiency))
+        return links
 
     def _span(self, span: int) -> int:
         """The devices that a link of `span` joins here. Where the nodes are no whole number of full domains, each

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kumi.data.batches import BatchSource, MixtureSource
 from kumi.data.binfile import IndexedFile
 from kumi.data.mix import Batch, Mixture, Sweep
-from kumi.data.preparation import TOKENIZER, TOKENS, foreign_files, prepare, train_tokenizer
+from kumi.data.preparation import TOKENIZER, TOKENS, foreign_files, prepare
 from kumi.data.records import Fault, Record, read
 from kumi.data.sources import DataPathError, expand, would_read
 from kumi.data.store import Store, StoredSource, inspect, open_store
@@ -40,6 +40,5 @@ __all__ = [
     "open_store",
     "prepare",
     "read",
-    "train_tokenizer",
     "would_read",
 ]

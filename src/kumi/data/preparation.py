@@ -219,18 +219,3 @@ def _store_weights(folder: Path, sources: Sequence[Source]) -> None:
         for entry, weight in zip(meta["sources"], weights, strict=True):
             entry["weight"] = weight
         store.write_json(folder / store.META, meta)
-
-
-def train_tokenizer(
-    sources: Sequence[Source],
-    vocab_size: int,
-    out_folder: Path | str,
-    *,
-    sample_bytes: int = 256 << 20,
-    validation: float = 0.0,
-) -> Tokenizer:
-    """Return a byte-level BPE tokenizer trained on `sources`, written to `out_folder`; see kumi.data.bpe.train."""
-    # Imported late: `python -m kumi.data.bpe` warns when the package has imported the module already.
-    from kumi.data import bpe
-
-    return bpe.train(sources, vocab_size, out_folder, sample_bytes=sample_bytes, validation=validation)

@@ -132,8 +132,8 @@ def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments for the `model` of Megatron-Bridge's run_config.yaml."""
     activation = model.get("activation_func")
     name = str(activation.get("_target_", "") if isinstance(activation, Mapping) else activation).rpartition(".")[2]
-    found = {ARGUMENTS.get(key, key): value for key, value in model.items() if not isinstance(value, Mapping)}
-    return found | {
+    arguments = {ARGUMENTS.get(key, key): value for key, value in model.items() if not isinstance(value, Mapping)}
+    return arguments | {
         "swiglu": bool(model.get("gated_linear_unit")) and name in ("silu", "SiLU"),
         "untie_embeddings_and_output_weights": not model.get("share_embeddings_and_output_weights", True),
         "max_position_embeddings": model.get("max_position_embeddings") or model.get("seq_length"),

@@ -116,13 +116,13 @@ def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = PLAIN
 
 def _modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
     """Return the modules of each unit of `decoder`, in the order of the forward pass, by the units' names."""
-    found: dict[str, list[list[nn.Module]]] = {"embedding": [], "layer": [], "experts": [], "root": []}
+    modules: dict[str, list[list[nn.Module]]] = {"embedding": [], "layer": [], "experts": [], "root": []}
     ops = stage_ops(
         decoder.spec, map(int, decoder.model.layers), embedding=decoder.has_embedding, head=decoder.has_head
     )
     for unit in units(ops):
-        found[unit.name].append([decoder.get_submodule(name) for name in unit.modules])
-    return found
+        modules[unit.name].append([decoder.get_submodule(name) for name in unit.modules])
+    return modules
 
 
 def _gather_ahead(units: list[Any], count: int) -> None:

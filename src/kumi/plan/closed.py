@@ -42,14 +42,14 @@ def closed_form(
     send = np.broadcast_to(np.where(pp > 1, transfer, 0.0), len(pp))
     chunks = np.maximum(1, (pp - 1) * stages)
     mean = [(total - own) / chunks for total, own in zip(sums, most, strict=True)]
-    found, records = np.zeros(len(pp)), list(SCHEDULES.values())
+    seconds, records = np.zeros(len(pp)), list(SCHEDULES.values())
     for code in np.unique(schedule):
         rows = schedule == code
         given = (pp - 1, stages, microbatches - 1, most[0], sum(most), *mean, send)
         part = Rows(*(np.asarray(column[rows], np.float64) for column in given))
         bubble = records[int(code)].bubble(np, part)
-        found[rows] = (part.after + 1) * part.work + np.where(part.others > 0, bubble, 0.0)
-    return found
+        seconds[rows] = (part.after + 1) * part.work + np.where(part.others > 0, bubble, 0.0)
+    return seconds
 
 
 def _with_sends(

@@ -58,8 +58,8 @@ class Columns(_Columns):
         """Return whether the field `name`, which holds text, is one of `words`, (rows,)."""
         if len(words) == 1:
             return np.asarray(getattr(self, name) == WORDS[name].index(words[0]))
-        found: Bools = np.array([word in words for word in WORDS[name]])[getattr(self, name)]
-        return found
+        matches: Bools = np.array([word in words for word in WORDS[name]])[getattr(self, name)]
+        return matches
 
     def __len__(self) -> int:
         return len(self.pp)

@@ -11,7 +11,7 @@ from kumi.plan import memory
 from kumi.plan.columns import Columns, Floats, Ints, columns
 from kumi.plan.kernels import peak_flops
 from kumi.plan.memory import microbatches_of
-from kumi.plan.stages import Share, before_largest, bounds, even_first, share
+from kumi.plan.stages import Share, before_largest, even_first, share
 from kumi.plan.step import SIDES, Step, send_seconds, stage, step, waits
 from kumi.plan.timeline import Timeline, makespan, simulate
 from kumi.plan.traffic import traffic
@@ -22,6 +22,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import actions, placement
+from kumi.spec.sharding import stage_bounds
 
 # Mean absolute error of step times on the published runs, every source counted once (docs/accuracy.md): a smaller gap
 # says nothing.
@@ -107,7 +108,10 @@ def _simulated(job: Job, layout: Layout, x: Columns, found: Step, stages: Sequen
 def stages_of(job: Job, layout: Layout, x: Columns, known: tuple[Table, Ints]) -> tuple[StageEstimate, ...]:
     """Every stage, in model order, with its layers and its seconds for a microbatch."""
     costs, index = known
-    where, held = bounds(layout, job.model), placement(layout.schedule, layout.pp, layout.stages)
+    where, held = (
+        stage_bounds(layout, job.model.num_hidden_layers),
+        placement(layout.schedule, layout.pp, layout.stages),
+    )
     rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
     kinds, of_layer = job.model.layer_kinds()
     counts = np.array(

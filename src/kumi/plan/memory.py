@@ -116,8 +116,8 @@ def _fullest(moments: dict[str, tuple[Floats, ...]]) -> dict[str, Floats]:
 
 def microbatches_of(job: Job, x: Columns) -> Ints:
     """Return `BatchSpec.microbatches`, (rows,), and 1 where a microbatch has more sequences than a rank."""
-    found: Ints = np.maximum(1, job.batch.microbatches(x))
-    return found
+    count: Ints = np.maximum(1, job.batch.microbatches(x))
+    return count
 
 
 def tokens_of(job: Job, x: Columns) -> Floats:

@@ -54,10 +54,10 @@ class Message:
     copies: int = 1
 
 
-def message_seconds(job: Job, x: Columns, one: Message) -> Floats:
+def message_seconds(job: Job, x: Columns, message: Message) -> Floats:
     """Seconds of one such message in every row."""
-    group = process_group(x, one.group)
-    return collective_seconds(job.cluster, one.kind, one.bytes, *group, copies=one.copies)
+    group = process_group(x, message.group)
+    return collective_seconds(job.cluster, message.kind, message.bytes, *group, copies=message.copies)
 
 
 def layer_messages(rows: Rows, ops: Sequence[Op]) -> Iterator[Message]:
@@ -79,10 +79,10 @@ def _regions(rows: Rows, ops: Sequence[Op]) -> Iterator[Message]:
 
     Selective recomputation keeps what came of messages, but for what a region only reads.
     """
-    found, behind = regions(ops), "products" if rows.engine.overlap_tp else ""
-    enter, share, leave = Counter(found.enter), Counter(found.share), Counter(found.leave)
+    layer, behind = regions(ops), "products" if rows.engine.overlap_tp else ""
+    enter, share, leave = Counter(layer.enter), Counter(layer.share), Counter(layer.leave)
     # What ends a layer gives nothing that its backward pass reads.
-    ends = Counter(found.leave[-1:] if found.ends and not rows.engine.recompute_whole else ())
+    ends = Counter(layer.leave[-1:] if layer.ends and not rows.engine.recompute_whole else ())
     for width in sorted(enter | share | leave):
         entering, leaving, again = enter[width] + share[width], leave[width], leave[width] - ends[width]
         yield from _halves(
@@ -94,8 +94,8 @@ def _regions(rows: Rows, ops: Sequence[Op]) -> Iterator[Message]:
         )
         if rows.job.model.lora is None:
             yield _inputs(rows, width, enter[width], behind)
-    if found.norms:
-        counts = dict.fromkeys(("forward", "backward", "recompute"), found.norms)
+    if layer.norms:
+        counts = dict.fromkeys(("forward", "backward", "recompute"), layer.norms)
         yield Message("all_reduce", "tp", rows.wide * rows.tokens, counts, "norms", behind)
 
 

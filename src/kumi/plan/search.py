@@ -18,13 +18,14 @@ from kumi.plan.distinct import distinct
 from kumi.plan.estimate import estimate, positions
 from kumi.plan.fitting import NONE, Bases, Fit, Variant, bases_of, fit, picked, pinned_layers, variants
 from kumi.plan.space import CHUNK, Pins, chunks
-from kumi.plan.stages import balanced, bounds
+from kumi.plan.stages import balanced
 from kumi.plan.step import step
 from kumi.plan.types import Estimate
 from kumi.spec.checks import problems
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.schedules import SCHEDULES
+from kumi.spec.sharding import stage_bounds
 
 # How many of the fastest arrangements get a full estimate at least, and of how many the neighbours are looked at.
 LOOKED_AT = 8
@@ -256,7 +257,7 @@ def _fitted(job: Job, layout: Layout, pinned: Pins) -> Estimate:
 
 def _most_layers(job: Job, layout: Layout) -> int:
     """Layers of the pp rank that has most of them."""
-    return max(last - first for first, last in bounds(layout, job.model)) * layout.stages
+    return max(last - first for first, last in stage_bounds(layout, job.model.num_hidden_layers)) * layout.stages
 
 
 def _problems(job: Job, layout: Layout) -> list[str]:
@@ -308,6 +309,6 @@ def _balanced(job: Job, plain: Estimate) -> Layout | None:
         max(0.0, seconds[end] - each * (plain.stages[end].last - plain.stages[end].first)) for end in (0, -1)
     )
     sizes = list(balanced([each] * layers, count, first, last))
-    if sizes == [end - begin for begin, end in bounds(layout, job.model)]:
+    if sizes == [end - begin for begin, end in stage_bounds(layout, job.model.num_hidden_layers)]:
         return None
     return replace(layout, stage_layers=tuple(sizes))

@@ -78,17 +78,17 @@ def _legal(job: Job, parts: list[dict[str, Ints]]) -> Columns:
 
 def legal(job: Job, x: Columns) -> Bools:
     """Return whether each row of `x` keeps all rules of `kumi.spec.checks`, (rows,)."""
-    found = np.zeros(len(x), np.bool_)
-    rows, kept = np.arange(len(x)), np.ones(len(x), np.bool_)
+    result = np.zeros(len(x), np.bool_)
+    rows, legal_rows = np.arange(len(x)), np.ones(len(x), np.bool_)
     # What a degree of 0 divides is of no account: its row is illegal.
     with np.errstate(divide="ignore"):
         for rule in rules(job.model, job.cluster, job.batch):
-            kept &= rule.holds(x)
-            if 2 * np.count_nonzero(kept) < len(x):  # so few that copying them costs less than to go on
-                rows, x = rows[kept], x.take(kept)
-                kept = np.ones(len(x), np.bool_)
-    found[rows[kept]] = True
-    return found
+            legal_rows &= rule.holds(x)
+            if 2 * np.count_nonzero(legal_rows) < len(x):  # so few that copying them costs less than to go on
+                rows, x = rows[legal_rows], x.take(legal_rows)
+                legal_rows = np.ones(len(x), np.bool_)
+    result[rows[legal_rows]] = True
+    return result
 
 
 def expert_counts(model: ModelSpec) -> set[int]:
@@ -146,12 +146,12 @@ def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]
         names.sort(key=lambda name: SCHEDULES[name].more_stages)
         most = (model.num_hidden_layers + 2) // pp
         pairs = [(name, stages) for name in names for stages in _stages(SCHEDULES[name], most)]
-    kept = [
+    allowed = [
         pair
         for pair in pairs
         if all(pinned.get(name, value) == value for name, value in zip(("schedule", "stages"), pair, strict=True))
     ]
-    return [(WORDS["schedule"].index(name), stages) for name, stages in kept]
+    return [(WORDS["schedule"].index(name), stages) for name, stages in allowed]
 
 
 def _stages(schedule: Schedule, most: int) -> Sequence[int]:

@@ -10,12 +10,11 @@ import numpy as np
 
 from kumi.plan.columns import Columns, Floats, Ints
 from kumi.plan.timeline import in_flight
-from kumi.spec.layout import Layout
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import stage_of
 from kumi.spec.schedules import V_SHAPED
-from kumi.spec.sharding import Unit, even_stages, rank_layers, stage_bounds, stage_ops, units
+from kumi.spec.sharding import Unit, even_stages, rank_layers, stage_ops, units
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,11 @@ def end_units(model: ModelSpec, share: Share) -> list[tuple[Unit, Floats]]:
 def _units_of_ends(model: ModelSpec) -> tuple[tuple[Unit, tuple[tuple[bool, bool], ...]], ...]:
     """The different FSDP units of the embedding and of the head, each with the stages that have it: whether these have
     the embedding, and the head."""
-    found: dict[Unit, list[tuple[bool, bool]]] = {}
+    stages_of: dict[Unit, list[tuple[bool, bool]]] = {}
     for embedding, head in ((True, True), (True, False), (False, True)):
         for unit in units(stage_ops(model, (), embedding=embedding, head=head)):
-            found.setdefault(unit, []).append((embedding, head))
-    return tuple((unit, tuple(stages)) for unit, stages in found.items())
+            stages_of.setdefault(unit, []).append((embedding, head))
+    return tuple((unit, tuple(stages)) for unit, stages in stages_of.items())
 
 
 def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
@@ -107,11 +106,6 @@ def before_largest(model: ModelSpec) -> int:
     """How many layers come before the first of the kind with the most parameters."""
     sizes = [sum(param.numel for op in ops for param in op.params) for ops in kind_ops(model)]
     return model.layer_kinds()[1].index(sizes.index(max(sizes)))
-
-
-def bounds(layout: Layout, model: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """Layers [first, last) of every stage, in model order."""
-    return stage_bounds(layout, model.num_hidden_layers)
 
 
 def balanced(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:

@@ -187,14 +187,14 @@ def spared(job: Job, cost: Cost) -> Floats:
 
 
 def _add_gathers(
-    job: Job, x: Columns, found: Stage, kind: int, held: Share, cost: Cost, index: Ints, part: Floats
+    job: Job, x: Columns, stage: Stage, kind: int, share: Share, cost: Cost, index: Ints, part: Floats
 ) -> None:
     """ZeRO-3 gathers each layer before its forward and, all but a rank's last, again before its backward, and reduces
     its gradients after it, in every microbatch; each hides behind the layer before it as far as that lasts, were it the
     host that takes that long. ZeRO-2 only reduces."""
     if not (x.zero >= 2).any():
         return
-    count = held.layers[kind]
+    count = share.layers[kind]
     gather, scatter = unit_seconds(job, x, units(kind_ops(job.model)[kind]))
     hides_gather, hides_scatter = (
         hidden_share(job, on) for on in (job.engine.overlap_params, job.engine.overlap_grads)
@@ -204,28 +204,28 @@ def _add_gathers(
     backward = np.maximum(cost.backward + cost.weight, launch * cost.kernels_backward)[index]
     exposed_forward = slowing(gather, np.maximum(0.0, gather - hides_gather * forward))
     again = part * (x.recompute == FULL) * forward
-    freed = 1 - held.last[kind] / np.maximum(1.0, count)
+    freed = 1 - share.last[kind] / np.maximum(1.0, count)
     both, behind = freed * gather + scatter, min(hides_gather, hides_scatter) * (backward + again)
     exposed_backward = slowing(both, np.maximum(0.0, both - behind))
-    found.forward += count * exposed_forward
-    found.backward += count * exposed_backward
-    found.kinds["dp"] += count * (exposed_forward + exposed_backward)
+    stage.forward += count * exposed_forward
+    stage.backward += count * exposed_backward
+    stage.kinds["dp"] += count * (exposed_forward + exposed_backward)
 
 
-def _add_end_gathers(job: Job, x: Columns, found: Stage, part: Share) -> None:
+def _add_end_gathers(job: Job, x: Columns, stage: Stage, part: Share) -> None:
     """The same of the embedding and the head, once each way: they are needed first, when there is nothing to hide their
     gathering behind, and reduced last, but for a head that the engine frees before the layers' backward."""
     if not (x.zero >= 2).any():
         return
     frees = not (job.engine.head_stays or job.model.tie_word_embeddings)
-    behind = hidden_share(job, job.engine.overlap_grads) * found.backward
+    behind = hidden_share(job, job.engine.overlap_grads) * stage.backward
     for unit, count in end_units(job.model, part):
         gather, scatter = unit_seconds(job, x, [unit])
         hidden = behind if frees and unit.name == "root" else 0.0
         scatter = slowing(scatter, np.maximum(0.0, scatter - hidden))
-        found.forward += count * gather
-        found.backward += count * scatter
-        found.kinds["dp"] += count * (gather + scatter)
+        stage.forward += count * gather
+        stage.backward += count * scatter
+        stage.kinds["dp"] += count * (gather + scatter)
 
 
 def send_seconds(job: Job, x: Columns) -> Floats:

@@ -275,9 +275,9 @@ def in_flight(schedule: Ints, pp: Ints, stages: Ints, microbatches: Ints, rank: 
     `schedule` holds numbers of `kumi.spec.schedules.SCHEDULES`. Where a rank has several stages, each is taken to hold
     the same part of its layers.
     """
-    found: Floats = np.zeros(len(pp))
-    for number, one in enumerate(SCHEDULES.values()):
+    microbatches_kept: Floats = np.zeros(len(pp))
+    for number, record in enumerate(SCHEDULES.values()):
         rows = schedule == number
         if rows.any():
-            found = np.where(rows, one.in_flight(np, pp, stages, microbatches, rank), found)
-    return found / stages
+            microbatches_kept = np.where(rows, record.in_flight(np, pp, stages, microbatches, rank), microbatches_kept)
+    return microbatches_kept / stages

@@ -22,7 +22,6 @@ from kumi.plan.messages import (
     norm_message,
     stage_message,
 )
-from kumi.plan.stages import bounds
 from kumi.plan.types import Collective
 from kumi.plan.unit_messages import UnitMessages, data_group, train_seconds, unit_messages
 from kumi.spec.job import Job
@@ -33,7 +32,7 @@ from kumi.spec.placement import process_group
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.regions import summed_over_tp, tp_copies
 from kumi.spec.schedule import placement
-from kumi.spec.sharding import Unit, held_params, local_numel, stage_ops, style, units
+from kumi.spec.sharding import Unit, held_params, local_numel, stage_bounds, stage_ops, style, units
 
 # The axes that process groups are listed as, where these differ: of dense parameters and of routed experts, of the
 # norm, and of a tied table.
@@ -63,14 +62,14 @@ def collectives(job: Job, layout: Layout, pp_rank: int = 0) -> tuple[Collective,
     own = _Own(job, layout, pp_rank)
     counts: dict[Collective, int] = {}
     seconds: dict[Collective, float] = {}
-    for one in (*_data(own), *_layers(own), *_alike(own), *_pipeline(own), *_tied(own)):
-        alike = replace(one, count=0, seconds=0.0)
-        counts[alike] = counts.get(alike, 0) + one.count
-        seconds[alike] = seconds.get(alike, 0.0) + one.seconds
+    for entry in (*_data(own), *_layers(own), *_alike(own), *_pipeline(own), *_tied(own)):
+        alike = replace(entry, count=0, seconds=0.0)
+        counts[alike] = counts.get(alike, 0) + entry.count
+        seconds[alike] = seconds.get(alike, 0.0) + entry.seconds
     return tuple(
-        replace(one, count=count, seconds=seconds[one])
-        for one, count in counts.items()
-        if count and one.degree > 1 and one.bytes
+        replace(entry, count=count, seconds=seconds[entry])
+        for entry, count in counts.items()
+        if count and entry.degree > 1 and entry.bytes
     )
 
 
@@ -80,7 +79,10 @@ class _Own:
     def __init__(self, job: Job, layout: Layout, pp_rank: int) -> None:
         self.job, self.layout, self.pp_rank = job, layout, pp_rank
         self.microbatches = job.batch.microbatches(layout)
-        where, self.chunks = bounds(layout, job.model), placement(layout.schedule, layout.pp, layout.stages)[pp_rank]
+        where, self.chunks = (
+            stage_bounds(layout, job.model.num_hidden_layers),
+            placement(layout.schedule, layout.pp, layout.stages)[pp_rank],
+        )
         kinds, of_layer = job.model.layer_kinds()
         first = [of_layer.index(kind) for kind in range(len(kinds))]
         # Layers of a kind have equal operations: of each, the first such layer's are looked at.
@@ -126,8 +128,8 @@ def _data(own: _Own) -> Iterator[Collective]:
             yield from _divided(own, parts)
         else:
             size = sum((count * sent.reduce.bytes for _, count, sent in parts), np.zeros(1))
-            one = Message("all_reduce", data_group(routed=routed), size, {}, what)
-            yield from _once(own, [(one, 1)], "backward")
+            message = Message("all_reduce", data_group(routed=routed), size, {}, what)
+            yield from _once(own, [(message, 1)], "backward")
     yield _collective(own, norm_message(own.x), 1, "update")
 
 
@@ -159,15 +161,15 @@ def _gathered_again(own: _Own, unit: Unit, count: int) -> int:
 def _once(own: _Own, train: Sequence[tuple[Message, int]], when: str) -> Iterator[Collective]:
     """Messages of one kind that are sent one after another once a step, each so many times: ranks wait for each other
     once, and where the engine sends them in messages of its own size, these are as many."""
-    alone = [count * float(message_seconds(own.job, own.x, one)[0]) for one, count in train]
+    alone = [count * float(message_seconds(own.job, own.x, message)[0]) for message, count in train]
     if not sum(alone):
-        yield from (_collective(own, one, count, when, 0.0) for one, count in train)
+        yield from (_collective(own, message, count, when, 0.0) for message, count in train)
         return
-    total = np.asarray(sum(one.bytes * count for one, count in train))
+    total = np.asarray(sum(message.bytes * count for message, count in train))
     every = np.array([float(sum(count for _, count in train))])
     together = float(train_seconds(own.job, own.x, replace(train[0][0], bytes=total), every)[0])
-    for (one, count), seconds in zip(train, alone, strict=True):
-        yield _collective(own, one, count, when, together * seconds / sum(alone))
+    for (message, count), seconds in zip(train, alone, strict=True):
+        yield _collective(own, message, count, when, together * seconds / sum(alone))
 
 
 def _layers(own: _Own) -> Iterator[Collective]:
@@ -186,12 +188,12 @@ def _layers(own: _Own) -> Iterator[Collective]:
 def _listed(own: _Own, messages: Iterable[Message], count: int = 1, again: float = 0.0) -> Iterator[Collective]:
     """The `messages` of a microbatch in `count` layers, `again` of which are recomputed, in a whole step."""
     recomputed = {"recompute": "full", "selective": "selective"}
-    for one in messages:
-        for phase, each in one.counts.items():
+    for message in messages:
+        for phase, each in message.counts.items():
             layers = again if own.layout.recompute == recomputed.get(phase) else 0 if phase in recomputed else count
             often = round(float(np.max(each)) * own.microbatches * layers)
             when = "recompute" if phase in recomputed else phase
-            yield _collective(own, one, often, when)
+            yield _collective(own, message, often, when)
 
 
 def _frozen_input(own: _Own) -> Iterator[Collective]:
@@ -252,15 +254,15 @@ def stride_of(layout: Layout, axis: str) -> int:
     return int(process_group(layout, group)[1])
 
 
-def _collective(own: _Own, one: Message, count: int, when: str, seconds: float | None = None) -> Collective:
-    """`count` times the message `one`, which take `seconds`, or each as long as alone."""
-    degree, stride = process_group(own.layout, one.group)
+def _collective(own: _Own, message: Message, count: int, when: str, seconds: float | None = None) -> Collective:
+    """`count` times the message `message`, which take `seconds`, or each as long as alone."""
+    degree, stride = process_group(own.layout, message.group)
     if seconds is None:
-        seconds = count * float(message_seconds(own.job, own.x, one)[0])
+        seconds = count * float(message_seconds(own.job, own.x, message)[0])
     link = link_name(own.job.cluster, stride, degree)
-    size, axis = float(one.bytes[0]), AXES.get(one.group, one.group)
-    return Collective(one.kind, axis, degree, size, count, when, one.what, link, seconds)
+    size, axis = float(message.bytes[0]), AXES.get(message.group, message.group)
+    return Collective(message.kind, axis, degree, size, count, when, message.what, link, seconds)
 
 
-def _kind(one: Collective) -> str:
-    return "" if one.what in (ALIKE, TIED) else TIME_KIND.get(one.axis, "dp")
+def _kind(entry: Collective) -> str:
+    return "" if entry.what in (ALIKE, TIED) else TIME_KIND.get(entry.axis, "dp")

@@ -46,10 +46,10 @@ def data_group(*, routed: bool) -> str:
     return "expert_data" if routed else "data"
 
 
-def train_seconds(job: Job, x: Columns, one: Message, count: Floats) -> Floats:
-    """Seconds of `count` messages with the bytes of `one` in all, sent one after another: ranks wait for each other
+def train_seconds(job: Job, x: Columns, message: Message, count: Floats) -> Floats:
+    """Seconds of `count` messages with the bytes of `message` in all, sent one after another: ranks wait for each other
     once, and each message has its own latency. They are as many as the engine's size of messages makes, if it has one.
     """
     each = job.engine.message_bytes
-    count = np.maximum(1.0, np.ceil(one.bytes / each) if each else count)
-    return collective_seconds(job.cluster, one.kind, one.bytes, *process_group(x, one.group), count)
+    count = np.maximum(1.0, np.ceil(message.bytes / each) if each else count)
+    return collective_seconds(job.cluster, message.kind, message.bytes, *process_group(x, message.group), count)

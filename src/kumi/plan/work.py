@@ -212,14 +212,14 @@ class _Work(Rows):
         """Adds what nothing hides of `messages`, by axis, and what the host does for them."""
         seconds: dict[tuple[str, str, str], Floats] = {}
         calls = np.where(self.tp > 1, COLLECTIVE_LAUNCHES, 0.0)
-        for one in messages:
-            each = message_seconds(self.job, self.layouts, one)
-            for phase, count in one.counts.items():
-                key = phase, TIME_KIND[one.group], one.behind
+        for message in messages:
+            each = message_seconds(self.job, self.layouts, message)
+            for phase, count in message.counts.items():
+                key = phase, TIME_KIND[message.group], message.behind
                 seconds[key] = seconds.get(key, 0.0) + count * each
-            if one.group == "tp":
-                cost.kernels_forward += calls * one.counts.get("forward", 0)
-                cost.kernels_backward += calls * one.counts.get("backward", 0)
+            if message.group == "tp":
+                cost.kernels_forward += calls * message.counts.get("forward", 0)
+                cost.kernels_backward += calls * message.counts.get("backward", 0)
         for (phase, axis, behind), sent in seconds.items():
             comm: dict[str, Floats] = getattr(cost, PHASES[phase])
             comm[axis] = comm.get(axis, 0.0) + self._exposed(cost, sent, phase, behind)

@@ -418,10 +418,12 @@ def _by_schedule(x: Any, holds: Callable[[Schedule], Any]) -> Any:
 @lru_cache
 def _alike() -> tuple[tuple[str, ...], ...]:
     """The schedules, those together that take the same stages and microbatches."""
-    found: dict[tuple[Any, ...], list[str]] = {}
-    for name, one in SCHEDULES.items():
-        found.setdefault((one.stages, one.more_stages, one.in_rounds, one.least_per_rank), []).append(name)
-    return tuple(tuple(names) for names in found.values())
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, schedule in SCHEDULES.items():
+        groups.setdefault(
+            (schedule.stages, schedule.more_stages, schedule.in_rounds, schedule.least_per_rank), []
+        ).append(name)
+    return tuple(tuple(names) for names in groups.values())
 
 
 def _recompute(model: ModelSpec) -> Iterator[Rule]:

@@ -39,13 +39,13 @@ class Cuts:
     def deals_heads(self, cp: Any, tp: Any) -> Any:
         """Whether each of `cp` ranks can get as many of a tp rank's heads, and the keys and values of these; degrees
         are whole numbers, or numpy arrays of them."""
-        found = cp > 0
+        divides = cp > 0
         for count in self.heads:
-            found = found & (count // tp % cp == 0)
+            divides = divides & (count // tp % cp == 0)
         for count in self.kv_heads:
-            held = -(-count // tp)
-            found = found & ((held % cp == 0) | (cp % held == 0))
-        return found
+            per_rank = -(-count // tp)
+            divides = divides & ((per_rank % cp == 0) | (cp % per_rank == 0))
+        return divides
 
 
 @lru_cache(maxsize=64)

@@ -88,10 +88,10 @@ def _joined(axes: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     Where the groups of the outermost axis leave out ranks in between, the stride is the mean one.
     """
     degree, extent = 1, axes[-1][1]
-    for one, stride in reversed(axes):
-        degree = degree * one
+    for size, stride in reversed(axes):
+        degree = degree * size
         # The outermost axis of more than one rank decides how far the group reaches.
-        extent = extent + (one > 1) * (one * stride - extent)
+        extent = extent + (size > 1) * (size * stride - extent)
     return degree, extent // degree
 
 

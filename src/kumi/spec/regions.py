@@ -107,13 +107,13 @@ def _between(runs: list[Run], first: int, last: int) -> list[Run]:
 def copies(param: Param, layout: Layout) -> tuple[Axis, ...]:
     """The axes along which ranks of a stage hold the same part of `param`, dp_replicate first."""
     routed = is_routed(param)
-    found = [axis(layout, "dp_replicate")]
-    found += [] if layout.zero else [axis(layout, zero_group(routed=routed))]
+    axes = [axis(layout, "dp_replicate")]
+    axes += [] if layout.zero else [axis(layout, zero_group(routed=routed))]
     if not routed:
-        found.append(tp_copies(param, layout))
+        axes.append(tp_copies(param, layout))
     elif not any(AXIS.get(dim.name) == "tp" for dim in param.dims):
-        found.append(axis(layout, "expert_tp"))
-    return tuple(one for one in found if one.degree > 1)
+        axes.append(axis(layout, "expert_tp"))
+    return tuple(group for group in axes if group.degree > 1)
 
 
 def tied_copies(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, ...]:

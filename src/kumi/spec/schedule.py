@@ -20,24 +20,24 @@ def refusal(schedule: str, pp: int, stages: int, microbatches: int) -> str | Non
     """Why `schedule` cannot order `microbatches` over `pp` ranks of `stages` stages; None when it can."""
     if schedule not in SCHEDULES:
         return f"schedule='{schedule}' is unknown; use {', '.join(SCHEDULES)}"
-    one = SCHEDULES[schedule]
-    if not one.takes_stages(stages):
+    record = SCHEDULES[schedule]
+    if not record.takes_stages(stages):
         return _wrong_stages(schedule, stages)
-    if not one.takes_microbatches(pp, microbatches):
+    if not record.takes_microbatches(pp, microbatches):
         return _wrong_microbatches(schedule, pp, microbatches)
     return None
 
 
 def _wrong_stages(schedule: str, stages: int) -> str:
-    one = SCHEDULES[schedule]
-    if one.more_stages:
+    record = SCHEDULES[schedule]
+    if record.more_stages:
         return (
-            f"schedule='{schedule}' needs {one.stages} or more stages a rank, not stages={stages}; "
-            f"set stages = {one.stages}, or {DEFAULT}"
+            f"schedule='{schedule}' needs {record.stages} or more stages a rank, not stages={stages}; "
+            f"set stages = {record.stages}, or {DEFAULT}"
         )
-    remedy = f"set stages = {one.stages}" + (", or schedule = 'interleaved'" if one.stages == 1 else "")
+    remedy = f"set stages = {record.stages}" + (", or schedule = 'interleaved'" if record.stages == 1 else "")
     return (
-        f"schedule='{schedule}' gives each rank {one.stages} stage{'s' * (one.stages > 1)}, not stages={stages}; "
+        f"schedule='{schedule}' gives each rank {record.stages} stage{'s' * (record.stages > 1)}, not stages={stages}; "
         f"{remedy}"
     )
 

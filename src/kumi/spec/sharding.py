@@ -174,11 +174,11 @@ def held_params(model: ModelSpec, layout: Layout, rank: int) -> tuple[Param, ...
         return params(model)
     bounds = stage_bounds(layout, model.num_hidden_layers)
     stages = placement(layout.schedule, layout.pp, layout.stages)[layout.coords(rank)["pp"]]
-    found = (
+    stage_operations = (
         stage_ops(model, range(*bounds[stage]), embedding=stage == 0, head=stage == len(bounds) - 1, shared=0 in stages)
         for stage in stages
     )
-    return tuple(param for ops in found for op in ops for param in op.params)
+    return tuple(param for ops in stage_operations for op in ops for param in op.params)
 
 
 def stage_ops(
@@ -227,8 +227,8 @@ def units(ops: Iterable[Op]) -> tuple[Unit, ...]:
         if op.params:
             parts.setdefault(_unit_of(op, tied=tied), []).append(op)
     root = parts.pop(("root", ""), None)
-    found = [Unit(name, _modules(name, module, own), tuple(own)) for (name, module), own in parts.items()]
-    return (*found, *([Unit("root", ("",), tuple(root))] if root else []))
+    listed = [Unit(name, _modules(name, module, own), tuple(own)) for (name, module), own in parts.items()]
+    return (*listed, *([Unit("root", ("",), tuple(root))] if root else []))
 
 
 def _unit_of(op: Op, *, tied: bool) -> tuple[str, str]:

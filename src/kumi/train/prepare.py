@@ -17,9 +17,9 @@ from kumi.data import (
     load_tokenizer,
     open_store,
     prepare,
-    train_tokenizer,
     would_read,
 )
+from kumi.data.bpe import train as train_tokenizer
 from kumi.errors import ConfigError
 from kumi.train.folder import DATA
 
@@ -92,12 +92,12 @@ def _sources(run: ResolvedRun) -> list[Source]:
 
 
 def _tokenizer(run: ResolvedRun) -> Tokenizer:
-    wanted = run.config.data.tokenizer
-    if isinstance(wanted, str):
+    section = run.config.data.tokenizer
+    if isinstance(section, str):
         tokenizer = load_tokenizer(tokenizer_folder(run))
     else:
         tokenizer = train_tokenizer(
-            _sources(run), wanted.vocab_size, tokenizer_folder(run), validation=run.config.data.validation
+            _sources(run), section.vocab_size, tokenizer_folder(run), validation=run.config.data.validation
         )
     _check_vocabulary(run, tokenizer)
     return tokenizer

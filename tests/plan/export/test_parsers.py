@@ -14,8 +14,8 @@ from export_jobs import EXAMPLES
 
 from kumi.plan.export import export
 from kumi.plan.export.hugging_face import OPTIMIZERS
-from kumi.plan.stages import bounds
 from kumi.spec.ledger import num_params
+from kumi.spec.sharding import stage_bounds
 
 PARSERS = Path(__file__).parent / "parsers"
 # Where the trainers' packages are looked for.
@@ -98,7 +98,9 @@ def test_megatron_reads_and_validates_the_run(tmp_path, script, trainer):
             },
         )
         if found.get("stages"):
-            assert found["stages"] == [last - first for first, last in bounds(layout, work.model)]
+            assert found["stages"] == [
+                last - first for first, last in stage_bounds(layout, work.model.num_hidden_layers)
+            ]
 
 
 def test_deepspeed_reads_the_configuration(tmp_path):
@@ -161,7 +163,11 @@ def test_torchtitan_builds_the_planned_model_and_mesh(tmp_path):
     reshard = {0: "default", 2: "never", 3: "always"}
     for (_, name), found in parsed("torchtitan_config", ["torchtitan"], tmp_path).items():
         work, layout, _ = EXAMPLES[name]
-        stages = [last - first for first, last in bounds(layout, work.model)] if layout.pp > 1 else None
+        stages = (
+            [last - first for first, last in stage_bounds(layout, work.model.num_hidden_layers)]
+            if layout.pp > 1
+            else None
+        )
         agree(
             found,
             {

@@ -55,8 +55,8 @@ class Trained:
 def trained_parameters(model: nn.Module, optim: Optim, mesh: Mesh, folder: Path | None = None) -> Trained:
     """Return what is trained of `model`, which `build` returned."""
     decoder = model.module if isinstance(model, DistributedDataParallel) else model
-    known = by_name(decoder.spec)
-    named = ((known[name], value) for name, value in decoder.named_parameters() if value.requires_grad)
+    params = by_name(decoder.spec)
+    named = ((params[name], value) for name, value in decoder.named_parameters() if value.requires_grad)
     return Trained(tuple(named), optim, mesh, folder)
 
 
@@ -65,10 +65,14 @@ def groups_of(parameters: Iterable[tuple[nn.Parameter, bool]], optim: Optim) -> 
 
     The learning rate is the caller's to set before every step.
     """
-    common, known = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}, list(parameters)
+    common, listed = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}, list(parameters)
     groups = [
-        {"params": [one for one, is_decayed in known if is_decayed], "weight_decay": optim.weight_decay, **common},
-        {"params": [one for one, is_decayed in known if not is_decayed], "weight_decay": 0.0, **common},
+        {
+            "params": [parameter for parameter, is_decayed in listed if is_decayed],
+            "weight_decay": optim.weight_decay,
+            **common,
+        },
+        {"params": [parameter for parameter, is_decayed in listed if not is_decayed], "weight_decay": 0.0, **common},
     ]
     return [group for group in groups if group["params"]]
 

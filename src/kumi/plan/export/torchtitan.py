@@ -14,11 +14,11 @@ from kumi.plan.export.common import offload, only, optimizer, precision, title, 
 from kumi.plan.export.text import Code, comment, python_call
 from kumi.plan.export.torchtitan_model import code as model_code
 from kumi.plan.export.torchtitan_model import problems as model_problems
-from kumi.plan.stages import bounds
 from kumi.spec import schedules
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
+from kumi.spec.sharding import stage_bounds
 
 NAME = "torchtitan"
 FILE = "kumi_torchtitan.py"
@@ -54,15 +54,15 @@ def _schedule(job: Job, layout: Layout) -> Iterator[str]:
     if layout.schedule not in SCHEDULES:
         yield from only("schedule", layout.schedule, SCHEDULES, NAME, "does not have it")
         return
-    known = schedules.SCHEDULES[layout.schedule]
-    if not known.more_stages and layout.stages != known.stages:
+    schedule = schedules.SCHEDULES[layout.schedule]
+    if not schedule.more_stages and layout.stages != schedule.stages:
         yield (
-            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} runs it with {known.stages} a rank; "
-            f"set stages = {known.stages}"
+            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} runs it with {schedule.stages} a rank; "
+            f"set stages = {schedule.stages}"
         )
-    elif not known.takes_stages(layout.stages):
+    elif not schedule.takes_stages(layout.stages):
         yield (
-            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} wants {known.stages} or more; "
+            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} wants {schedule.stages} or more; "
             f"set schedule = '1f1b'"
         )
     yield from _microbatches(job.batch.microbatches(layout), layout)
@@ -167,7 +167,7 @@ def parallelism(model: ModelSpec, layout: Layout) -> dict[str, Any]:
     return found | {
         "pipeline_parallel_schedule": SCHEDULES[layout.schedule],
         "pipeline_parallel_microbatch_size": layout.microbatch,
-        "module_fqns_per_model_part": Code(_stage_code(bounds(layout, model))),
+        "module_fqns_per_model_part": Code(_stage_code(stage_bounds(layout, model.num_hidden_layers))),
     }
 
 
