@@ -17,8 +17,8 @@ from itertools import product
 
 import torch
 
-from kumi.nn.cpu_attention import packed_attention
-from kumi.nn.cpu_flash import flash_attention
+from kumi.nn.attention.cpu_attention import packed_attention
+from kumi.nn.attention.cpu_flash import flash_attention
 
 # Rows, tokens a row, heads, key heads, size of a head.
 SHAPES = ((8, 512, 6, 2, 64), (8, 512, 8, 8, 32), (8, 512, 12, 4, 128), (1, 4096, 6, 2, 64))

@@ -38,9 +38,21 @@ CASES = {
     "kumi: to 8 ranks, tp=2,pp=2,dp_shard=2": ("kumi", "hf", "cut", CUT, "torch"),
     "kumi: 8 ranks to Hugging Face": ("kumi", "cut", "back", {"to": "hf"}, "torch"),
     "kumi: Hugging Face to Hugging Face": ("kumi", "hf", "back", {"to": "hf"}, "kumi.convert"),
-    "kumi: to float32": ("kumi", "hf", "float32", {"to": "hf", "dtype": "float32"}, "kumi.convert.casts"),
-    "kumi: float32 to bfloat16": ("kumi", "float32", "back", {"to": "hf", "dtype": "bfloat16"}, "kumi.convert.casts"),
-    "kumi: Hugging Face to Megatron": ("kumi", "hf", "megatron", {"to": "megatron"}, "kumi.convert.megatron_write"),
+    "kumi: to float32": ("kumi", "hf", "float32", {"to": "hf", "dtype": "float32"}, "kumi.convert.files.casts"),
+    "kumi: float32 to bfloat16": (
+        "kumi",
+        "float32",
+        "back",
+        {"to": "hf", "dtype": "bfloat16"},
+        "kumi.convert.files.casts",
+    ),
+    "kumi: Hugging Face to Megatron": (
+        "kumi",
+        "hf",
+        "megatron",
+        {"to": "megatron"},
+        "kumi.convert.megatron.write_megatron",
+    ),
     "transformers: from_pretrained, save_pretrained": ("transformers", "hf", "back", {}, "transformers"),
 }
 BRIDGE = {"Megatron-Bridge: import and export": ("bridge", "hf", "back", {}, "")}
@@ -126,7 +138,7 @@ def make_llama(folder, size):
     """The bytes of the weights, and of the largest of them, of a new folder with a random Llama in bfloat16."""
     import torch
 
-    from kumi.convert import hf
+    from kumi.convert.hf import read_folder
     from kumi.spec import families
     from kumi.spec.ledger import num_params, params
 
@@ -160,7 +172,7 @@ def make_llama(folder, size):
             value = (bits & -0x7F81 | 0x3C00).view(torch.bfloat16)
             yield param.name, value if len(param.shape) > 1 else torch.ones_like(value)
 
-    hf.write(folder, spec, tensors(), base_config=config, dtype="bfloat16", tokenizer_folder=None, card="")
+    read_folder.write(folder, spec, tensors(), base_config=config, dtype="bfloat16", tokenizer_folder=None, card="")
     return 2 * num_params(spec), 2 * max(param.numel for param in params(spec))
 
 

@@ -27,8 +27,8 @@ def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     from kumi_parts import make_parts, synthetic
 
     from kumi.spec.layout import Layout
-    from kumi.train.state import TrainState
     from kumi.train.step import StepCounts, train_step
+    from kumi.train.train_state import TrainState
 
     parts = make_parts(
         case.config(),

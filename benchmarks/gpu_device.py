@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from kumi.config.cluster import cluster_spec
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.schema import ClusterSection
 
 

@@ -9,22 +9,22 @@ import numpy as np
 import torch
 
 from kumi.config import ResolvedRun, from_dict
-from kumi.config.cluster import cluster_spec
-from kumi.config.optim import choose_optim
+from kumi.config.cluster_source import cluster_spec
+from kumi.config.optim_section import choose_optim
 from kumi.data import Batch
 from kumi.parallel.build import build
-from kumi.parallel.data import bare
+from kumi.parallel.data_parallel import bare
 from kumi.parallel.mesh import Place, build_mesh, init_distributed
 from kumi.parallel.optim.adamw import init_adamw
-from kumi.plan.choose import timed
 from kumi.plan.estimate import estimate
+from kumi.plan.search.select import timed
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
 from kumi.spec.precision import PRECISIONS
-from kumi.train.state import Parts
+from kumi.train.train_state import Parts
 
 ALONE = Layout()
 

@@ -176,14 +176,14 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
     """On a rank: seconds of CPU and of the clock of every step that counts."""
     import torch
 
-    from kumi.nn.matmul import enable_fast_float32
+    from kumi.nn.cpu_matmul import enable_fast_float32
     from kumi.parallel import (
         bare,
         build,
         build_mesh,
         clip_gradients,
         close_distributed,
-        context,
+        context_parallel,
         init_adamw,
         init_distributed,
         pipeline,
@@ -213,7 +213,7 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
             {name: x[start : start + layout.microbatch] for name, x in whole.items()}
             for start in range(first, first + share, layout.microbatch)
         ]
-        pipeline.train(model, mesh, [context.cut(part, mesh) for part in parts])
+        pipeline.train(model, mesh, [context_parallel.cut(part, mesh) for part in parts])
         clip_gradients(model, 1.0, mesh)
         optimizer.step()
         optimizer.zero_grad()

@@ -44,8 +44,8 @@ from kumi.spec.ledger import decayed
 from kumi.spec.numerics import FLASH, PRODUCTS, Numerics, attention_case
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.train.memory import keep_freed_memory
-from kumi.train.numerics import measure_here
+from kumi.train.measure_numerics import measure_here
+from kumi.train.process_memory import keep_freed_memory
 
 HALF = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
 # Shape -> its config.json, rows of a step, tokens a row.

@@ -129,7 +129,7 @@ def _rank(rank: int, ranks: int, fields: dict[str, int], steps: int, folder: str
     import torch
 
     from kumi.parallel import bare, build, build_mesh, build_optimizer, close_distributed, init_distributed
-    from kumi.parallel.optim import whole
+    from kumi.parallel.optim import whole_matrices
     from kumi.spec import families
     from kumi.spec.layout import Layout
     from kumi.spec.optim import Optim
@@ -140,7 +140,7 @@ def _rank(rank: int, ranks: int, fields: dict[str, int], steps: int, folder: str
     spec = families.from_hf(tomllib.loads(QUICKSTART.read_text())["model"]["config"])
     model = build(spec, mesh, PRECISIONS["fp32"], weights=0)
     optimizer, sent = build_optimizer(model, mesh, Optim(kind="muon")), [0.0]
-    exchange = whole._exchange
+    exchange = whole_matrices._exchange
 
     def timed(*args: Any) -> Any:
         began = time.perf_counter()
@@ -149,7 +149,7 @@ def _rank(rank: int, ranks: int, fields: dict[str, int], steps: int, folder: str
         finally:
             sent[0] += time.perf_counter() - began
 
-    whole._exchange = timed
+    whole_matrices._exchange = timed
     seconds, shares = [], []
     for _ in range(steps):
         for parameter in bare(model).parameters():

@@ -26,7 +26,7 @@ from pathlib import Path
 import machine
 import shapes
 
-from kumi.plan.timeline import Timeline, simulate
+from kumi.plan.pipeline.timeline import Timeline, simulate
 from kumi.spec.layout import Layout
 from kumi.spec.schedule import actions, placement
 
@@ -137,7 +137,7 @@ def train(args: argparse.Namespace) -> None:
     import torch
 
     from kumi.parallel import bare, build, build_mesh, close_distributed, init_adamw, init_distributed, pipeline
-    from kumi.parallel.record import gather, start
+    from kumi.parallel.pipeline_trace import gather, start
     from kumi.spec import families
     from kumi.spec.ledger import decayed
     from kumi.spec.optim import Optim

@@ -12,10 +12,10 @@ from planner_jobs import Case
 from planner_metrics import grouped, mean_abs_error, one_constant, signed_error, spearman, top1_regrets
 from planner_models import parameters
 
-from kumi.plan.columns import columns
 from kumi.plan.estimate import estimate_many, memory_of
-from kumi.plan.memory import as_read, usable
-from kumi.plan.step import step
+from kumi.plan.layout_batch import columns
+from kumi.plan.memory.device_memory import as_read, usable
+from kumi.plan.time.step_time import step
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 

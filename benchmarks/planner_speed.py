@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from kumi.config import job, plan_from_dict
-from kumi.plan.search import search
+from kumi.plan.search.search_layouts import search
 
 MODELS = Path(__file__).parents[1] / "examples" / "models"
 

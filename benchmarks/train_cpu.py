@@ -180,7 +180,7 @@ def matmul_peak(threads: int) -> dict:
 def chosen(setup: Setup) -> dict:
     """How kumi chooses to compute with the threads of `setup`, and the seconds that measuring took, imports apart."""
     program = (
-        f"import json; from kumi.train.numerics import measure_here; found = measure_here({setup.processes})\n"
+        f"import json; from kumi.train.measure_numerics import measure_here; found = measure_here({setup.processes})\n"
         "print(json.dumps({'numerics': str(found.numerics), 'kind': found.numerics.kind, 'seconds': found.took}))"
     )
     done = subprocess.run(

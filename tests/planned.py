@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kumi.plan.columns import columns
-from kumi.plan.memory import microbatches_of
-from kumi.plan.stages import share
-from kumi.plan.states import Gathered, gathered, held
+from kumi.plan.layout_batch import columns
+from kumi.plan.memory.device_memory import microbatches_of
+from kumi.plan.memory.states import Gathered, gathered, held
+from kumi.plan.pipeline.stages import share
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.engine import KUMI

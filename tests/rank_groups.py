@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.placement import EXPERT_AXES, axis
+from kumi.spec.process_groups import EXPERT_AXES, axis
 
 
 def groups(layout: Layout, name: str) -> tuple[tuple[int, ...], ...]:

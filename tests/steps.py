@@ -22,10 +22,10 @@ from kumi.parallel import (
     pipeline,
     total,
 )
-from kumi.parallel.context import cut
-from kumi.parallel.grads import by_name, local
-from kumi.parallel.optim.base import Optimizer
-from kumi.parallel.state import pieces_of
+from kumi.parallel.context_parallel import cut
+from kumi.parallel.grad_norm import by_name, local
+from kumi.parallel.optim.optimizer import Optimizer
+from kumi.parallel.state_tensors import pieces_of
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope

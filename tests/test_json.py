@@ -57,7 +57,7 @@ def test_every_verb_prints_one_object(tmp_path, monkeypatch, capsys):
     (tmp_path / "words.txt").write_text("unbreakable\n")
     monkeypatch.setattr("kumi.hub.check_push", lambda name, flag: None)
     monkeypatch.setattr("kumi.hub.push", lambda folder, name, **_: f"https://hub/{name}")
-    monkeypatch.setattr("kumi.bench.start._measure", lambda machine, numerics, quick: (0, None))
+    monkeypatch.setattr("kumi.bench.run_bench._measure", lambda machine, numerics, quick: (0, None))
     for words, keys in COMMANDS:
         assert main([*words, "--json"]) == 0, words
         output = capsys.readouterr()

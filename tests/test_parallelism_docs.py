@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from kumi.config.schema import LayoutSection
-from kumi.parallel.ring import positions_of
-from kumi.plan.activations import ledger
-from kumi.plan.columns import columns
+from kumi.parallel.ring_attention import positions_of
 from kumi.plan.estimate import estimate
-from kumi.plan.traffic import collectives
+from kumi.plan.layout_batch import columns
+from kumi.plan.memory.activations import ledger
+from kumi.plan.time.traffic import collectives
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
 from kumi.spec.layout import CONTEXT, OFFLOAD, Layout
 from kumi.spec.ledger import layer_ops, num_params, ops, params
 from kumi.spec.op import Dim, Param
-from kumi.spec.placement import axis
+from kumi.spec.process_groups import axis
 from kumi.spec.schedule import placement
 from kumi.spec.schedules import SCHEDULES
 from kumi.spec.sharding import is_routed, local_numel, local_shape, stage_bounds, style, units

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kumi.cli import main
-from kumi.convert.adapter_read import adapters_reader
+from kumi.convert.hf.adapter_read import adapters_reader
 from kumi.data.binfile import open_file
 from kumi.errors import KumiError
 from kumi.paths import looked_for

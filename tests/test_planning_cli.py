@@ -15,7 +15,7 @@ import pytest
 from kumi.cli import _parser, main
 from kumi.config import load
 from kumi.errors import FitError
-from kumi.plan.export import TRAINERS
+from kumi.export import TRAINERS
 
 ROOT = Path(__file__).parents[1]
 

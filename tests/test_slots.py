@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from kumi.parallel import build
-from kumi.parallel.stages import stages_of
+from kumi.parallel.stage_modules import stages_of
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, mesh_of

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from kumi.convert.entry import read_entry
-from kumi.convert.hf import entries
-from kumi.nn.init import fill
+from kumi.convert.files.stored_tensor import read_entry
+from kumi.convert.hf.read_folder import entries
+from kumi.nn.initialize import fill
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 

@@ -11,14 +11,15 @@ HERE = Path(__file__).parent
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("commands and Python functions", ("cli", "api")),
     ("training, measuring, launching", ("train", "bench", "launch")),
-    ("conversion, dry runs", ("convert", "dryrun")),
-    ("models on many ranks", ("parallel",)),
+    ("models on many ranks", ("parallel", "dryrun")),
+    ("conversion", ("convert",)),
     ("layers, tokens, checkpoints", ("nn", "data", "storage", "compat")),
-    ("run files and machines", ("describe", "config", "clusters")),
-    ("reports of plans", ("report",)),
+    ("plans and runs, shown", ("report",)),
+    ("run files and machines", ("config", "clusters")),
+    ("other trainers' configurations", ("export",)),
     ("the planner: memory, time, search", ("plan",)),
     ("descriptions: frozen data", ("spec", "objectives", "megatron")),
-    ("files, errors, units", ("hub", "files", "output", "progress", "units", "paths", "errors")),
+    ("files, errors, units", ("hub", "files", "safe_output", "progress", "units", "paths", "errors", "deprecated")),
 )
 TORCH = {"train", "bench", "launch", "convert", "dryrun", "parallel", "nn", "compat"}
 LEFT, ROW, GAP = 250.0, 34.0, 6.0

@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from kumi.config import job, load_plan
-from kumi.describe import placement
-from kumi.plan.activations import ledger
-from kumi.plan.columns import columns
 from kumi.plan.estimate import estimate
-from kumi.plan.timeline import Timeline, simulate
-from kumi.plan.traffic import collectives
-from kumi.plan.types import Collective, MemoryEstimate
-from kumi.report.figures import wire_bytes
-from kumi.report.words import percent, rate, volume
+from kumi.plan.estimates import Collective, MemoryEstimate
+from kumi.plan.layout_batch import columns
+from kumi.plan.memory.activations import ledger
+from kumi.plan.pipeline.timeline import Timeline, simulate
+from kumi.plan.time.traffic import collectives
+from kumi.report.phrases import percent, rate, volume
+from kumi.report.quantities import wire_bytes
+from kumi.report.rank_placement import placement
 from kumi.spec import schedule, schedules
 from kumi.spec.batch import BatchSpec
 from kumi.spec.job import Job
@@ -30,8 +30,8 @@ from kumi.spec.layout import CONTEXT, OFFLOAD, Layout
 from kumi.spec.ledger import layer_ops, logit_chunk
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import KINDS, bytes_per_element
-from kumi.spec.placement import axis
 from kumi.spec.precision import ITEMSIZE, PRECISIONS
+from kumi.spec.process_groups import axis
 from kumi.spec.sharding import cut_shape, is_routed, local_numel, stage_bounds
 from kumi.units import format_bytes
 

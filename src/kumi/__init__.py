@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kumi.api import describe_run, plan_run, tokenizer, train_run
     from kumi.convert import load_decoder
     from kumi.train.callbacks import TrainerCallback, TrainerControl, TrainerState
-    from kumi.train.summary import TrainOutput
+    from kumi.train.run_summary import TrainOutput
 
 __all__ = [
     "TrainOutput",
@@ -28,7 +28,7 @@ __all__ = [
 
 # The module of each name: imported when it is first used, since load_decoder needs torch and the rest may not.
 _MODULES = {
-    "TrainOutput": "kumi.train.summary",
+    "TrainOutput": "kumi.train.run_summary",
     "TrainerCallback": "kumi.train.callbacks",
     "TrainerControl": "kumi.train.callbacks",
     "TrainerState": "kumi.train.callbacks",

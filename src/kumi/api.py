@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kumi.config.load import Overrides, RunFile
     from kumi.data import Tokenizer
-    from kumi.report.report import Report
+    from kumi.plan.report import Report
     from kumi.train.callbacks import TrainerCallback
-    from kumi.train.summary import TrainOutput
+    from kumi.train.run_summary import TrainOutput
 
 
 def plan_run(
@@ -43,8 +43,8 @@ def plan_run(
     """
     from kumi.config import plan_input
     from kumi.config.model_plan import load_plan_or_model
+    from kumi.plan.session import plan
     from kumi.report.notebook import NotebookReport
-    from kumi.report.planning import plan
 
     config, _ = load_plan_or_model(run, gpus, overrides)
     asked = plan_input(config)
@@ -54,7 +54,7 @@ def plan_run(
 
 def describe_run(run: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
     """Return the model, layout, batch, memory and placement of `run` as plain data. Raise as `plan_run` does."""
-    from kumi.describe import described
+    from kumi.report.run_description import described
 
     return described(run, overrides)
 
@@ -80,7 +80,7 @@ def train_run(
     from kumi.config import load
     from kumi.launch.local import is_rank
     from kumi.train.callbacks import Callbacks
-    from kumi.train.summary import train_output
+    from kumi.train.run_summary import train_output
 
     config = load(run, overrides)
     listener = Callbacks(config, callbacks)
@@ -89,7 +89,7 @@ def train_run(
 
         start(config, allow_change=allow_change, listener=listener)
     else:
-        from kumi.train.child import train_in_child
+        from kumi.train.child_process import train_in_child
 
         train_in_child(config, listener, allow_change, print if verbose else lambda line: None)
     return train_output(config)
@@ -100,12 +100,12 @@ def tokenizer(source: str | Path) -> Tokenizer:
 
     Raise ConfigError where there is none, or its end mark is not known.
     """
-    from kumi.config.model import model_folder
+    from kumi.config.model_source import model_folder
     from kumi.data import load_tokenizer
 
     folder = model_folder(str(source), "source")
     if not (folder / "tokenizer.json").exists():
-        from kumi.convert.load import tokenizer_folder
+        from kumi.convert.load_weights import tokenizer_folder
 
         folder = tokenizer_folder(folder)
     return load_tokenizer(folder)

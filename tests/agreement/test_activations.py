@@ -6,9 +6,9 @@ import torch
 from held import held
 from kumi.parallel import build, build_mesh
 from kumi.parallel.mesh import Place
-from kumi.plan.activations import ledger
-from kumi.plan.columns import columns
-from kumi.plan.memory import rank_memory
+from kumi.plan.layout_batch import columns
+from kumi.plan.memory.activations import ledger
+from kumi.plan.memory.device_memory import rank_memory
 from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope

@@ -12,8 +12,8 @@ from kumi.dryrun import dry_run
 from kumi.nn.decoder import Decoder
 from kumi.nn.lora import adapt
 from kumi.parallel import bare, build, init_adamw
-from kumi.parallel.grads import local
-from kumi.plan.memory import rank_memory
+from kumi.parallel.grad_norm import local
+from kumi.plan.memory.device_memory import rank_memory
 from kumi.spec import ledger
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kumi.parallel import build, clip_gradients
-from kumi.plan.traffic import collectives
+from kumi.plan.time.traffic import collectives
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from planned import job_of

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from kumi.parallel import build
-from kumi.plan.traffic import collectives
+from kumi.plan.time.traffic import collectives
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from planned import job_of

@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kumi.nn import Decoder
-from kumi.plan.columns import columns
 from kumi.plan.estimate import estimate
-from kumi.plan.work import table
+from kumi.plan.layout_batch import columns
+from kumi.plan.time.layer_costs import table
 from kumi.spec import ledger
 from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout

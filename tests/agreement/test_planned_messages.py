@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from kumi.plan.traffic import collectives
+from kumi.plan.time.traffic import collectives
 from kumi.spec.batch import BatchSpec
 from kumi.spec.layout import Layout
-from kumi.spec.messages import ACTIVATION, Send, work
+from kumi.spec.sends_and_recvs import ACTIVATION, Send, work
 from planned import job_of
 from steps import SPECS
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from grids import sampled
 from kumi.parallel import bare, build, init_adamw
-from kumi.parallel.grads import local
+from kumi.parallel.grad_norm import local
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed, ops
 from kumi.spec.optim import Optim

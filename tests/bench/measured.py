@@ -1,7 +1,7 @@
 """Measurements as a machine with round figures would give them."""
 
-from kumi.bench.found import Measurements, Timing, Transfer
-from kumi.plan.comm import collective_seconds
+from kumi.bench.measurements import Measurements, Timing, Transfer
+from kumi.plan.time.collective_times import collective_seconds
 from kumi.spec.cluster import ClusterSpec, Device, Link
 
 CPU = Device("Testor 3000", "cpu", 8 * 2**30, ("float32", "bfloat16"))

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kumi.bench import clock, collectives, kernels, rank, start
-from kumi.bench.found import read_measurements
+from kumi.bench import clock, measuring_rank, run_bench, time_collectives, time_kernels
+from kumi.bench.measurements import read_measurements
 from kumi.cli import main
-from kumi.config.cluster import cluster_spec
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.schema import ClusterSection
 from kumi.launch.signals import StopFlag
 from kumi.parallel.mesh import Place
@@ -20,7 +20,7 @@ from kumi.spec.numerics import REFERENCE
 from steps import mesh_of
 
 TINY = replace(
-    kernels.SIZES["cpu"],
+    time_kernels.SIZES["cpu"],
     squares=(16, 32),
     peak=64,
     shapes=((48, 16, 31),),
@@ -36,11 +36,11 @@ TINY = replace(
 
 def shrink(patch):
     """Makes all work tiny; `patch(thing, name, value)` sets an attribute or, of a dict, an item."""
-    patch(kernels.SIZES, "cpu", TINY)
-    patch(collectives.MOST, "cpu", 2**16)
+    patch(time_kernels.SIZES, "cpu", TINY)
+    patch(time_collectives.MOST, "cpu", 2**16)
     patch(clock, "SAMPLE_S", 1e-4)
-    patch(rank, "BUDGET", 1e-3)
-    patch(rank, "QUICK_BUDGET", 1e-3)
+    patch(measuring_rank, "BUDGET", 1e-3)
+    patch(measuring_rank, "QUICK_BUDGET", 1e-3)
 
 
 @pytest.fixture
@@ -96,9 +96,9 @@ def test_a_rank_of_a_launcher_is_refused(tiny, monkeypatch, capsys):
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     gpus = replace(cluster_spec(ClusterSection(source="h100-sxm")), devices_per_node=8)
-    monkeypatch.setattr(start, "cluster_spec", lambda section: gpus)
-    with pytest.raises(start.ConfigError, match="--ranks 9, and this machine has 8 GPUs"):
-        start.this_machine(9)
+    monkeypatch.setattr(run_bench, "cluster_spec", lambda section: gpus)
+    with pytest.raises(run_bench.ConfigError, match="--ranks 9, and this machine has 8 GPUs"):
+        run_bench.this_machine(9)
 
 
 def _measured(quick):
@@ -110,8 +110,8 @@ def _measured(quick):
         )
     )
     mesh = mesh_of(Layout(dp_replicate=torch.distributed.get_world_size()))
-    found = rank._measure(
-        rank.BenchRequest("cpu", ("float32", "float16"), "float16", quick, REFERENCE), mesh, StopFlag()
+    found = measuring_rank._measure(
+        measuring_rank.BenchRequest("cpu", ("float32", "float16"), "float16", quick, REFERENCE), mesh, StopFlag()
     )
     torch.set_float32_matmul_precision("highest")  # the rank lives on, for other tests
     return found
@@ -122,7 +122,7 @@ def test_ranks_measure_every_collective_in_every_group(ranks, world, quick):
     found, *others = ranks(world, _measured, quick)
     assert all((one.kernels, one.transfers) == (found.kernels, found.transfers) for one in others)  # they agree
     sizes = {2**12, 2**14, 2**16} if not quick else {2**12, 2**16}
-    wanted = {(kind, degree, size) for kind in collectives.KINDS for degree in {2, world} for size in sizes}
+    wanted = {(kind, degree, size) for kind in time_collectives.KINDS for degree in {2, world} for size in sizes}
     assert {(one.kind, one.degree, one.size) for one in found.transfers} == wanted
     assert bool(found.of("attention", "float32")) is not quick
     assert found.of("attention", "float16")
@@ -136,8 +136,9 @@ def _stopped():
     mesh, flag = mesh_of(Layout(dp_replicate=2)), StopFlag()
     flag.requested = 15 if mesh.rank == 1 else None
     try:
-        rank._measure(rank.BenchRequest("cpu", ("float32",), "float32", True, REFERENCE), mesh, flag)
-    except rank.Stopped as stopped:
+        request = measuring_rank.BenchRequest("cpu", ("float32",), "float32", True, REFERENCE)
+        measuring_rank._measure(request, mesh, flag)
+    except measuring_rank.Stopped as stopped:
         return stopped.signum
     return None
 
@@ -160,5 +161,5 @@ def test_work_is_timed_by_the_call():
 
 def test_messages_divide_the_world():
     place = Place(0, 6, 0, torch.device("cpu"))
-    degrees = {case.degree for case in collectives.cases(place.world_size, "cpu", quick=False)}
+    degrees = {case.degree for case in time_collectives.cases(place.world_size, "cpu", quick=False)}
     assert degrees == {2, 3, 6}

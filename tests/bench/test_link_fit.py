@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from measured import CPU, GPU, LINK, transfers
 
-from kumi.bench.fit import fit_link, line
+from kumi.bench.fit_links import fit_link, line
 from kumi.spec.cluster import Link
 
 SIZES = [2.0**power for power in range(12, 26, 2)]

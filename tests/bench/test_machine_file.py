@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from measured import CPU, GPU, LINK, found, transfers
 
-from kumi.bench.file import node_toml, refuse_existing, write_new
-from kumi.bench.machine import node_of, remarks
-from kumi.config.cluster import cluster_spec
+from kumi.bench.cluster_toml import node_toml, refuse_existing, write_new
+from kumi.bench.describe_machine import node_of, remarks
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.presets import presets, read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import RefusedError

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from measured import CPU, found, transfers
 
-from kumi.bench.file import node_toml
-from kumi.bench.machine import node_of
+from kumi.bench.cluster_toml import node_toml
+from kumi.bench.describe_machine import node_of
 from kumi.bench.refit import LEAST_STEPS, WARM_UP, read_run, recalibrate, render
 from kumi.cli import main
 from kumi.config import dump, load, open_run, resolve
-from kumi.config.cluster import cluster_spec
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.presets import read_node
 from kumi.config.schema import ClusterSection
-from kumi.describe import console
 from kumi.errors import ConfigError, RefusedError
 from kumi.plan.estimate import estimate
+from kumi.report.run_description import console
 from kumi.spec.job import Job
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"

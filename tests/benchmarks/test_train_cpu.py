@@ -25,8 +25,8 @@ from kumi_parts import make_parts, synthetic
 
 from kumi.config import from_dict
 from kumi.spec import families, ledger
-from kumi.train.state import TrainState
 from kumi.train.step import StepCounts, train_step
+from kumi.train.train_state import TrainState
 
 
 def test_the_run_file_is_a_valid_run_and_the_shapes_are_what_they_are_called():

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from kumi.config import dump, load, load_plan, open_run, resolve
-from kumi.config.cluster import cluster_spec
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.numerics import Measured, Processor, cached, chosen, given, keep, this_processor
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
@@ -40,7 +40,7 @@ def _home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("KUMI_NUMERICS", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("kumi.config.machine._gpus", list)
+    monkeypatch.setattr("kumi.config.local_machine._gpus", list)
     monkeypatch.chdir(tmp_path)
 
 

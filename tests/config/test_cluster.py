@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kumi.config import machine
-from kumi.config.cluster import cluster_spec
+from kumi.config import local_machine
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.hardware import hardware
 from kumi.config.presets import presets, read_device, read_link, read_network, read_node
 from kumi.config.schema import ClusterSection
@@ -241,7 +241,7 @@ def test_of_an_unknown_gpu_nothing_is_guessed(monkeypatch):
 )
 def test_the_gpus_are_those_that_cuda_visible_devices_names(monkeypatch, visible, mebibytes):
     smi(monkeypatch, *[("NVIDIA X1", str(1000 * number), "9.0") for number in (1, 2, 3, 4)], visible=visible)
-    assert [gpu.memory for gpu in machine._gpus()] == [2**20 * each for each in mebibytes]
+    assert [gpu.memory for gpu in local_machine._gpus()] == [2**20 * each for each in mebibytes]
 
 
 @pytest.mark.parametrize("visible", [None, "0", "MIG-ab12", "MIG-GPU-10ab-0/1/0"])

@@ -10,9 +10,9 @@ from tests.config.test_chosen_numerics import RUN
 from kumi import hub
 from kumi.config import dump, load, open_run, resolve
 from kumi.config.run_plan import parse_plan, read_plan
-from kumi.config.stored import Begun
+from kumi.config.stored_config import Begun
 from kumi.errors import FitError, LayoutError, RefusedError
-from kumi.plan import choose
+from kumi.plan.search import select
 
 DEVICE = """devices_per_node = {ranks}
 [device]
@@ -65,13 +65,13 @@ def test_a_layout_stays_where_a_search_would_choose_another():
             machines(reserved=reserved)
             run = resolve(config(), begun=begun)
             assert (run.layout, run.change, run.pinned) == (begun.plan.layout, "", {})
-            assert run.estimate == choose.estimate_of(run.job, run.layout)
+            assert run.estimate == select.estimate_of(run.job, run.layout)
 
 
 def test_nothing_is_searched_for_a_layout_that_stays(monkeypatch):
     machines()
     begun = began()
-    monkeypatch.setattr("kumi.config.decide.choose_layout", None)
+    monkeypatch.setattr("kumi.config.decide_layout.choose_layout", None)
     assert resolve(config(), begun=begun).layout == begun.plan.layout
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kumi.config import from_dict, job, plan_from_dict, resolve
-from kumi.config.cluster import cluster_spec
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.jobs import choose_precision
-from kumi.config.model import model_folder, read_hf_config
-from kumi.config.pinned import pinned_to
+from kumi.config.model_source import model_folder, read_hf_config
+from kumi.config.pinned_run import pinned_to
 from kumi.config.schema import ClusterSection, ModelSection
 from kumi.errors import ConfigError, ModelError
 from kumi.hub import reach

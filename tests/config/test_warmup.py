@@ -3,7 +3,7 @@
 import pytest
 
 from kumi.config import dump, load, load_plan
-from kumi.config.optim import choose_optim
+from kumi.config.optim_section import choose_optim
 from kumi.config.schema import WARMUP_RATIO, OptimSection
 from kumi.errors import ConfigError
 

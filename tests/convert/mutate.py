@@ -14,7 +14,7 @@ import traceback
 import zlib
 from pathlib import Path
 
-from kumi.convert.source import open_source
+from kumi.convert.open_model import open_source
 from kumi.errors import KumiError
 
 WORDS = [

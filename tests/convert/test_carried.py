@@ -8,10 +8,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kumi.convert import convert, hf, load_decoder
-from kumi.convert.carried import FILE, carried
-from kumi.convert.safetensors_read import tensors_of
-from kumi.convert.source import open_source
+from kumi.convert import convert, load_decoder
+from kumi.convert.files.safetensors_read import tensors_of
+from kumi.convert.hf import read_folder
+from kumi.convert.hf.passthrough import FILE, carried
+from kumi.convert.open_model import open_source
 from kumi.convert.verify import verify
 from kumi.errors import ModelError
 from kumi.spec import families
@@ -40,7 +41,7 @@ def test_transformers_loads_the_whole_of_a_model_that_sees(case, anew, saved, tm
     source = saved(case)
     opened = open_source(source)
     assert opened.carried
-    hf.write(
+    read_folder.write(
         tmp_path / "new",
         opened.spec,
         opened.tensors(),

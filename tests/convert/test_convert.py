@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from tiny_models import CASES
 
 from kumi import load_decoder
-from kumi.convert import convert, hf, verify
-from kumi.convert.source import open_source
+from kumi.convert import convert, verify
+from kumi.convert.hf import read_folder
+from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, ModelError, RefusedError
 
 
@@ -80,7 +81,7 @@ def test_transformers_loads_what_kumi_wrote(case, anew, saved, tmp_path):
     """With a config.json as it was, or `anew` from the model alone."""
     source = saved(case)
     opened = open_source(source)
-    hf.write(
+    read_folder.write(
         tmp_path / "new",
         opened.spec,
         opened.tensors(),

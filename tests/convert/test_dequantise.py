@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from kumi.convert import convert, hf, load_decoder
-from kumi.convert.load import weights_reader
-from kumi.convert.source import open_source
+from kumi.convert import convert, load_decoder
+from kumi.convert.hf import read_folder
+from kumi.convert.load_weights import weights_reader
+from kumi.convert.open_model import open_source
 from kumi.errors import ModelError
 from kumi.spec import families
 
@@ -44,7 +45,7 @@ def quantised_fp8(folder: Path, block=(24, 16)) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", ["llama", "deepseek-v3"])
 def test_blocks_of_fp8(case, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(read_folder, "BLOCK_BYTES", 500)
     source = saved(case, torch.bfloat16)
     meant = quantised_fp8(source)
     said = convert(source, tmp_path / "new", to="hf")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kumi.convert import hf, load_decoder, weights_reader
+from kumi.convert import load_decoder, weights_reader
+from kumi.convert.hf import read_folder
 from kumi.errors import ModelError, RefusedError
 from kumi.spec import families
 from weights import read_tensors
@@ -92,8 +93,8 @@ def test_parts_of_experts_are_read_from_their_own_tensors_only(case, saved, monk
     folder = saved(case, max_shard_size="20KB")
     spec, whole = families.from_hf(families.read_config(folder)), load_decoder(folder).state_dict()
     read, asked = weights_reader(folder, spec), []
-    part = hf.read_part
-    monkeypatch.setattr(hf, "read_part", lambda entry, *rest: asked.append(entry.name) or part(entry, *rest))
+    part = read_folder.read_part
+    monkeypatch.setattr(read_folder, "read_part", lambda entry, *rest: asked.append(entry.name) or part(entry, *rest))
     name = "model.layers.1.mlp.experts.gate_up_proj"
     experts, rows, columns = whole[name].shape
     assert torch.equal(read(f"model/{name}", (1, 0, 0), (2, rows, columns)), whole[name][1:3])
@@ -152,7 +153,7 @@ def write(folder: Path, source: Path, **changes):
         "tokenizer_folder": None,
         "card": "# x\n",
     }
-    hf.write(folder, spec, tensors, **options | changes)
+    read_folder.write(folder, spec, tensors, **options | changes)
 
 
 def test_shards_and_their_index(saved, tmp_path):
@@ -240,7 +241,7 @@ def test_too_little_disk_is_found_before_anything_is_written(saved, tmp_path, mo
 
 def test_model_card(saved):
     spec = families.from_hf(families.read_config(saved()))
-    card = hf.model_card(
+    card = read_folder.model_card(
         name='a "name"',
         model=spec,
         facts={"steps": "3"},

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kumi.convert import convert
-from kumi.convert.safetensors_read import INDEX, SINGLE, read_header, tensors_of
-from kumi.convert.source import open_source
+from kumi.convert.files.safetensors_read import INDEX, SINGLE, read_header, tensors_of
+from kumi.convert.open_model import open_source
 from kumi.errors import ModelError, RefusedError
 from kumi.storage import checkpoint
 

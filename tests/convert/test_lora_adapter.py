@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kumi.convert import merge
-from kumi.convert.adapter import CONFIG, WEIGHTS, modules, write_adapter
-from kumi.convert.adapter_read import as_trained, read_adapters
-from kumi.convert.load import load_decoder
-from kumi.convert.source import open_source
+from kumi.convert.hf.adapter_read import as_trained, read_adapters
+from kumi.convert.hf.adapter_write import CONFIG, WEIGHTS, modules, write_adapter
+from kumi.convert.load_weights import load_decoder
+from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, ModelError
 from kumi.nn.decoder import Decoder
 from kumi.nn.lora import adapt

@@ -17,10 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from kumi.convert import convert, dcp_write, megatron
-from kumi.convert.dcp import open_checkpoint
-from kumi.convert.megatron_write import ITERATION, Options
-from kumi.convert.source import open_source
+from kumi.convert import convert
+from kumi.convert.megatron import dcp_write, read_megatron
+from kumi.convert.megatron.dcp_read import open_checkpoint
+from kumi.convert.megatron.write_megatron import ITERATION, Options
+from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, KumiError, ModelError, RefusedError
 from kumi.megatron.args import to_config
 from kumi.spec import families
@@ -120,7 +121,7 @@ def test_the_layout_is_megatrons(saved: Saved, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["qwen3", "mixtral", "deepseek-v3"])
 def test_parts_of_tensors_and_blocks_of_rows(case: str, saved: Saved, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(megatron, "BLOCK_BYTES", 600)
+    monkeypatch.setattr(read_megatron, "BLOCK_BYTES", 600)
     source = open_source(written(saved, tmp_path, case))
     draw = Random(0)
     for name, whole in source.tensors():

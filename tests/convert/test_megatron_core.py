@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from kumi import load_decoder
-from kumi.convert import convert, megatron
-from kumi.convert.megatron_write import ITERATION, Options
-from kumi.convert.source import open_source
-from kumi.megatron import model as megatron_model
+from kumi.convert import convert
+from kumi.convert.megatron import read_megatron
+from kumi.convert.megatron.write_megatron import ITERATION, Options
+from kumi.convert.open_model import open_source
+from kumi.megatron import model_fields as megatron_model
 from kumi.spec import families
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +87,7 @@ def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path:
         ours, original = load_decoder(source)(ids), open_source(source)
         for tp in (1, 2):
             assert (torch.load(tmp_path / f"{case}-{tp}.pt")[..., :97] - ours).abs().max() <= 1e-4
-            keys = megatron.open_model(tmp_path / f"{case}-{tp}", config=source).keys
+            keys = read_megatron.open_model(tmp_path / f"{case}-{tp}", config=source).keys
             ways.add((keys.homogeneous, keys.halves))
             again = open_source(tmp_path / f"{case}-{tp}", config=source)
             assert all(tensor.equal(original.read(name)) for name, tensor in again.tensors())

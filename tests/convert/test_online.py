@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kumi.convert import weights_reader
-from kumi.convert.online import export_tensors
 from kumi.errors import ModelError
 from kumi.parallel import build
+from kumi.parallel.export_weights import export_tensors
 from kumi.spec import families
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kumi.convert import casts, convert, hf, runs, stream
-from kumi.convert.source import open_source
+from kumi.convert import convert
+from kumi.convert.files import byte_runs, casts, stream
+from kumi.convert.hf import read_folder
+from kumi.convert.open_model import open_source
 from kumi.errors import RefusedError
 from kumi.storage import checkpoint
 
@@ -85,7 +87,7 @@ def test_bits_are_the_same_whatever_the_kernel_copies(ways, kernel_bytes, saved,
 
     source = saved("llama", torch.bfloat16)
     fill_with_any_bits(source)
-    monkeypatch.setattr(runs, "KERNEL_BYTES", kernel_bytes)
+    monkeypatch.setattr(byte_runs, "KERNEL_BYTES", kernel_bytes)
     monkeypatch.setattr(stream, "BUFFER_BYTES", 96)
     for way in ways:
         monkeypatch.setattr(os, way, refused)
@@ -161,7 +163,7 @@ def test_damage_is_seen_while_bytes_are_copied(damage, saved, tmp_path):
     data[-1] ^= 1
     shard.write_bytes(data if damage == "a bit" else data[:-1])
     with pytest.raises(RefusedError, match=rf"{shard.name}: the checkpoint is damaged: the checksum of 'model/"):
-        hf.write(
+        read_folder.write(
             tmp_path / "new",
             source.spec,
             source.reader,
@@ -175,7 +177,7 @@ def test_damage_is_seen_while_bytes_are_copied(damage, saved, tmp_path):
 
 def test_checksums_of_blocks_are_those_of_their_bytes():
     data = bytes(range(256)) * 5
-    sums = runs.Sums(300)
+    sums = byte_runs.Sums(300)
     for low in range(0, len(data), 77):
         sums.add(memoryview(data)[low : low + 77])
     assert sums.sums == [zlib.crc32(data[low : low + 300]) for low in range(0, len(data), 300)]

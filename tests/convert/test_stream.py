@@ -9,12 +9,14 @@ from safetensors.torch import load_file
 from tiny_models import CASES
 
 from kumi.cli import main
-from kumi.convert import convert, entry, hf, native, runs, stream
-from kumi.convert.source import open_source
+from kumi.convert import convert, kumi_checkpoint
+from kumi.convert.files import byte_runs, stored_tensor, stream
+from kumi.convert.hf import read_folder
+from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import tensors as tensors_of
-from kumi.spec.regions import regions
+from kumi.spec.shard_slices import regions
 from kumi.spec.sharding import held_params
 from kumi.storage import checkpoint
 
@@ -42,7 +44,7 @@ LAYOUTS = [
 def test_pieces_are_those_of_the_layout_s_ranks(case, layout, saved, tmp_path, monkeypatch):
     """Each rank's pieces are one of the files, each element is in one piece, and the way back is exact."""
     monkeypatch.setattr("kumi.storage.write.BLOCK_BYTES", 700)
-    monkeypatch.setattr(entry, "GAPPED_BYTES", 300)
+    monkeypatch.setattr(stored_tensor, "GAPPED_BYTES", 300)
     source = saved(case, torch.bfloat16, max_shard_size="20KB")
     convert(source, tmp_path / "cut", to="kumi", layout=layout, verify=False)
     degrees = {key: int(value) for key, value in (word.split("=") for word in layout.split(","))}
@@ -66,8 +68,8 @@ def test_pieces_are_those_of_the_layout_s_ranks(case, layout, saved, tmp_path, m
 
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_of_any_size_give_the_same_files(case, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(entry, "GAPPED_BYTES", 100)
-    monkeypatch.setattr(hf, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(stored_tensor, "GAPPED_BYTES", 100)
+    monkeypatch.setattr(read_folder, "BLOCK_BYTES", 1000)
     source = saved(case)
     convert(source, tmp_path / "new", to="hf", verify=False)
     assert same(tensors(source), tensors(tmp_path / "new"))
@@ -121,8 +123,8 @@ def test_what_fails_half_way_leaves_nothing(dtype, to, error, saved, tmp_path, m
             raise error
         return advance(target, nbytes)
 
-    advance = runs.Target.advance
-    monkeypatch.setattr(runs.Target, "advance", failing)
+    advance = byte_runs.Target.advance
+    monkeypatch.setattr(byte_runs.Target, "advance", failing)
     with pytest.raises(type(error)):
         convert(source, tmp_path / "new", to=to, dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["llama-source"]
@@ -138,7 +140,7 @@ def test_what_fails_while_rows_are_written_leaves_nothing(saved, tmp_path, monke
         return write_at(handle, data, offset)
 
     write_at = stream.write_at
-    monkeypatch.setattr(native, "write_at", failing)
+    monkeypatch.setattr(kumi_checkpoint, "write_at", failing)
     with pytest.raises(OSError, match="No space left"):
         convert(source, tmp_path / "new", to="kumi")
     assert [path.name for path in tmp_path.iterdir()] == ["gpt2-source"]
@@ -151,7 +153,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(saved, tmp_path):
     with weights.open("r+b") as file:
         file.truncate(weights.stat().st_size // 2)
     with pytest.raises(ModelError, match="earlier than when it was opened"):
-        hf.write(
+        read_folder.write(
             tmp_path / "new",
             source.spec,
             source.reader,

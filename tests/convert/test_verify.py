@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 
-from kumi.convert import convert, hf, verify
-from kumi.convert.source import open_source
+from kumi.convert import convert, verify
+from kumi.convert.hf import read_folder
+from kumi.convert.open_model import open_source
 from kumi.errors import ModelError
 
 
@@ -45,7 +46,7 @@ def test_logits_that_differ_are_an_error(saved, tmp_path, monkeypatch):
 
 
 def test_any_changed_block_is_found(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(read_folder, "BLOCK_BYTES", 300)
     source = saved("phi3", torch.bfloat16)
     convert(source, tmp_path / "new", to="hf", verify=False)
     weights = tmp_path / "new/model.safetensors"

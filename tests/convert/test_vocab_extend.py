@@ -13,9 +13,9 @@ from vocabularies import END, NEW, OLD, byte_level, sentence_piece, template, un
 from kumi import load_decoder
 from kumi.cli import main
 from kumi.convert import convert
-from kumi.convert.card import check_verified
-from kumi.convert.origin import card_header
-from kumi.convert.source import open_source
+from kumi.convert.hf.card import check_verified
+from kumi.convert.hf.origin import card_header
+from kumi.convert.open_model import open_source
 from kumi.convert.vocab import Request, extend
 from kumi.data import load_tokenizer
 from kumi.errors import ConfigError, KumiError, ModelError, RefusedError

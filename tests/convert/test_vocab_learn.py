@@ -6,7 +6,7 @@ import random
 import pytest
 from vocabularies import NEW, OLD, byte_level, sentence_piece, unigram
 
-from kumi.convert.vocab.base import load_base
+from kumi.convert.vocab.base_tokenizer import load_base
 from kumi.convert.vocab.corpus import fertility, read_corpus, words
 from kumi.convert.vocab.edit import extended
 from kumi.convert.vocab.learn import learn

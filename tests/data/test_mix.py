@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kumi.data import Mixture, Sweep, binfile
-from kumi.data.mix import windows
+from kumi.data.sampler import windows
 from kumi.errors import ConfigError
 
 FIELDS = ("input_ids", "labels", "position_ids", "document_ids")

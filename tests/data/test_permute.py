@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kumi.data.permute import key, permute
+from kumi.data.feistel import key, permute
 
 
 @given(st.integers(1, 3000), st.integers(-(2**63), 2**64))

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kumi.data import DataPathError, Source, binfile, inspect, open_store, pool, prepare, work
+from kumi.data import DataPathError, Source, binfile, inspect, open_store, pool, prepare, shards
 from kumi.data.bpe import train as train_tokenizer
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 
@@ -25,7 +25,7 @@ from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 def small_units():
     """Units of 32 KiB, so that small inputs are cut as large ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "_MIN_BYTES", 32 << 10)
+        patch.setattr(shards, "_MIN_BYTES", 32 << 10)
         yield
 
 
@@ -94,7 +94,7 @@ def test_equal_documents_are_never_on_both_sides(stored):
 def test_the_result_does_not_depend_on_workers_or_on_the_cut(corpus, stored, tokens, tmp_path, monkeypatch):
     prepare(corpus, tokens, tmp_path / "three", validation=0.2, workers=3)
     assert contents(tmp_path / "three") == contents(stored.folder)
-    monkeypatch.setattr(work, "_MIN_BYTES", 1 << 30)
+    monkeypatch.setattr(shards, "_MIN_BYTES", 1 << 30)
     prepare(corpus, tokens, tmp_path / "whole", validation=0.2, workers=1)
     two, whole = contents(stored.folder), contents(tmp_path / "whole")
     assert without_inputs(two) == without_inputs(whole)

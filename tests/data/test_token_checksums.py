@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from kumi.data import Source, binfile, checksums, open_store, prepare, verify
+from kumi.data import Source, binfile, checksums, open_store, prepare, verify_store
 from kumi.data.checksums import Guard, block_bytes, checksums_of
 from kumi.errors import DataError, RefusedError
 
@@ -76,7 +76,7 @@ def test_a_changed_file_is_refused_and_left_as_it_is(store, again, harm):
 
 
 def test_of_a_large_store_each_block_is_verified_before_it_is_used(store, again, monkeypatch):
-    monkeypatch.setattr(verify, "AT_START", 0)
+    monkeypatch.setattr(verify_store, "AT_START", 0)
     change(next(store.glob("*train*.bin")), flip(-1))
     opened = again()  # the tokens are not read
     parts = opened.train_parts()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kumi.cli import main
-from kumi.describe import described
 from kumi.errors import ConfigError, LayoutError
+from kumi.report.run_description import described
 from kumi.spec.layout import Layout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

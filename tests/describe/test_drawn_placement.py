@@ -8,10 +8,10 @@ import re
 import pytest
 from rich.console import Console
 
-from kumi.describe import placement, render_placement
+from kumi.report.rank_placement import placement, render_placement
 from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.placement import EXPERT_AXES, axis
+from kumi.spec.process_groups import EXPERT_AXES, axis
 from rank_groups import coords
 
 INSIDE, NETWORK = Link("inside", 8, 100e9, 0.0, 0.8), Link("network", 2**15, 10e9, 0.0, 0.5)

@@ -19,7 +19,7 @@ from kumi.dryrun.track import Tracker
 from kumi.errors import LayoutError
 from kumi.parallel import bare, init_adamw
 from kumi.parallel.build import assemble, replicated
-from kumi.parallel.grads import local
+from kumi.parallel.grad_norm import local
 from kumi.spec import families
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.layout import Layout

@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 
-from kumi.convert.hf_write import check_target
+from kumi.convert.hf.write_folder import check_target
 from kumi.data import store
 from kumi.errors import KumiError, RefusedError
 from kumi.files.output import copy_into, open_kept, open_new, remove_tree
 from kumi.storage import checkpoint
-from kumi.train import folder as run_folder
+from kumi.train import run_folder
 from kumi.train.metrics import truncate_metrics
 
 PIECES = [checkpoint.Piece("w", (4,), (0,), torch.ones(4))]

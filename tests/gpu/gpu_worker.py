@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kumi.parallel import Mesh, bare, build, build_mesh, clip_gradients, init_adamw, init_distributed, pipeline, total
-from kumi.parallel.context import cut
+from kumi.parallel.context_parallel import cut
 from kumi.parallel.mesh import close_distributed
 from kumi.spec.comm import PLAIN, Comm
 from kumi.spec.layout import Layout

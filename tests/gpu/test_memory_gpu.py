@@ -9,8 +9,8 @@ import shapes
 import torch
 from kumi_parts import make_parts, synthetic
 
-from kumi.train.state import TrainState
 from kumi.train.step import StepCounts, train_step
+from kumi.train.train_state import TrainState
 
 # 134 M parameters with activations of about the states' size, so that neither hides the other's error.
 CONFIG = shapes.TINY | {

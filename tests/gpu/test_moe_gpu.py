@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kumi.nn.grouped import grouped_linear
+from kumi.nn.grouped_gemm import grouped_linear
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -11,10 +11,10 @@ import torch
 from kumi_parts import make_parts, synthetic
 
 from kumi.data import Batch
-from kumi.parallel.state import fill, model_pieces, optimizer_pieces
+from kumi.parallel.state_tensors import fill, model_pieces, optimizer_pieces
 from kumi.storage import checkpoint
-from kumi.train.state import Parts, TrainState
 from kumi.train.step import StepCounts, train_step
+from kumi.train.train_state import Parts, TrainState
 
 SEQ_LEN, ROWS = 64, 4
 PRECISIONS = ("bf16", "fp32", "fp16")

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kumi.config.load import load, load_plan
 from kumi.config.presets import read_node
 from kumi.convert import convert, merge
-from kumi.convert.hf_write import read_generation, write
-from kumi.convert.source import open_source
-from kumi.convert.vocab.base import load_base
+from kumi.convert.hf.write_folder import read_generation, write
+from kumi.convert.open_model import open_source
+from kumi.convert.vocab.base_tokenizer import load_base
 from kumi.data import Source, load_tokenizer, prepare, records, store
 from kumi.errors import DataError
 from kumi.nn.decoder import Decoder

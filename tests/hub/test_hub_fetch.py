@@ -10,7 +10,7 @@ import pytest
 
 from kumi import hub as kumi_hub
 from kumi.config import load_plan
-from kumi.config.model import model_folder, read_hf_config, snapshot
+from kumi.config.model_source import model_folder, read_hf_config, snapshot
 from kumi.config.schema import ModelSection
 from kumi.errors import ConfigError, ModelError
 

@@ -12,10 +12,11 @@ from fake_hub import TOKEN
 
 from kumi import load_decoder
 from kumi.cli import main
-from kumi.convert import convert, hf
-from kumi.convert.card import check_verified
-from kumi.convert.origin import origin_of
-from kumi.convert.publish import publish
+from kumi.convert import convert
+from kumi.convert.hf import read_folder
+from kumi.convert.hf.card import check_verified
+from kumi.convert.hf.origin import origin_of
+from kumi.convert.hf.publish import publish
 from kumi.errors import CommunicationError, RefusedError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
@@ -221,7 +222,7 @@ def test_a_run_trains_a_hub_s_model_and_pushes_it(hub, model, token, tmp_path, m
     assert len(mine.commits) == commits, "nothing new to push"
     convert(checkpoint, tmp_path / "new", to="hf")
     assert header((tmp_path / "new" / "README.md").read_text())["base_model_relation"] == "finetune"
-    assert hf.entries(tmp_path / "new")
+    assert read_folder.entries(tmp_path / "new")
 
 
 def test_adapters_of_a_hub_s_model_name_it_and_its_commit(hub, model, token, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kumi.config.machine import threads_per_rank
+from kumi.config.local_machine import threads_per_rank
 from kumi.errors import (
     CommunicationError,
     ConfigError,

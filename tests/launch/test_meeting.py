@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from kumi.errors import CommunicationError, ConfigError
-from kumi.launch.meeting import meet
+from kumi.launch.rendezvous import meet
 from kumi.launch.standing import Standing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked")
@@ -89,7 +89,7 @@ def test_a_late_rank_hears_why_rank_0_failed(address):
 
 
 def test_rank_0_leaves_without_a_rank_that_never_comes(address, monkeypatch):
-    monkeypatch.setattr("kumi.launch.meeting._HEARING_SECONDS", 0.1)
+    monkeypatch.setattr("kumi.launch.rendezvous._HEARING_SECONDS", 0.1)
     began = time.monotonic()
     with meet(Standing(0, 2, 0)) as meeting:
         meeting.say("finished")

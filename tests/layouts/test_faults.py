@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from test_layouts import close
 
-from kumi.nn.attention import attend
+from kumi.nn.attention.attention_context import segments
+from kumi.nn.attention.grouped_query import attend
 from kumi.nn.linear import Linear
 from kumi.nn.router import count, routers
-from kumi.nn.where import segments
-from kumi.parallel import build, clip_gradients, collectives, expert, greatest, reduce, total
-from kumi.parallel.ring import ring_over
-from kumi.parallel.stages import stages_of
-from kumi.parallel.tensor import SharedRegion
+from kumi.parallel import build, clip_gradients, expert_parallel, grad_sync, greatest, token_collectives, total
+from kumi.parallel.ring_attention import ring_over
+from kumi.parallel.stage_modules import stages_of
+from kumi.parallel.tensor_parallel import SharedRegion
 from kumi.parallel.ulysses import ulysses_over
-from kumi.parallel.vocab import VocabularyPart
+from kumi.parallel.vocab_parallel import VocabularyPart
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import PRECISIONS
@@ -241,8 +241,8 @@ def _leave(x: torch.Tensor, selective: bool) -> torch.Tensor:
 def _dispatch(x: torch.Tensor) -> torch.Tensor:
     scores = torch.arange(8.0).sin().view(4, 2)
     ids = (scores > 0).long() + torch.tensor([0, 2])
-    exchange = expert.Exchange(dist.group.WORLD, None)
-    routing = expert.Routing(ids, scores.double(), count(ids, 4))
+    exchange = expert_parallel.Exchange(dist.group.WORLD, None)
+    routing = expert_parallel.Routing(ids, scores.double(), count(ids, 4))
     rows, _, back = exchange.dispatch(x, routing)
     return exchange.combine(rows, routing, back)
 
@@ -254,19 +254,19 @@ def _functions() -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], to
     ulysses = ulysses_over(lambda *given: attend(whole, *given), group)
     region, part = SharedRegion(group, True, False), VocabularyPart(group, 10, True)
     rows: dict[str, Any] = {
-        name: lambda x, name=name: getattr(collectives, name)(x, group)
+        name: lambda x, name=name: getattr(token_collectives, name)(x, group)
         for name in ("gathered", "scattered", "summed", "gather", "scatter", "total", "fan_out")
     }
     rows |= {
         "over all ranks": _changed(total, mesh),
         "greatest": _changed(greatest, mesh),
-        "sum_over": _changed(lambda x: reduce.sum_over([x], group)),
+        "sum_over": _changed(lambda x: grad_sync.sum_over([x], group)),
         "rows of experts": lambda x: (
-            expert.exchange_rows(x, [1, 3], [1 + 2 * dist.get_rank()] * 2, group)
+            expert_parallel.exchange_rows(x, [1, 3], [1 + 2 * dist.get_rank()] * 2, group)
             if dist.get_rank() == 0
-            else expert.exchange_rows(x, [1, 3], [3, 3], group)
+            else expert_parallel.exchange_rows(x, [1, 3], [3, 3], group)
         ),
-        "counts of experts": lambda x: expert.COUNTS(x, group.group_name),
+        "counts of experts": lambda x: expert_parallel.COUNTS(x, group.group_name),
         "experts": _dispatch,
         "a region's beginning": _enter,
         "a region's end": lambda x: _leave(x, False),

@@ -11,11 +11,11 @@ import pytest
 import torch
 from test_layouts import TOLERANCE, close
 
-from kumi.nn import init
+from kumi.nn import initialize
 from kumi.parallel import bare, build, clip_gradients, init_adamw, model_pieces
-from kumi.parallel.grads import by_name
+from kumi.parallel.grad_norm import by_name
 from kumi.parallel.lora import begin_step
-from kumi.parallel.state import optimizer_pieces, pieces_of
+from kumi.parallel.state_tensors import optimizer_pieces, pieces_of
 from kumi.spec.adapters import is_adapter
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
@@ -48,7 +48,7 @@ def _read(spec, name, start, shape):
     """Adapters that are not zero, so that the first gradients of all are not."""
     param = replace(by_name(spec)[name.removeprefix("model/")], init="normal 0.1")
     out = torch.empty(shape)
-    init.fill(out, param, start, std=1.0, seed=11)
+    initialize.fill(out, param, start, std=1.0, seed=11)
     return out
 
 

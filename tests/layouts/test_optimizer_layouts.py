@@ -17,13 +17,13 @@ from test_model_layouts import named
 
 from grids import sampled
 from kumi.parallel import build, build_optimizer, clip_gradients, fill, model_pieces, optimizer_pieces, owned
-from kumi.parallel.grads import by_name, local
+from kumi.parallel.grad_norm import by_name, local
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import is_orthogonalised
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.saved import optimizer_shapes
+from kumi.spec.saved_tensors import optimizer_shapes
 from kumi.spec.sharding import state_bytes
 from ranks import run_ranks
 from steps import VOCAB, Part, forward_backward, gradients, mesh_of

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from kumi.nn import cpu_attention, cpu_flash, numerics
-from kumi.nn.attention import attend, visible
-from kumi.nn.cpu_attention import packed_attention
-from kumi.nn.scores import PLAIN, Scores
+from kumi.nn import numerics
+from kumi.nn.attention import cpu_attention, cpu_flash
+from kumi.nn.attention.attention_context import Segments, segments
+from kumi.nn.attention.cpu_attention import packed_attention
+from kumi.nn.attention.grouped_query import attend, visible
+from kumi.nn.attention.scores import PLAIN, Scores
 from kumi.nn.threads import side_by_side
-from kumi.nn.where import Segments, segments
 from kumi.spec.numerics import FLASH
 
 ROWS, LENGTH, SIZE = 2, 11, 4

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kumi.nn import matmul, measured, numerics
-from kumi.nn.grouped import grouped_linear
+from kumi.nn import cpu_matmul, fastest_numerics, numerics
+from kumi.nn.grouped_gemm import grouped_linear
 from kumi.spec.numerics import REFERENCE, Numerics
 
 
@@ -18,7 +18,7 @@ def _restore(monkeypatch):
 
 
 def test_products_go_where_they_are_said_to(monkeypatch):
-    monkeypatch.setattr(matmul, "_error", lambda: 1e-7)
+    monkeypatch.setattr(cpu_matmul, "_error", lambda: 1e-7)
     for products, *precisions in (
         ("onednn", "medium", "medium"),
         ("default", "highest", "highest"),
@@ -30,7 +30,7 @@ def test_products_go_where_they_are_said_to(monkeypatch):
             assert [usual, torch.get_float32_matmul_precision()] == precisions
         assert torch.get_float32_matmul_precision() == usual
     errors = iter((1e-7, 1e-3))
-    monkeypatch.setattr(matmul, "_error", lambda: next(errors))
+    monkeypatch.setattr(cpu_matmul, "_error", lambda: next(errors))
     numerics.use(REFERENCE)
     assert torch.get_float32_matmul_precision() == "highest", "an inexact product is not used, whatever was chosen"
 
@@ -60,17 +60,17 @@ def chosen(monkeypatch, kind="fp32", **seconds):
     def ways(what, *names):
         return lambda *_: dict.fromkeys(names, 1.0) | seconds.get(what, {})
 
-    class Clock(measured._Clock):
+    class Clock(fastest_numerics._Clock):
         def timed(self, measurement, candidates):
-            times = {candidate: [each] * measured.ROUNDS for candidate, each in candidates.items()}
+            times = {candidate: [each] * fastest_numerics.ROUNDS for candidate, each in candidates.items()}
             return self._rounds.setdefault(measurement, times)
 
-    monkeypatch.setattr(measured, "_Clock", Clock)
-    monkeypatch.setattr(measured, "_products", ways("products", "default", "onednn"))
-    monkeypatch.setattr(measured, "_formats", ways("formats", "fp32", "bf16"))
-    monkeypatch.setattr(measured, "_attention", lambda case: ways(case.replace("-", "_"), "blocks", "flash")())
-    monkeypatch.setattr(measured, "_steps", ways("layer", "fp32", "bf16"))
-    return measured.measure(kind)[0]
+    monkeypatch.setattr(fastest_numerics, "_Clock", Clock)
+    monkeypatch.setattr(fastest_numerics, "_products", ways("products", "default", "onednn"))
+    monkeypatch.setattr(fastest_numerics, "_formats", ways("formats", "fp32", "bf16"))
+    monkeypatch.setattr(fastest_numerics, "_attention", lambda case: ways(case.replace("-", "_"), "blocks", "flash")())
+    monkeypatch.setattr(fastest_numerics, "_steps", ways("layer", "fp32", "bf16"))
+    return fastest_numerics.measure(kind)[0]
 
 
 @pytest.mark.parametrize(
@@ -101,52 +101,51 @@ def test_the_precision_of_the_cpu_stays_unless_the_other_is_ahead(monkeypatch):
 
 def test_a_lead_has_to_be_of_the_fastest_round_too():
     rounds = {"blocks": [1.0, 5.0, 5.0], "flash": [1.0, 1.0, 1.0]}
-    assert measured._ahead(rounds, "blocks", ("flash",)) == "blocks"
-    assert measured._ahead(rounds | {"flash": [0.9, 0.9, 6.0]}, "blocks", ("flash",)) == "flash"
-    assert measured._library({"default": [1.0]}) == "default", "what is not exact is not timed"
+    assert fastest_numerics._ahead(rounds, "blocks", ("flash",)) == "blocks"
+    assert fastest_numerics._ahead(rounds | {"flash": [0.9, 0.9, 6.0]}, "blocks", ("flash",)) == "flash"
+    assert fastest_numerics._library({"default": [1.0]}) == "default", "what is not exact is not timed"
 
 
 def test_the_ways_have_their_turns():
     turns = []
-    found = measured._Clock().timed("what", {way: lambda way=way: turns.append(way) for way in "ab"})
-    assert turns == ["a", "b"] * (measured.ROUNDS + 1)
-    assert {way: len(each) for way, each in found.items()} == {"a": measured.ROUNDS, "b": measured.ROUNDS}
+    found = fastest_numerics._Clock().timed("what", {way: lambda way=way: turns.append(way) for way in "ab"})
+    assert turns == ["a", "b"] * (fastest_numerics.ROUNDS + 1)
+    assert {way: len(each) for way, each in found.items()} == dict.fromkeys("ab", fastest_numerics.ROUNDS)
 
 
 def test_attention_is_timed_with_the_products_that_were_chosen(monkeypatch):
     seen = []
-    monkeypatch.setattr(matmul, "_error", lambda: 1e-7)
-    attention = measured._attention
-    monkeypatch.setattr(
-        measured, "_attention", lambda case: seen.append(torch.get_float32_matmul_precision()) or attention(case)
-    )
+    monkeypatch.setattr(cpu_matmul, "_error", lambda: 1e-7)
+    attention = fastest_numerics._attention
+    precision_of = torch.get_float32_matmul_precision
+    monkeypatch.setattr(fastest_numerics, "_attention", lambda case: seen.append(precision_of()) or attention(case))
     for products, precision in (("default", "highest"), ("onednn", "medium"), ("mixed", "medium")):
-        monkeypatch.setattr(measured, "_library", lambda rounds, products=products: products)
-        measured.measure("fp32")
+        monkeypatch.setattr(fastest_numerics, "_library", lambda rounds, products=products: products)
+        fastest_numerics.measure("fp32")
         assert set(seen) == {precision}
         seen.clear()
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_what_takes_too_long_stays_as_in_the_reference(monkeypatch, kind):
-    monkeypatch.setattr(measured, "SECONDS", 0.0)
-    found, seconds = measured.measure(kind)
+    monkeypatch.setattr(fastest_numerics, "SECONDS", 0.0)
+    found, seconds = fastest_numerics.measure(kind)
     assert found == Numerics(kind)
     assert not any(seconds.values())
     now = iter((0.0, 0.0, 0.1, 0.2, 0.3, 5.0))
-    monkeypatch.setattr(measured, "SECONDS", 1.0)
-    monkeypatch.setattr(measured.time, "perf_counter", lambda: next(now))
-    clock = measured._Clock()
+    monkeypatch.setattr(fastest_numerics, "SECONDS", 1.0)
+    monkeypatch.setattr(fastest_numerics.time, "perf_counter", lambda: next(now))
+    clock = fastest_numerics._Clock()
     assert clock.timed("what", {"a": int, "b": int}) == {}
     assert clock.medians() == {"what": {}}
 
 
 def test_a_measurement_here(monkeypatch):
-    monkeypatch.setattr(measured, "SECONDS", 600.0)
-    found, seconds = measured.measure("fp32")
+    monkeypatch.setattr(fastest_numerics, "SECONDS", 600.0)
+    found, seconds = fastest_numerics.measure("fp32")
     assert found.kind in ("fp32", "bf16")
     assert "default" in seconds["products"]
     for case in ("fp32-short", "fp32-long"):
         ways = seconds[f"attention {case}"]
-        assert (case in found.flash) <= (ways["flash"] * measured.LEAD <= ways["blocks"])
+        assert (case in found.flash) <= (ways["flash"] * fastest_numerics.LEAD <= ways["blocks"])
     assert all(one > 0 for ways in seconds.values() for one in ways.values())

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from kumi.nn import grouped, moe
+from kumi.nn import grouped_gemm, moe
 from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
-from kumi.nn.grouped import grouped_linear
+from kumi.nn.grouped_gemm import grouped_linear
 from kumi.nn.moe import MoE
 from kumi.nn.router import Router, _Route, choose_experts, routers
 from kumi.spec import ledger, model
@@ -117,9 +117,9 @@ def test_grouped_products(dtype, counts, sizes):
 
 def test_the_kernel_is_taken_and_counted_where_there_is_one(monkeypatch):
     monkeypatch.setattr(
-        grouped, "_compiles_kernels", lambda rows: False
+        grouped_gemm, "_compiles_kernels", lambda rows: False
     )  # whichever float32 products a run before has chosen
-    assert grouped._has_kernel(torch.zeros(3, 8), 4)
+    assert grouped_gemm._has_kernel(torch.zeros(3, 8), 4)
     rows, weight = torch.zeros(12, 16), torch.zeros(4, 24, 16)
     with FlopCounterMode(display=False) as counter:
         grouped_linear(rows, weight, torch.tensor([3, 3, 3, 3]))

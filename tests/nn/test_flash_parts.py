@@ -8,11 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kumi.nn import flash_parts
-from kumi.nn.attention import attend
-from kumi.nn.flash_parts import Kernels
-from kumi.nn.where import Segments
-from kumi.parallel.ring import positions_of
+from kumi.nn.attention import flash_partial
+from kumi.nn.attention.attention_context import Segments
+from kumi.nn.attention.flash_partial import Kernels
+from kumi.nn.attention.grouped_query import attend
+from kumi.parallel.ring_attention import positions_of
 
 ROWS = 2
 
@@ -70,7 +70,7 @@ def backward(grad, q, k, v, out, lse, options):
     return found
 
 
-ON_CPU = patch.dict(flash_parts.KERNELS, cpu=Kernels(lambda q, v: q.shape[-1] == v.shape[-1], forward, backward))
+ON_CPU = patch.dict(flash_partial.KERNELS, cpu=Kernels(lambda q, v: q.shape[-1] == v.shape[-1], forward, backward))
 LENGTHS = {
     "whole rows": None,
     "across pieces": (5, 9, 1, 7),
@@ -107,16 +107,16 @@ def test_parts_add_up(cp, name):
             own = positions_of(length, cp, index)
             out, lse = torch.zeros_like(q[:, own]), torch.full((ROWS, len(own), 4), -torch.inf, dtype=torch.float64)
             seen = [
-                (other, flash_parts.tiles(bounds, ROWS, own, other, q.device))
+                (other, flash_partial.tiles(bounds, ROWS, own, other, q.device))
                 for other in (positions_of(length, cp, (index - turn) % cp) for turn in range(cp))
             ]
             for other, tiles in seen:
-                flash_parts.forward(q[:, own], k[:, other], v[:, other], tiles, out, lse)
+                flash_partial.forward(q[:, own], k[:, other], v[:, other], tiles, out, lse)
             assert (out - whole[:, own]).abs().max() < 1e-12
             for other, tiles in seen:
                 parts = [torch.zeros_like(x[:, at]) for x, at in zip((q, k, v), (own, other, other))]
                 ends = grad[:, own], q[:, own], k[:, other], v[:, other]
-                flash_parts.backward(*ends, tiles, out, lse, *parts)
+                flash_partial.backward(*ends, tiles, out, lse, *parts)
                 for total, at, part in zip(grads, (own, other, other), parts):
                     total[:, at] += part
     assert max(float((a - b).abs().max()) for a, b in zip(grads, wanted, strict=True)) < 1e-12
@@ -125,11 +125,11 @@ def test_parts_add_up(cp, name):
 def test_one_kernel_a_round_where_rows_are_whole():
     """Of earlier ranks all queries see the first piece, of later ones the last piece sees all."""
     places = [positions_of(48, 3, index) for index in range(3)]
-    found = [flash_parts.tiles((0, 48, 96), ROWS, places[1], other, torch.device("cpu")) for other in places]
+    found = [flash_partial.tiles((0, 48, 96), ROWS, places[1], other, torch.device("cpu")) for other in places]
     every, rows = slice(0, 16), slice(None)
-    assert found[0] == (flash_parts.Tile(rows, every, slice(0, 8)),)
-    assert found[1] == (flash_parts.Tile(rows, rows, rows, causal=True),)
-    assert found[2] == (flash_parts.Tile(rows, slice(8, 16), every),)
+    assert found[0] == (flash_partial.Tile(rows, every, slice(0, 8)),)
+    assert found[1] == (flash_partial.Tile(rows, rows, rows, causal=True),)
+    assert found[2] == (flash_partial.Tile(rows, slice(8, 16), every),)
 
 
 @pytest.mark.parametrize("window", [None, 5])

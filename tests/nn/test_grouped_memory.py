@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from kumi.nn import grouped
-from kumi.nn.grouped import padded_size
+from kumi.nn import grouped_gemm
+from kumi.nn.grouped_gemm import padded_size
 
 # Two layers of eight experts, 25 steps of four microbatches; the resident MiB after steps 2 and 25.
 SCRIPT = """
 import torch
 from pathlib import Path
-from kumi.nn.grouped import grouped_linear
+from kumi.nn.grouped_gemm import grouped_linear
 
 torch.set_num_threads(1)
 torch.set_float32_matmul_precision("medium")
@@ -51,9 +51,9 @@ def test_padded_products_are_those_of_the_rows(dtype, monkeypatch):
     weight = torch.randn(len(counts), 24, 16, dtype=dtype)
     results = []
     for compiles in (False, True):
-        monkeypatch.setattr(grouped, "_compiles_kernels", lambda rows, value=compiles: value)
+        monkeypatch.setattr(grouped_gemm, "_compiles_kernels", lambda rows, value=compiles: value)
         inputs = [rows.clone().requires_grad_(), weight.clone().requires_grad_()]
-        out = grouped.grouped_linear(*inputs, counts)
+        out = grouped_gemm.grouped_linear(*inputs, counts)
         out.backward(torch.ones_like(out))
         results.append([out.detach(), *(value.grad for value in inputs)])
     for plain, padded in zip(*results, strict=True):

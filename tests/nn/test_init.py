@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from kumi.nn import Decoder, init
+from kumi.nn import Decoder, initialize
 from kumi.spec.families import from_hf
 from kumi.spec.op import Dim, Param
 from weights import init_weights
@@ -64,25 +64,25 @@ def test_seeds_differ():
 
 
 def test_shards_are_slices_of_the_whole(monkeypatch):
-    monkeypatch.setattr(init, "_BLOCK", 7 * 3)
+    monkeypatch.setattr(initialize, "_BLOCK", 7 * 3)
     shape = (50, 3)
     whole = torch.empty(shape)
     param = Param("w", (Dim("a", 50), Dim("b", 3)))
-    init.fill(whole, param, (0, 0), std=2.0, seed=1)
+    initialize.fill(whole, param, (0, 0), std=2.0, seed=1)
     for ranks in (1, 2, 3, 8):
         for start in range(0, 50, -(-50 // ranks)):
             part = torch.empty(min(-(-50 // ranks), 50 - start), 3)
-            init.fill(part, param, (start, 0), std=2.0, seed=1)
+            initialize.fill(part, param, (start, 0), std=2.0, seed=1)
             assert torch.equal(part, whole[start : start + len(part)])
     column = torch.empty(20, 1)
-    init.fill(column, param, (15, 2), std=2.0, seed=1)
+    initialize.fill(column, param, (15, 2), std=2.0, seed=1)
     assert torch.equal(column, whole[15:35, 2:])
-    init.fill(torch.empty(0, 3), param, (50, 0), std=2.0, seed=1)
+    initialize.fill(torch.empty(0, 3), param, (50, 0), std=2.0, seed=1)
 
 
 def test_vectors_and_other_dtypes():
     vector, double = torch.empty(10), torch.empty(10, dtype=torch.float64)
     param = Param("v", (Dim("a", 10),))
-    init.fill(vector, param, (0,), std=1.0, seed=2)
-    init.fill(double, param, (0,), std=1.0, seed=2)
+    initialize.fill(vector, param, (0,), std=1.0, seed=2)
+    initialize.fill(double, param, (0,), std=1.0, seed=2)
     assert torch.equal(vector, double.float())

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kumi.nn import activations, rope
+from kumi.nn import activation_functions, rope
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import gated
 from kumi.nn.norm import LayerNorm, RMSNorm
-from kumi.spec.families.keys import ACTIVATIONS
+from kumi.spec.families._shared.config_keys import ACTIVATIONS
 from kumi.spec.model import Rope
 
 
@@ -134,25 +134,25 @@ FORMULAS = {
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name):
     x, gate, up = random(4, 5).requires_grad_(), random(3, 8).requires_grad_(), (random(3, 8) + 1).requires_grad_()
-    torch.testing.assert_close(activations.activate(x, name), FORMULAS[name](x))
-    assert torch.autograd.gradcheck(lambda x: activations.activate(x, name), x)
-    how = activations.gate_by(name)
-    torch.testing.assert_close(activations.apply_gate(gate, up, how), FORMULAS[name](gate) * up)
-    assert torch.autograd.gradcheck(lambda gate, up: activations.apply_gate(gate, up, how), (gate, up))
-    assert torch.autograd.gradcheck(lambda both: activations.apply_gate_to_halves(both, how), up)
+    torch.testing.assert_close(activation_functions.activate(x, name), FORMULAS[name](x))
+    assert torch.autograd.gradcheck(lambda x: activation_functions.activate(x, name), x)
+    how = activation_functions.gate_by(name)
+    torch.testing.assert_close(activation_functions.apply_gate(gate, up, how), FORMULAS[name](gate) * up)
+    assert torch.autograd.gradcheck(lambda gate, up: activation_functions.apply_gate(gate, up, how), (gate, up))
+    assert torch.autograd.gradcheck(lambda both: activation_functions.apply_gate_to_halves(both, how), up)
 
 
 def test_every_activation_of_a_config_is_computed():
-    assert set(activations.ACTIVATIONS) == set(ACTIVATIONS) == set(FORMULAS)
+    assert set(activation_functions.ACTIVATIONS) == set(ACTIVATIONS) == set(FORMULAS)
 
 
 def test_clamped_gates():
     gate, up = (random(6, 4) * 2).requires_grad_(), (random(6, 4).flip(0) * 2).requires_grad_()
-    how, low, inside = activations.clamped_swiglu(0.7, 1.3), gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
+    how, low, inside = activation_functions.clamped_swiglu(0.7, 1.3), gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
     assert (gate > 0.7).any()
     assert (up.abs() > 0.7).any()
     expected = low * (1.3 * low).sigmoid() * (inside + 1)
-    found = activations.apply_gate(gate, up, how)
+    found = activation_functions.apply_gate(gate, up, how)
     torch.testing.assert_close(found, expected)
     grad = random(6, 4) + 0.3
     torch.testing.assert_close(

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import kumi.nn.mamba as mixers
-import kumi.nn.scan as scans
+import kumi.nn.mamba_scan as scans
+from kumi.nn.attention.attention_context import Where
 from kumi.nn.mamba import Convolution, GatedNorm, Mamba
-from kumi.nn.scan import SCAN, SCAN_BACKWARD, Inputs, scan
-from kumi.nn.where import Where
+from kumi.nn.mamba_scan import SCAN, SCAN_BACKWARD, Inputs, scan
 from kumi.spec import model
 from kumi.spec.ledger import layer_ops
 

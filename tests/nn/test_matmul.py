@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kumi.nn import matmul
+from kumi.nn import cpu_matmul
 
 
 @pytest.fixture(autouse=True)
@@ -16,12 +16,12 @@ def _restore():
 @pytest.mark.parametrize(("errors", "precision"), [((2e-7, 6e-7), "medium"), ((2e-7, 4e-3), "highest")])
 def test_an_inaccurate_product_is_not_chosen(monkeypatch, errors, precision):
     found = iter(errors)
-    monkeypatch.setattr(matmul, "_error", lambda: next(found))
-    choice = matmul.enable_fast_float32()
+    monkeypatch.setattr(cpu_matmul, "_error", lambda: next(found))
+    choice = cpu_matmul.enable_fast_float32()
     assert (choice.precision, torch.get_float32_matmul_precision()) == (precision, precision)
     assert precision in str(choice)
 
 
 def test_what_is_chosen_here_is_accurate():
-    matmul.enable_fast_float32()
-    assert matmul._error() < 3e-6
+    cpu_matmul.enable_fast_float32()
+    assert cpu_matmul._error() < 3e-6

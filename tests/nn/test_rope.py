@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from kumi.nn import rope
-from kumi.nn.where import cos_sin_tables, document_lengths
+from kumi.nn.attention.attention_context import cos_sin_tables, document_lengths
 from kumi.spec.model import Attention, Rope
 
 LENGTH, HEAD = 24, 16

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from kumi.nn import block_attention, blockwise, cpu_attention
-from kumi.nn.attention import Attention, attend
-from kumi.nn.scores import PLAIN, Scores, alibi_slopes
-from kumi.nn.where import Segments
+from kumi.nn.attention import chunked_attention, cpu_attention, partial_attention
+from kumi.nn.attention.attention_context import Segments
+from kumi.nn.attention.grouped_query import Attention, attend
+from kumi.nn.attention.scores import PLAIN, Scores, alibi_slopes
 from kumi.parallel.compiled import leave_uncompiled
 from kumi.spec import model
 from nn.test_flash_parts import ON_CPU
@@ -26,10 +26,10 @@ BOUNDS = {"rows": [0, 11, 22], "documents": [0, 4, 5, 11, 22]}
 
 @pytest.fixture(autouse=True)
 def _small_blocks():
-    blockwise._plan.cache_clear()
-    with patch.object(cpu_attention, "BLOCK", 3), patch.multiple(block_attention, BLOCK={"cpu": 4}, UNIT=2, ROUND=2):
+    chunked_attention._plan.cache_clear()
+    with patch.object(cpu_attention, "BLOCK", 3), patch.multiple(partial_attention, BLOCK={"cpu": 4}, UNIT=2, ROUND=2):
         yield
-    blockwise._plan.cache_clear()
+    chunked_attention._plan.cache_clear()
 
 
 def inputs(heads, kv_heads, seed=0, dtype=torch.float64):
@@ -175,7 +175,7 @@ def test_narrow_dtypes(kind, dtype):
 def test_the_operators_are_well_formed():
     qkv, _ = inputs(4, 2, dtype=torch.float32)
     sinks = torch.randn(4, requires_grad=True)
-    for operator in (cpu_attention.OPERATOR, blockwise.OPERATOR):
+    for operator in (cpu_attention.OPERATOR, chunked_attention.OPERATOR):
         torch.library.opcheck(operator, (*qkv, [0, 4, 11, 22], 3, None, None, 1.5, slopes(4), True))
         torch.library.opcheck(operator, (*qkv, [0, 4, 11, 22], 0, sinks, 0.3, None, None))
 
@@ -184,7 +184,7 @@ def test_nothing_is_kept_but_ends_and_sums():
     qkv, _ = inputs(4, 2)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        blockwise.blockwise(*qkv, BOUNDS["rows"], None, None, Scores(None, 1.5))
+        chunked_attention.blockwise(*qkv, BOUNDS["rows"], None, None, Scores(None, 1.5))
     # Queries, keys, values, the result and the log-sum-exps.
     assert sum(kept) == sum(x.numel() for x in qkv) + qkv[0].numel() + ROWS * LENGTH * 4
 
@@ -193,7 +193,7 @@ def test_flops_of_blocks_are_counted_as_those_of_sdpa():
     qkv, grad = inputs(4, 2, dtype=torch.float32)
     shape = (ROWS, 4, LENGTH, SIZE)
     with FlopCounterMode(display=False) as forward:
-        out = blockwise.blockwise(*qkv, BOUNDS["rows"], None)
+        out = chunked_attention.blockwise(*qkv, BOUNDS["rows"], None)
     assert forward.get_total_flops() == sdpa_flop_count(shape, shape, shape)
     with FlopCounterMode(display=False) as backward:
         torch.autograd.grad(out, qkv, grad)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from kumi.errors import LayoutError
-from kumi.parallel import Mesh, Place, bare, build, overlap
-from kumi.parallel.grads import local
+from kumi.parallel import Mesh, Place, async_tp, bare, build
+from kumi.parallel.grad_norm import local
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.comm import PLAIN, Comm, refusals, sent_in
 from kumi.spec.layout import Layout
@@ -156,10 +156,10 @@ def _overlapped(schedule):
     for use in (False, True):
         model = build(SPECS["qwen"], mesh, PRECISIONS["fp64"], weights=0)
         if use:
-            overlap.use(model, mesh.groups["tp"])
+            async_tp.use(model, mesh.groups["tp"])
             kinds = [type(part.region) for part in model.modules() if hasattr(part, "region")]
-            assert kinds == [overlap.OverlappedRegion] * 6  # attention and feed-forward of three layers
-        with patch.multiple(overlap, gathered_products=_gathered, scattered_product=_scattered):
+            assert kinds == [async_tp.OverlappedRegion] * 6  # attention and feed-forward of three layers
+        with patch.multiple(async_tp, gathered_products=_gathered, scattered_product=_scattered):
             loss = forward_backward(model, mesh, 0, 2)
         found.append({"loss": torch.tensor(loss)} | {name: one.grad for name, one in model.named_parameters()})
     return found

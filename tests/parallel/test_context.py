@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kumi.nn.attention import attend
-from kumi.nn.scores import PLAIN, Scores
-from kumi.nn.where import Segments
-from kumi.parallel.context import attention_over, cut, whole_sequences
-from kumi.parallel.ring import positions_of
+from kumi.nn.attention.attention_context import Segments
+from kumi.nn.attention.grouped_query import attend
+from kumi.nn.attention.scores import PLAIN, Scores
+from kumi.parallel.context_parallel import attention_over, cut, whole_sequences
+from kumi.parallel.ring_attention import positions_of
 from kumi.parallel.ulysses import in_order, in_pieces
 from kumi.spec.layout import Layout
 from nn.test_flash_parts import ON_CPU

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kumi.parallel import LossScale, bare, build, clip_gradients, model_pieces
-from kumi.parallel.grads import local
+from kumi.parallel.grad_norm import local
 from kumi.parallel.mesh import Place, build_mesh
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from kumi.objectives import IGNORED, OBJECTIVES, LinearObjective, Objective
 from kumi.parallel import build, clip_gradients, total
-from kumi.parallel.objective import forward_backward
+from kumi.parallel.run_microbatches import forward_backward
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from ranks import run_ranks

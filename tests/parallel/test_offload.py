@@ -12,14 +12,14 @@ from torch import nn
 
 from kumi.errors import SaveError
 from kumi.parallel import bare, build, build_mesh, clip_gradients, fill, init_adamw, optimizer_pieces
-from kumi.parallel.grads import local
-from kumi.parallel.kept import Flow, keepers
+from kumi.parallel.activation_offload import Flow, keepers
+from kumi.parallel.grad_norm import local
 from kumi.parallel.mesh import Place
-from kumi.parallel.optim.host import ALIGNED, init_placed_adamw
-from kumi.parallel.optim.nvme import open_drives
-from kumi.plan.activations import ledger
-from kumi.plan.columns import columns
-from kumi.plan.memory import host_memory
+from kumi.parallel.optim.host_adamw import ALIGNED, init_placed_adamw
+from kumi.parallel.optim.nvme_store import open_drives
+from kumi.plan.layout_batch import columns
+from kumi.plan.memory.activations import ledger
+from kumi.plan.memory.device_memory import host_memory
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed, params
 from kumi.spec.optim import Optim

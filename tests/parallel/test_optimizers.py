@@ -9,9 +9,9 @@ from torch import nn
 from kumi.parallel import build_mesh
 from kumi.parallel.mesh import Place
 from kumi.parallel.optim import OPTIMIZERS
-from kumi.parallel.optim.base import Trained
 from kumi.parallel.optim.newton_schulz import orthogonalise
-from kumi.parallel.optim.quantise import Blocks, dynamic_code
+from kumi.parallel.optim.optimizer import Trained
+from kumi.parallel.optim.quantize_8bit import Blocks, dynamic_code
 from kumi.spec.layout import Layout
 from kumi.spec.op import Dim, Param
 from kumi.spec.optim import Optim

@@ -6,13 +6,13 @@ import torch
 
 from grids import sampled
 from kumi.parallel import build, model_pieces, owned, pipeline
-from kumi.parallel.record import gather, spans, start
+from kumi.parallel.pipeline_trace import gather, spans, start
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
-from kumi.spec.messages import needed
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedule import actions, placement
 from kumi.spec.schedules import SCHEDULES
+from kumi.spec.sends_and_recvs import needed
 from layouts.test_layouts import alone, equal
 from ranks import run_ranks
 from steps import SPECS, batch, mesh_of, train

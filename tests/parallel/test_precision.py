@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kumi.parallel import LossScale, bare, build, clip_gradients
-from kumi.parallel.grads import local
+from kumi.parallel.grad_norm import local
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, forward_backward, mesh_of, train

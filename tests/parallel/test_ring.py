@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kumi.nn import block_attention
-from kumi.nn.attention import attend
-from kumi.nn.where import Segments, segments
-from kumi.parallel.ring import _plan, positions_of, ring_over
+from kumi.nn.attention import partial_attention
+from kumi.nn.attention.attention_context import Segments, segments
+from kumi.nn.attention.grouped_query import attend
+from kumi.parallel.ring_attention import _plan, positions_of, ring_over
 from nn.test_flash_parts import ON_CPU
 
 ROWS = 2
@@ -34,7 +34,7 @@ def _inputs(length, heads, kv_heads, size, v_size, dtype=torch.float64):
 def _around(length, heads, sizes, lengths, window, strided):
     """On a rank: how far result and gradients of its positions are from those of whole rows."""
     _plan.cache_clear()
-    with patch.multiple(block_attention, BLOCK={"cpu": 4}, UNIT=2, ROUND=2):
+    with patch.multiple(partial_attention, BLOCK={"cpu": 4}, UNIT=2, ROUND=2):
         found = _differences(length, heads, sizes, lengths, window, strided)
     _plan.cache_clear()
     return found

@@ -11,7 +11,7 @@ from torch import nn
 
 from kumi.nn.mlp import MLP
 from kumi.parallel import bare, build, clip_gradients, init_adamw, model_pieces
-from kumi.parallel.tiles import Tiling, _forward
+from kumi.parallel.mlp_tiling import Tiling, _forward
 from kumi.spec import model
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -62,17 +62,17 @@ def test_layouts_with_tiles_train_as_one_process_without(ranks, layout):
 
 def _largest(layout):
     """The most elements that a rank gathers or keeps of the feed-forward matrices in a step, and of one whole."""
-    from kumi.parallel import tiles
+    from kumi.parallel import mlp_tiling
 
     mesh = mesh_of(layout)
     made = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=3)
     seen = []
-    gathered = tiles.gathered
-    tiles.gathered = lambda part, group: seen.append(gathered(part, group)) or seen[-1]
+    gathered = mlp_tiling.gathered
+    mlp_tiling.gathered = lambda part, group: seen.append(gathered(part, group)) or seen[-1]
     try:
         forward_backward(made, mesh, 0, 1)
     finally:
-        tiles.gathered = gathered
+        mlp_tiling.gathered = gathered
     mlp = bare(made).model.layers["0"].mlp
     held = sum(weight.numel() for weight in mlp.parameters())
     return max(one.numel() for one in seen), len(seen), held

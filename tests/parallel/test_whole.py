@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from kumi.parallel.optim.whole import bring, buckets_of, send_back
+from kumi.parallel.optim.whole_matrices import bring, buckets_of, send_back
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.optim_states import is_orthogonalised
-from kumi.spec.placement import axis
-from kumi.spec.regions import regions
+from kumi.spec.process_groups import axis
+from kumi.spec.shard_slices import regions
 from kumi.spec.sharding import cut_shape, is_routed, local_shape
 from steps import SPECS, mesh_of
 

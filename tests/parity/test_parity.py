@@ -13,7 +13,7 @@ from tiny_models import BIASES, CASES, build_pair, build_reference, in_float64, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from kumi.nn import cpu_attention
+from kumi.nn.attention import cpu_attention
 from kumi.spec import ledger
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_random_configs import LENGTH, check
 
-from kumi.spec.families.keys import ACTIVATIONS
+from kumi.spec.families._shared.config_keys import ACTIVATIONS
 
 # Those that transformers has under these names, too.
 ACTS = st.sampled_from([name for name in ACTIVATIONS if name != "swish"])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kumi.errors import ConfigError
-from kumi.plan.calibrate import MeasuredRun, calibrate, knobs
+from kumi.plan.calibration.calibrate import MeasuredRun, calibrate, knobs
+from kumi.plan.calibration.fit_constants import identifiable, least_squares, slopes
 from kumi.plan.estimate import estimate
-from kumi.plan.fit import identifiable, least_squares, slopes
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device, Link

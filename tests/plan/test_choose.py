@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.choose import choose_layout, unasked
-from kumi.plan.memory import rank_memory
+from kumi.plan.memory.device_memory import rank_memory
+from kumi.plan.search.select import choose_layout, unasked
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device, Host, Link
 from kumi.spec.job import Job

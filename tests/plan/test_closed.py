@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kumi.plan.closed import closed_form
-from kumi.plan.columns import WORDS
-from kumi.plan.timeline import makespan
+from kumi.plan.layout_batch import WORDS
+from kumi.plan.pipeline.closed_forms import closed_form
+from kumi.plan.pipeline.timeline import makespan
 from kumi.spec.schedule import placement
 from kumi.spec.schedules import SCHEDULES
 

@@ -3,7 +3,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from kumi.plan.columns import NAMES, columns
+from kumi.plan.layout_batch import NAMES, columns
 from kumi.spec.layout import Layout
 
 LAYOUTS = [

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kumi.plan.comm import collective_seconds, link_name, members
+from kumi.plan.time.collective_times import collective_seconds, link_name, members
 from kumi.spec.cluster import ClusterSpec, Device, Link
 
 DEVICE = Device("test", "cuda", 80 * 2**30)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import GPU, HOST, INSTANT, LINKS, every_layout, job, model
 
-from kumi.config.cluster import cluster_spec
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 from kumi.plan.engines import ENGINES

@@ -9,7 +9,7 @@ import pytest
 
 from kumi.config import job, load_plan
 from kumi.plan.estimate import estimate
-from kumi.plan.search import search
+from kumi.plan.search.search_layouts import search
 
 RUN = Path(__file__).parents[2] / "examples" / "plan" / "llama-3-8b.toml"
 

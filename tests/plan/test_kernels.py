@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kumi.errors import ConfigError
-from kumi.plan.kernels import alignment, matmul_seconds, peak_flops, stream_seconds
+from kumi.plan.time.kernel_times import alignment, matmul_seconds, peak_flops, stream_seconds
 from kumi.spec.cluster import Device
 
 DEVICE = Device(

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from kumi.plan.columns import columns
-from kumi.plan.space import legal
+from kumi.plan.layout_batch import columns
+from kumi.plan.search.candidates import legal
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
 from kumi.spec.cluster import ClusterSpec, Device, Host

@@ -13,7 +13,7 @@ from published_jobs import planned
 
 from kumi.plan.engines import ENGINES
 from kumi.plan.estimate import estimate
-from kumi.plan.search import search
+from kumi.plan.search.search_layouts import search
 from kumi.spec.checks import problems
 from kumi.spec.cluster import Device, Link
 from kumi.spec.layout import Layout

@@ -7,13 +7,21 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from kumi.plan.activations import ledger
-from kumi.plan.columns import columns
 from kumi.plan.engines import ENGINES
-from kumi.plan.memory import ROUNDING, as_read, host_memory, microbatches_of, rank_memory, stage_memory, usable
-from kumi.plan.stages import share
-from kumi.plan.states import held, state_bytes
-from kumi.plan.types import MemoryEstimate
+from kumi.plan.estimates import MemoryEstimate
+from kumi.plan.layout_batch import columns
+from kumi.plan.memory.activations import ledger
+from kumi.plan.memory.device_memory import (
+    ROUNDING,
+    as_read,
+    host_memory,
+    microbatches_of,
+    rank_memory,
+    stage_memory,
+    usable,
+)
+from kumi.plan.memory.states import held, state_bytes
+from kumi.plan.pipeline.stages import share
 from kumi.spec.cluster import Device
 from kumi.spec.engine import KUMI, Engine
 from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout

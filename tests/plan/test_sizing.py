@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 from small import GPU, LINKS, job, model
 
-from kumi.config.cluster import on_nodes
+from kumi.config.cluster_source import on_nodes
 from kumi.config.schema import ClusterSection
 from kumi.errors import FitError, LayoutError
-from kumi.plan.remedies import remedies
-from kumi.plan.search import search, smallest
-from kumi.plan.sizing import DAY, size, sizes
+from kumi.plan.search.remedies import remedies
+from kumi.plan.search.search_layouts import search, smallest
+from kumi.plan.search.sizing import DAY, size, sizes
 from kumi.spec.cluster import ClusterSpec, Link
 
 PINNED = {"pp": 1, "cp": 1, "microbatch": 1, "recompute": "none"}

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kumi.plan.columns import columns
-from kumi.plan.stages import balanced, share
+from kumi.plan.layout_batch import columns
+from kumi.plan.pipeline.stages import balanced, share
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.schedule import actions, placement

@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kumi.plan.timeline import makespan, simulate
+from kumi.plan.pipeline.timeline import makespan, simulate
 from kumi.spec.schedule import actions, pattern, placement
 from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS, SCHEDULES
-from kumi.spec.schedules.base import Action
+from kumi.spec.schedules.schedule_record import Action
 
 SMALL = some.integers(1, 6)
 

@@ -9,8 +9,8 @@ import pytest
 from small import INSTANT, LINKS, job, model
 
 from kumi.plan.estimate import estimate
-from kumi.plan.traffic import ALIKE, collectives, traffic
-from kumi.plan.traffic import TIED as TIED_TABLE
+from kumi.plan.time.traffic import ALIKE, collectives, traffic
+from kumi.plan.time.traffic import TIED as TIED_TABLE
 from kumi.spec.cluster import ClusterSpec, Link
 from kumi.spec.engine import KUMI
 from kumi.spec.layout import Layout

@@ -13,8 +13,8 @@ from published_jobs import planned
 
 from kumi.plan.engines import ENGINES
 from kumi.plan.estimate import estimate, timeline_of
-from kumi.plan.timeline import simulate
-from kumi.plan.traffic import collectives
+from kumi.plan.pipeline.timeline import simulate
+from kumi.plan.time.traffic import collectives
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import divisors
 from kumi.spec.engine import KUMI

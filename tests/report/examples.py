@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from kumi.plan.timeline import Timeline, simulate
-from kumi.plan.types import Collective, Estimate, MemoryEstimate, StageEstimate
-from kumi.report.report import Expected, Report
+from kumi.plan.estimates import Collective, Estimate, MemoryEstimate, StageEstimate
+from kumi.plan.pipeline.timeline import Timeline, simulate
+from kumi.plan.report import Expected, Report
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device, Link

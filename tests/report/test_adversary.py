@@ -16,11 +16,11 @@ from small import HOST, job, model
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.estimate import estimate as plain
-from kumi.report import words
+from kumi.plan.report import Report
+from kumi.plan.session import plan
+from kumi.report import phrases
 from kumi.report.advice import advice, verdict
-from kumi.report.binding import WORTH, binding, levers
-from kumi.report.planning import plan
-from kumi.report.report import Report
+from kumi.report.bottleneck import WORTH, binding, levers
 from kumi.report.summary import headline
 from kumi.spec.layout import Layout
 from kumi.spec.trainable import untrained
@@ -59,7 +59,7 @@ def test_a_schedule_without_a_pipeline_is_refused_with_the_reason():
 )
 def test_layouts_that_differ_have_different_names(layout, said):
     """Context-parallel ranks divide the states, and expert tensor parallelism is a degree of its own."""
-    assert words.arrangement(layout) == said
+    assert phrases.arrangement(layout) == said
 
 
 def test_most_of_the_memory_is_more_than_half_of_it():

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 from examples import CHOSEN, LINKS, SHARDED, best, copies, estimate, job, memory, one_device, report, runner_up, sharded
 
+from kumi.plan.report import Expected, Report
+from kumi.plan.standard_layouts import expected, expected_layouts
 from kumi.report.advice import advice, verdict
-from kumi.report.expected import expected, expected_layouts
-from kumi.report.report import Expected, Report
 from kumi.spec.cluster import Host
 from kumi.spec.layout import Layout
 

@@ -4,8 +4,8 @@ from html.parser import HTMLParser
 
 from examples import estimate, memory, one_device, report, timeline
 
+from kumi.plan.report import Report
 from kumi.report.page import page, table
-from kumi.report.report import Report
 from kumi.spec.layout import Layout
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 import pytest
 from examples import CHOSEN, best, copies, estimate, job, memory, one_device, report, sharded, timeline
 
-from kumi.plan.types import MemoryEstimate
-from kumi.report import lanes, palette, scatter, svg
+from kumi.plan.estimates import MemoryEstimate
+from kumi.plan.report import Report
+from kumi.report import palette, pipeline_picture, scatter, svg
 from kumi.report.pictures import pictures
-from kumi.report.report import Report
 from kumi.spec.layout import Layout
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -101,7 +101,7 @@ def test_every_kind_of_memory_can_be_told_from_every_other_without_its_colour_al
 
 def test_the_timeline_has_a_box_for_every_action():
     found = timeline(8)
-    root = ElementTree.fromstring(lanes.timeline(found, "timeline", found.seconds))
+    root = ElementTree.fromstring(pipeline_picture.timeline(found, "timeline", found.seconds))
     hints = [title.text for rect in root.iter(f"{SVG}rect") for title in rect.iter(f"{SVG}title")]
     assert len(hints) == 4 * 2 * 8
     assert "forward, stage 3, microbatch 7" in hints
@@ -109,8 +109,8 @@ def test_the_timeline_has_a_box_for_every_action():
 
 def test_a_long_timeline_is_cut_and_that_is_said():
     found = timeline(700)
-    drawn = lanes.timelines(found)
-    assert len(re.findall(r"<title>(?:forward|backward)", drawn["timeline"])) <= 1.1 * lanes.SPANS
+    drawn = pipeline_picture.timelines(found)
+    assert len(re.findall(r"<title>(?:forward|backward)", drawn["timeline"])) <= 1.1 * pipeline_picture.SPANS
     assert "; the first " in drawn["timeline"]
     assert "; the first " in drawn["timeline-start"]
 

@@ -16,10 +16,10 @@ from small import GPU, HOST, LINKS, job, model
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.estimate import estimate
-from kumi.plan.memory import USABLE
-from kumi.plan.remedies import fits
-from kumi.plan.search import search, smallest
-from kumi.report.planning import plan
+from kumi.plan.memory.device_memory import USABLE
+from kumi.plan.search.remedies import fits
+from kumi.plan.search.search_layouts import search, smallest
+from kumi.plan.session import plan
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.layout import Layout
 from kumi.units import parse_bytes

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kumi.config.schema import LayoutSection
-from kumi.report import figures, words
-from kumi.report.binding import UNEVEN, binding, levers
-from kumi.report.figures import gap, needs, stage_groups, traffic
-from kumi.report.report import Report
+from kumi.plan.report import Report
+from kumi.report import phrases, quantities
+from kumi.report.bottleneck import UNEVEN, binding, levers
+from kumi.report.quantities import gap, needs, stage_groups, traffic
 from kumi.report.summary import headline
 from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.schedules import SCHEDULES
@@ -69,14 +69,14 @@ layouts = st.builds(
 
 @given(layouts)
 def test_run_files_take_the_toml_of_a_layout(layout):
-    read = tomllib.loads(words.layout_toml(layout))["layout"]
+    read = tomllib.loads(phrases.layout_toml(layout))["layout"]
     pinned = LayoutSection(**read).model_dump(exclude_none=True)
     assert {name: list(value) if isinstance(value, tuple) else value for name, value in pinned.items()} == read
 
 
 @given(layouts)
 def test_the_toml_of_a_layout_gives_the_layout_back(layout):
-    read = tomllib.loads(words.layout_toml(layout))["layout"]
+    read = tomllib.loads(phrases.layout_toml(layout))["layout"]
     assert (
         Layout(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}) == layout
     )
@@ -99,9 +99,9 @@ def test_every_layout_that_differs_reads_differently():
         {"stage_layers": (20, 20, 20, 20)},
         {"recompute_layers": 3},
     )
-    said = {words.layout_words(replace(CHOSEN, **change)) for change in ({}, *changes)}
+    said = {phrases.layout_words(replace(CHOSEN, **change)) for change in ({}, *changes)}
     assert len(said) == len(changes) + 1
-    assert words.layout_words(Layout()) == "one device, microbatch 1"
+    assert phrases.layout_words(Layout()) == "one device, microbatch 1"
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_every_layout_that_differs_reads_differently():
     ],
 )
 def test_seconds_have_three_digits_and_no_exponent(value, said):
-    assert words.seconds(value) == said
+    assert phrases.seconds(value) == said
 
 
 def test_nearly_all_is_not_called_all():
-    assert [words.percent(share) for share in (0, 0.004, 0.25, 0.996, 1, 1.5)] == [
+    assert [phrases.percent(share) for share in (0, 0.004, 0.25, 0.996, 1, 1.5)] == [
         "0%",
         "0.4%",
         "25%",
@@ -141,7 +141,7 @@ def test_equal_neighbouring_ranks_are_one_group():
 @given(st.integers(1, 200), st.integers(3, 20), st.data())
 def test_a_pick_of_ranks_has_the_ends_and_the_wanted_one(count, most, data):
     wanted = data.draw(st.integers(0, count - 1))
-    found = figures.pick(count, most, wanted)
+    found = quantities.pick(count, most, wanted)
     assert found == sorted(set(found))
     assert {0, count - 1, wanted} <= set(found) <= set(range(count))
     assert len(found) <= most

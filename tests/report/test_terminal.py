@@ -5,7 +5,7 @@ import pytest
 from examples import CHOSEN, best, estimate, job, memory, one_device, report
 from rich.console import Console
 
-from kumi.report.report import Report
+from kumi.plan.report import Report
 from kumi.report.terminal import render
 from kumi.spec.layout import Layout
 

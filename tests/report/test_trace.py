@@ -3,7 +3,7 @@ import json
 import pytest
 from examples import timeline
 
-from kumi.report.lanes import compared
+from kumi.report.pipeline_picture import compared
 from kumi.report.trace import trace
 
 

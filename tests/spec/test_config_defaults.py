@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from kumi.errors import ModelError
 from kumi.spec import families
-from kumi.spec.families.keys import REQUIRED
+from kumi.spec.families._shared.config_keys import REQUIRED
 
 # Sizes that no config leaves out. Heads enough for the numbers of key heads that are assumed where none is given.
 SIZES = {

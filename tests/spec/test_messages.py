@@ -3,10 +3,10 @@ from itertools import product
 
 import pytest
 
-from kumi.spec.messages import Message, Receive, Send, forward_work, messages, with_messages, work
 from kumi.spec.schedule import actions, placement, refusal
 from kumi.spec.schedules import SCHEDULES
-from kumi.spec.schedules.base import Action
+from kumi.spec.schedules.schedule_record import Action
+from kumi.spec.sends_and_recvs import Message, Receive, Send, forward_work, messages, with_messages, work
 
 STAGES = {name: (2, 3) if one.more_stages else (one.stages,) for name, one in SCHEDULES.items()}
 SHAPES = [

@@ -8,10 +8,10 @@ from math import inf
 import pytest
 
 from kumi.errors import ModelError
-from kumi.plan.columns import columns
+from kumi.export import TRAINERS
 from kumi.plan.estimate import estimate
-from kumi.plan.export import TRAINERS
-from kumi.plan.space import legal
+from kumi.plan.layout_batch import columns
+from kumi.plan.search.candidates import legal
 from kumi.spec import families
 from kumi.spec.checks import problems
 from kumi.spec.layout import Layout

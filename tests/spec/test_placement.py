@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kumi.errors import LayoutError
-from kumi.plan.columns import columns
+from kumi.plan.layout_batch import columns
 from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.placement import EXPERT_AXES, JOINED, axis, leaves_node, link, members_of, process_group
+from kumi.spec.process_groups import EXPERT_AXES, JOINED, axis, leaves_node, link, members_of, process_group
 from kumi.spec.sharding import zero_axis, zero_degree
 from rank_groups import coords, groups, groups_by_coords
 

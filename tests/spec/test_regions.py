@@ -12,7 +12,7 @@ import pytest
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
-from kumi.spec.regions import copies, regions
+from kumi.spec.shard_slices import copies, regions
 from kumi.spec.sharding import local_shape
 
 DENSE = ModelSpec(

@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 from kumi.errors import LayoutError
 from kumi.spec.schedule import actions, pattern, placement, refusal
 from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS, SCHEDULES, V_SHAPED
-from kumi.spec.schedules.base import Action
+from kumi.spec.schedules.schedule_record import Action
 
 STAGES = {name: (2, 3, 4) if one.more_stages else (one.stages,) for name, one in SCHEDULES.items()}
 SHAPES = [

@@ -9,7 +9,7 @@ import pytest
 
 from kumi.spec import ledger
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
-from kumi.spec.rules import EXPERTS, QKV, Groups, Pairs, Rename, Rows, Weights
+from kumi.spec.weight_rules import EXPERTS, QKV, Groups, Pairs, Rename, Rows, Weights
 from kumi.spec.weights import files, parts
 
 ATTENTION = Attention(4, 2, 6, Rope(1e4), qkv_bias=True, out_bias=True)

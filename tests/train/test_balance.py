@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kumi.config.balance import Balance
+from kumi.config.balance_section import Balance
 from kumi.nn.router import routers
 from kumi.parallel import build, clip_gradients
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
-from kumi.train import balance
+from kumi.train import expert_balance
 from ranks import run_ranks
 from steps import LENGTH, SEQUENCES, SPECS, forward_backward, mesh_of
 
@@ -26,9 +26,9 @@ def two_steps(layout, microbatches):
     batch, seen = SimpleNamespace(tokens_per_step=SEQUENCES * LENGTH), []
     for step, wanted in enumerate((Balance("aux", 0.5, True), Balance("loss-free", 0.25))):
         run = SimpleNamespace(balance=wanted, model=spec, batch=batch)
-        balance.begin(model, run, 1.0)
+        expert_balance.begin(model, run, 1.0)
         forward_backward(model, mesh, step, microbatches, dtype=torch.float64)
-        found = balance.end(model, run, mesh, 1.0)
+        found = expert_balance.end(model, run, mesh, 1.0)
         seen += [found.aux_loss.item(), found.busiest.item(), clip_gradients(model, None, mesh).item()]
         for parameter in model.parameters():
             parameter.grad = None

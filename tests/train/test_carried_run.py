@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from tiny_models import MROPE, QWEN3_VL, reference_of
 
 from kumi.cli import main
-from kumi.convert.safetensors_read import tensors_of
+from kumi.convert.files.safetensors_read import tensors_of
 
 
 @pytest.fixture

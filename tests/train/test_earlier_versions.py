@@ -9,9 +9,9 @@ from tests.train.conftest import losses
 
 from kumi.cli import main
 from kumi.config import load, open_run
-from kumi.config.stored import CONFIG, changes, in_force, load_stored, read_begun
+from kumi.config.stored_config import CONFIG, changes, in_force, load_stored, read_begun
 from kumi.data import Source, load_tokenizer
-from kumi.data.work import plan
+from kumi.data.shards import plan
 from kumi.errors import RefusedError
 from kumi.storage import checkpoint
 
@@ -71,7 +71,7 @@ def now_in_force(*overrides):
 
 def test_a_later_default_is_not_in_force_unless_the_run_file_asks_for_it(mid_run, monkeypatch):
     """As if the default of `optim.grad_clip` were 1 only since `optim.eps` is there."""
-    monkeypatch.setattr("kumi.config.stored.BEFORE", {"optim.eps": {"optim.grad_clip": 0.0}})
+    monkeypatch.setattr("kumi.config.stored_config.BEFORE", {"optim.eps": {"optim.grad_clip": 0.0}})
     stored = (mid_run / "run" / CONFIG).read_text()
     (mid_run / "run" / CONFIG).write_text(stored.replace("eps = 1e-08\n", "").replace("grad_clip = 1.0\n", ""))
     assert now_in_force().optim.grad_clip == 0

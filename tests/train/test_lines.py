@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.train.test_metrics import ENTRY
 
-from kumi.train.busy import CpuWait, explanation, waited_seconds
-from kumi.train.lines import WIDTH, legend, step_line
+from kumi.train.cpu_contention import CpuWait, explanation, waited_seconds
+from kumi.train.step_lines import WIDTH, legend, step_line
 from kumi.units import format_seconds
 
 FIGURES = {
@@ -106,8 +106,8 @@ def test_the_wait_of_a_span_is_that_of_its_thread(monkeypatch):
     if not waited_seconds():
         pytest.skip("this kernel does not count how long threads wait for a CPU")
     waits, clock = {"1": 5.0, "2": 1.0}, [0.0]
-    monkeypatch.setattr("kumi.train.busy.waited_seconds", lambda: dict(waits))
-    monkeypatch.setattr("kumi.train.busy.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("kumi.train.cpu_contention.waited_seconds", lambda: dict(waits))
+    monkeypatch.setattr("kumi.train.cpu_contention.time.perf_counter", lambda: clock[0])
     watch = CpuWait()
     waits["2"], clock[0] = 2.0, 4.0  # a quarter of four seconds
     assert watch.explain(4.0, 1.0).startswith("machine busy: load ")

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tests.train.conftest import back_to, losses, run_file
 
 from kumi.cli import main
-from kumi.convert.adapter import CONFIG, WEIGHTS
-from kumi.convert.base import digest
-from kumi.convert.load import load_decoder
+from kumi.convert.base_digest import digest
+from kumi.convert.hf.adapter_write import CONFIG, WEIGHTS
+from kumi.convert.load_weights import load_decoder
 from kumi.storage import checkpoint
-from kumi.train.folder import OWN
+from kumi.train.run_folder import OWN
 
 SOME = {"r": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"], "dropout": 0.1}
 

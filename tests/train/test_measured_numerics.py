@@ -14,7 +14,7 @@ from kumi.cli import main
 from kumi.config import load, resolve
 from kumi.config.numerics import cached, this_processor
 from kumi.spec.numerics import REFERENCE, Numerics
-from kumi.train import numerics, start
+from kumi.train import measure_numerics, start
 
 FOUND = Numerics("fp32", "default", ("fp32-short",))
 
@@ -27,7 +27,7 @@ def folder(small, tmp_path, monkeypatch):
     small.copy(tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
     back_to("run", 0)
-    monkeypatch.setattr(numerics, "_may_fork", lambda: True)  # so that what measures can be replaced
+    monkeypatch.setattr(measure_numerics, "_may_fork", lambda: True)  # so that what measures can be replaced
     run_file(
         tmp_path / "work",
         precision={},
@@ -40,7 +40,8 @@ def folder(small, tmp_path, monkeypatch):
 
 
 def measures(monkeypatch, found=FOUND):
-    """Have `kumi.nn.measured` find this without measuring. It runs in another process, so files count the calls."""
+    """Have `kumi.nn.fastest_numerics` find this without measuring. It runs in another process, so files count the
+    calls."""
     calls = Path("calls").absolute()
     calls.touch()
 
@@ -49,7 +50,7 @@ def measures(monkeypatch, found=FOUND):
             file.write(f"{kind}\n")
         return found, {"products": {"default": 1.0, "onednn": 2.0}}
 
-    monkeypatch.setattr("kumi.nn.measured.measure", measure)
+    monkeypatch.setattr("kumi.nn.fastest_numerics.measure", measure)
     return lambda: len(calls.read_text().splitlines())
 
 
@@ -73,7 +74,8 @@ def test_it_is_measured_once_and_stored(folder, monkeypatch, capfd, ranks):
 
 
 def test_a_resume_goes_on_as_the_run_began_and_says_where_it_does_not(folder, monkeypatch, capsys):
-    monkeypatch.setattr("kumi.config.machine.cpu_dtypes", lambda: ("float32",))  # the reference's, whatever the CPU
+    # The dtype of the reference, whatever the CPU.
+    monkeypatch.setattr("kumi.config.local_machine.cpu_dtypes", lambda: ("float32",))
     measures(monkeypatch)
     assert main(["train", "run.toml"]) == 0
     measures(monkeypatch, REFERENCE)
@@ -88,7 +90,7 @@ def test_a_resume_goes_on_as_the_run_began_and_says_where_it_does_not(folder, mo
     assert f"in float32 with '{FOUND}', and continues on" in out
     assert "in float32 with 'reference'; losses are equal up to rounding only" in out
     assert stored("new") == "reference"
-    monkeypatch.setattr("kumi.train.state.cpu_name", lambda: "another CPU")
+    monkeypatch.setattr("kumi.train.train_state.cpu_name", lambda: "another CPU")
     assert main([*longer, "train.steps=5"]) == 0
     assert "and continues on another CPU in float32 with 'reference'; losses" in capsys.readouterr().out
     assert len(losses("new")) == 5
@@ -104,9 +106,9 @@ def hang(kind):
 
 @pytest.mark.parametrize("how", [die, hang])
 def test_a_measurement_that_dies_or_hangs_leaves_the_reference(folder, monkeypatch, capsys, how):
-    monkeypatch.setattr("kumi.nn.measured.measure", how)
-    monkeypatch.setattr(numerics, "_PATIENCE_SECONDS", 1.0)
-    assert numerics.with_measured(resolve(load("run.toml"))).numerics == REFERENCE
+    monkeypatch.setattr("kumi.nn.fastest_numerics.measure", how)
+    monkeypatch.setattr(measure_numerics, "_PATIENCE_SECONDS", 1.0)
+    assert measure_numerics.with_measured(resolve(load("run.toml"))).numerics == REFERENCE
     assert "could not be measured; it computes as the reference" in capsys.readouterr().out
     assert cached(this_processor(1)) is None
 
@@ -114,20 +116,21 @@ def test_a_measurement_that_dies_or_hangs_leaves_the_reference(folder, monkeypat
 def test_where_torch_is_loaded_a_new_process_measures(folder, monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr(numerics, "_PATIENCE_SECONDS", 600.0)
-    assert not numerics._may_fork()
-    found = numerics.measure_here(1)
+    monkeypatch.setattr(measure_numerics, "_PATIENCE_SECONDS", 600.0)
+    assert not measure_numerics._may_fork()
+    found = measure_numerics.measure_here(1)
     # On a machine as busy as one that runs tests it may not have come to its end.
     assert cached(this_processor(1)) == (found if found.complete else None)
     assert {"products", "formats", "attention fp32-short"} <= found.seconds.keys()
-    monkeypatch.setattr(numerics.sys, "executable", "/bin/false")
-    assert numerics.measure_here(1).numerics == REFERENCE
+    monkeypatch.setattr(measure_numerics.sys, "executable", "/bin/false")
+    assert measure_numerics.measure_here(1).numerics == REFERENCE
     assert "could not be measured" in capsys.readouterr().out
 
 
 def test_what_was_measured_in_part_is_not_kept_for_other_runs(folder, monkeypatch, capsys):
-    monkeypatch.setattr("kumi.nn.measured.measure", lambda kind: (FOUND, {"products": {"default": 1.0}, "formats": {}}))
-    assert numerics.with_measured(resolve(load("run.toml"))).numerics == FOUND
+    measured = (FOUND, {"products": {"default": 1.0}, "formats": {}})
+    monkeypatch.setattr("kumi.nn.fastest_numerics.measure", lambda kind: measured)
+    assert measure_numerics.with_measured(resolve(load("run.toml"))).numerics == FOUND
     assert "the machine is busy, or slow: what was not measured in time is as the reference" in capsys.readouterr().out
     assert cached(this_processor(1)) is None
 
@@ -145,9 +148,9 @@ def test_the_other_ranks_of_a_launcher_compute_as_rank_0_says(folder, monkeypatc
     monkeypatch.setattr(start, "_launch", lambda run, *_: launched.append(run) or 0)
     monkeypatch.setattr(start, "open_data", lambda run: None)
     for own in (None, FOUND):
-        run = numerics.with_numerics(resolve(load("run.toml")), own) if own else resolve(load("run.toml"))
+        run = measure_numerics.with_numerics(resolve(load("run.toml")), own) if own else resolve(load("run.toml"))
         said = Numerics("bf16", "onednn", ("bf16-long",))
-        rank_0 = numerics.with_numerics(run, said)
+        rank_0 = measure_numerics.with_numerics(run, said)
         word = {"finished": False, "numerics": str(said), "plan": rank_0.plan.plain()}
         assert start._follow(run, Meeting(json.dumps(word))) == 0
         assert (launched[-1].numerics, launched[-1].precision.compute) == (said, "bfloat16")

@@ -10,7 +10,7 @@ import torch
 from tests.train.conftest import metrics, run_file
 
 from kumi.cli import main
-from kumi.parallel.grads import HOPELESS, LossScale
+from kumi.parallel.grad_norm import HOPELESS, LossScale
 from kumi.storage import checkpoint
 from kumi.train import step as train_step
 

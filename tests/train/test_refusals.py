@@ -16,7 +16,7 @@ from kumi.config import load, resolve
 from kumi.errors import LayoutError, RefusedError
 from kumi.launch.standing import Standing
 from kumi.storage import checkpoint
-from kumi.train import folder as run_folder
+from kumi.train import run_folder
 from kumi.train.finish import _compare
 from kumi.train.metrics import read_metrics, truncate_metrics
 

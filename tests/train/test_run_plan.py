@@ -14,13 +14,13 @@ from tests.train.conftest import back_to, metrics, run_file
 
 from kumi.cli import main
 from kumi.config import load, open_run
-from kumi.config.pinned import spelled
+from kumi.config.pinned_run import spelled
 from kumi.errors import LayoutError
 from kumi.parallel.mesh import init_distributed
 from kumi.spec.layout import Layout
 from kumi.storage import checkpoint
 from kumi.train import start
-from kumi.train.agree import check_agreement
+from kumi.train.compare_ranks import check_agreement
 
 
 @pytest.fixture

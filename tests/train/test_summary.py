@@ -10,7 +10,7 @@ from tests.train.conftest import back_to, losses, metrics, run_file
 from kumi.cli import main
 from kumi.config import load, resolve
 from kumi.errors import INTERRUPTED, OK
-from kumi.train.summary import next_commands, summary_lines, train_output
+from kumi.train.run_summary import next_commands, summary_lines, train_output
 
 
 def run_command(command):

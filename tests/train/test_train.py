@@ -14,7 +14,7 @@ from kumi.cli import main
 from kumi.storage import checkpoint
 from kumi.train import loop
 from kumi.train.callbacks import Callbacks
-from kumi.train.state import TrainState
+from kumi.train.train_state import TrainState
 
 
 def train(folder, *overrides, **changes):

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from kumi.config import job, load_plan
 from kumi.plan.estimate import estimate
-from kumi.plan.timeline import simulate
-from kumi.report import palette, svg, words
-from kumi.report.figures import memory_kinds
+from kumi.plan.pipeline.timeline import simulate
+from kumi.report import palette, phrases, svg
+from kumi.report.quantities import memory_kinds
 from kumi.spec import schedule
 from kumi.spec.batch import BatchSpec
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import layer_ops
-from kumi.spec.placement import axis
+from kumi.spec.process_groups import axis
 from kumi.spec.sharding import cut_shape, style
 from kumi.units import format_bytes
 
@@ -174,7 +174,7 @@ def pipeline() -> str:
             for name, stages in PIPELINES]  # fmt: skip
     scale = (svg.RIGHT - left) / max(run.seconds for _, _, run in runs)
     for name, stages, run in runs:
-        idle = words.percent(sum(run.idle) / pp / run.seconds)
+        idle = phrases.percent(sum(run.idle) / pp / run.seconds)
         several = f", {stages} stages a rank" if stages > 1 else ""
         marks.append(svg.text(14, y + 24, f"{name}{several}: ranks wait {idle} of the time", bold=True))
         y += 32
@@ -192,7 +192,7 @@ def pipeline() -> str:
             y += lane
     marks.append(svg.text(14, y + 20, "A number is a microbatch; underlined: a rank's second stage.", size=12))
     marks.append(svg.text(14, y + 36, "A forward, a gradient of inputs and one of weights take equally long.", size=12))
-    said = "; ".join(f"{name}: ranks wait {words.percent(sum(run.idle) / pp / run.seconds)}" for name, _, run in runs)
+    said = "; ".join(f"{name}: ranks wait {phrases.percent(sum(run.idle) / pp / run.seconds)}" for name, _, run in runs)
     return svg.picture("pipeline", "Six schedules of four ranks and eight microbatches", said, y + 46, marks)
 
 
@@ -256,9 +256,9 @@ def memory() -> str:
             ("full, optimizer offloaded", replace(base, recompute="full", offload="optimizer")),
             ("full, states offloaded", replace(base, recompute="full", offload="states"))]  # fmt: skip
     found = [(name, estimate(wanted, layout).memory[0]) for name, layout in rows]
-    kinds = [kind for kind in words.MEMORY if any(getattr(one, kind) for _, one in found)]
+    kinds = [kind for kind in phrases.MEMORY if any(getattr(one, kind) for _, one in found)]
     marks, top = svg.legend(
-        [(words.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
+        [(phrases.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
     )
     left = 14 + max(svg.width_of(name) for name, _ in found)
     scale = (svg.RIGHT - left - 80) / max(one.total for _, one in found)

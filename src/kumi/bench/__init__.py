@@ -7,6 +7,6 @@ This package does not import torch; the ranks that measure do.
 """
 
 from kumi.bench.refit import recalibrate
-from kumi.bench.start import bench
+from kumi.bench.run_bench import bench
 
 __all__ = ["bench", "recalibrate"]

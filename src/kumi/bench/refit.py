@@ -8,19 +8,19 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kumi.bench.file import digits, node_toml, refuse_existing, write_new
+from kumi.bench.cluster_toml import digits, node_toml, refuse_existing, write_new
 from kumi.config import job, load_plan, resolve
 from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
-from kumi.config.model import fetch_snapshots, model_source, read_hf_config
+from kumi.config.model_source import fetch_snapshots, model_source, read_hf_config
 from kumi.config.presets import read_node
 from kumi.config.run_plan import read_plan
 from kumi.config.schema import ClusterSection
-from kumi.config.stored import CONFIG, load_stored, read_begun
-from kumi.describe import console
+from kumi.config.stored_config import CONFIG, load_stored, read_begun
 from kumi.errors import OK, ConfigError
 from kumi.paths import looked_for
-from kumi.plan.calibrate import Calibration, MeasuredRun, calibrate
-from kumi.report.words import plural
+from kumi.plan.calibration.calibrate import Calibration, MeasuredRun, calibrate
+from kumi.report.phrases import plural
+from kumi.report.run_description import console
 from kumi.spec.layout import Layout
 from kumi.train.metrics import read_metrics
 from kumi.units import format_bytes

@@ -17,7 +17,7 @@ from kumi.cli import bench, convert, data, describe, init, plan, push, train, vo
 from kumi.cli.completion import complete
 from kumi.cli.json_output import json_output
 from kumi.errors import INTERRUPTED, OK, ConfigError, KumiError
-from kumi.output import keep_output
+from kumi.safe_output import keep_output
 
 __all__ = ["main"]
 

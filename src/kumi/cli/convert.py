@@ -41,7 +41,7 @@ def run(arguments: Namespace) -> int:
     """Convert, and push where asked for. Returns the exit code."""
     _check_push(arguments)
     from kumi.convert import convert
-    from kumi.convert.publish import publish
+    from kumi.convert.hf.publish import publish
 
     verify = arguments.verify or (arguments.push is not None and not arguments.unverified)
     message = convert(
@@ -91,6 +91,6 @@ def _megatron(arguments: Namespace) -> Any:
     """Return how the Megatron that loads the result is set up; None where the flags do not say."""
     if not arguments.megatron_local and arguments.megatron_vocab == 1:
         return None
-    from kumi.convert.megatron_write import Options
+    from kumi.convert.megatron.write_megatron import Options
 
     return Options(arguments.megatron_local, arguments.megatron_vocab)

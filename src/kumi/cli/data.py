@@ -23,7 +23,7 @@ def run(arguments: Namespace) -> int:
     """Tokenise or inspect. Returns the exit code."""
     from kumi.config import load, open_run
     from kumi.data import inspect, load_tokenizer
-    from kumi.train.prepare import check_data, open_data, prepare_data, tokenizer_folder
+    from kumi.train.prepare_data import check_data, open_data, prepare_data, tokenizer_folder
 
     resolved = open_run(load(arguments.run, arguments.overrides))
     check_data(resolved)
@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         arguments.write_json(data)
     else:
-        from kumi.describe import render_data, show
+        from kumi.report.run_description import render_data, show
 
         show(render_data(data))
     return OK

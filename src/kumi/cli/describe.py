@@ -25,7 +25,8 @@ def add(verbs: Any) -> None:
 def run(arguments: Namespace) -> int:
     """Describe the run, or print the schema or the resolved configuration. Returns the exit code."""
     from kumi import config
-    from kumi.describe import described, render, render_placement, show
+    from kumi.report.rank_placement import render_placement
+    from kumi.report.run_description import described, render, show
 
     if arguments.schema:
         arguments.write_json(config.json_schema())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
-from kumi.output import resilient
+from kumi.safe_output import resilient
 
 WriteJson = Callable[[Any], None]
 

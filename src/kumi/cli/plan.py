@@ -11,8 +11,8 @@ from kumi.errors import OK, ConfigError
 
 if TYPE_CHECKING:
     from kumi.config import PlanConfig
-    from kumi.plan.supported import Unsupported
-    from kumi.report.report import Report
+    from kumi.plan.report import Report
+    from kumi.plan.search.supported import Unsupported
     from kumi.spec.engine import Engine
 
 
@@ -78,8 +78,8 @@ def _plan(arguments: Namespace) -> int:
     from kumi.cli.plan_sizes import print_sizes
     from kumi.config import plan_input
     from kumi.config.model_plan import load_plan_or_model
+    from kumi.plan.session import plan
     from kumi.progress import showing
-    from kumi.report.planning import plan
 
     config, defaults = load_plan_or_model(arguments.run, arguments.gpus, arguments.overrides)
     _check_adapters(config, arguments)
@@ -111,7 +111,7 @@ def _show(arguments: Namespace, report: Report, defaults: dict[str, int]) -> Non
     if arguments.json:
         arguments.write_json(report.as_dict() | {"defaults": defaults})
         return
-    from kumi.describe import show
+    from kumi.report.run_description import show
     from kumi.report.terminal import render
 
     show(render(report))
@@ -139,7 +139,7 @@ def _engine(arguments: Namespace) -> Engine:
 
 def _unsupported(arguments: Namespace) -> Unsupported | None:
     """Return what keeps the named trainer from carrying a layout out; None where no trainer is named or modelled."""
-    from kumi.plan import export
+    from kumi import export
 
     trainer = arguments.export or arguments.engine
     if trainer is None or (not arguments.export and trainer not in export.TRAINERS):

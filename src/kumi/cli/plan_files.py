@@ -15,7 +15,7 @@ from kumi.errors import ConfigError, RefusedError
 
 if TYPE_CHECKING:
     from kumi.config import PlanConfig
-    from kumi.report.report import Report
+    from kumi.plan.report import Report
 
 
 def write_files(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
@@ -85,9 +85,9 @@ def _saved(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator
 
 def _exported(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
     if arguments.export:
-        from kumi.config.optim import choose_optim
-        from kumi.plan.export import export
-        from kumi.plan.export.common import STEPS
+        from kumi.config.optim_section import choose_optim
+        from kumi.export import export
+        from kumi.export.common import STEPS
 
         steps = STEPS if config.train is None else config.train.steps
         job = replace(report.job, optim=choose_optim(config.optim, steps))  # the schedule of exactly these steps

@@ -5,24 +5,24 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from kumi.describe import show
 from kumi.errors import OK
 from kumi.progress import showing
+from kumi.report.run_description import show
 from kumi.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kumi.plan.sizing import Size
-    from kumi.plan.space import Pins
-    from kumi.plan.supported import Unsupported
+    from kumi.plan.search.candidates import Pins
+    from kumi.plan.search.sizing import Size
+    from kumi.plan.search.supported import Unsupported
     from kumi.spec.job import Job
 
 
 def print_sizes(arguments: Namespace, job: Job, pinned: Pins, unsupported: Unsupported | None) -> int:
     """Print how many nodes train `--tokens` tokens in `--days` days. Returns the exit code."""
-    from kumi.plan.choose import trained, unasked
-    from kumi.plan.sizing import sizes
+    from kumi.plan.search.select import trained, unasked
+    from kumi.plan.search.sizing import sizes
 
     if arguments.trainable:
         pinned, unsupported = trained(job, pinned), unasked(pinned)
@@ -48,7 +48,7 @@ def _table(found: Sequence[Size]) -> Any:
     """One row for each number of nodes that was tried."""
     from rich.table import Table
 
-    from kumi.report.words import layout_words
+    from kumi.report.phrases import layout_words
 
     priced, powered = found[-1].cost is not None, found[-1].energy is not None
     names = ["nodes", "devices", "days", "device-hours", *["cost"] * priced, *["MWh"] * powered]

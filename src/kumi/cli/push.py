@@ -25,7 +25,7 @@ def add_push_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Push the folder. Returns the exit code."""
-    from kumi.convert.publish import publish
+    from kumi.convert.hf.publish import publish
 
     url = publish(arguments.folder, arguments.repository, public=arguments.public, unverified=arguments.unverified)
     print(url)

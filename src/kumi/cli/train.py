@@ -46,8 +46,8 @@ def run(arguments: Namespace) -> int:
 
 def _train(arguments: Namespace) -> int:
     from kumi.config import load
+    from kumi.train.run_summary import train_output
     from kumi.train.start import start
-    from kumi.train.summary import train_output
 
     config = load(arguments.run, arguments.overrides)
     code = start(config, allow_change=tuple(arguments.allow_change))
@@ -58,15 +58,15 @@ def _train(arguments: Namespace) -> int:
 
 
 def _dry_run(arguments: Namespace) -> int:
-    from kumi.describe import estimated, show
     from kumi.dryrun import chosen_ranks, dry_run
+    from kumi.report.run_description import estimated, show
 
     job, estimate = estimated(arguments.run, arguments.overrides)
     result = dry_run(job, estimate.layout, chosen_ranks(estimate, arguments.rank))
     if arguments.json:
         arguments.write_json(result)
     else:
-        from kumi.dryrun.show import render
+        from kumi.dryrun.dryrun_tables import render
 
         show(render(result))
     return OK if all(rank["memory"]["fits"] for rank in result["ranks"]) else FitError.exit_code

@@ -11,7 +11,7 @@ resolve(config, snapshots, begun)         the same, of what the hub and the run 
 
 from kumi.config.jobs import PlanInput, job, plan_input
 from kumi.config.load import dump, from_dict, json_schema, load, load_plan, plan_from_dict
-from kumi.config.pinned import pinned_to
+from kumi.config.pinned_run import pinned_to
 from kumi.config.resolve import ResolvedRun, open_run, resolve
 from kumi.config.schema import PlanConfig, RunConfig
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kumi.config.cluster import cluster_spec, on_nodes
-from kumi.config.model import read_hf_config
+from kumi.config.cluster_source import cluster_spec, on_nodes
+from kumi.config.model_source import read_hf_config
 from kumi.config.numerics import chosen
-from kumi.config.optim import choose_optim
+from kumi.config.optim_section import choose_optim
 from kumi.config.schema import LoraSection, PlanConfig
-from kumi.plan.space import Pins
+from kumi.plan.search.candidates import Pins
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import Device

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from pydantic import ValidationError
 
 from kumi.config.schema import PlanConfig, RunConfig
-from kumi.config.sentences import sentences
+from kumi.config.validation_messages import sentences
 from kumi.errors import ConfigError
 from kumi.files import untrusted
 from kumi.paths import looked_for

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kumi import hub
-from kumi.config.cluster import cluster_spec
+from kumi.config.cluster_source import cluster_spec
 from kumi.config.load import Overrides, RunFile, load_plan, plan_from_dict, with_overrides
-from kumi.config.model import read_hf_config
+from kumi.config.model_source import read_hf_config
 from kumi.config.presets import presets, read_node
 from kumi.config.schema import PlanConfig
 from kumi.errors import ConfigError

@@ -3,7 +3,7 @@
     precision.numerics = "auto":  the run folder's, else $KUMI_NUMERICS, else what this machine's cache has, else None
     ~/.cache/kumi/numerics/<key>.json   one measurement: of a CPU, with a version of torch and a number of threads
 
-Nothing here measures: `kumi.train.numerics` does, at the first start of a run.
+Nothing here measures: `kumi.train.measure_numerics` does, at the first start of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kumi.config.machine import cpu_flags, cpu_name, threads_per_rank
+from kumi.config.local_machine import cpu_flags, cpu_name, threads_per_rank
 from kumi.config.schema import ClusterSection, PlanConfig, RunConfig
 from kumi.errors import ConfigError, ModelError
 from kumi.files.output import open_new

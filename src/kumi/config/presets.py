@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
 from kumi.config.schema import Section
-from kumi.config.sentences import sentences
+from kumi.config.validation_messages import sentences
 from kumi.errors import ConfigError
 from kumi.files.untrusted import parse_toml, read_toml
 from kumi.paths import from_where

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from kumi import hub
-from kumi.config.balance import Balance, choose_balance
-from kumi.config.decide import decide
+from kumi.config.balance_section import Balance, choose_balance
+from kumi.config.decide_layout import decide
 from kumi.config.jobs import comm, plan_input
-from kumi.config.model import fetch_snapshots, model_source, read_hf_config
+from kumi.config.model_source import fetch_snapshots, model_source, read_hf_config
 from kumi.config.numerics import spelled_out
-from kumi.config.pinned import pinned_to
+from kumi.config.pinned_run import pinned_to
 from kumi.config.run_plan import RunPlan, estimate_figures, made_for
 from kumi.config.schema import LayoutSection, RunConfig
-from kumi.config.stored import Begun, in_force, read_begun
+from kumi.config.stored_config import Begun, in_force, read_begun
 from kumi.errors import ConfigError, LayoutError
-from kumi.plan.space import Pins
-from kumi.plan.types import Estimate, MemoryEstimate
+from kumi.plan.estimates import Estimate, MemoryEstimate
+from kumi.plan.search.candidates import Pins
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.comm import Comm, refusals
@@ -32,7 +32,7 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.numerics import Numerics
 from kumi.spec.optim import Optim
 from kumi.spec.precision import Precision
-from kumi.spec.saved import model_digest
+from kumi.spec.saved_tensors import model_digest
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from kumi import __version__
-from kumi.config.pinned import spelled
+from kumi.config.pinned_run import spelled
 from kumi.config.schema import LayoutSection, Positive, PrecisionKind, Section
 from kumi.errors import RefusedError
 from kumi.files.untrusted import CONFIG, read_bytes, strict_json
-from kumi.plan.space import Pins
-from kumi.plan.types import Estimate
+from kumi.plan.estimates import Estimate
+from kumi.plan.search.candidates import Pins
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.saved import model_digest
+from kumi.spec.saved_tensors import model_digest
 
 PLAN = "plan.json"
 

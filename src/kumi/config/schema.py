@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from kumi.objectives import OBJECTIVES
 from kumi.spec.comm import COMPRESS, Comm
+from kumi.spec.data_source import FORMATS, Source
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import ALL, QUANTIZED, Lora
 from kumi.spec.lora import INITS as LORA_INITS
@@ -16,7 +17,6 @@ from kumi.spec.numerics import parse
 from kumi.spec.optim_states import KINDS
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedules import SCHEDULES
-from kumi.spec.source import FORMATS, Source
 
 # Share of a run over which the rate climbs where the run file says nothing of it: see docs/decisions/warmup.md.
 WARMUP_RATIO = 0.03

@@ -8,12 +8,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kumi.convert import hf, hf_write, native
-from kumi.convert.card import mark_verified, model_card
-from kumi.convert.entry import DTYPES
-from kumi.convert.origin import origin_of
-from kumi.convert.publish import located
-from kumi.convert.source import Source, is_adapter_folder, open_source
+from kumi.convert import kumi_checkpoint
+from kumi.convert.files.stored_tensor import DTYPES
+from kumi.convert.hf import read_folder, write_folder
+from kumi.convert.hf.card import mark_verified, model_card
+from kumi.convert.hf.origin import origin_of
+from kumi.convert.hf.publish import located
+from kumi.convert.open_model import Source, is_adapter_folder, open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.checks import misfits
 from kumi.spec.layout import Layout
@@ -23,7 +24,7 @@ from kumi.spec.precision import ITEMSIZE
 from kumi.storage.folders import free_space_check
 
 if TYPE_CHECKING:  # imports torch, which takes seconds; imported where it is used
-    from kumi.convert.megatron_write import Options
+    from kumi.convert.megatron.write_megatron import Options
 
 FORMATS = ("hf", "kumi", "megatron")
 
@@ -124,7 +125,7 @@ def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
     origin = origin_of(source.folder)
     facts = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
     card = model_card(name=target.name, model=source.spec, facts=facts, origin=origin)
-    hf.write(
+    read_folder.write(
         target,
         source.spec,
         source.reader,
@@ -137,11 +138,11 @@ def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
 
 
 def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layout: Layout) -> None:
-    hf_write.check_target(target, replace=False)
+    write_folder.check_target(target, replace=False)
     size = sum(entry.numel * ITEMSIZE[dtypes[entry.name]] for entry in tensors(source.spec))
     free_space_check(target, size + sum(span.nbytes for span in source.carried.values()), "the model")
     tokenizer = None if source.tokenizer is None else str(source.tokenizer.absolute())
-    native.write_model(
+    kumi_checkpoint.write_model(
         target,
         source.spec,
         source.reader,
@@ -154,9 +155,9 @@ def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layou
 
 def _write_megatron(source: Source, target: Path, dtypes: Mapping[str, str], options: Options | None) -> list[str]:
     """Write a Megatron-Core checkpoint; return notes on the parts of the model that Megatron lacks or ignores."""
-    from kumi.convert import megatron_write
+    from kumi.convert.megatron import write_megatron
 
-    notes = megatron_write.write(
+    notes = write_megatron.write(
         target,
         source.spec,
         source.reader,

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from kumi import hub
-from kumi.convert import adapter_read, native
-from kumi.convert.adapter_read import Adapter
-from kumi.convert.base import digest
-from kumi.convert.publish import located
-from kumi.convert.rectangles import Dims
-from kumi.convert.source import Source, adapters_of_run, open_source
-from kumi.convert.stream import Reader, Runs
+from kumi.convert import kumi_checkpoint
+from kumi.convert.base_digest import digest
+from kumi.convert.files.slices import Dims
+from kumi.convert.files.stream import Reader, Runs
+from kumi.convert.hf import adapter_read
+from kumi.convert.hf.adapter_read import Adapter
+from kumi.convert.hf.publish import located
+from kumi.convert.open_model import Source, adapters_of_run, open_source
 from kumi.convert.verify import sample_prompts
 from kumi.errors import ConfigError, ModelError
 from kumi.nn.decoder import Decoder
@@ -81,11 +82,11 @@ def open_beside(folder: Path, base: str | None = None) -> AdaptedModel:
     return AdaptedModel(folder, source, _trained(trained, source.spec))
 
 
-def _trained(saved: native.SavedModel, spec: ModelSpec) -> dict[str, Adapter]:
+def _trained(saved: kumi_checkpoint.SavedModel, spec: ModelSpec) -> dict[str, Adapter]:
     """Read the adapters from a run's checkpoint."""
     lora = Lora(**saved.checkpoint.meta["lora"] | {"targets": tuple(saved.checkpoint.meta["lora"]["targets"])})
     result, read, adapted = {}, saved.checkpoint.read, replace(spec, lora=lora)
-    native.check(saved, adapted)
+    kumi_checkpoint.check(saved, adapted)
     for op in ops(adapted):
         if takes(lora, op):
             a, b = (read(f"model/{op.name}.lora_{matrix}.weight").float() for matrix in "AB")

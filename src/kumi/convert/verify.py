@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.convert.carried import check_equal
-from kumi.convert.source import Source
-from kumi.convert.stream import threads
+from kumi.convert.files.stream import threads
+from kumi.convert.hf.passthrough import check_equal
+from kumi.convert.open_model import Source
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
 from kumi.progress import showing

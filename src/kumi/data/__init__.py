@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from kumi.data.batches import BatchSource, MixtureSource
 from kumi.data.binfile import IndexedFile
-from kumi.data.mix import Batch, Mixture, Sweep
 from kumi.data.preparation import TOKENIZER, TOKENS, foreign_files, prepare
 from kumi.data.records import Fault, Record, read
+from kumi.data.sampler import Batch, Mixture, Sweep
 from kumi.data.sources import DataPathError, expand, would_read
 from kumi.data.store import Store, StoredSource, inspect, open_store
 from kumi.data.tokenizer import Tokenizer
 from kumi.data.tokenizer import load as load_tokenizer
-from kumi.spec.source import Source
+from kumi.spec.data_source import Source
 
 __all__ = [
     "TOKENIZER",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kumi.data.mix import Batch, Mixture
+from kumi.data.sampler import Batch, Mixture
 
 
 class BatchSource(Protocol):

@@ -19,15 +19,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kumi.data import records, tokenizer, work
+from kumi.data import records, shards, tokenizer
 from kumi.data.records import Fault
 from kumi.data.sources import compression
+from kumi.data.tokenize_worker import in_validation
 from kumi.data.tokenizer import Tokenizer
-from kumi.data.worker import in_validation
 from kumi.errors import ConfigError, KumiError, RefusedError
 from kumi.files.output import make_folder, remove_file, write_text
 from kumi.files.untrusted import TOKENIZER, read_bytes, strict_json
-from kumi.spec.source import Source
+from kumi.spec.data_source import Source
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 _ALPHABET, _SPECIALS = 256, (EOS, PAD)
@@ -57,9 +57,9 @@ def train(
         )
     folder = Path(out_folder)
     chosen = _sample(sources, sample_bytes)
-    options = {"version": work.FORMAT_VERSION, "vocab_size": vocab_size, "validation": validation}
+    options = {"version": shards.FORMAT_VERSION, "vocab_size": vocab_size, "validation": validation}
     # The digest covers paths and times of the files, so any change of a file leads to a new training.
-    origin = work.digest([options, chosen])
+    origin = shards.digest([options, chosen])
     if not _is_trained_from(folder, origin):
         _refuse_foreign(folder)
         _run({"folder": str(folder), "chosen": chosen, "vocab_size": vocab_size, "validation": validation})
@@ -72,12 +72,12 @@ def _sample(sources: Sequence[Source], sample_bytes: int) -> list[dict[str, Any]
     """Return the units of the sample, each with its source's text key and its limit of characters."""
     chunks = []
     for number, source in enumerate(sources):
-        files = work.files_of(source)
+        files = shards.files_of(source)
         if any(file.format == "indexed" for file in files):
             raise ConfigError(
                 f"data source {source.path!r}: a tokenizer learns from text, and indexed data holds tokens"
             )
-        chunks += [(unit, source.text_key) for unit in work.units(number, files, source.text_key, _CHUNK)]
+        chunks += [(unit, source.text_key) for unit in shards.units(number, files, source.text_key, _CHUNK)]
     order = sorted(range(len(chunks)), key=lambda n: _position_hash(chunks[n][0]))
     selected, size = [], 0
     for number in order:
@@ -89,11 +89,11 @@ def _sample(sources: Sequence[Source], sample_bytes: int) -> list[dict[str, Any]
     return [asdict(chunks[number][0]) | {"text_key": chunks[number][1], "limit": limit} for number in sorted(selected)]
 
 
-def _is_compressed(segment: work.Segment) -> bool:
+def _is_compressed(segment: shards.Segment) -> bool:
     return segment.file.format == "parquet" or compression(Path(segment.file.path)) != ""
 
 
-def _position_hash(unit: work.Unit) -> bytes:
+def _position_hash(unit: shards.Unit) -> bytes:
     """Return a hash of the unit's source, first file (name and size) and position in it."""
     first = unit.segments[0]
     return hashlib.sha256(

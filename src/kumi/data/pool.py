@@ -18,7 +18,7 @@ Answer = dict[str, Any]
 
 
 def answers(
-    jobs: Sequence[dict[str, Any]], workers: int, module: str = "kumi.data.worker"
+    jobs: Sequence[dict[str, Any]], workers: int, module: str = "kumi.data.tokenize_worker"
 ) -> Generator[tuple[int, Answer], None, None]:
     """Run `jobs` on `workers` processes; yield (job number, answer) in order of arrival.
 

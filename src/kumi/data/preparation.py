@@ -21,18 +21,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kumi.data import pool, records, store, work
-from kumi.data.join import join
+from kumi.data import pool, records, shards, store
+from kumi.data.merge_shards import join
+from kumi.data.shards import SIDES, Plan, Unit
 from kumi.data.sources import DataPathError
 from kumi.data.store import Store
 from kumi.data.tokenizer import ORIGIN, Tokenizer
-from kumi.data.verify import verify
-from kumi.data.work import SIDES, Plan, Unit
+from kumi.data.verify_store import verify
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 from kumi.files.output import make_folder, open_kept, remove_tree
 from kumi.files.untrusted import json_record
 from kumi.progress import showing
-from kumi.spec.source import Source
+from kumi.spec.data_source import Source
 from kumi.units import format_count
 
 OWNER = ".kumi-data"
@@ -59,7 +59,7 @@ def prepare(
     or unusable sources, RefusedError when `out` has other files."""
     _check_options(sources, tokenizer, validation, on_error, add_bos)
     folder = Path(out)
-    plan = work.plan(sources, tokenizer, validation, add_bos)
+    plan = shards.plan(sources, tokenizer, validation, add_bos)
     with _owned(folder):
         if not _matches(folder, plan):
             _make(folder, plan, tokenizer, on_error, workers or len(os.sched_getaffinity(0)), progress)
@@ -142,7 +142,7 @@ def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers
 
 def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
     """Tokenise the units that are not in `cache`, on `workers` processes."""
-    counts = [work.read_unit(cache / key) for key in plan.keys]
+    counts = [shards.read_unit(cache / key) for key in plan.keys]
     missing = [number for number, unit_counts in enumerate(counts) if unit_counts is None]
     jobs = [_job(cache, plan, number, tokenizer, on_error) for number in missing]
     total = sum(unit.bytes for unit in plan.units)

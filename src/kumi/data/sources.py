@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kumi.errors import ConfigError
 from kumi.paths import looked_for
-from kumi.spec.source import FORMATS, Source
+from kumi.spec.data_source import FORMATS, Source
 
 COMPRESSIONS = (".gz", ".zst")
 _JSONL = frozenset({".jsonl", ".ndjson"})

@@ -18,7 +18,7 @@ from kumi.spec.layout import Layout
 from kumi.spec.trainable import untrainable
 
 if TYPE_CHECKING:
-    from kumi.plan.types import Estimate
+    from kumi.plan.estimates import Estimate
 
 
 def dry_run(job: Job, layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kumi.dryrun.messages import Message
+from kumi.dryrun.observed_messages import Message
 from kumi.dryrun.program import Measured
-from kumi.plan.memory import rank_memory, usable
-from kumi.plan.traffic import AXES, collectives
+from kumi.plan.memory.device_memory import rank_memory, usable
+from kumi.plan.time.traffic import AXES, collectives
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import embedding_ops, head_ops, layer_ops

@@ -15,17 +15,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
-from kumi.dryrun.messages import Message
-from kumi.dryrun.stand_in import ring_without_attention, use_fake_kernels
+from kumi.dryrun.fake_kernels import ring_without_attention, use_fake_kernels
+from kumi.dryrun.fake_world import fake_rank
+from kumi.dryrun.observed_messages import Message
 from kumi.dryrun.track import Tracker
-from kumi.dryrun.world import fake_rank
 from kumi.objectives import OBJECTIVES
-from kumi.parallel import bare, build_optimizer, clip_gradients, tensor
+from kumi.parallel import bare, build_optimizer, clip_gradients, tensor_parallel
 from kumi.parallel.build import assemble, replicated
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.objective import forward_backward
-from kumi.parallel.optim.base import Optimizer
-from kumi.parallel.stages import stages_of
+from kumi.parallel.optim.optimizer import Optimizer
+from kumi.parallel.run_microbatches import forward_backward
+from kumi.parallel.stage_modules import stages_of
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS
@@ -67,7 +67,7 @@ def dry_step(job: Job, layout: Layout, rank: int) -> Measured:
             # to_empty turns the tensors on the meta device, and only those, into fake tensors.
             model.to_empty(device=mesh.device)
             mode.allow_non_fake_inputs = False
-            tensor.clear_padding(model, mesh)
+            tensor_parallel.clear_padding(model, mesh)
             with tracker:  # DDP allocates its buckets here
                 wrapped = replicated(model, mesh, job.precision)
             for stage in stages_of(bare(wrapped)).values():

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from kumi.dryrun.messages import Message, message_of
-from kumi.parallel.collectives import INSIDE
-from kumi.parallel.grads import local
+from kumi.dryrun.observed_messages import Message, message_of
+from kumi.parallel.grad_norm import local
+from kumi.parallel.token_collectives import INSIDE
 
 # Final kinds: a storage of one of these never changes its kind.
 STATES = ("params", "grads", "optimizer")

@@ -14,7 +14,7 @@ is a dependency of tokenizers and is imported only when it is used.
 
 from kumi.hub.fetch import Snapshot, fetch, fetch_config, fetch_weights, is_id, split
 from kumi.hub.push import check_push, push
-from kumi.hub.record import recorded, write_record
+from kumi.hub.recorded_commits import recorded, write_record
 
 __all__ = [
     "Snapshot",

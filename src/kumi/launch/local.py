@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from kumi.config import ResolvedRun
-from kumi.config.machine import threads_per_rank
+from kumi.config.local_machine import threads_per_rank
 from kumi.errors import CommunicationError, RefusedError
 from kumi.launch import signals
-from kumi.launch.causes import first_error
-from kumi.launch.control import control_folder, read_failures
+from kumi.launch.control_folder import control_folder, read_failures
+from kumi.launch.failure_causes import first_error
 from kumi.launch.oom import memory_kills
-from kumi.launch.rank import Start, run_rank
+from kumi.launch.rank_process import Start, run_rank
 from kumi.launch.standing import Standing, interface_to, outward_interface, standing
 from kumi.launch.watch import Watch
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kumi.launch.control import has_returned, let_all_go, read_pids
+from kumi.launch.control_folder import has_returned, let_all_go, read_pids
 from kumi.launch.signals import EXIT_CODES, StopFlag
 
 _POLL_SECONDS = 0.05

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.megatron.model import LLAMA3
-from kumi.megatron.model import fields as model_fields
-from kumi.spec.alike import alike
+from kumi.megatron.model_fields import LLAMA3
+from kumi.megatron.model_fields import fields as model_fields
 from kumi.spec.model import ModelSpec, Rope
+from kumi.spec.uniform_layers import alike
 
 # Arguments that Megatron-LM's --use-checkpoint-args leaves as they are, and what they are where they are not given.
 NOT_TAKEN: dict[str, Any] = {

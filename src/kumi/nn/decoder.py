@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from kumi.errors import ModelError
 from kumi.nn import logprob
-from kumi.nn.attention import attend
+from kumi.nn.attention.attention_context import Attend, Where, cos_sin_tables, document_lengths, positions, segments
+from kumi.nn.attention.grouped_query import attend
 from kumi.nn.linear import Linear
 from kumi.nn.mixers import MIXERS
 from kumi.nn.mlp import MLP
 from kumi.nn.moe import MoE
 from kumi.nn.norm import LayerNorm, RMSNorm, norm_of
-from kumi.nn.surrounded import Around, inside
-from kumi.nn.where import Attend, Where, cos_sin_tables, document_lengths, positions, segments
+from kumi.nn.wrappers import Around, inside
 from kumi.spec import families, model
 from kumi.spec.model import LayerSpec, ModelSpec
 

@@ -25,7 +25,7 @@ from kumi.spec.ledger import logit_chunk
 
 
 class Vocabulary:
-    """The slice of the vocabulary on this device: here, all of it. `kumi.parallel.vocab` shards it."""
+    """The slice of the vocabulary on this device: here, all of it. `kumi.parallel.vocab_parallel` shards it."""
 
     def padding(self, weight: Tensor) -> int:
         """Return the number of padding rows at the end of the head's `weight`."""

@@ -1,5 +1,5 @@
 """A Mamba-2 mixer (Dao and Gu, 2024, arXiv:2405.21060): projections, a causal convolution, the recurrence of
-`kumi.nn.scan`, a gated norm, and an output projection.
+`kumi.nn.mamba_scan`, a gated norm, and an output projection.
 
 The projections are separate matrices, so that a tensor-parallel rank can hold complete groups of heads: gate (z),
 channels (x), input to the states (b), output of the states (c), step sizes (dt). The convolution is split likewise.
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from kumi.nn.attention.attention_context import Where, document_starts
+from kumi.nn.custom_ops import define
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
-from kumi.nn.operators import define
-from kumi.nn.region import UNSHARDED
-from kumi.nn.scan import Inputs, scan
-from kumi.nn.where import Where, document_starts
+from kumi.nn.mamba_scan import Inputs, scan
+from kumi.nn.tp_block import UNSHARDED
 from kumi.spec import model
 
 # Elements per block of channels of a convolution: on other devices, on a CPU.

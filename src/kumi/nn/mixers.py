@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from kumi.nn.attention import Attention
-from kumi.nn.latent import LatentAttention
+from kumi.nn.attention.grouped_query import Attention
+from kumi.nn.attention.mla import LatentAttention
 from kumi.nn.mamba import Mamba
 from kumi.spec import model
 from kumi.spec.model import ModelSpec

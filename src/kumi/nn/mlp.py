@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kumi.nn.activations import activate, apply_gate, gate_by
+from kumi.nn.activation_functions import activate, apply_gate, gate_by
 from kumi.nn.linear import Linear
-from kumi.nn.region import UNSHARDED
+from kumi.nn.tp_block import UNSHARDED
 from kumi.spec import model
 
 

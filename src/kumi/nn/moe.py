@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kumi.nn.activations import Gate, activate, apply_gate_to_halves, clamped_swiglu, gate_by
-from kumi.nn.grouped import add_expert_bias, grouped_linear
+from kumi.nn.activation_functions import Gate, activate, apply_gate_to_halves, clamped_swiglu, gate_by
+from kumi.nn.grouped_gemm import add_expert_bias, grouped_linear
 from kumi.nn.linear import Linear
 from kumi.nn.mlp import MLP
 from kumi.nn.router import Router, Routing
-from kumi.nn.surrounded import Around, inside
+from kumi.nn.wrappers import Around, inside
 from kumi.spec import model
 
 

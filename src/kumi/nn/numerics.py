@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kumi.nn.matmul import enable_fast_float32
+from kumi.nn.cpu_matmul import enable_fast_float32
 from kumi.spec.numerics import Numerics, attention_case
 
 _flash: frozenset[str] = frozenset()

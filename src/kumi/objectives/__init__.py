@@ -6,7 +6,7 @@ To add one, write its class in a file of its own, and add its kind to `OBJECTIVE
 from __future__ import annotations
 
 from kumi.objectives.lm import LanguageModeling
-from kumi.objectives.types import IGNORED, LinearObjective, Objective, SegmentSums
+from kumi.objectives.objective import IGNORED, LinearObjective, Objective, SegmentSums
 
 # objective.kind -> the objective.
 OBJECTIVES: dict[str, Objective] = {"lm": LanguageModeling()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kumi.objectives.types import IGNORED, LinearObjective
+from kumi.objectives.objective import IGNORED, LinearObjective
 
 if TYPE_CHECKING:
     from torch import Tensor

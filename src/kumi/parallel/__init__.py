@@ -20,12 +20,12 @@ grads: global norm, clipping, loss scale. optim: optimizers. state: tensors as p
 
 from kumi.parallel import pipeline
 from kumi.parallel.build import build
-from kumi.parallel.data import bare
-from kumi.parallel.grads import LossScale, clip_gradients
+from kumi.parallel.data_parallel import bare
+from kumi.parallel.grad_norm import LossScale, clip_gradients
 from kumi.parallel.mesh import Mesh, Place, barrier, build_mesh, close_distributed, greatest, init_distributed, total
 from kumi.parallel.optim import build_optimizer
 from kumi.parallel.optim.adamw import init_adamw
-from kumi.parallel.state import fill, model_pieces, optimizer_pieces, owned
+from kumi.parallel.state_tensors import fill, model_pieces, optimizer_pieces, owned
 
 __all__ = [
     "LossScale",

@@ -14,17 +14,25 @@ from torch import nn
 
 from kumi.nn.decoder import Decoder, DecoderLayer
 from kumi.nn.linear import linears
-from kumi.nn.surrounded import Around
-from kumi.parallel import context, data, expert, tensor, tiles
+from kumi.nn.wrappers import Around
+from kumi.parallel import context_parallel, data_parallel, expert_parallel, mlp_tiling, tensor_parallel
+from kumi.parallel.activation_offload import Flow, keepers
+from kumi.parallel.async_tp import overlap
 from kumi.parallel.compiled import leave_uncompiled
 from kumi.parallel.float8 import multiply_in_float8
-from kumi.parallel.kept import Flow, keepers
 from kumi.parallel.lora import add_adapters, connect, drop_alike, fill_adapted, fill_packed, to_pack
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.overlap import overlap
 from kumi.parallel.recompute import Recompute
-from kumi.parallel.stages import Stages, held_stages, in_stages, share_table, splits_backward, stages_of, tie_group
-from kumi.parallel.state import Reader, draw, fill, model_pieces
+from kumi.parallel.stage_modules import (
+    Stages,
+    held_stages,
+    in_stages,
+    share_table,
+    splits_backward,
+    stages_of,
+    tie_group,
+)
+from kumi.parallel.state_tensors import Reader, draw, fill, model_pieces
 from kumi.spec.comm import PLAIN, Comm
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
@@ -51,7 +59,7 @@ def build(
     model = assemble(spec, mesh, precision, compile=compile, comm=comm)
     packed = to_pack(model)
     _give_memory(model, mesh)
-    tensor.clear_padding(model, mesh)
+    tensor_parallel.clear_padding(model, mesh)
     pieces = model_pieces(model, mesh)
     if spec.lora is not None:
         fill_adapted(pieces, spec, weights, adapters)
@@ -65,7 +73,7 @@ def build(
 
 def _give_memory(model: nn.Module, mesh: Mesh) -> None:
     """Parameters get memory where the layout keeps them, and buffers, which are small, on the device."""
-    model.to_empty(device="cpu" if data.on_host(mesh.layout) else mesh.device)
+    model.to_empty(device="cpu" if data_parallel.on_host(mesh.layout) else mesh.device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(mesh.device))
@@ -89,8 +97,8 @@ def assemble(
 
 def replicated(model: Decoder | Stages, mesh: Mesh, precision: Precision, comm: Comm = PLAIN) -> nn.Module:
     """`model`, which has its weights; where the data ranks hold whole replicas, as one that sums its gradients."""
-    whole = isinstance(model, Stages) or data.is_divided(mesh) or "data" not in mesh.groups
-    return model if whole else data.replicate(model, mesh, precision, comm)
+    whole = isinstance(model, Stages) or data_parallel.is_divided(mesh) or "data" not in mesh.groups
+    return model if whole else data_parallel.replicate(model, mesh, precision, comm)
 
 
 def _stages(spec: ModelSpec, mesh: Mesh, precision: Precision) -> Stages:
@@ -115,17 +123,17 @@ def _prepare(
     decoder.compute_dtype = getattr(torch, precision.compute)
     decoder.reduce_dtype = getattr(torch, precision.reduce)
     add_adapters(decoder, mesh, precision)
-    tensor.cut(decoder, mesh)
+    tensor_parallel.cut(decoder, mesh)
     connect(decoder, mesh)
     if comm.async_tp:
         overlap(decoder, mesh)
-    expert.deal(decoder, mesh)
-    tiles.tile(decoder, mesh, precision)
+    expert_parallel.deal(decoder, mesh)
+    mlp_tiling.tile(decoder, mesh, precision)
     if precision.products == "float8":
         multiply_in_float8(decoder, mesh.device)
     if "cp" in mesh.groups:
-        decoder.attention_over = context.attention_over(mesh)
-        decoder.lengths_over = context.lengths_over(mesh)
+        decoder.attention_over = context_parallel.attention_over(mesh)
+        decoder.lengths_over = context_parallel.lengths_over(mesh)
     if splits_backward(mesh.layout):
         for layer in linears(decoder):
             layer.splits = True
@@ -136,8 +144,8 @@ def _prepare(
         leave_uncompiled(decoder)
         for block in layers:
             block.compile()
-    if data.is_divided(mesh):
-        data.shard(decoder, mesh, precision, comm)
+    if data_parallel.is_divided(mesh):
+        data_parallel.shard(decoder, mesh, precision, comm)
 
 
 def _wrappers(

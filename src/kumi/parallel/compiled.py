@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kumi.nn.attention import Attention
+from kumi.nn.attention.grouped_query import Attention
 from kumi.nn.moe import MoE
 
 

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from kumi.errors import LayoutError
-from kumi.nn import init
+from kumi.nn import initialize
 from kumi.nn.decoder import Decoder
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear, Moment, adapt, lora_linears
-from kumi.nn.packed import pack, take_out
-from kumi.nn.surrounded import Around
-from kumi.parallel.collectives import summed
-from kumi.parallel.grads import by_name
+from kumi.nn.nf4 import pack, take_out
+from kumi.nn.wrappers import Around
+from kumi.parallel.grad_norm import by_name
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.stages import stages_of
-from kumi.parallel.state import Reader, fill, parameter_name
+from kumi.parallel.stage_modules import stages_of
+from kumi.parallel.state_tensors import Reader, fill, parameter_name
+from kumi.parallel.token_collectives import summed
 from kumi.spec.adapters import base_name, is_adapter
 from kumi.spec.ledger import ops
 from kumi.spec.model import ModelSpec
@@ -153,7 +153,7 @@ def _drawn(spec: ModelSpec, seed: int) -> Reader:
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         out = torch.empty(shape)
-        init.fill(out, known[parameter_name(name)], start, std=spec.initializer_range, seed=seed)
+        initialize.fill(out, known[parameter_name(name)], start, std=spec.initializer_range, seed=seed)
         return out
 
     return read

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kumi.errors import CommunicationError, LayoutError
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.placement import EXPERT_AXES, JOINED, axis, members_of
+from kumi.spec.process_groups import EXPERT_AXES, JOINED, axis, members_of
 
 # CPU tensors (flags, counts, checkpoint metadata) travel over gloo beside NCCL.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}

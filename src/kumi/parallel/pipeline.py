@@ -3,9 +3,9 @@
     loss = train(model, mesh, microbatches)         # forward and backward of all; gradients are then complete
     outputs = forward(model, mesh, microbatches)    # what the head returns of each; empty where it is elsewhere
 
-A rank carries out the list of `kumi.spec.messages.work`, the one that a planner simulates. With one rank and one stage
-that is a forward and a backward of each microbatch in turn. Sends and receives are posted where the list has them, so
-that all ranks keep to one order, and are waited for where their tensors are needed.
+A rank carries out the list of `kumi.spec.sends_and_recvs.work`, the one that a planner simulates. With one rank and
+one stage that is a forward and a backward of each microbatch in turn. Sends and receives are posted where the list has
+them, so that all ranks keep to one order, and are waited for where their tensors are needed.
 
 Of a forward only the graph is kept: what it returned is freed once it has been sent. A gradient of weights that the
 schedule puts off (W) is kept as the linear layers' inputs and the gradients of their outputs until its turn.
@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from kumi.nn.attention.attention_context import positions
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Later, linears
-from kumi.nn.where import positions
-from kumi.parallel import data, reduce
+from kumi.parallel import data_parallel, grad_sync
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.record import Record, mark, note
-from kumi.parallel.stages import stages_of
-from kumi.spec.messages import ACTIVATION, GRADIENT, Message, Receive, Send, Step, forward_work, work
-from kumi.spec.schedules.base import Action
+from kumi.parallel.pipeline_trace import Record, mark, note
+from kumi.parallel.stage_modules import stages_of
+from kumi.spec.schedules.schedule_record import Action
+from kumi.spec.sends_and_recvs import ACTIVATION, GRADIENT, Message, Receive, Send, Step, forward_work, work
 
 # The arguments of the decoder for one microbatch, by their names: tensors, and the loss where it is a function.
 Inputs = Mapping[str, Any]
@@ -80,7 +80,7 @@ def train(model: nn.Module, mesh: Mesh, microbatches: Sequence[Inputs], record: 
     _carry_out(run, steps)
     left = [*run.graphs, *run.later, *run.incoming, *run.outgoing, *run.posted]
     assert not left, f"something is left of the step: {left}"
-    reduce.complete(model, mesh)
+    grad_sync.complete(model, mesh)
     dtype = wide(next(model.parameters()).dtype)
     return torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=dtype, device=mesh.device)
 
@@ -136,7 +136,7 @@ def _forward(run: _Run, action: Action) -> None:
     if number and inputs.get("position_ids") is None:
         inputs["position_ids"] = positions(tokens, inputs.get("document_ids"))
     final = microbatch == len(run.microbatches) - 1
-    with data.sync_context(stage, run.mesh, last=final):
+    with data_parallel.sync_context(stage, run.mesh, last=final):
         out = stage(tokens if taken is None else taken, **inputs)
     if isinstance(out, tuple):
         out = out[0]
@@ -155,7 +155,7 @@ def _backward(run: _Run, action: Action) -> None:
     begun = mark(run.record)
     taken, edge = run.graphs.pop((number, microbatch))
     if kind == "B":
-        with data.sync_context(run.stages[number], run.mesh, last=run.final[number] == action):
+        with data_parallel.sync_context(run.stages[number], run.mesh, last=run.final[number] == action):
             _differentiate(edge, grad)
     else:
         run.later[number, microbatch] = _put_off(run, number, edge, grad)
@@ -172,7 +172,7 @@ def _put_off(run: _Run, number: int, edge: GradientEdge, grad: Tensor | None) ->
     layers = linears(stage)
     for layer in layers:
         layer.later = later
-    with data.inputs_context(stage, run.mesh):
+    with data_parallel.inputs_context(stage, run.mesh):
         _differentiate(edge, grad)
     for layer in layers:
         layer.later = None
@@ -185,7 +185,7 @@ def _weights(run: _Run, action: Action) -> None:
     later = run.later.pop((number, microbatch))
     while later:
         later.pop()()
-    data.reduce_left(run.stages[number], run.mesh, last=run.final[number] == action)
+    data_parallel.reduce_left(run.stages[number], run.mesh, last=run.final[number] == action)
     note(run.record, action, begun)
 
 

@@ -18,19 +18,19 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kumi.compat import VARLEN_ATTENTION
-from kumi.nn.blockwise import OPERATOR as BLOCK_ATTENTION
-from kumi.nn.cpu_attention import OPERATOR as PACKED_ATTENTION
-from kumi.nn.cpu_flash import OPERATOR as FLASH_ATTENTION
-from kumi.nn.grouped import TIMES as GROUPED_PRODUCTS
-from kumi.nn.scan import SCAN
-from kumi.parallel.collectives import SCATTER, SUM
-from kumi.parallel.expert import COUNTS as EXCHANGED_COUNTS
-from kumi.parallel.expert import ROWS as EXCHANGED_ROWS
-from kumi.parallel.overlap import PRODUCTS as OVERLAPPED_PRODUCTS
-from kumi.parallel.overlap import SCATTERED as OVERLAPPED_SUM
-from kumi.parallel.ring import OPERATOR as RING_ATTENTION
-from kumi.parallel.tensor import LINEARS as GATHERED_LINEARS
-from kumi.parallel.tensor import SUMMED_LINEAR
+from kumi.nn.attention.chunked_attention import OPERATOR as BLOCK_ATTENTION
+from kumi.nn.attention.cpu_attention import OPERATOR as PACKED_ATTENTION
+from kumi.nn.attention.cpu_flash import OPERATOR as FLASH_ATTENTION
+from kumi.nn.grouped_gemm import TIMES as GROUPED_PRODUCTS
+from kumi.nn.mamba_scan import SCAN
+from kumi.parallel.async_tp import PRODUCTS as OVERLAPPED_PRODUCTS
+from kumi.parallel.async_tp import SCATTERED as OVERLAPPED_SUM
+from kumi.parallel.expert_parallel import COUNTS as EXCHANGED_COUNTS
+from kumi.parallel.expert_parallel import ROWS as EXCHANGED_ROWS
+from kumi.parallel.ring_attention import OPERATOR as RING_ATTENTION
+from kumi.parallel.tensor_parallel import LINEARS as GATHERED_LINEARS
+from kumi.parallel.tensor_parallel import SUMMED_LINEAR
+from kumi.parallel.token_collectives import SCATTER, SUM
 from kumi.parallel.ulysses import OPERATOR as DEALT_HEADS
 
 _aten = torch.ops.aten

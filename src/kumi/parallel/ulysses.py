@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kumi.compat import group_of
-from kumi.nn.scores import PLAIN, Scores
-from kumi.nn.where import Attend
-from kumi.parallel.collectives import INSIDE
+from kumi.nn.attention.attention_context import Attend
+from kumi.nn.attention.scores import PLAIN, Scores
+from kumi.parallel.token_collectives import INSIDE
 
 
 def ulysses_over(attend: Attend, group: dist.ProcessGroup) -> Attend:

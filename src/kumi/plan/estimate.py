@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kumi.plan import memory
-from kumi.plan.columns import Columns, Floats, Ints, columns
-from kumi.plan.kernels import peak_flops
-from kumi.plan.memory import microbatches_of
-from kumi.plan.stages import Share, before_largest, even_first, share
-from kumi.plan.step import SIDES, Step, send_seconds, stage, step, waits
-from kumi.plan.timeline import Timeline, makespan, simulate
-from kumi.plan.traffic import traffic
-from kumi.plan.types import Estimate, MemoryEstimate, StageEstimate
-from kumi.plan.work import Table, table
+from kumi.plan.estimates import Estimate, MemoryEstimate, StageEstimate
+from kumi.plan.layout_batch import Columns, Floats, Ints, columns
+from kumi.plan.memory import device_memory
+from kumi.plan.memory.device_memory import microbatches_of
+from kumi.plan.pipeline.stages import Share, before_largest, even_first, share
+from kumi.plan.pipeline.timeline import Timeline, makespan, simulate
+from kumi.plan.time.kernel_times import peak_flops
+from kumi.plan.time.layer_costs import Table, table
+from kumi.plan.time.step_time import SIDES, Step, send_seconds, stage, step, waits
+from kumi.plan.time.traffic import traffic
 from kumi.spec import ledger
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -58,7 +58,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     return Estimate(
         layout,
         tuple(_memory(held, rank) for rank in range(layout.pp)),
-        memory.usable(job.cluster.device),
+        device_memory.usable(job.cluster.device),
         sum(kinds.values()),
         tuple(kinds.items()),
         stages,
@@ -68,7 +68,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
         float(ledger.train_flops(job.model, job.batch.tokens_per_step, job.batch.seq_len)),
         peak_flops(job.cluster.device, job.precision.matmul_dtype),
         UNCERTAINTY,
-        int(memory.host_memory(job, x, share_of(job, x, ranks[0], layout.stage_layers))[0]),
+        int(device_memory.host_memory(job, x, share_of(job, x, ranks[0], layout.stage_layers))[0]),
     )
 
 
@@ -151,7 +151,7 @@ def estimate_many(job: Job, layouts: Sequence[Layout] | Columns) -> Many:
     ranks, counts = positions(job.model, x)
     found = step(job, x, ranks, counts)
     peak = np.sum(list(memory_of(job, x, ranks).values()), axis=0).max(axis=0)
-    return Many(found.seconds, found.kinds, peak, memory.host_memory(job, x, share_of(job, x, ranks[0])))
+    return Many(found.seconds, found.kinds, peak, device_memory.host_memory(job, x, share_of(job, x, ranks[0])))
 
 
 def positions(model: ModelSpec, x: Columns) -> tuple[Ints, Floats]:
@@ -172,7 +172,7 @@ def positions(model: ModelSpec, x: Columns) -> tuple[Ints, Floats]:
 def memory_of(job: Job, x: Columns, ranks: Ints, stage_layers: Sequence[int] = ()) -> dict[str, Floats]:
     """Bytes of every kind on pp ranks `ranks`, (ranks, rows)."""
     every = x.take(np.tile(np.arange(len(x)), len(ranks)))
-    found = memory.stage_memory(job, every, share_of(job, every, ranks.ravel(), stage_layers))
+    found = device_memory.stage_memory(job, every, share_of(job, every, ranks.ravel(), stage_layers))
     return {kind: size.reshape(ranks.shape) for kind, size in found.items()}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kumi.plan.types import Estimate
-from kumi.report import words
-from kumi.report.binding import links_apart
-from kumi.report.figures import Gap, gap, needs, spent
-from kumi.report.report import Expected, Report
+from kumi.plan.estimates import Estimate
+from kumi.plan.report import Expected, Report
+from kumi.report import phrases
+from kumi.report.bottleneck import links_apart
+from kumi.report.quantities import Gap, gap, needs, spent
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params, ops
 from kumi.spec.model import ModelSpec
@@ -48,12 +48,12 @@ def verdict(item: Expected, best: Estimate) -> str:
         return f"Refused: {'; '.join(item.problems)}."
     need, have = item.estimate.peak_memory, item.estimate.usable
     if not item.fits:
-        holder = words.holder(item.estimate.layout)
-        return f"Does not fit: {holder} needs {format_bytes(need)}, {words.times(need / have)} the usable memory."
+        holder = phrases.holder(item.estimate.layout)
+        return f"Does not fit: {holder} needs {format_bytes(need)}, {phrases.times(need / have)} the usable memory."
     if same(item.layout, best.layout):
         return "The chosen layout; only microbatch and recomputation may differ."
     difference = gap(best, item.estimate)
-    times = words.times(item.estimate.step_seconds / best.step_seconds)
+    times = phrases.times(item.estimate.step_seconds / best.step_seconds)
     if item.problems:
         return f"{times} the time, but not supported: {'; '.join(item.problems)}."
     if difference.seconds <= 0:
@@ -100,7 +100,7 @@ def _fit(report: Report) -> Iterator[str]:
         yield f"{replica} fits on one device ({need} of {have} usable): memory does not require sharding."
         return
     remedy = "offloaded to the host" if report.job.cluster.devices == 1 else "sharded"
-    factor = words.times(plain.peak_memory / plain.usable)
+    factor = phrases.times(plain.peak_memory / plain.usable)
     yield f"{replica} needs {need} per device, {factor} the {have} usable: the states must be {remedy}."
 
 
@@ -110,12 +110,12 @@ def _links(report: Report) -> Iterator[str]:
     if not cluster.links or cluster.devices == 1:
         return
     inner, outer = cluster.links[0], cluster.links[-1]
-    bandwidth = f"Devices are connected by {inner.name}, {words.rate(inner.bandwidth)} each"
+    bandwidth = f"Devices are connected by {inner.name}, {phrases.rate(inner.bandwidth)} each"
     if len(cluster.links) > 1:
         bandwidth = (
-            f"Each device has {words.rate(inner.bandwidth)} inside its node ({inner.name}) and "
-            f"{words.rate(outer.bandwidth)} to the most distant devices ({outer.name}), "
-            f"{words.times(links_apart(cluster))} less"
+            f"Each device has {phrases.rate(inner.bandwidth)} inside its node ({inner.name}) and "
+            f"{phrases.rate(outer.bandwidth)} to the most distant devices ({outer.name}), "
+            f"{phrases.times(links_apart(cluster))} less"
         )
     if sharded is None:
         yield f"{bandwidth}."
@@ -123,7 +123,7 @@ def _links(report: Report) -> Iterator[str]:
     exposed = spent(sharded, "dp") / sharded.step_seconds
     speed = "slow" if exposed > SLOW else "fast enough"
     wait = (
-        f"would wait for communication for {words.percent(exposed)} of the step"
+        f"would wait for communication for {phrases.percent(exposed)} of the step"
         if exposed > HIDDEN
         else "would hide its communication behind compute"
     )
@@ -181,13 +181,13 @@ def _why(report: Report) -> Iterator[str]:
         yield f"The choice is a standard layout: {item.title}."
     elif difference.seconds <= 0 and not difference.noise:
         yield (
-            f"{item.title} would take {words.seconds(difference.other.step_seconds)} per step instead of "
-            f"{words.seconds(best.step_seconds)}; the pinned fields rule it out."
+            f"{item.title} would take {phrases.seconds(difference.other.step_seconds)} per step instead of "
+            f"{phrases.seconds(best.step_seconds)}; the pinned fields rule it out."
         )
     elif difference.noise:
-        speed = f"{words.seconds(difference.seconds)} per step slower" if difference.seconds > 0 else "as fast"
+        speed = f"{phrases.seconds(difference.seconds)} per step slower" if difference.seconds > 0 else "as fast"
         yield (
-            f"{item.title} is {speed}, within the model's error of {words.percent(best.uncertainty)}: take the one "
+            f"{item.title} is {speed}, within the model's error of {phrases.percent(best.uncertainty)}: take the one "
             f"that is simpler to run, or measure both."
         )
     else:
@@ -200,8 +200,8 @@ def _tradeoff(best: Estimate, difference: Gap) -> str:
     extra = [(kind, value - theirs.get(kind, 0.0)) for kind, value in best.time]
     extra = [pair for pair in sorted(extra, key=lambda pair: -pair[1]) if pair[1] > NAMED * difference.seconds][:2]
     losses = [pair for pair in difference.losses[:2] if pair[1] > NAMED * difference.seconds]
-    saved = " and ".join(f"{words.seconds(value)} of {words.time_name(kind)}" for kind, value in losses)
-    cost = " and ".join(f"{words.seconds(value)} of {words.time_name(kind)}" for kind, value in extra)
+    saved = " and ".join(f"{phrases.seconds(value)} of {phrases.time_name(kind)}" for kind, value in losses)
+    cost = " and ".join(f"{phrases.seconds(value)} of {phrases.time_name(kind)}" for kind, value in extra)
     return f"The chosen layout saves {saved}{' at the cost of ' + cost if cost else ''}."
 
 

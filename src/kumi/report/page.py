@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from kumi.plan.types import Estimate
-from kumi.report import words
+from kumi.plan.estimates import Estimate
+from kumi.plan.report import Report
+from kumi.report import phrases
 from kumi.report.advice import advice, verdict
-from kumi.report.binding import binding, levers
-from kumi.report.figures import gap, needs, stage_groups, time_kinds, traffic
+from kumi.report.bottleneck import binding, levers
 from kumi.report.pictures import pictures
-from kumi.report.report import Report
-from kumi.report.rules import misleading
+from kumi.report.quantities import gap, needs, stage_groups, time_kinds, traffic
+from kumi.report.rules_of_thumb import misleading
 from kumi.report.summary import headline
 from kumi.units import format_bytes
 
@@ -66,7 +66,7 @@ def _head(lines: Sequence[str]) -> Iterator[str]:
 def _sections(report: Report) -> Iterator[str]:
     drawn = pictures(report)
     yield _section("Why this layout", _list([*binding(report), *advice(report)]))
-    yield _section("To pin this layout", f"<pre>{escape(words.layout_toml(report.best.layout))}</pre>")
+    yield _section("To pin this layout", f"<pre>{escape(phrases.layout_toml(report.best.layout))}</pre>")
     yield _section("Memory", _figure(drawn["memory"], "Peak memory of each pipeline rank."), _memory(report.best))
     yield _section(
         "Time of a step",
@@ -133,13 +133,13 @@ def _key(name: str) -> str:
 
 def _memory(best: Estimate) -> str:
     groups = stage_groups(best)
-    kinds = [kind for kind in words.MEMORY if any(getattr(group.memory, kind) for group in groups)]
+    kinds = [kind for kind in phrases.MEMORY if any(getattr(group.memory, kind) for group in groups)]
     rows = [
         [group.name, *(_gib(getattr(group.memory, kind)) for kind in kinds), _gib(group.memory.total)]
         for group in groups
     ]
     caption = f"Memory of the pipeline ranks in GiB; {_gib(best.usable)} are usable."
-    return table(caption, ["rank.", *(words.MEMORY[kind] for kind in kinds), "total"], rows)
+    return table(caption, ["rank.", *(phrases.MEMORY[kind] for kind in kinds), "total"], rows)
 
 
 def _gib(count: float) -> str:
@@ -148,13 +148,13 @@ def _gib(count: float) -> str:
 
 def _time(best: Estimate) -> str:
     rows = [
-        [words.time_name(kind), words.seconds(value), words.percent(value / best.step_seconds)]
+        [phrases.time_name(kind), phrases.seconds(value), phrases.percent(value / best.step_seconds)]
         for kind, value in time_kinds(best)
     ]
     return table(
         "Time of a step by kind.",
         ["kind.", "time", "share"],
-        [*rows, ["total", words.seconds(best.step_seconds), "100%"]],
+        [*rows, ["total", phrases.seconds(best.step_seconds), "100%"]],
     )
 
 
@@ -164,9 +164,9 @@ def _stages(best: Estimate) -> str:
             str(index),
             str(stage.rank),
             f"{stage.first}-{stage.last - 1}" if stage.last > stage.first else "none",
-            words.seconds(stage.forward),
-            words.seconds(stage.backward_input),
-            words.seconds(stage.backward_weight),
+            phrases.seconds(stage.forward),
+            phrases.seconds(stage.backward_input),
+            phrases.seconds(stage.backward_weight),
         ]
         for index, stage in enumerate(best.stages)
     ]
@@ -180,11 +180,11 @@ def _traffic(report: Report) -> str:
             row.name,
             ", ".join(row.kinds),
             f"{row.count:,}",
-            words.volume(row.sent),
-            words.seconds(row.busy),
-            words.seconds(row.exposed),
-            words.rate(row.sent / row.busy) if row.busy else "-",
-            words.rate(row.bandwidth) if row.bandwidth else "unknown",
+            phrases.volume(row.sent),
+            phrases.seconds(row.busy),
+            phrases.seconds(row.exposed),
+            phrases.rate(row.sent / row.busy) if row.busy else "-",
+            phrases.rate(row.bandwidth) if row.bandwidth else "unknown",
         ]
         for row in traffic(report.job, report.best)
     ]
@@ -195,7 +195,7 @@ def _traffic(report: Report) -> str:
 def _levers(report: Report) -> str:
     step = report.best.step_seconds
     rows = [
-        [lever.what, words.seconds(lever.seconds), words.percent(lever.seconds / step), lever.why]
+        [lever.what, phrases.seconds(lever.seconds), phrases.percent(lever.seconds / step), lever.why]
         for lever in levers(report)
     ]
     caption = "The most that each change can save per step."
@@ -209,16 +209,16 @@ def _others(report: Report) -> str:
         savings = f"within the model's error ({needs(difference)})" if difference.noise else needs(difference)
         rows.append(
             [
-                words.layout_words(other.layout),
-                words.seconds(other.step_seconds),
+                phrases.layout_words(other.layout),
+                phrases.seconds(other.step_seconds),
                 format_bytes(other.peak_memory),
                 savings,
             ]
         )
     best = report.best
     chosen = [
-        words.layout_words(best.layout),
-        words.seconds(best.step_seconds),
+        phrases.layout_words(best.layout),
+        phrases.seconds(best.step_seconds),
         format_bytes(best.peak_memory),
         "chosen",
     ]
@@ -231,17 +231,21 @@ def _expected(report: Report) -> str:
     for item in report.expected:
         step, memory, tokens = "-", "-", "-"
         if item.estimate is not None:
-            step, memory = words.seconds(item.estimate.step_seconds), format_bytes(item.estimate.peak_memory)
+            step, memory = phrases.seconds(item.estimate.step_seconds), format_bytes(item.estimate.peak_memory)
             tokens = f"{item.estimate.tokens_per_second_per_device:,.0f}"
         layout = item.layout if item.estimate is None else item.estimate.layout
-        rows.append([item.title, words.layout_words(layout), step, tokens, memory, verdict(item, report.best)])
+        rows.append([item.title, phrases.layout_words(layout), step, tokens, memory, verdict(item, report.best)])
     columns = ["name.", "layout.", "step", "tokens/s per device", "memory", "verdict."]
     return table("Standard layouts compared with the chosen one.", columns, rows)
 
 
 def _rules(report: Report) -> str:
     rows = [
-        [words.capital(rule.name), *rule.texts, words.capital(f"{rule.why}{f' ({rule.where})' if rule.where else ''}.")]
+        [
+            phrases.capital(rule.name),
+            *rule.texts,
+            phrases.capital(f"{rule.why}{f' ({rule.where})' if rule.where else ''}."),
+        ]
         for rule in misleading(report)
     ]
     caption = "Rules of thumb that are more than 20% off for this job."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kumi.report import palette, svg, words
-from kumi.report.figures import Traffic, fullest, memory_kinds, pick, stage_groups, time_kinds, traffic, weighty
-from kumi.report.lanes import timelines
-from kumi.report.report import Expected, Report
+from kumi.plan.report import Expected, Report
+from kumi.report import palette, phrases, svg
+from kumi.report.pipeline_picture import timelines
+from kumi.report.quantities import Traffic, fullest, memory_kinds, pick, stage_groups, time_kinds, traffic, weighty
 from kumi.report.scatter import choices
 from kumi.units import format_bytes
 
@@ -38,10 +38,10 @@ def memory(report: Report) -> str:
     groups = stage_groups(best)
     fullest_group = next(index for index, group in enumerate(groups) if group.first <= fullest(best) <= group.last)
     shown = [groups[index] for index in pick(len(groups), RANKS, fullest_group)]
-    kinds = [kind for kind in words.MEMORY if any(getattr(group.memory, kind) for group in shown)]
+    kinds = [kind for kind in phrases.MEMORY if any(getattr(group.memory, kind) for group in shown)]
     left = 14 + max(svg.width_of(group.name) for group in shown)
     marks, top = svg.legend(
-        [(words.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
+        [(phrases.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
     )
     most = max(capacity, best.peak_memory) / GIB * 1.02
     scale = (svg.RIGHT - left - 76) / most
@@ -73,7 +73,7 @@ def _stack(left: float, y: float, scale: float, kinds: Sequence[tuple[str, int]]
     marks, x = [], left
     for kind, size in kinds:
         width, fill = scale * size / GIB, palette.MEMORY_COLOURS[kind]
-        hint = f"{words.MEMORY[kind]}: {format_bytes(size)}"
+        hint = f"{phrases.MEMORY[kind]}: {format_bytes(size)}"
         hatched = kind in palette.HATCHED
         marks.append(svg.rect(x, y, width, BAR, fill, hatched=hatched, hint=hint, apart=True))
         label = f"{size / GIB:.3g}"
@@ -99,17 +99,17 @@ def time(report: Report) -> str:
     """Draw the time of a step by kind, longest first."""
     best = report.best
     rows = time_kinds(best)
-    left = 14 + max(svg.width_of(words.time_name(kind)) for kind, _ in rows)
+    left = 14 + max(svg.width_of(phrases.time_name(kind)) for kind, _ in rows)
     most = rows[0][1]
     scale = (svg.RIGHT - left - 130) / most
     marks = []
     for index, (kind, value) in enumerate(rows):
         y = 12 + ROW * index
-        fill, share = palette.time_colour(kind), words.percent(value / best.step_seconds)
-        marks.append(svg.text(left - 8, y + BAR - 4, words.time_name(kind), anchor="end"))
-        marks.append(svg.rect(left, y, scale * value, BAR, fill, hatched=kind in words.TRAFFIC))
-        marks.append(svg.text(left + scale * value + 6, y + BAR - 4, f"{words.seconds(value)}, {share}"))
-    description = f"Seconds by kind, {words.seconds(best.step_seconds)} in total; {rows[0][0]} takes the longest."
+        fill, share = palette.time_colour(kind), phrases.percent(value / best.step_seconds)
+        marks.append(svg.text(left - 8, y + BAR - 4, phrases.time_name(kind), anchor="end"))
+        marks.append(svg.rect(left, y, scale * value, BAR, fill, hatched=kind in phrases.TRAFFIC))
+        marks.append(svg.text(left + scale * value + 6, y + BAR - 4, f"{phrases.seconds(value)}, {share}"))
+    description = f"Seconds by kind, {phrases.seconds(best.step_seconds)} in total; {rows[0][0]} takes the longest."
     return svg.picture("time", "Time of a step by kind", description, 12 + ROW * len(rows) + 8, marks)
 
 
@@ -144,20 +144,20 @@ def _link_row(
     yield svg.text(left, y + 15, row.name, bold=True)
     yield svg.rect(left, y + 21, scale * exposed, 13, palette.RED)
     yield svg.rect(left + scale * exposed, y + 21, scale * hidden, 13, palette.SKY, hatched=True)
-    label = f"{words.seconds(row.exposed)} exposed" if row.exposed else "none exposed"
-    yield svg.text(left, y + 48, f"{words.volume(row.sent)} in {words.seconds(row.busy)}, {label}", size=12)
+    label = f"{phrases.seconds(row.exposed)} exposed" if row.exposed else "none exposed"
+    yield svg.text(left, y + 48, f"{phrases.volume(row.sent)} in {phrases.seconds(row.busy)}, {label}", size=12)
     if row.bandwidth and row.busy:
         rate = row.sent / row.busy
         yield svg.rect(right, y + 21, right_scale * min(100.0, 100 * rate / row.bandwidth), 13, palette.GREEN)
-        yield svg.text(right, y + 48, f"{words.rate(rate)} of {words.rate(row.bandwidth)}", size=12)
+        yield svg.text(right, y + 48, f"{phrases.rate(rate)} of {phrases.rate(row.bandwidth)}", size=12)
     else:
         yield svg.text(right, y + 48, "bandwidth unknown", size=12)
 
 
 def _links_description(rows: Sequence[Traffic], step: float) -> str:
     return "; ".join(
-        f"{row.name}: {words.volume(row.sent)} in {words.seconds(row.busy)} of {words.seconds(step)}, "
-        f"{words.seconds(row.exposed)} exposed"
+        f"{row.name}: {phrases.volume(row.sent)} in {phrases.seconds(row.busy)} of {phrases.seconds(step)}, "
+        f"{phrases.seconds(row.exposed)} exposed"
         for row in rows
     )
 
@@ -181,7 +181,7 @@ def expected(report: Report) -> str:
         seconds, need = row.estimate.step_seconds, format_bytes(row.estimate.peak_memory)
         fill = palette.BLUE if index == 0 else palette.SKY if row.fits else palette.GREY
         marks.append(svg.rect(left, y, scale * seconds, BAR, fill, hatched=not row.fits))
-        label = f"{words.seconds(seconds)}, {need}{'' if row.fits else ': does not fit'}"
+        label = f"{phrases.seconds(seconds)}, {need}{'' if row.fits else ': does not fit'}"
         marks.append(svg.text(left + scale * seconds + 6, y + BAR - 4, label))
     description = "; ".join(f"{row.title}: {_outcome(row)}" for row in rows)
     return svg.picture("expected", "Standard layouts for comparison", description, top + 12 + ROW * len(rows), marks)
@@ -190,4 +190,4 @@ def expected(report: Report) -> str:
 def _outcome(item: Expected) -> str:
     if item.estimate is None:
         return "refused"
-    return words.seconds(item.estimate.step_seconds) if item.fits else "does not fit"
+    return phrases.seconds(item.estimate.step_seconds) if item.fits else "does not fit"

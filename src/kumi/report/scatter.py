@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import cos, hypot, log10, pi, sin
 
-from kumi.plan.types import Estimate
-from kumi.report import palette, svg, words
-from kumi.report.report import Report
+from kumi.plan.estimates import Estimate
+from kumi.plan.report import Report
+from kumi.report import palette, phrases, svg
 
 GIB = 2.0**30
 # An axis whose values span a larger ratio than this is logarithmic.
@@ -76,7 +76,7 @@ def points(report: Report) -> list[Point]:
     listed += [("on the front", other, "") for other in report.front]
     unique: dict[object, Point] = {}
     for mark, estimate, title in listed:
-        name = f"{title}: {words.details(estimate.layout)}" if title else words.layout_words(estimate.layout)
+        name = f"{title}: {phrases.details(estimate.layout)}" if title else phrases.layout_words(estimate.layout)
         unique.setdefault(estimate.layout, Point(mark if estimate.fits else "does not fit", estimate, name))
     best = report.best
     near = [point for point in unique.values() if point.estimate.step_seconds < TIME_LIMIT * best.step_seconds]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kumi.plan.sizing import training
-from kumi.plan.types import Estimate
-from kumi.report import words
-from kumi.report.figures import fullest
-from kumi.report.report import Report
+from kumi.plan.estimates import Estimate
+from kumi.plan.report import Report
+from kumi.plan.search.sizing import training
+from kumi.report import phrases
+from kumi.report.quantities import fullest
 from kumi.spec.ledger import num_params
 from kumi.units import format_bytes, format_count
 
@@ -19,19 +19,19 @@ def headline(report: Report) -> list[str]:
     layout = best.layout
     batch = f"{format_count(best.tokens_per_step)} tokens per step, sequence length {job.batch.seq_len:,}"
     speed = f"{format_count(best.tokens_per_second)} tokens/s ({best.tokens_per_second_per_device:,.0f} per device)"
-    step = f"{words.seconds(best.step_seconds)} per step, +/- {words.percent(best.uncertainty)}"
+    step = f"{phrases.seconds(best.step_seconds)} per step, +/- {phrases.percent(best.uncertainty)}"
     capacity = format_bytes(job.cluster.device.memory)
     where = f", on pp rank {fullest(best)} (the fullest)" if layout.pp > 1 else ""
     fits = "" if best.fits else ": DOES NOT FIT"
-    counts = f"; {words.plural(report.searched, 'legal layout')} searched, {report.fitting:,} fit"
+    counts = f"; {phrases.plural(report.searched, 'legal layout')} searched, {report.fitting:,} fit"
     searched = counts if report.searched else ""
     model = f"{job.model.family}, {format_count(num_params(job.model))} parameters"
     lines = [
-        f"{model}, on {words.machines(job.cluster)}; {batch}; {job.precision.kind}; trained by {job.engine.name}",
-        words.arrangement(layout),
-        f"{words.details(layout)}, {words.plural(job.batch.microbatches(layout), 'microbatch')} per step{searched}",
+        f"{model}, on {phrases.machines(job.cluster)}; {batch}; {job.precision.kind}; trained by {job.engine.name}",
+        phrases.arrangement(layout),
+        f"{phrases.details(layout)}, {phrases.plural(job.batch.microbatches(layout), 'microbatch')} per step{searched}",
         f"{speed}; {step}",
-        f"MFU {words.percent(best.mfu)} ({words.MFU})",
+        f"MFU {phrases.percent(best.mfu)} ({phrases.MFU})",
         f"memory {format_bytes(best.peak_memory)} of {format_bytes(best.usable)} usable ({capacity} device)"
         f"{where}{fits}",
     ]
@@ -57,12 +57,12 @@ def _cost(report: Report) -> Iterator[str]:
     """Yield the device hours, cost and energy of the requested tokens, by default a billion."""
     device = report.job.cluster.device
     totals = report.training or training(1e9, report.best, report.job.cluster)
-    days = f"{words.digits(totals.days)} days, " if report.training else ""
-    parts = [f"{words.digits(totals.device_hours)} device hours"]
+    days = f"{phrases.digits(totals.days)} days, " if report.training else ""
+    parts = [f"{phrases.digits(totals.device_hours)} device hours"]
     if totals.cost is not None:
-        parts.append(f"{words.digits(totals.cost)} at {device.price:g} per device hour")
+        parts.append(f"{phrases.digits(totals.cost)} at {device.price:g} per device hour")
     if totals.energy is not None:
-        parts.append(f"{words.digits(totals.energy)} kWh at {device.watts:g} W per device")
+        parts.append(f"{phrases.digits(totals.energy)} kWh at {device.watts:g} W per device")
     unpriced = "; set cluster.price_per_hour to see the cost" if report.training and totals.cost is None else ""
     yield f"{_tokens(totals.tokens)} take {days}{', '.join(parts)}{unpriced}"
 

@@ -10,10 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kumi.report import words
+from kumi.plan.report import Report
+from kumi.report import phrases
 from kumi.report.advice import advice, verdict
-from kumi.report.binding import binding, levers
-from kumi.report.figures import (
+from kumi.report.bottleneck import binding, levers
+from kumi.report.palette import MEMORY_COLOURS
+from kumi.report.quantities import (
     StageGroup,
     fullest,
     gap,
@@ -25,9 +27,7 @@ from kumi.report.figures import (
     traffic,
     weighty,
 )
-from kumi.report.palette import MEMORY_COLOURS
-from kumi.report.report import Report
-from kumi.report.rules import Rule, misleading
+from kumi.report.rules_of_thumb import Rule, misleading
 from kumi.report.summary import headline
 from kumi.units import format_bytes
 
@@ -63,7 +63,7 @@ class StageBar:
         for kind, size in self.kinds:
             total += size
             end = round(total / scale * options.max_width)
-            line.append(words.LETTERS[kind] * (end - drawn), style=MEMORY_COLOURS[kind])
+            line.append(phrases.LETTERS[kind] * (end - drawn), style=MEMORY_COLOURS[kind])
             drawn = end
         yield line.append("." * (options.max_width - drawn))
 
@@ -91,7 +91,7 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     rules = misleading(report)
     if rules:
         yield _section("Rules of thumb that mislead here", _bullets([rule_words(rule) for rule in rules]))
-    yield Group(Text("\nTo pin this layout", style="bold"), Text(words.layout_toml(report.best.layout)))
+    yield Group(Text("\nTo pin this layout", style="bold"), Text(phrases.layout_toml(report.best.layout)))
 
 
 def _section(title: str, content: RenderableType) -> RenderableType:
@@ -127,10 +127,10 @@ def _memory(report: Report) -> RenderableType:
     for kind in ("letter", "name", "bytes", "share"):
         table.add_column(kind, justify="left" if kind in ("letter", "name") else "right", no_wrap=True)
     table.add_column("bar", ratio=1)
-    rows = [(words.LETTERS[kind], words.MEMORY[kind], size) for kind, size in memory_kinds(memory)]
+    rows = [(phrases.LETTERS[kind], phrases.MEMORY[kind], size) for kind, size in memory_kinds(memory)]
     for letter, name, size in [*rows, ("", "total", memory.total)]:
         share = size / best.usable
-        table.add_row(letter, name, format_bytes(size), words.percent(share), Bar(share))
+        table.add_row(letter, name, format_bytes(size), phrases.percent(share), Bar(share))
     return table
 
 
@@ -163,21 +163,21 @@ def _time(report: Report) -> RenderableType:
     table.add_column("bar", ratio=1)
     for kind, value in time_kinds(best):
         share = value / best.step_seconds
-        table.add_row(words.time_name(kind), words.seconds(value), words.percent(share), Bar(share))
+        table.add_row(phrases.time_name(kind), phrases.seconds(value), phrases.percent(share), Bar(share))
     return table
 
 
 def _traffic(report: Report) -> RenderableType:
     table = _figures("axis and link.", "messages", "bytes", "time", "exposed", "achieved", "bandwidth")
     for row in weighty(traffic(report.job, report.best), report.best.step_seconds):
-        achieved = words.rate(row.sent / row.busy) if row.busy else "-"
-        bandwidth = words.rate(row.bandwidth) if row.bandwidth else "unknown"
+        achieved = phrases.rate(row.sent / row.busy) if row.busy else "-"
+        bandwidth = phrases.rate(row.bandwidth) if row.bandwidth else "unknown"
         table.add_row(
             row.name,
             f"{row.count:,}",
-            words.volume(row.sent),
-            words.seconds(row.busy),
-            words.seconds(row.exposed),
+            phrases.volume(row.sent),
+            phrases.seconds(row.busy),
+            phrases.seconds(row.exposed),
             achieved,
             bandwidth,
         )
@@ -187,8 +187,8 @@ def _traffic(report: Report) -> RenderableType:
 def _levers(report: Report) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     for lever in levers(report):
-        share = words.percent(lever.seconds / report.best.step_seconds)
-        table.add_row(lever.what, Text(words.seconds(lever.seconds), justify="right"), share, f"reduces {lever.why}")
+        share = phrases.percent(lever.seconds / report.best.step_seconds)
+        table.add_row(lever.what, Text(phrases.seconds(lever.seconds), justify="right"), share, f"reduces {lever.why}")
     return table
 
 
@@ -198,8 +198,8 @@ def _others(report: Report) -> RenderableType:
         difference = gap(report.best, other)
         savings = "within noise" if difference.noise else needs(difference)
         table.add_row(
-            words.layout_words(other.layout),
-            words.seconds(other.step_seconds),
+            phrases.layout_words(other.layout),
+            phrases.seconds(other.step_seconds),
             format_bytes(other.peak_memory),
             savings,
         )
@@ -211,7 +211,7 @@ def _expected(report: Report) -> RenderableType:
     for item in report.expected:
         step, memory = "-", "-"
         if item.estimate is not None:
-            step, memory = words.seconds(item.estimate.step_seconds), format_bytes(item.estimate.peak_memory)
+            step, memory = phrases.seconds(item.estimate.step_seconds), format_bytes(item.estimate.peak_memory)
         table.add_row(item.title, step, memory, verdict(item, report.best))
     return table
 
@@ -220,4 +220,4 @@ def rule_words(rule: Rule) -> str:
     """Return a misleading rule as sentences: both values, then the reason for the difference."""
     where = f" for {rule.where}" if rule.where else ""
     values = f"{rule.texts[0]} by the rule, {rule.texts[1]} estimated{where}"
-    return f"{words.capital(rule.name)}: {values}. {words.capital(rule.why)}."
+    return f"{phrases.capital(rule.name)}: {values}. {phrases.capital(rule.why)}."

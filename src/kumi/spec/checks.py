@@ -13,13 +13,13 @@ from typing import Any
 
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Host
-from kumi.spec.cuts import cuts
+from kumi.spec.divisibility import cuts
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.legality import Rule, broken, choices, others
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import refusal
 from kumi.spec.schedules import SCHEDULES
-from kumi.spec.schedules.base import Schedule
+from kumi.spec.schedules.schedule_record import Schedule
 from kumi.spec.sharding import most_layers, rank_layers
 
 # The largest values beside frozen matrices in four bits, which every rank holds whole.

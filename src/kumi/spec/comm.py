@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kumi.spec.cluster import ClusterSpec
-from kumi.spec.described import described
 from kumi.spec.engine import KUMI, Engine
+from kumi.spec.field_docs import described
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
 

@@ -18,11 +18,11 @@ ILLEGAL, UNTRAINED = "illegal", "untrained"
 class Rule:
     """One condition on a layout.
 
-    `holds(x)` takes a `Layout` and returns a bool, or takes `kumi.plan.columns.Columns` and returns an array of them
-    (or one bool for all rows). So it uses what both have: fields, `dp`, `world_size` and `one_of`, and operators that
-    mean the same for numbers and arrays: no `and`, `or`, `not` or `~` on what may be an array. `say(layout)` is the
-    sentence of a layout that breaks it. `about` names what the rule is about, and `after` what must be in order before
-    it is judged: nothing is said where a rule about one of these is broken.
+    `holds(x)` takes a `Layout` and returns a bool, or takes `kumi.plan.layout_batch.Columns` and returns an array of
+    them (or one bool for all rows). So it uses what both have: fields, `dp`, `world_size` and `one_of`, and operators
+    that mean the same for numbers and arrays: no `and`, `or`, `not` or `~` on what may be an array. `say(layout)` is
+    the sentence of a layout that breaks it. `about` names what the rule is about, and `after` what must be in order
+    before it is judged: nothing is said where a rule about one of these is broken.
     """
 
     about: str

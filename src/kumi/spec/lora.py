@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from kumi.spec.described import described
+from kumi.spec.field_docs import described
 
 ALL = "all-linear"
 INITS = ("default", "gaussian")

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kumi.errors import ModelError
 from kumi.spec.lora import Lora
-from kumi.spec.rules import PLAIN, Weights
+from kumi.spec.weight_rules import PLAIN, Weights
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class Dim:
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: its native name (see `kumi.spec.rules`), its dims, and how it starts: "normal", "zeros" or "ones"
-    (or, in adapters and Mamba mixers, as `kumi.nn.init` says).
+    """A parameter: its native name (see `kumi.spec.weight_rules`), its dims, and how it starts: "normal", "zeros" or
+    "ones" (or, in adapters and Mamba mixers, as `kumi.nn.initialize` says).
 
     Parameters of routed experts have a leading dim named "experts". A `frozen` one is not trained, and
     lies in the compute dtype, or where it says so in the `quantized` one.

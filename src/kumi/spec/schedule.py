@@ -13,7 +13,7 @@ from typing import Any
 
 from kumi.errors import LayoutError
 from kumi.spec.schedules import DEFAULT, SCHEDULES, V_SHAPED
-from kumi.spec.schedules.base import Action, Pattern, numbered
+from kumi.spec.schedules.schedule_record import Action, Pattern, numbered
 
 
 def refusal(schedule: str, pp: int, stages: int, microbatches: int) -> str | None:

@@ -26,8 +26,8 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import states_of
-from kumi.spec.placement import Axis, process_group
 from kumi.spec.precision import ITEMSIZE, Precision
+from kumi.spec.process_groups import Axis, process_group
 from kumi.spec.schedule import placement, stage_of
 from kumi.spec.schedules import V_SHAPED
 
@@ -151,7 +151,7 @@ def stage_bounds(layout: Layout, layers: int) -> tuple[tuple[int, int], ...]:
 
 def rank_layers(layout: Any, layers: int, rank: Any) -> Any:
     """Return how many of `layers` pp rank `rank` has, over all its stages. `layout` is a `Layout`, or
-    `kumi.plan.columns.Columns` with an array of ranks."""
+    `kumi.plan.layout_batch.Columns` with an array of ranks."""
     if layout.stage_layers:
         return sum(layout.stage_layers[stage] for stage in placement(layout.schedule, layout.pp, layout.stages)[rank])
     pp, stages = layout.pp, layout.stages

@@ -11,7 +11,7 @@ from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.legality import UNTRAINED, Rule, allows, others
 from kumi.spec.model import MLP, ModelSpec, MoE
 from kumi.spec.op import Op
-from kumi.spec.placement import process_group
+from kumi.spec.process_groups import process_group
 from kumi.spec.schedules import FULL_BACKWARD
 
 # Elements of a bucket that the host updates at a time: long enough for a link's and a drive's full speed, small beside

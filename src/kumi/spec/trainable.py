@@ -7,7 +7,7 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.checks import expert_rules
-from kumi.spec.cuts import cuts
+from kumi.spec.divisibility import cuts
 from kumi.spec.families import check_trained
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout

@@ -13,7 +13,7 @@ from functools import lru_cache
 from kumi.spec.ledger import LAYERS, tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
-from kumi.spec.rules import Pairs, Rename, Rows, Rule, Stack
+from kumi.spec.weight_rules import Pairs, Rename, Rows, Rule, Stack
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from kumi.parallel import pipeline
-from kumi.parallel.data import release
+from kumi.parallel.data_parallel import release
 from kumi.parallel.mesh import counts_once, total
-from kumi.parallel.objective import counts_loss, cut, decoder_inputs, segment_sums
-from kumi.train.state import Parts
+from kumi.parallel.run_microbatches import counts_loss, cut, decoder_inputs, segment_sums
 from kumi.train.step import to_device
+from kumi.train.train_state import Parts
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,23 @@ from safetensors.torch import load_file
 from kumi import hub
 from kumi.config import ResolvedRun
 from kumi.convert import convert, load_decoder, merge
-from kumi.convert.adapter import adapter_card, write_adapter
-from kumi.convert.card import check_verified, mark_verified, model_card
-from kumi.convert.carried import carried, copy_processor
-from kumi.convert.hf_write import write
+from kumi.convert.hf.adapter_write import adapter_card, write_adapter
+from kumi.convert.hf.card import check_verified, mark_verified, model_card
+from kumi.convert.hf.passthrough import carried, copy_processor
+from kumi.convert.hf.write_folder import write
 from kumi.data import Store, load_tokenizer
 from kumi.errors import KumiError, RefusedError
 from kumi.nn.decoder import Decoder
 from kumi.nn.generate import generate
+from kumi.nn.nf4 import quantize_linears
 from kumi.nn.numerics import use
-from kumi.nn.packed import quantize_linears
 from kumi.spec.numerics import REFERENCE
 from kumi.spec.precision import ITEMSIZE
+from kumi.train.export_probe import FILE
 from kumi.train.metrics import read_metrics
-from kumi.train.prepare import tokenizer_folder
-from kumi.train.probe import FILE
+from kumi.train.prepare_data import tokenizer_folder
 from kumi.train.resume import last_checkpoint
-from kumi.train.state import carried_from, origin
+from kumi.train.train_state import carried_from, origin
 
 # Largest share of the logits' own spread by which an export may differ from the trained model. Equal weights in equal
 # arithmetic give 0; another number of threads, or weights rounded on export, give rounding errors of the compute dtype.

@@ -16,7 +16,7 @@ import torch
 
 from kumi.config import ResolvedRun
 from kumi.convert import weights_reader
-from kumi.convert.adapter_read import adapters_reader
+from kumi.convert.hf.adapter_read import adapters_reader
 from kumi.data import Store
 from kumi.errors import OK, DivergedError, SaveError
 from kumi.launch.signals import StopFlag, exit_code, install
@@ -24,22 +24,22 @@ from kumi.nn.numerics import use
 from kumi.parallel.build import build
 from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, init_distributed, total
 from kumi.parallel.optim import build_optimizer
-from kumi.parallel.state import Reader, fill, optimizer_pieces
+from kumi.parallel.state_tensors import Reader, fill, optimizer_pieces
 from kumi.spec.numerics import REFERENCE
 from kumi.storage import checkpoint
-from kumi.train.agree import check_agreement
-from kumi.train.batches import OpenSource, mixture_source
 from kumi.train.callbacks import Callbacks, Listener
-from kumi.train.drill import fire_drill
+from kumi.train.compare_ranks import check_agreement
 from kumi.train.evaluate import evaluate
-from kumi.train.folder import checkpoint_root
-from kumi.train.memory import TRIM_EVERY, keep_freed_memory, memory_errors, memory_now, out_of_memory, trim
+from kumi.train.export_probe import probe_ids, write_probe
 from kumi.train.metrics import Metrics, truncate_metrics
-from kumi.train.probe import probe_ids, write_probe
-from kumi.train.report import Reporter
+from kumi.train.open_batches import OpenSource, mixture_source
+from kumi.train.preflight import fire_drill
+from kumi.train.process_memory import TRIM_EVERY, keep_freed_memory, memory_errors, memory_now, out_of_memory, trim
 from kumi.train.resume import last_checkpoint, restored_state
-from kumi.train.state import Parts, TrainState, meta, pieces
+from kumi.train.run_folder import checkpoint_root
 from kumi.train.step import read_step, train_step
+from kumi.train.step_report import Reporter
+from kumi.train.train_state import Parts, TrainState, meta, pieces
 from kumi.train.warmup import with_stored_warmup
 
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 from kumi.errors import RefusedError
 from kumi.files.output import open_kept, write_text
 from kumi.files.untrusted import inside, json_record, open_stream
-from kumi.train.lines import step_line
+from kumi.train.step_lines import step_line
 from kumi.units import format_count, format_seconds
 
 Tracker = Callable[[dict[str, Any], int], None]
@@ -71,7 +71,8 @@ class Metrics:
         self._bar = _Bar(steps, first_step) if sys.stdout.isatty() else None
 
     def step(self, entry: dict[str, Any], busy: str = "") -> None:
-        """Record the entry of one train step; `busy` says that other processes had the CPU (see kumi.train.busy)."""
+        """Record the entry of one train step; `busy` says that other processes had the CPU (see
+        kumi.train.cpu_contention)."""
         self._write(entry)
         step = entry["step"]
         left = self._time_left(step)

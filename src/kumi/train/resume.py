@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kumi.config import ResolvedRun
-from kumi.config.stored import load_stored
+from kumi.config.stored_config import load_stored
 from kumi.data import Store
 from kumi.errors import KumiError, RefusedError
-from kumi.parallel.grads import LossScale
+from kumi.parallel.grad_norm import LossScale
 from kumi.spec import families
-from kumi.spec.saved import model_digest, model_shapes, optimizer_shapes
+from kumi.spec.saved_tensors import model_digest, model_shapes, optimizer_shapes
 from kumi.storage import checkpoint
 from kumi.storage.checkpoint import Checkpoint
-from kumi.train.folder import checkpoint_root
-from kumi.train.state import TrainState, base_of, computed_by
+from kumi.train.run_folder import checkpoint_root
+from kumi.train.train_state import TrainState, base_of, computed_by
 
 _ANEW = "or start a new run in another train.out"
 

@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING
 
 from kumi import hub
 from kumi.config import ResolvedRun, RunConfig, open_run, pinned_to
-from kumi.config.model import hub_sources
+from kumi.config.model_source import hub_sources
 from kumi.config.resolve import with_plan
 from kumi.config.run_plan import RunPlan, parse_plan
 from kumi.config.schema import LayoutSection
 from kumi.data import Store
-from kumi.describe import console, describe, render
 from kumi.errors import OK, ConfigError, LayoutError, ModelError
 from kumi.launch.launchers import pick
 from kumi.launch.local import environment
 from kumi.launch.standing import Standing, standing
+from kumi.report.run_description import console, describe, render
 from kumi.spec.families import check_trained
 from kumi.spec.numerics import parse
 from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import free_space_check, latest, list_complete, step_of
 from kumi.train.callbacks import Listener
-from kumi.train.folder import checkpoint_root, claim
-from kumi.train.numerics import with_measured, with_numerics
-from kumi.train.prepare import check_data, open_data, prepare_data
-from kumi.train.summary import summary_lines
+from kumi.train.measure_numerics import with_measured, with_numerics
+from kumi.train.prepare_data import check_data, open_data, prepare_data
+from kumi.train.run_folder import checkpoint_root, claim
+from kumi.train.run_summary import summary_lines
 from kumi.units import format_count
 
 if TYPE_CHECKING:
-    from kumi.launch.meeting import Meeting
+    from kumi.launch.rendezvous import Meeting
 
 
 def start(config: RunConfig, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
@@ -52,7 +52,7 @@ def start(config: RunConfig, *, allow_change: Sequence[str] = (), listener: List
         run = with_measured(run)  # before this process has threads, which it would fork
     if place is None or place.world_size == 1:
         return _lead(run, allow_change, None, listener)
-    from kumi.launch.meeting import meet
+    from kumi.launch.rendezvous import meet
 
     with meet(place) as meeting:
         return _follow(run, meeting) if place.rank else _lead(run, allow_change, meeting, listener)
@@ -79,7 +79,7 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], meeting: Meeting | None
         code = OK if trained else _launch(run, store, meeting, listener)
         if code == OK:
             from kumi.train.finish import finish
-            from kumi.train.memory import memory_errors
+            from kumi.train.process_memory import memory_errors
 
             with memory_errors(run):
                 finish(run, store, anew=not trained)
@@ -95,7 +95,8 @@ def _follow(run: ResolvedRun, meeting: Meeting) -> int:
     word = json.loads(meeting.hear())
     if word["finished"]:
         return OK
-    # Where this rank's run file pins another layout, it keeps that, and the ranks refuse to train (kumi.train.agree).
+    # Where this rank's run file pins another layout, it keeps that, and the ranks refuse to train
+    # (kumi.train.compare_ranks).
     run = with_plan(with_numerics(run, parse(word["numerics"])), parse_plan(word["plan"], "rank 0's plan"))
     return _launch(run, open_data(run), meeting, None)
 
@@ -177,7 +178,7 @@ def _check_adapters(run: ResolvedRun) -> None:
             f"lora.quantize='none'"
         )
     if section.source is not None:
-        from kumi.convert.adapter_read import adapters_reader
+        from kumi.convert.hf.adapter_read import adapters_reader
 
         adapters_reader(Path(os.path.expanduser(section.source)), run.model)
 
@@ -185,13 +186,13 @@ def _check_adapters(run: ResolvedRun) -> None:
 def _check_weights(run: ResolvedRun) -> None:
     """The headers of the weight files alone: what they hold is read when the ranks fill the model."""
     assert run.source is not None, "the configuration allows pretrained weights only with a source"
-    from kumi.convert import hf
+    from kumi.convert.hf import read_folder
 
     if not any(run.source.glob("*.safetensors")) and not any(run.source.glob("*.bin")):
         raise ModelError(
             f"model.source: {run.source} has no .safetensors file; add the weights, or set model.init=random"
         )
-    hf.check_headers(run.source, run.base)
+    read_folder.check_headers(run.source, run.base)
 
 
 def _trained(run: ResolvedRun) -> bool:

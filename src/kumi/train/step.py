@@ -13,17 +13,17 @@ from torch import Tensor
 from kumi.data import Batch
 from kumi.launch.signals import EXIT_CODES
 from kumi.objectives import IGNORED
-from kumi.parallel.data import bare
-from kumi.parallel.grads import LossScale, clip_gradients
+from kumi.parallel.data_parallel import bare
+from kumi.parallel.grad_norm import LossScale, clip_gradients
 from kumi.parallel.lora import begin_step
 from kumi.parallel.mesh import Mesh, counts_once, total
-from kumi.parallel.objective import forward_backward
-from kumi.parallel.optim.base import forget_gradients
-from kumi.parallel.record import gather, start
-from kumi.train import balance
-from kumi.train.balance import Balanced
-from kumi.train.state import Parts, TrainState
-from kumi.train.timeline import write_timeline
+from kumi.parallel.optim.optimizer import forget_gradients
+from kumi.parallel.pipeline_trace import gather, start
+from kumi.parallel.run_microbatches import forward_backward
+from kumi.train import expert_balance
+from kumi.train.expert_balance import Balanced
+from kumi.train.pipeline_timeline import write_timeline
+from kumi.train.train_state import Parts, TrainState
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def train_step(
     """Train on the step's sequences and advance `state`. `before_update` is called once all gradients are there."""
     run, mesh = parts.run, parts.mesh
     scale = state.scale.scale if run.precision.loss_scaling else 1.0
-    balance.begin(parts.model, run, scale)
+    expert_balance.begin(parts.model, run, scale)
     begin_step(bare(parts.model), run.config.train.seed, state.step)
     record = start(mesh) if state.step + 1 == run.config.train.trace_step else None
     microbatches = (to_device(one, mesh.device) for one in _microbatches(counts.batch, run.layout.microbatch))
@@ -65,7 +65,7 @@ def train_step(
     if before_update is not None:
         before_update()
     norm, lr = _update(parts, state)
-    experts = balance.end(parts.model, run, mesh, scale)
+    experts = expert_balance.end(parts.model, run, mesh, scale)
     state.step += 1
     state.tokens += counts.tokens
     scaling = state.scale if run.precision.loss_scaling else None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.config import ResolvedRun
-from kumi.config.optim import choose_optim
+from kumi.config.optim_section import choose_optim
 
 
 def warmup_meta(run: ResolvedRun) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import yaml
 from export_jobs import EVERYONE, EXAMPLES, LLAMA2_7B, MIXED_WINDOWS, job
 
 from kumi.errors import ConfigError, LayoutError
+from kumi.export import TRAINERS, export, megatron_lm, unsupported
+from kumi.export.text import arguments, comment, to_yaml
 from kumi.plan.engines import ENGINES
-from kumi.plan.export import TRAINERS, export, megatron_lm, unsupported
-from kumi.plan.export.text import arguments, comment, to_yaml
-from kumi.spec.alike import alike, runs
 from kumi.spec.layout import Layout
+from kumi.spec.uniform_layers import alike, runs
 
 ABLE = [(name, trainer) for name, (_, _, able) in EXAMPLES.items() for trainer in able]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from export_jobs import EXAMPLES
 
-from kumi.plan.export import export
-from kumi.plan.export.hugging_face import OPTIMIZERS
+from kumi.export import export
+from kumi.export.hugging_face import OPTIMIZERS
 from kumi.spec.ledger import num_params
 from kumi.spec.sharding import stage_bounds
 

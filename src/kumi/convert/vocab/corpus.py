@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kumi.convert.vocab.base import Base
+from kumi.convert.vocab.base_tokenizer import Base
 from kumi.data import Fault, Source, expand, read
 from kumi.data.tokenizer import PIECE, pieces
 from kumi.errors import ConfigError

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kumi.convert.vocab.base import Base, parse_tokenizer
+from kumi.convert.vocab.base_tokenizer import Base, parse_tokenizer
 from kumi.convert.vocab.learn import Piece
-from kumi.convert.vocab.wanted import NewToken
+from kumi.convert.vocab.requested_tokens import NewToken
 from kumi.errors import ConfigError
 from kumi.files.output import copy_into, write_text
 from kumi.files.untrusted import TOKENIZER, read_object

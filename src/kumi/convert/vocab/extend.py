@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kumi.convert import hf_write
-from kumi.convert.card import mark_verified, model_card
-from kumi.convert.origin import origin_of
-from kumi.convert.publish import located
-from kumi.convert.source import Source, open_source
+from kumi.convert.hf import write_folder
+from kumi.convert.hf.card import mark_verified, model_card
+from kumi.convert.hf.origin import origin_of
+from kumi.convert.hf.publish import located
+from kumi.convert.open_model import Source, open_source
 from kumi.convert.vocab import rows
-from kumi.convert.vocab.base import Base, load_base
+from kumi.convert.vocab.base_tokenizer import Base, load_base
 from kumi.convert.vocab.corpus import Corpus, read_corpus, words
 from kumi.convert.vocab.edit import extended, write_files
+from kumi.convert.vocab.extension_report import NewRow, facts, reported
 from kumi.convert.vocab.learn import Piece, learn
-from kumi.convert.vocab.report import NewRow, facts, reported
-from kumi.convert.vocab.wanted import NewToken, check_tokens, read_tokens
+from kumi.convert.vocab.requested_tokens import NewToken, check_tokens, read_tokens
 from kumi.errors import ConfigError, KumiError, ModelError
 from kumi.spec.model import ModelSpec
 
@@ -61,7 +61,7 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     """
     _check_request(request)
     target = Path(out)
-    hf_write.check_target(target, replace=False)
+    write_folder.check_target(target, replace=False)
     source = open_source(located(base, "vocab"))
     tokenizer = load_base(source.tokenizer)
     _check_sizes(source, tokenizer)
@@ -195,9 +195,9 @@ def _write(
     origin = replace(origin_of(source.folder), relation="finetune")
     card = model_card(name=target.name, model=spec, facts=facts(report), origin=origin)
     with tempfile.TemporaryDirectory(prefix="kumi-vocab-") as folder:
-        names = (*hf_write.TOKENIZER_FILES, "generation_config.json")
+        names = (*write_folder.TOKENIZER_FILES, "generation_config.json")
         left_out = write_files(old, extended_base, tokens, Path(folder), names)
-        hf_write.write(
+        write_folder.write(
             target,
             spec,
             reader,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kumi.convert.vocab.base import Base
+from kumi.convert.vocab.base_tokenizer import Base
 from kumi.errors import ConfigError
 
 # Least count of a pair to merge; rarer pairs say nothing about other texts.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kumi.convert.source import Source
-from kumi.convert.stream import Reader
+from kumi.convert.files.stream import Reader
+from kumi.convert.open_model import Source
 from kumi.spec.ledger import tensors
 
 # The tensors with a row per token.

@@ -17,9 +17,9 @@ from torch import nn
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.adafactor import build_adafactor
 from kumi.parallel.optim.adamw_8bit import build_adamw_8bit
-from kumi.parallel.optim.base import Optimizer, Trained, trained_parameters
-from kumi.parallel.optim.host import build_adamw
+from kumi.parallel.optim.host_adamw import build_adamw
 from kumi.parallel.optim.muon import build_muon
+from kumi.parallel.optim.optimizer import Optimizer, Trained, trained_parameters
 from kumi.parallel.optim.sgd import build_sgd
 from kumi.spec.optim import Optim
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kumi.parallel.grads import local
+from kumi.parallel.grad_norm import local
 from kumi.parallel.mesh import Mesh
-from kumi.parallel.optim.base import Trained, drop_gradients, gradient_of, groups_of, new_states
-from kumi.parallel.optim.shards import all_axes_of, axes_of, sum_parts
+from kumi.parallel.optim.optimizer import Trained, drop_gradients, gradient_of, groups_of, new_states
+from kumi.parallel.optim.shard_sums import all_axes_of, axes_of, sum_parts
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COLUMN_MEANS, COUNTER, ROW_MEANS, SQUARES

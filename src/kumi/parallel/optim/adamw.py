@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kumi.parallel.grads import local
-from kumi.parallel.optim.base import drop_gradients, gradient_of, groups_of
+from kumi.parallel.grad_norm import local
+from kumi.parallel.optim.optimizer import drop_gradients, gradient_of, groups_of
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COUNTER, MOMENTS
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.parallel.grads import local
+from kumi.parallel.grad_norm import local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.adamw import update_group
-from kumi.parallel.optim.base import Trained, drop_gradients, gradient_of, groups_of, new_states
-from kumi.parallel.optim.quantise import Blocks, Code, dynamic_code
-from kumi.parallel.optim.shards import axes_of, max_over
+from kumi.parallel.optim.optimizer import Trained, drop_gradients, gradient_of, groups_of, new_states
+from kumi.parallel.optim.quantize_8bit import Blocks, Code, dynamic_code
+from kumi.parallel.optim.shard_sums import axes_of, max_over
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import BLOCK, COUNTER, MOMENTS, SCALES, is_quantised
-from kumi.spec.regions import regions
+from kumi.spec.shard_slices import regions
 
 # Elements that are decoded at a time: many for a kernel, few beside a model's.
 AT_ONCE = 2**22

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.parallel.grads import local
+from kumi.parallel.grad_norm import local
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.optim.adamw import update_group
-from kumi.parallel.optim.base import Trained, drop_gradients, gradient_of, groups_of, new_states
 from kumi.parallel.optim.newton_schulz import compute_dtype, orthogonalise
-from kumi.parallel.optim.whole import Bucket, bring, buckets_of, send_back
+from kumi.parallel.optim.optimizer import Trained, drop_gradients, gradient_of, groups_of, new_states
+from kumi.parallel.optim.whole_matrices import Bucket, bring, buckets_of, send_back
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import MOMENTUM, is_orthogonalised
-from kumi.spec.regions import is_pair
+from kumi.spec.shard_slices import is_pair
 
 # Liu et al., 2025: the root mean square of AdamW's updates.
 RMS = 0.2

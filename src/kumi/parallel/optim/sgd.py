@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.parallel.grads import local
-from kumi.parallel.optim.base import Trained, drop_gradients, gradient_of, groups_of, new_states
+from kumi.parallel.grad_norm import local
+from kumi.parallel.optim.optimizer import Trained, drop_gradients, gradient_of, groups_of, new_states
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import MOMENTUM
 

@@ -12,7 +12,6 @@ from kumi.errors import ModelError
 from kumi.files.untrusted import brief, read_object
 from kumi.spec.families import (
     bloom,
-    bounds,
     cohere2,
     deepseek_v2,
     deepseek_v3,
@@ -27,7 +26,6 @@ from kumi.spec.families import (
     gpt_neox,
     gpt_oss,
     granite,
-    keys,
     kimi_k2,
     llama,
     ministral,
@@ -41,7 +39,6 @@ from kumi.spec.families import (
     olmo3,
     olmoe,
     phi3,
-    quantised,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
@@ -52,7 +49,8 @@ from kumi.spec.families import (
     smollm3,
     starcoder2,
 )
-from kumi.spec.families.nearest import difference
+from kumi.spec.families._shared import bounds, config_keys, quantization
+from kumi.spec.families._shared.nearest_family import difference
 from kumi.spec.ledger import num_params
 from kumi.spec.model import ModelSpec
 
@@ -104,13 +102,13 @@ _OLD_NAMES = {"LLaMAForCausalLM": ["LlamaForCausalLM"]}
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json describes; what kumi does not understand in it is a ModelError."""
     _check_names(config)
-    quantisation, config = quantised.method(config), _renamed(quantised.plain(config))
+    quantisation, config = quantization.method(config), _renamed(quantization.plain(config))
     family = _family(config)
     # Before a reader touches a value, all are of the right type and within their bounds.
-    keys.check_types(family, config, getattr(FAMILIES[family], "KEYS", {}) | keys.TABLES)
+    config_keys.check_types(family, config, getattr(FAMILIES[family], "KEYS", {}) | config_keys.TABLES)
     spec: ModelSpec = FAMILIES[family].from_hf(config)
     bounds.check_model(num_params(spec))
-    return spec if quantisation is None else replace(spec, notes=(*spec.notes, quantised.note(quantisation)))
+    return spec if quantisation is None else replace(spec, notes=(*spec.notes, quantization.note(quantisation)))
 
 
 def check_trained(spec: ModelSpec) -> None:

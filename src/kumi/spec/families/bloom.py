@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families.common import check_sizes, grouped, grouped_attention, model
-from kumi.spec.families.keys import Key, neutral, read
+from kumi.spec.families._shared.config_keys import Key, neutral, read
+from kumi.spec.families._shared.decoder_config import check_sizes, grouped, grouped_attention, model
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
-from kumi.spec.rules import QKV, Groups, Rename, Weights
+from kumi.spec.weight_rules import QKV, Groups, Rename, Weights
 
 ARCHITECTURE = "BloomForCausalLM"
 # Two spellings each of three sizes.

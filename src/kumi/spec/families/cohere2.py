@@ -7,10 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import rope, windows
-from kumi.spec.families.common import check_layer_types, check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, fixed, neutral, read
+from kumi.spec.families._shared import rope_config, sliding_windows
+from kumi.spec.families._shared.config_keys import DECODER, Key, fixed, neutral, read
+from kumi.spec.families._shared.decoder_config import (
+    check_layer_types,
+    check_sizes,
+    dense,
+    grouped,
+    grouped_attention,
+    model,
+)
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 
 ARCHITECTURE = "Cohere2ForCausalLM"
@@ -50,7 +57,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     values = read("cohere2", config, KEYS)
     check_sizes(values)
     neutral("cohere2", values, **FIXED)
-    bias, turned = values["attention_bias"], replace(rope.from_hf("cohere2", values), interleave=True)
+    bias, turned = values["attention_bias"], replace(rope_config.from_hf("cohere2", values), interleave=True)
     attention = grouped_attention(values, turned, qkv_bias=bias, out_bias=bias, sliding_window=values["sliding_window"])
     mlp = MLP(values["intermediate_size"])
     layer = {
@@ -76,8 +83,8 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         "layer_norm_eps": spec.norm_eps,
         "logit_scale": spec.logit_scale,
         "attention_bias": grouped(spec).qkv_bias,
-        "sliding_window": windows.width(spec) or 4096,
-        "layer_types": windows.kinds(spec),
+        "sliding_window": sliding_windows.width(spec) or 4096,
+        "layer_types": sliding_windows.kinds(spec),
     }
     return {name: value for name, value in written.items() if name != "rms_norm_eps"}
 

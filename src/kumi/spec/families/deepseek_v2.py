@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families.keys import Key, neutral, read
-from kumi.spec.families.latent import LATENT_KEYS, build
-from kumi.spec.families.latent import to_hf as latent_to_hf
+from kumi.spec.families._shared.config_keys import Key, neutral, read
+from kumi.spec.families._shared.deepseek_layers import LATENT_KEYS, build
+from kumi.spec.families._shared.deepseek_layers import to_hf as latent_to_hf
 from kumi.spec.model import ModelSpec
 
 METHODS = ("greedy", "group_limited_greedy")

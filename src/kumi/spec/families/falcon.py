@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import rope
-from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import Key, activation, neutral, read, unread
+from kumi.spec.families._shared import rope_config
+from kumi.spec.families._shared.config_keys import Key, activation, neutral, read, unread
+from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
-from kumi.spec.rules import QKV, Groups, Rename, Rule, Weights
+from kumi.spec.weight_rules import QKV, Groups, Rename, Rule, Weights
 
 ARCHITECTURE = "FalconForCausalLM"
 KEYS = {
@@ -50,7 +50,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     check_sizes(values)
     neutral("falcon", values, apply_residual_connection_post_layernorm=False)
     norms = _norms(values)
-    embedding = None if values["alibi"] else rope.from_hf("falcon", values)
+    embedding = None if values["alibi"] else rope_config.from_hf("falcon", values)
     heads = {"num_key_value_heads": _key_heads(values)}
     attention = grouped_attention(
         values | heads,

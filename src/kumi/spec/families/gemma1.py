@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families.common import check_sizes, dense, grouped, model, windowed
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, activation, neutral, read
+from kumi.spec.families._shared.config_keys import DECODER, Key, activation, neutral, read
+from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, model, windowed
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, ModelSpec
 
 ARCHITECTURE = "GemmaForCausalLM"

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kumi.spec.families import gemma
-from kumi.spec.families.common import check_layer_types, check_sizes, windowed
-from kumi.spec.families.keys import Key, neutral, read
+from kumi.spec.families._shared import gemma_layers
+from kumi.spec.families._shared.config_keys import Key, neutral, read
+from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, windowed
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "Gemma2ForCausalLM"
 BOTH_WAYS = "use_bidirectional_attention"
 KEYS = {
-    **gemma.GEMMA_KEYS,
+    **gemma_layers.GEMMA_KEYS,
     "max_position_embeddings": Key("integer", 8_192),
     "sliding_window": Key("integer", 4096),
     "sliding_window_size": Key("integer?", None),
@@ -37,11 +37,17 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     ]
     windows = [values["sliding_window"] if slide else None for slide in slides]
     layers = windowed(
-        "gemma2", values, windows, gemma.mlp("gemma2", values), qkv_bias=bias, out_bias=bias, **gemma.scores(values)
+        "gemma2",
+        values,
+        windows,
+        gemma_layers.mlp("gemma2", values),
+        qkv_bias=bias,
+        out_bias=bias,
+        **gemma_layers.scores(values),
     )
-    return gemma.model("gemma2", values, [replace(layer, post_norms=True) for layer in layers])
+    return gemma_layers.model("gemma2", values, [replace(layer, post_norms=True) for layer in layers])
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
-    return gemma.to_hf(spec, ARCHITECTURE)
+    return gemma_layers.to_hf(spec, ARCHITECTURE)

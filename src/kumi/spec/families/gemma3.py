@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kumi.spec.families import gemma3_text
-from kumi.spec.families.vision import Seeing
+from kumi.spec.families._shared.vision_language import Seeing
 
 ARCHITECTURE = "Gemma3ForConditionalGeneration"
 FAMILY = Seeing(

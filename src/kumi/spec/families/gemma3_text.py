@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families import gemma, rope
-from kumi.spec.families.common import check_layer_types, check_sizes, grouped_attention
-from kumi.spec.families.keys import Key, neutral, read
+from kumi.spec.families._shared import gemma_layers, rope_config
+from kumi.spec.families._shared.config_keys import Key, neutral, read
+from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, grouped_attention
 from kumi.spec.model import LayerSpec, ModelSpec, Rope
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 KEYS = {
-    **gemma.GEMMA_KEYS,
+    **gemma_layers.GEMMA_KEYS,
     "max_position_embeddings": Key("integer", 131_072),
     "sliding_window": Key("integer", 4096),
     "sliding_window_pattern": Key("integer?", None),
@@ -27,7 +27,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     values = read("gemma3_text", config, KEYS)
     check_sizes(values)
     neutral("gemma3_text", values, use_bidirectional_attention=False)
-    bias, mlp, ropes = values["attention_bias"], gemma.mlp("gemma3_text", values), _ropes(values)
+    bias, mlp, ropes = values["attention_bias"], gemma_layers.mlp("gemma3_text", values), _ropes(values)
     layer = {
         kind: LayerSpec(
             grouped_attention(
@@ -37,14 +37,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
                 out_bias=bias,
                 qk_norm=True,
                 sliding_window=window,
-                **gemma.scores(values),
+                **gemma_layers.scores(values),
             ),
             mlp,
             post_norms=True,
         )
         for kind, window in (("sliding_attention", values["sliding_window"]), ("full_attention", None))
     }
-    return gemma.model("gemma3_text", values, [layer[kind] for kind in _types(values)])
+    return gemma_layers.model("gemma3_text", values, [layer[kind] for kind in _types(values)])
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     own: dict[str, Any] = {"use_bidirectional_attention": False}
     turned = {layer.window is not None: layer.attends.rope for layer in spec.layers if layer.attends is not None}
     if (whole := turned.get(False)) is not None:
-        own |= rope.to_hf(whole)
+        own |= rope_config.to_hf(whole)
     if (local := turned.get(True)) is not None:
         own |= {"rope_local_base_freq": local.rope_theta}
-    return gemma.to_hf(spec, ARCHITECTURE) | own
+    return gemma_layers.to_hf(spec, ARCHITECTURE) | own
 
 
 def _types(values: Mapping[str, Any]) -> list[str]:
@@ -75,5 +75,5 @@ def _ropes(values: Mapping[str, Any]) -> dict[str, Rope]:
     if tables is None:
         local = {**values, "rope_theta": values["rope_local_base_freq"] or 10_000.0, "rope_scaling": None}
         whole = {**values, "rope_theta": values["rope_theta"] or 1_000_000.0}
-        return dict(zip(kinds, (rope.from_hf("gemma3_text", each) for each in (local, whole)), strict=True))
-    return rope.by_kind("gemma3_text", values, kinds)
+        return dict(zip(kinds, (rope_config.from_hf("gemma3_text", each) for each in (local, whole)), strict=True))
+    return rope_config.by_kind("gemma3_text", values, kinds)

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import experts, rope
-from kumi.spec.families.common import check_sizes, grouped, grouped_attention, layers_beyond, model
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
+from kumi.spec.families._shared import experts, rope_config
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, read
+from kumi.spec.families._shared.decoder_config import check_sizes, grouped, grouped_attention, layers_beyond, model
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
-from kumi.spec.rules import EXPERTS
+from kumi.spec.weight_rules import EXPERTS
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
 KEYS = {
@@ -52,7 +52,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
             f"config.json: first_k_dense_replace={first} must be 0 to num_hidden_layers={count}, and "
             f"n_shared_experts={values['n_shared_experts']} 1 or more"
         )
-    turned = rope.partial_from_hf("glm4_moe", values, values["partial_rotary_factor"], 0.5)
+    turned = rope_config.partial_from_hf("glm4_moe", values, values["partial_rotary_factor"], 0.5)
     attention = grouped_attention(values, turned, qkv_bias=values["attention_bias"], qk_norm=values["use_qk_norm"])
     dense = LayerSpec(attention, MLP(values["intermediate_size"]))
     routed = replace(dense, mlp=_experts(values))

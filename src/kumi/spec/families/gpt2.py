@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families.keys import Key, activation, neutral, read
+from kumi.spec.families._shared.config_keys import Key, activation, neutral, read
+from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
-from kumi.spec.rules import QKV, Rename, Rows, Weights
+from kumi.spec.weight_rules import QKV, Rename, Rows, Weights
 
 ARCHITECTURE = "GPT2LMHeadModel"
 KEYS = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families import rope
-from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, activation, read, unread
+from kumi.spec.families._shared import rope_config
+from kumi.spec.families._shared.config_keys import DECODER, Key, activation, read, unread
+from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
-from kumi.spec.rules import QKV, Groups, Rename, Weights
+from kumi.spec.weight_rules import QKV, Groups, Rename, Weights
 
 ARCHITECTURE = "GPTNeoXForCausalLM"
 KEYS = {
@@ -51,7 +51,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     check_sizes(values)
     unread("gpt_neox", values, num_key_value_heads=values["num_attention_heads"])
     heads = {"num_key_value_heads": values["num_attention_heads"], "rope_theta": values["rotary_emb_base"]}
-    embedding = rope.partial_from_hf("gpt_neox", values | heads, values["rotary_pct"], 0.25)
+    embedding = rope_config.partial_from_hf("gpt_neox", values | heads, values["rotary_pct"], 0.25)
     bias = values["attention_bias"]
     attention = grouped_attention(values | heads, embedding, qkv_bias=bias, out_bias=bias)
     act = activation("gpt_neox", "hidden_act", values["hidden_act"])

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import rope, windows
-from kumi.spec.families.common import check_layer_types, check_sizes, grouped, model, windowed
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.experts import COUNT, check_experts, count, routed
-from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
+from kumi.spec.families._shared import rope_config, sliding_windows
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, read
+from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, grouped, model, windowed
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.experts import COUNT, check_experts, count, routed
 from kumi.spec.model import ModelSpec, MoE
-from kumi.spec.rules import Pairs, Rename, Weights
+from kumi.spec.weight_rules import Pairs, Rename, Weights
 
 ARCHITECTURE = "GptOssForCausalLM"
 KEYS = {
@@ -57,7 +57,7 @@ DEFAULT_SCALING = {
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "gpt_oss" describes."""
-    values = rope.with_base(read("gpt_oss", config, KEYS), DEFAULT_THETA)
+    values = rope_config.with_base(read("gpt_oss", config, KEYS), DEFAULT_THETA)
     if not values["rope_scaling"] and not values["rope_parameters"]:
         values["rope_scaling"] = DEFAULT_SCALING
     check_sizes(values)
@@ -88,8 +88,8 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         "num_experts_per_tok": moe.num_experts_per_tok,
         "experts_per_token": moe.num_experts_per_tok,
         "attention_bias": grouped(spec).qkv_bias,
-        "sliding_window": windows.width(spec) or 128,
-        "layer_types": windows.kinds(spec),
+        "sliding_window": sliding_windows.width(spec) or 128,
+        "layer_types": sliding_windows.kinds(spec),
         "swiglu_limit": moe.act_limit,
         "swiglu_alpha": moe.act_alpha,
         **plain,

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import mistral, windows
-from kumi.spec.families.common import build, check_layer_types, dense
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import read
+from kumi.spec.families import mistral
+from kumi.spec.families._shared import sliding_windows
+from kumi.spec.families._shared.config_keys import read
+from kumi.spec.families._shared.decoder_config import build, check_layer_types, dense
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "MinistralForCausalLM"
@@ -39,6 +40,6 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
     return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
-        "sliding_window": windows.width(spec),
-        "layer_types": windows.kinds(spec),
+        "sliding_window": sliding_windows.width(spec),
+        "layer_types": sliding_windows.kinds(spec),
     }

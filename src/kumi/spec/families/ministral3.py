@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import rope
-from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families._shared import rope_config
+from kumi.spec.families._shared.config_keys import DECODER, Key, read
+from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, Rope
 
 ARCHITECTURE = "Ministral3ForCausalLM"
@@ -65,7 +65,7 @@ def _rope(values: Mapping[str, Any]) -> Rope:
     said = {float(table.pop(GROWTH, 0)) for table in tables.values()}
     for table in tables.values():
         table.pop("max_position_embeddings", None)
-    found = rope.from_hf("ministral3", {**values, **tables})
+    found = rope_config.from_hf("ministral3", {**values, **tables})
     if found.scaling != "yarn" or len(said) != 1 or min(said) < 0:
         raise ModelError(
             f"config.json: rope_parameters={values['rope_parameters']!r} and rope_scaling="

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families.common import build, check_layer_types, dense
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families._shared.config_keys import DECODER, Key, read
+from kumi.spec.families._shared.decoder_config import build, check_layer_types, dense
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "MistralForCausalLM"

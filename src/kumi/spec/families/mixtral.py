@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families import rope
-from kumi.spec.families.common import check_sizes, model, windowed
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.experts import aux_loss_coef, check_experts, routed
-from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, read
+from kumi.spec.families._shared import rope_config
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, read
+from kumi.spec.families._shared.decoder_config import check_sizes, model, windowed
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.experts import aux_loss_coef, check_experts, routed
 from kumi.spec.model import ModelSpec, MoE
-from kumi.spec.rules import Rename, Stack, Weights
+from kumi.spec.weight_rules import Rename, Stack, Weights
 
 ARCHITECTURE = "MixtralForCausalLM"
 KEYS = {
@@ -42,7 +42,7 @@ WEIGHTS = Weights(
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "mixtral" describes."""
-    values = rope.with_base(read("mixtral", config, KEYS), DEFAULT_THETA)
+    values = rope_config.with_base(read("mixtral", config, KEYS), DEFAULT_THETA)
     check_sizes(values)
     moe = MoE(
         values["num_local_experts"],

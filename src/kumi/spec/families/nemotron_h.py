@@ -11,11 +11,11 @@ from math import inf
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import experts
-from kumi.spec.families.common import check_sizes, grouped_attention, model
-from kumi.spec.families.keys import ROUTER_LOSS, Key, activation, neutral, read
+from kumi.spec.families._shared import experts
+from kumi.spec.families._shared.config_keys import ROUTER_LOSS, Key, activation, neutral, read
+from kumi.spec.families._shared.decoder_config import check_sizes, grouped_attention, model
 from kumi.spec.model import MLP, Attention, LayerSpec, Mamba, ModelSpec, MoE
-from kumi.spec.rules import Rename, Rows, Stack, Weights
+from kumi.spec.weight_rules import Rename, Rows, Stack, Weights
 
 ARCHITECTURE = "NemotronHForCausalLM"
 # What transformers calls the kinds of layers now and did before, and their letters in a pattern.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kumi.spec.families import nemotron_h
-from kumi.spec.families.vision import Seeing
+from kumi.spec.families._shared.vision_language import Seeing
 
 ARCHITECTURE = "NemotronH_Omni_Reasoning_V3"
 FAMILY = Seeing(

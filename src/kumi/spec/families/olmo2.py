@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kumi.spec.families.common import check_sizes, dense, grouped, model, windowed
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families._shared.config_keys import DECODER, Key, read
+from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, model, windowed
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, ModelSpec
-from kumi.spec.rules import Rename, Weights
+from kumi.spec.weight_rules import Rename, Weights
 
 ARCHITECTURE = "Olmo2ForCausalLM"
 KEYS = {

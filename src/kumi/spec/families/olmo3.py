@@ -6,10 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import olmo2, rope, windows
-from kumi.spec.families.common import check_layer_types, check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import Key, read
+from kumi.spec.families import olmo2
+from kumi.spec.families._shared import rope_config, sliding_windows
+from kumi.spec.families._shared.config_keys import Key, read
+from kumi.spec.families._shared.decoder_config import (
+    check_layer_types,
+    check_sizes,
+    dense,
+    grouped,
+    grouped_attention,
+    model,
+)
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, Rope
 
 ARCHITECTURE = "Olmo3ForCausalLM"
@@ -50,15 +58,15 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     ropes = {layer.window is not None: layer.attends.rope for layer in spec.layers if layer.attends is not None}
     own = {
         "attention_bias": grouped(spec).qkv_bias,
-        "sliding_window": windows.width(spec) or 4096,
-        "layer_types": windows.kinds(spec),
+        "sliding_window": sliding_windows.width(spec) or 4096,
+        "layer_types": sliding_windows.kinds(spec),
     }
     local, whole = ropes.get(True), ropes.get(False)
     turned = whole or local
     if turned is not None:
-        own |= rope.to_hf(turned)
+        own |= rope_config.to_hf(turned)
     if local is not None and turned is not None and not _as_one_base(local, turned):
-        own |= {"rope_parameters": dict(zip(KINDS, map(rope.table_to_hf, (local, turned)), strict=True))}
+        own |= {"rope_parameters": dict(zip(KINDS, map(rope_config.table_to_hf, (local, turned)), strict=True))}
     return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own
 
 
@@ -78,11 +86,11 @@ def _ropes(values: Mapping[str, Any], types: list[str]) -> dict[str, Rope]:
     """Return the rotation of each kind of layer, from a table each or from one base, whose scaling is that of layers
     without a window."""
     if values["rope_parameters"] is not None:
-        ropes = rope.by_kind("olmo3", {**values, "rope_theta": None, "rope_scaling": None}, KINDS, DEFAULT_THETA)
-        said = {**values, "rope_parameters": rope.table_to_hf(ropes["full_attention"])}
-        return ropes | {"full_attention": rope.from_hf("olmo3", said)}
-    values = rope.with_base(values, DEFAULT_THETA)
-    whole = rope.from_hf("olmo3", values)
+        ropes = rope_config.by_kind("olmo3", {**values, "rope_theta": None, "rope_scaling": None}, KINDS, DEFAULT_THETA)
+        said = {**values, "rope_parameters": rope_config.table_to_hf(ropes["full_attention"])}
+        return ropes | {"full_attention": rope_config.from_hf("olmo3", said)}
+    values = rope_config.with_base(values, DEFAULT_THETA)
+    whole = rope_config.from_hf("olmo3", values)
     if whole.rope_theta != DEFAULT_THETA and "sliding_attention" in types:
         raise ModelError(
             f"config.json: rope_theta={whole.rope_theta:g} of an olmo3 model is that of layers with a "

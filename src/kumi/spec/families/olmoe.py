@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families import experts
-from kumi.spec.families.common import check_sizes, grouped, model, windowed
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, neutral, read
+from kumi.spec.families._shared import experts
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, neutral, read
+from kumi.spec.families._shared.decoder_config import check_sizes, grouped, model, windowed
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import ModelSpec, MoE
-from kumi.spec.rules import EXPERTS
+from kumi.spec.weight_rules import EXPERTS
 
 ARCHITECTURE = "OlmoeForCausalLM"
 KEYS = {

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import rope
-from kumi.spec.families.common import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, fixed, neutral, read
+from kumi.spec.families._shared import rope_config
+from kumi.spec.families._shared.config_keys import DECODER, Key, fixed, neutral, read
+from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
-from kumi.spec.rules import QKV, Rows, Weights
+from kumi.spec.weight_rules import QKV, Rows, Weights
 
 ARCHITECTURE = "Phi3ForCausalLM"
 FIXED = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
@@ -42,7 +42,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     check_sizes(values)
     neutral("phi3", values, **FIXED)
     values |= {key: _with_original(values[key], values) for key in ("rope_scaling", "rope_parameters")}
-    embedding = rope.partial_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
+    embedding = rope_config.partial_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
     attention = grouped_attention(values, embedding)
     _check_factors(attention)
     layer = LayerSpec(replace(attention, sliding_window=values["sliding_window"]), MLP(values["intermediate_size"]))
@@ -57,7 +57,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     if turned is not None:
         own["partial_rotary_factor"] = turned.partial_rotary_factor
     if turned is not None and turned.scaling == "longrope":
-        table = rope.to_hf(turned)["rope_scaling"]
+        table = rope_config.to_hf(turned)["rope_scaling"]
         factors = {name: table[name] for name in ("short_factor", "long_factor")}
         own |= {
             "original_max_position_embeddings": turned.original_max_position_embeddings,
@@ -68,7 +68,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 def _with_original(table: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
     """The rotary table with the original context, which stands beside it."""
-    if table is None or rope.kind_of("phi3", table) != "longrope":
+    if table is None or rope_config.kind_of("phi3", table) != "longrope":
         return None if table is None else dict(table)
     return {"original_max_position_embeddings": values["original_max_position_embeddings"], **table}
 

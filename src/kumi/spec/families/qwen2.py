@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families.common import build, dense
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, read
-from kumi.spec.families.windows import WINDOW_KEYS, from_values, to_values
+from kumi.spec.families._shared.config_keys import DECODER, Key, read
+from kumi.spec.families._shared.decoder_config import build, dense
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS, from_values, to_values
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "Qwen2ForCausalLM"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kumi.spec.families import qwen2
-from kumi.spec.families.vision import Seeing
+from kumi.spec.families._shared.vision_language import Seeing
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 FAMILY = Seeing(

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import experts
-from kumi.spec.families.common import check_layer_types, check_sizes, grouped, model, windowed
-from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, neutral, read
-from kumi.spec.families.windows import WINDOW_KEYS
+from kumi.spec.families._shared import experts
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, neutral, read
+from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, grouped, model, windowed
+from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS
 from kumi.spec.model import ModelSpec, MoE
-from kumi.spec.rules import EXPERTS, Rename, Weights
+from kumi.spec.weight_rules import EXPERTS, Rename, Weights
 
 ARCHITECTURE = "Qwen2MoeForCausalLM"
 KEYS = {

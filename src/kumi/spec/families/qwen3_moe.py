@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families import experts
-from kumi.spec.families.common import check_sizes, grouped, model, windowed
-from kumi.spec.families.keys import DECODER, ROUTER_LOSS, Key, fixed, neutral, read
-from kumi.spec.families.windows import WINDOW_KEYS, from_values, to_values
+from kumi.spec.families._shared import experts
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, fixed, neutral, read
+from kumi.spec.families._shared.decoder_config import check_sizes, grouped, model, windowed
+from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS, from_values, to_values
 from kumi.spec.model import ModelSpec, MoE
-from kumi.spec.rules import EXPERTS
+from kumi.spec.weight_rules import EXPERTS
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 FIXED = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}

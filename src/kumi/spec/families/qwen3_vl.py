@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kumi.spec.families import qwen3
-from kumi.spec.families.vision import Seeing
-from kumi.spec.families.windows import WINDOW_KEYS
+from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS
+from kumi.spec.families._shared.vision_language import Seeing
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 FAMILY = Seeing(

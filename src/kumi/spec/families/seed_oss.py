@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families.common import build, dense, grouped
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families._shared.config_keys import DECODER, Key, read
+from kumi.spec.families._shared.decoder_config import build, dense, grouped
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "SeedOssForCausalLM"

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.spec.families import rope, windows
-from kumi.spec.families.common import check_layer_types, check_sizes, dense, grouped, model, windowed
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, read
+from kumi.spec.families._shared import rope_config, sliding_windows
+from kumi.spec.families._shared.config_keys import DECODER, Key, read
+from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, dense, grouped, model, windowed
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 
 ARCHITECTURE = "SmolLM3ForCausalLM"
@@ -40,7 +40,7 @@ DEFAULT_THETA = 2_000_000.0
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json with model_type "smollm3" describes."""
-    values = rope.with_base(read("smollm3", config, KEYS), DEFAULT_THETA)
+    values = rope_config.with_base(read("smollm3", config, KEYS), DEFAULT_THETA)
     check_sizes(values)
     turns, bias, mlp = _turns(values), values["attention_bias"], MLP(values["intermediate_size"], values["mlp_bias"])
     layers = windowed("smollm3", values, _windows(values, turns), mlp, qkv_bias=bias, out_bias=bias)
@@ -53,14 +53,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`."""
-    window, mlp = windows.width(spec), dense(spec)
+    window, mlp = sliding_windows.width(spec), dense(spec)
     return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
         "attention_bias": grouped(spec).qkv_bias,
         "mlp_bias": mlp.bias,
         "no_rope_layers": [int(layer.attends is not None and layer.attends.rope is not None) for layer in spec.layers],
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "layer_types": windows.kinds(spec),
+        "layer_types": sliding_windows.kinds(spec),
     }
 
 

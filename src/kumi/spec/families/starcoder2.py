@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families.common import check_sizes, dense, model, windowed
-from kumi.spec.families.common import to_hf as common_to_hf
-from kumi.spec.families.keys import DECODER, Key, activation, neutral, read
+from kumi.spec.families._shared.config_keys import DECODER, Key, activation, neutral, read
+from kumi.spec.families._shared.decoder_config import check_sizes, dense, model, windowed
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, ModelSpec
-from kumi.spec.rules import Rename, Weights
+from kumi.spec.weight_rules import Rename, Weights
 
 ARCHITECTURE = "Starcoder2ForCausalLM"
 KEYS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kumi.spec.schedules import dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zb_v
-from kumi.spec.schedules.base import Schedule
+from kumi.spec.schedules.schedule_record import Schedule
 
 # Name -> its record. A planner's arrays hold the number of a schedule in this order.
 SCHEDULES: dict[str, Schedule] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kumi.spec.schedules.base import Arrays, Pattern, Rows, Schedule
+from kumi.spec.schedules.schedule_record import Arrays, Pattern, Rows, Schedule
 from kumi.spec.schedules.v_shape import DOWN, UP, slow
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kumi.spec.schedules.base import Arrays, Rows
+from kumi.spec.schedules.schedule_record import Arrays, Rows
 
 # A rank's stages: the one on the way down, and the one on the way back.
 DOWN, UP = 0, 1

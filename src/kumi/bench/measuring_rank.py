@@ -1,0 +1,120 @@
+"""The program of a measuring rank: every measurement in turn, at the same time as all other ranks, as in training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from kumi.bench.clock import seconds_of
+from kumi.bench.measurements import Measurements, Timing, Transfer
+from kumi.bench.time_collectives import CollectiveCase, cases, groups, seconds_of_case
+from kumi.bench.time_kernels import kernels
+from kumi.errors import OK
+from kumi.launch.signals import StopFlag, exit_code, install
+from kumi.nn.numerics import use
+from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, greatest, init_distributed, total
+from kumi.progress import showing
+from kumi.spec.layout import Layout
+from kumi.spec.numerics import Numerics
+from kumi.train.process_memory import memory_now
+
+# Seconds per measurement; allocation, first calls and long samples take about as much again.
+BUDGET, QUICK_BUDGET = 0.3, 0.1
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """The measurements to make.
+
+    `device_type`: cpu or cuda.
+    `dtypes`: the dtypes to measure; training uses `main`.
+    `quick`: measure fewer shapes and sizes.
+    `numerics`: how a CPU computes.
+    """
+
+    device_type: str
+    dtypes: tuple[str, ...]
+    main: str
+    quick: bool
+    numerics: Numerics
+
+
+class Stopped(Exception):
+    """Raised by all ranks at the same measurement when one of them received the signal `signum`."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def measure_rank(request: BenchRequest, out: Path) -> int:
+    """Measure; on rank 0, write the measurements to `out` as JSON. Return the exit code (see kumi.errors)."""
+    flag = install()
+    place = init_distributed(request.device_type)
+    try:
+        mesh = build_mesh(Layout(dp_replicate=place.world_size), place)
+        measured = _measure(request, mesh, flag)
+    except Stopped as stopped:
+        close_distributed()
+        return exit_code(stopped.signum)
+    close_distributed()
+    if place.rank == 0:
+        out.write_text(json.dumps(asdict(measured)))
+    return OK
+
+
+def _measure(request: BenchRequest, mesh: Mesh, flag: StopFlag) -> Measurements:
+    torch.manual_seed(mesh.rank)
+    interpreter = memory_now(mesh.device)
+    if request.device_type == "cpu":
+        use(request.numerics)
+    compute = list(kernels(mesh.device, request.dtypes, request.main, quick=request.quick))
+    collectives = list(cases(mesh.place.world_size, request.device_type, quick=request.quick))
+    budget, own_groups = QUICK_BUDGET if request.quick else BUDGET, groups(mesh.place.world_size, mesh.rank)
+    timings, transfers = [], []
+    with showing("measuring", len(compute) + len(collectives), str, enabled=mesh.rank == 0) as update:
+        for number, kernel in enumerate(compute, 1):
+            update(number, f"{kernel.kind} {kernel.what} {kernel.dtype}")
+            work = kernel.prepare()
+            _synchronize(mesh, flag)
+            seconds = seconds_of(work, mesh.device, budget)
+            mean = total(torch.tensor(seconds / mesh.place.world_size, dtype=torch.float64), mesh)
+            timings.append(Timing(kernel.kind, kernel.dtype, kernel.what, kernel.amount, float(mean)))
+        for number, case in enumerate(collectives, len(compute) + 1):
+            update(number, f"{case.kind} {case.size} bytes over {case.degree}")
+            _synchronize(mesh, flag)
+            transfers.append(_transfer(case, own_groups[case.degree], mesh, budget))
+    return Measurements(
+        kernels=tuple(timings),
+        transfers=tuple(transfers),
+        reserved=_outside_allocator(mesh.device) if request.device_type == "cuda" else interpreter,
+        processors=_processors(mesh.device),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        numerics=str(request.numerics) if request.device_type == "cpu" else "",
+    )
+
+
+def _transfer(case: CollectiveCase, group: torch.distributed.ProcessGroup, mesh: Mesh, budget: float) -> Transfer:
+    seconds = seconds_of_case(case, group, mesh, budget)
+    return Transfer(case.kind, case.degree, case.size, seconds)
+
+
+def _synchronize(mesh: Mesh, flag: StopFlag) -> None:
+    """Synchronize the ranks; raise Stopped on all of them if one received a signal."""
+    signum = int(greatest(torch.tensor(flag.requested or 0), mesh))
+    if signum:
+        raise Stopped(signum)
+
+
+def _outside_allocator(device: torch.device) -> int:
+    """Return the bytes used on a GPU outside PyTorch's allocator: by the context and the libraries."""
+    free, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free - torch.cuda.memory_reserved(device)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0

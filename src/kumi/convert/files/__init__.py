@@ -1,0 +1,1 @@
+"""Tensors in files: slices, byte ranges, safetensors, streaming copies."""

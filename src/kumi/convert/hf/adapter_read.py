@@ -1,0 +1,253 @@
+"""Read LoRA and DoRA adapters in PEFT's format strictly: a setting that kumi does not understand is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kumi.convert.files.safetensors_read import read_header
+from kumi.convert.files.stored_tensor import entry_of, read_entry
+from kumi.convert.hf.adapter_write import CONFIG, PREFIX, WEIGHTS, Module, modules
+from kumi.errors import ModelError
+from kumi.files.untrusted import brief, inside, read_object
+from kumi.paths import looked_for
+from kumi.spec.adapters import takes
+from kumi.spec.ledger import ops
+from kumi.spec.model import ModelSpec
+
+# Keys of adapter_config.json that do not change the function that the adapters compute.
+_NO_EFFECT = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "fan_in_fan_out",
+)
+# Keys that kumi reads, and the allowed types of their values.
+_READ: dict[str, tuple[type, ...]] = {
+    "peft_type": (str,),
+    "bias": (str,),
+    "r": (int, float),
+    "lora_alpha": (int, float),
+    "use_rslora": (bool,),
+    "use_dora": (bool,),
+    "rank_pattern": (dict,),
+    "alpha_pattern": (dict,),
+    "base_model_name_or_path": (str,),
+    "revision": (str,),
+    "fan_in_fan_out": (bool,),
+}
+_TYPE_NAMES: dict[type, str] = {str: "a string", int: "a number", bool: "true or false", dict: "an object"}
+# Upper bound for r (at most a matrix's width) and alpha (published adapters use up to 512).
+_MAX = 1e6
+# Initialisations that leave the base weights unchanged. Others (PiSSA, OLoRA ...) subtract from them.
+_INITS = (True, False, "gaussian", "orthogonal", None)
+_ENDINGS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a native matrix (out, in).
+
+    a            (r, in)
+    b            (out, r)
+    scale        factor of the product b @ a
+    magnitude    (out,) DoRA's row norms; None for LoRA
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    magnitude: Tensor | None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return adapter_config.json of `folder`; raise ModelError unless kumi understands every setting in it."""
+    path = folder / CONFIG
+    config = read_object(folder, CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise ModelError(
+            f"{path}: peft_type is {brief(config.get('peft_type'))}, and kumi reads LoRA and DoRA adapters only; "
+            f"merge with peft instead"
+        )
+    known_keys = (*_NO_EFFECT, *_READ)
+    for key, value in config.items():
+        if value is not None and not _has_type(value, _READ.get(key, (object,))):
+            raise ModelError(f"{path}: {key}={brief(value)} must be {_TYPE_NAMES[_READ[key][0]]}; fetch the file again")
+        empty = value is None or value is False or value in ({}, [], "", 0)
+        if key not in known_keys and not empty:
+            raise ModelError(
+                f"{path}: {key[:60]}={brief(value)} is a setting that kumi does not support; merge with peft instead"
+            )
+    if config.get("init_lora_weights", True) not in _INITS:
+        raise ModelError(
+            f"{path}: init_lora_weights={brief(config['init_lora_weights'])} changes the base weights; convert the "
+            f"adapters with peft's path_initial_model_for_weight_conversion first"
+        )
+    if config.get("bias", "none") != "none":
+        raise ModelError(
+            f"{path}: bias={brief(config['bias'])}: kumi supports bias 'none' only; merge with peft instead"
+        )
+    return config
+
+
+def read_adapters(folder: Path, spec: ModelSpec) -> dict[str, Adapter]:
+    """Return the adapters in `folder`, in float32, by the native name of their matrix (without ".weight").
+
+    Raise ModelError unless they are adapters of a model of `spec`.
+    """
+    config = read_config(folder)
+    if not (folder / WEIGHTS).exists():
+        raise ModelError(
+            f"{folder}: has no {WEIGHTS}, and kumi does not open pickled adapters; save them again with peft"
+        )
+    by_name, by_module = modules(spec), dict[str, dict[str, Tensor]]()
+    for name, span in read_header(inside(folder, WEIGHTS)).items():
+        ending = next((one for one in _ENDINGS if name.endswith(f".{one}")), "")
+        module = name.removeprefix(PREFIX).removesuffix(f".{ending}")
+        if not ending or not name.startswith(PREFIX) or module not in by_name:
+            raise ModelError(
+                f"{folder / WEIGHTS}: {name!r} is not an adapter of a layer's matrix in this "
+                f"{spec.family} model, and kumi would drop it; merge with peft instead"
+            )
+        by_module.setdefault(module, {})[ending] = read_entry(entry_of(span)).float()
+    if not by_module:
+        raise ModelError(f"{folder / WEIGHTS}: contains no adapters; fetch the file again")
+    result: dict[str, Adapter] = {}
+    for name, tensors in by_module.items():
+        result |= _by_native(folder, config, by_name[name], tensors)
+    return result
+
+
+def _by_native(
+    folder: Path, config: Mapping[str, Any], module: Module, tensors: Mapping[str, Tensor]
+) -> dict[str, Adapter]:
+    """Split the adapter of `module` into the adapters of its native matrices, by native name."""
+    dora = bool(config.get("use_dora"))
+    r = _number(folder, config, "r", "rank_pattern", module.name)
+    alpha = _number(folder, config, "lora_alpha", "alpha_pattern", module.name)
+    expected: dict[str, tuple[int, ...]] = {"lora_A.weight": (r, module.columns), "lora_B.weight": (module.rows, r)}
+    expected |= {"lora_magnitude_vector": (module.rows,)} if dora else {}
+    shapes = {ending: tuple(tensor.shape) for ending, tensor in tensors.items()}
+    if shapes != expected:
+        raise ModelError(
+            f"{folder / WEIGHTS}: {module.name!r} has the shapes {shapes}, but the model and {CONFIG} imply "
+            f"{expected}; the files belong to different models"
+        )
+    scale = alpha / (sqrt(r) if config.get("use_rslora") else r)
+    a, b = tensors["lora_A.weight"], tensors["lora_B.weight"]
+    magnitude = tensors.get("lora_magnitude_vector")
+    return {
+        piece.native: Adapter(a, b[piece.rows], scale, None if magnitude is None else magnitude[piece.rows])
+        for piece in module.pieces
+    }
+
+
+def _number(folder: Path, config: Mapping[str, Any], key: str, pattern: str, module: str) -> Any:
+    """Return `key` for `module`: the value of the first matching suffix in `pattern`, else the default."""
+    value: Any = config.get(key)
+    for name, override in (config.get(pattern) or {}).items():
+        if not re.fullmatch(r"[\w.]+", name):
+            raise ModelError(
+                f"{folder / CONFIG}: {pattern} has the regular expression {brief(name)}, and kumi reads "
+                f"module names only; list them"
+            )
+        if module == name or module.endswith(f".{name}"):
+            value = override
+            break
+    if not _has_type(value, _READ[key]) or not 0 < value <= _MAX or (key == "r" and int(value) != value):
+        raise ModelError(
+            f"{folder / CONFIG}: {key}={brief(value)} of {module} must be a positive number of at most "
+            f"{_MAX:.0f}; correct it"
+        )
+    return value
+
+
+def _has_type(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and (not isinstance(value, bool) or bool in types or object in types)
+
+
+def as_trained(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -> dict[str, Tensor]:
+    """Return the adapter parameters of `spec`, by name, initialised from `adapters`, which were read from `folder`.
+
+    Fused adapters (see `write_adapter`) are split again. Raise ModelError unless rank, scale, DoRA and the adapted
+    matrices agree with `spec`.
+    """
+    lora, result = spec.lora, dict[str, Tensor]()
+    assert lora is not None, "spec.lora is None: the model has no adapters to initialise"
+    targets = [op.name for op in ops(spec) if takes(lora, op)]
+    adapted = {name: adapter for name, adapter in adapters.items() if bool(adapter.b.any()) or name in targets}
+    other = sorted(set(targets) ^ set(adapted))
+    if other:
+        raise ModelError(
+            f"lora.source: {folder} and lora.target_modules disagree about {other[0]} and "
+            f"{len(other) - 1} more; set lora.target_modules to the modules that the adapters have"
+        )
+    groups = {name: group for group in _fused_groups(spec, targets) for name in group}
+    for name in targets:
+        adapter = _split(adapted[name], groups[name].index(name), len(groups[name]), lora.r)
+        rank, dora = adapter.a.shape[0], adapter.magnitude is not None
+        if rank != lora.r or dora != lora.use_dora or abs(adapter.scale - lora.scale) > 1e-9 * lora.scale:
+            raise ModelError(
+                f"lora.source: {name} in {folder} has rank {rank}, scale {adapter.scale:g}"
+                f"{' and DoRA' if dora else ''}, but [lora] has {lora.r}, {lora.scale:g}"
+                f"{' and DoRA' if lora.use_dora else ''}; change [lora] to match"
+            )
+        result |= {f"{name}.lora_A.weight": adapter.a, f"{name}.lora_B.weight": adapter.b}
+        if adapter.magnitude is not None:
+            result[f"{name}.lora_magnitude_vector"] = adapter.magnitude
+    return result
+
+
+def _fused_groups(spec: ModelSpec, names: list[str]) -> list[list[str]]:
+    """Group those of the native matrices `names` that one Hugging Face module fuses."""
+    return [[piece.native for piece in module.pieces if piece.native in names] for module in modules(spec).values()]
+
+
+def _split(adapter: Adapter, place: int, count: int, r: int) -> Adapter:
+    """Return the adapter of matrix number `place` out of a fused `adapter` of `count` matrices with rank `r` each.
+
+    An adapter that is not block-structured is returned unchanged: all its ranks act on the matrix.
+    """
+    ranks = slice(place * r, (place + 1) * r)
+    if (
+        adapter.a.shape[0] != count * r
+        or bool(adapter.b[:, : ranks.start].any())
+        or bool(adapter.b[:, ranks.stop :].any())
+    ):
+        return adapter
+    return replace(adapter, a=adapter.a[ranks].clone(), b=adapter.b[:, ranks].clone())
+
+
+def adapters_reader(folder: Path, spec: ModelSpec) -> Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]:
+    """Return a function `read("model/<parameter>", start, shape)` that reads a slice of an adapter parameter of `spec`.
+
+    Raise ModelError unless `folder` has adapters that fit `spec`.
+    """
+    if not (folder / CONFIG).exists():
+        raise ModelError(f"lora.source: {looked_for(folder)} has no {CONFIG}; name a folder of PEFT adapters")
+    parameters = as_trained(read_adapters(folder, replace(spec, lora=None)), spec, folder)
+
+    def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        block = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+        return parameters[name.removeprefix("model/")][block]
+
+    return read

@@ -1,0 +1,37 @@
+"""Download source models from the hub, and upload exported folders to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kumi import hub
+from kumi.convert.hf.card import check_verified
+from kumi.errors import RefusedError
+from kumi.paths import looked_for
+
+
+def located(source: str | Path, key: str) -> Path:
+    """Return the folder of the model `source`: itself if it exists, else the hub's download of that repository.
+
+    `key` is its name on the command line. Raise ConfigError if it is neither.
+    """
+    path = Path(os.path.expanduser(source))
+    return path if path.exists() or not hub.is_id(str(source)) else hub.fetch(str(source), key, weights=True).folder
+
+
+def publish(folder: str | Path, name: str, *, public: bool = False, unverified: bool = False) -> str:
+    """Upload the files of `folder` to the repository `name`; return its address.
+
+    Raise RefusedError unless the folder holds a model or adapters, verified and unchanged since (unless `unverified`).
+    """
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise RefusedError(
+            f"{looked_for(folder)}: holds neither a Hugging Face model (config.json) nor adapters "
+            f"(adapter_config.json); write one with kumi convert --to hf"
+        )
+    hub.check_push(name, "--push")
+    if not unverified:
+        check_verified(folder)
+    return hub.push(folder, name, public=public)

@@ -1,0 +1,1 @@
+"""Read and write Megatron-Core's distributed checkpoints."""

@@ -1,0 +1,144 @@
+"""Open a model on disk, in any format, behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kumi.convert import kumi_checkpoint
+from kumi.convert.files.safetensors_read import Span
+from kumi.convert.files.stream import Reader
+from kumi.convert.hf import read_folder
+from kumi.convert.hf.passthrough import carried, from_checkpoint
+from kumi.errors import ModelError
+from kumi.megatron.checkpoint_files import is_checkpoint
+from kumi.paths import looked_for
+from kumi.spec import families
+from kumi.spec.families._shared import quantization
+from kumi.spec.ledger import tensors
+from kumi.spec.model import ModelSpec
+from kumi.storage.folders import list_complete
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kumi.nn.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checked model on disk: its spec and config.json, and a reader of its tensors.
+
+    carried   passthrough tensors, which are only copied
+    """
+
+    folder: Path
+    spec: ModelSpec
+    config: Mapping[str, Any]
+    reader: Reader
+    tokenizer: Path | None
+    carried: Mapping[str, Span]
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """The dtype of each tensor, by name."""
+        return self.reader.dtypes
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor."""
+        shape = self._shapes[name]
+        return self.reader.read(name, (0,) * len(shape), shape)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {param.name: param.shape for param in tensors(self.spec)}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter and buffer with its name, one at a time."""
+        for param in tensors(self.spec):
+            yield param.name, self.read(param.name)
+
+    def decoder(self, dtype: torch.dtype | None = None) -> Decoder:
+        """Return the model as a module, its weights in `dtype` (default float32)."""
+        import torch
+
+        from kumi.nn.decoder import Decoder
+
+        decoder = Decoder(self.spec, dtype=dtype or torch.float32)
+        with torch.no_grad():
+            for name, tensor in decoder.state_dict().items():
+                tensor.copy_(self.read(name))
+        return decoder
+
+
+def open_source(folder: str | Path, config: str | Path | None = None) -> Source:
+    """Open the model in `folder`: a Hugging Face folder, or a checkpoint of kumi or Megatron-Core.
+
+    `config` is a config.json for Megatron checkpoints that do not describe their model. Raise ModelError for any other
+    folder, or if `config` is not needed.
+    """
+    folder = Path(folder)
+    if is_checkpoint(folder):
+        return _open_megatron(folder, config)
+    if config is not None:
+        raise ModelError(
+            f"--config {config}: only Megatron checkpoints need one, and {folder} is not one; leave it out"
+        )
+    if (folder / "config.json").exists():
+        return _open_hf(folder)
+    if kumi_checkpoint.is_checkpoint(folder):
+        return _open_native(folder)
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"{folder}: a LoRA adapter, not a complete model; merge it into its base model with "
+            f"`kumi convert {folder} MERGED --to hf`, and name the merged folder"
+        )
+    if candidates := models_in_run(folder):
+        raise ModelError(f"{folder}: a run folder, which holds several models; name one of them: {candidates}")
+    raise ModelError(
+        f"{looked_for(folder)}: neither a Hugging Face folder (with config.json) nor a checkpoint of kumi or "
+        f"Megatron; name a model's folder"
+    )
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """True if `folder` holds adapters without their base model: in PEFT's format, or a run's checkpoint."""
+    return (folder / "adapter_config.json").exists() or adapters_of_run(folder) is not None
+
+
+def adapters_of_run(folder: Path) -> kumi_checkpoint.SavedModel | None:
+    """Return the checkpoint in `folder` if a run saved adapters in it, else None."""
+    saved = kumi_checkpoint.open_model(folder) if kumi_checkpoint.is_checkpoint(folder) else None
+    return saved if saved is not None and "lora" in saved.checkpoint.meta else None
+
+
+def models_in_run(folder: Path) -> str:
+    """Return the exported folder and the checkpoints in a run folder, newest first; empty for other folders."""
+    names = [name for name in (folder / "hf", folder / "adapter") if name.is_dir()]
+    return ", ".join(str(name) for name in (*names, *reversed(list_complete(folder / "checkpoints"))))
+
+
+def _open_hf(folder: Path) -> Source:
+    config = families.read_config(folder)
+    spec = families.from_hf(config)
+    stored = read_folder.check(folder, spec)
+    return Source(folder, spec, quantization.plain(config), read_folder.reader(stored), folder, carried(folder, spec))
+
+
+def _open_native(folder: Path) -> Source:
+    saved = kumi_checkpoint.open_model(folder)
+    spec = families.from_hf(saved.config)
+    kumi_checkpoint.check(saved, spec)
+    passthrough = from_checkpoint(folder, spec, saved.carried_from)
+    return Source(folder, spec, saved.config, kumi_checkpoint.reader(saved, spec), saved.tokenizer, passthrough)
+
+
+def _open_megatron(folder: Path, config: str | Path | None) -> Source:
+    from kumi.convert.megatron import read_megatron
+
+    saved = read_megatron.open_model(folder, config)
+    return Source(saved.folder, saved.spec, saved.config, saved.reader(), saved.tokenizer, {})

@@ -1,0 +1,179 @@
+"""Split sources into units of work, each with a key that identifies its input and therefore its result.
+
+A unit is a list of segments of one source: many small files, or a range of a large one. The split depends only on the
+files, not on the number of workers. Merging the units in order gives all documents in file order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kumi.data import binfile, records
+from kumi.data.sources import compression, expand, file_format
+from kumi.data.tokenizer import Tokenizer
+from kumi.errors import RefusedError
+from kumi.files.untrusted import INDEX, read_object
+from kumi.spec.data_source import Source
+
+FORMAT_VERSION = 1
+SIDES = ("train", "validation")
+_UNITS = 1024
+_MIN_BYTES, _MAX_BYTES, _MAX_SEGMENTS = 4 << 20, 128 << 20, 4096
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a source: size in bytes and modification time in nanoseconds at the time of planning."""
+
+    path: str
+    format: str
+    size: int
+    mtime: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A range of a file, in bytes (jsonl), row groups (parquet) or documents (indexed); end None is the end of file.
+
+    bytes: estimated size of the range.
+    """
+
+    file: File
+    start: int = 0
+    end: int | None = None
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Segments of source number `source` that one worker processes as one job."""
+
+    source: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(segment.bytes for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The input of a preparation: sources with their files, options, and units with their keys.
+
+    fingerprint: digest of all inputs; equal fingerprints give equal stores.
+    """
+
+    sources: tuple[Source, ...]
+    files: tuple[tuple[File, ...], ...]
+    options: dict[str, Any]
+    units: tuple[Unit, ...]
+    keys: tuple[str, ...]
+    fingerprint: str
+
+
+def plan(sources: Sequence[Source], tokenizer: Tokenizer, validation: float, add_bos: bool) -> Plan:
+    """Return the plan for `sources`; it depends only on the options and the files' names, sizes and times."""
+    files = tuple(tuple(files_of(source)) for source in sources)
+    size = unit_bytes(file for group in files for file in group)
+    options = {
+        "tokenizer": tokenizer.digest,
+        "eos": tokenizer.eos_id,
+        "bos": tokenizer.bos_id if add_bos else None,
+        "validation": validation,
+    }
+    keys, all_units = [], []
+    for number, (source, group) in enumerate(zip(sources, files, strict=True)):
+        for unit in units(number, list(group), source.text_key, size):
+            all_units.append(unit)
+            keys.append(unit_key(unit, options | {"text_key": source.text_key}))
+    listed = [[source.path, [asdict(file) for file in group]] for source, group in zip(sources, files, strict=True)]
+    fingerprint = digest([FORMAT_VERSION, options, listed, keys])
+    return Plan(tuple(sources), files, options, tuple(all_units), tuple(keys), fingerprint)
+
+
+def files_of(source: Source) -> list[File]:
+    """Return the files of `source` with sizes and times.
+
+    For indexed data the size is the sum, and the time the later one, of the .bin and .idx files.
+    """
+    files = []
+    for path in expand(source):
+        fmt = file_format(path, source.format)
+        assert fmt is not None
+        stats = [p.stat() for p in ([path, path.with_suffix(".bin")] if fmt == "indexed" else [path]) if p.exists()]
+        files.append(File(str(path), fmt, sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)))
+    return files
+
+
+def unit_bytes(files: Iterable[File]) -> int:
+    """Return the bytes of a unit: 1/1024 of all files, clamped to 4 to 128 MiB."""
+    return min(max(sum(file.size for file in files) // _UNITS, _MIN_BYTES), _MAX_BYTES)
+
+
+def units(source: int, files: list[File], text_key: str, size: int) -> list[Unit]:
+    """Return units of about `size` bytes with all segments of `files`, each once and in order."""
+    result: list[Unit] = []
+    group: list[Segment] = []
+    group_bytes = 0
+    for file in files:
+        for segment in _segments(file, text_key, size):
+            group.append(segment)
+            group_bytes += segment.bytes
+            if group_bytes >= size or len(group) >= _MAX_SEGMENTS:
+                result.append(Unit(source, tuple(group)))
+                group, group_bytes = [], 0
+    return [*result, Unit(source, tuple(group))] if group else result
+
+
+def unit_key(unit: Unit, options: dict[str, Any]) -> str:
+    """Return the name of the unit's result in the cache, a digest of its segments and the options."""
+    return digest({"version": FORMAT_VERSION, "options": options, "segments": [asdict(s) for s in unit.segments]})
+
+
+def digest(value: Any) -> str:
+    """Return the SHA-256 of a JSON value, as hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _segments(file: File, text_key: str, size: int) -> Iterator[Segment]:
+    """Split `file` into segments of about `size` bytes; compressed and text files are one segment."""
+    path = Path(file.path)
+    if compression(path) == ".zst":
+        records.need("zstandard", ".zst")
+    if file.format == "jsonl" and not compression(path) and file.size > size:
+        count = file.size // size
+        bounds = [file.size * n // count for n in range(count + 1)]
+        yield from (Segment(file, a, b, b - a) for a, b in pairwise(bounds))
+    elif file.format == "parquet":
+        rows = records.parquet_groups(path, text_key)
+        yield from _row_groups(file, rows, size) if rows else [Segment(file, bytes=file.size)]
+    elif file.format == "indexed":
+        documents = binfile.open_file(path.with_suffix("")).document_count
+        count = max(1, min(documents, file.size // size))
+        bounds = [documents * n // count for n in range(count + 1)]
+        yield from (Segment(file, a, b, file.size // count) for a, b in pairwise(bounds))
+    else:
+        yield Segment(file, bytes=file.size)
+
+
+def _row_groups(file: File, rows: list[int], size: int) -> Iterator[Segment]:
+    """Yield ranges of consecutive row groups of about `size` bytes, assuming that all rows have the same size."""
+    total, start, pending = max(sum(rows), 1), 0, 0
+    for number, count in enumerate(rows):
+        pending += count
+        if file.size * pending / total >= size or number == len(rows) - 1:
+            yield Segment(file, start, number + 1, round(file.size * pending / total))
+            start, pending = number + 1, 0
+
+
+def read_unit(folder: Path) -> dict[str, Any] | None:
+    """Return the counts of the finished unit in `folder`, or None when it is missing or incomplete."""
+    try:
+        return read_object(folder, "unit.json", RefusedError, INDEX)
+    except RefusedError:
+        return None

@@ -1,0 +1,130 @@
+"""Fake GPU kernels for a model of fake CPU tensors: they return and save tensors of the right shapes.
+
+kumi calls different kernels on a CPU and on a GPU. These replacements save for the backward what a GPU saves: attention
+its queries, keys, values, output and log-sum-exp (flash attention), norms their input and 1 / rms, the loss the logits
+of a GPU's chunks. Routed experts get equally many tokens, because fake routing cannot say how many they would get.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kumi.nn.attention.chunked_attention import blockwise
+from kumi.nn.attention.partial_attention import Block
+from kumi.nn.attention.scores import PLAIN, Scores
+from kumi.nn.decoder import Decoder
+from kumi.nn.dtypes import wide
+from kumi.nn.moe import MoE
+from kumi.nn.norm import RMSNorm, rms_norm
+from kumi.nn.router import Routing
+from kumi.parallel.expert_parallel import Exchange
+from kumi.parallel.mesh import Mesh
+from kumi.parallel.ring_attention import OPERATOR as RING
+from kumi.parallel.token_collectives import INSIDE
+from kumi.parallel.ulysses import ulysses_over
+
+
+def use_fake_kernels(decoder: nn.Module, mesh: Mesh, kind: str) -> None:
+    """Replace kernels of `decoder` so that it saves for the backward what it saves on a device of `kind`."""
+    assert isinstance(decoder, Decoder)
+    for module in decoder.modules():
+        if isinstance(module, MoE) and isinstance(module.exchange, Exchange):
+            module.exchange = Balanced(module.exchange.ep, module.exchange.expert_tp)
+        if kind == "cuda" and isinstance(module, RMSNorm) and module.function is rms_norm:
+            module.function = _norm
+    decoder.weighted_sum = partial(decoder.weighted_sum, device_kind=kind)
+    if kind == "cuda":
+        _attention(decoder, mesh)
+
+
+def _attention(decoder: Decoder, mesh: Mesh) -> None:
+    group = mesh.group("cp")
+    if group is None:
+        decoder.attention_over = lambda tokens, document_ids: _flash
+    elif mesh.layout.context == "ulysses":
+        ulysses = ulysses_over(_flash, group)
+        decoder.attention_over = lambda tokens, document_ids: ulysses
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None, scores: Scores = PLAIN
+) -> Tensor:
+    """Flash attention, (B, S, H, E) -> (B, S, H, E'). It needs one head size: shorter values are padded."""
+    if sinks is not None or not scores.fused:
+        # Blockwise attention saves the same tensors as flash attention.
+        return blockwise(q, k, v, list(range(0, q[..., 0, 0].numel() + 1, q.shape[1])), window, sinks, scores)
+    missing = q.shape[3] - v.shape[3]
+    q, k, padded = (x.transpose(1, 2) for x in (q, k, F.pad(v, (0, missing)) if missing else v))
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, padded, 0.0, True)[0]
+    return out.transpose(1, 2)[..., : v.shape[3]]
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    out: Tensor = _Norm.apply(x, weight.to(x.dtype))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Norm(torch.autograd.Function):
+    """The fused kernel of F.rms_norm, which saves no copies of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=wide(x.dtype))
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class Balanced(Exchange):
+    """An expert exchange in which every rank sends equally many rows to every other."""
+
+    rows = 0
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Any]:
+        self.rows = routing.ids.numel() * (1 if self.expert_tp is None else self.expert_tp.size())
+        return super().dispatch(x, routing)
+
+    def _splits(self, counts: Tensor) -> tuple[list[int], list[int], Tensor]:
+        assert self.ep is not None
+        sent, ranks = counts.view(self.ep.size(), -1), self.ep.size()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent.contiguous(), group=self.ep)
+        even = [self.rows // ranks + (index < self.rows % ranks) for index in range(ranks)]
+        return even, even, received
+
+
+def ring_without_attention(flops: Counter[str]) -> dict[Any, Callable[..., Any]]:
+    """Return replacements of the ring attention operators that send and allocate like them, without attention.
+
+    Fake tensors have no document boundaries, so the attended blocks are unknown. `flops` receives those of attention
+    over full sequences.
+    """
+    backward_operator = torch.ops.kumi.ring_attention_backward.default
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], *how: Any) -> Any:
+        flops["ring_attention"] += 2 * bounds[-1] * q[0, ..., 0].numel() * (q.shape[3] + v.shape[3])
+        return INSIDE[RING](q, k, v, bounds, *how, plan=_no_blocks)
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], *how: Any
+    ) -> Any:
+        flops["ring_attention_backward"] += 2 * bounds[-1] * q[0, ..., 0].numel() * (3 * q.shape[3] + 2 * v.shape[3])
+        return INSIDE[backward_operator](grad, q, k, v, out, lse, bounds, *how, plan=_no_blocks)
+
+    return {RING: forward, backward_operator: backward}
+
+
+def _no_blocks(*_: Any) -> tuple[Block, ...]:
+    return ()

@@ -1,0 +1,231 @@
+"""Megatron-Bridge's recipe: a Python file with a function that returns the ConfigContainer, and runs it.
+
+The model is given by its numbers, as a GPTModelProvider (MLAModelProvider for latent attention), which extend
+Megatron-Core's own configuration. Read in megatron-bridge 0.3.1 and 0.6.2: training/config.py, models/gpt_provider.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kumi.export.megatron_limits as megatron
+import kumi.megatron.layout_fields as megatron_layout
+import kumi.megatron.model_fields as megatron_model
+from kumi.export.common import MADE_UP, floor, reduces_in_half, title, torchrun
+from kumi.export.text import Code, comment, python_call
+from kumi.spec.job import Job
+from kumi.spec.layout import Layout
+from kumi.spec.model import LatentAttention
+
+FILE = "megatron_bridge_recipe.py"
+TORCH = {"bfloat16": Code("torch.bfloat16"), "float16": Code("torch.float16"), "float32": Code("torch.float32")}
+ACTIVATIONS = {
+    "silu": Code("torch.nn.functional.silu"),
+    "gelu": Code("torch.nn.functional.gelu"),
+    "squared_relu": Code("squared_relu"),
+}
+
+
+def unsupported(job: Job, layout: Layout) -> list[str]:
+    """Every reason why Megatron-Bridge cannot train `job` with `layout`."""
+    found = megatron.unsupported(job, layout)
+    if job.optim.kind == "muon":
+        found.append("optim.kind=muon: Megatron-Bridge's recipe takes it as its own optimizer set-up; use adamw or sgd")
+    return found
+
+
+def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
+    """The recipe."""
+    head = [
+        title(job, layout, "Megatron-Bridge"),
+        f"$ {torchrun(job, layout)} {FILE}",
+        MADE_UP,
+        *megatron.notes(job, layout),
+    ]
+    provider = "MLAModelProvider" if _latent(job) else "GPTModelProvider"
+    arguments = model_arguments(job, layout)
+    squared = arguments["activation_func"] == ACTIVATIONS["squared_relu"]
+    parts = {name: python_call(kind, values, 8) for name, (kind, values) in _parts(job, layout, steps).items()}
+    text = _TEMPLATE.format(
+        head=comment(head),
+        provider=provider,
+        where="mla_provider" if _latent(job) else "gpt_provider",
+        squared=_SQUARED if squared else "",
+        model=python_call(provider, arguments, 8),
+        **parts,
+    )
+    return {FILE: text}
+
+
+def _latent(job: Job) -> bool:
+    return isinstance(job.model.first_attention, LatentAttention)
+
+
+def model_arguments(job: Job, layout: Layout) -> dict[str, Any]:
+    """Keyword arguments of the model provider."""
+    fields = megatron_model.fields(job.model)
+    fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    parallel = megatron_layout.fields(job, layout)
+    dtype = TORCH[job.precision.compute]
+    return {
+        **fields,
+        **_positions(job),
+        "share_embeddings_and_output_weights": job.model.tie_word_embeddings,
+        "vocab_size": job.model.vocab_size,
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": megatron_layout.VOCAB_MULTIPLE,
+        "seq_length": job.batch.seq_len,
+        **parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+    }
+
+
+def _positions(job: Job) -> dict[str, Any]:
+    rope = job.model.first_attention.rope
+    if rope is None:
+        return {"position_embedding_type": "learned_absolute" if job.model.learned_positions else "none"}
+    if _latent(job):
+        return {"position_embedding_type": "rope"}
+    found: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": rope.rope_theta,
+        "rotary_percent": rope.partial_rotary_factor,
+    }
+    if rope.scaling == "llama3":
+        found |= {"rope_scaling": True, "rope_scaling_factor": rope.factor}
+    if rope.scaling == "linear":
+        found |= {"seq_len_interpolation_factor": rope.factor}
+    return found
+
+
+def _parts(job: Job, layout: Layout, steps: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The other sections of the container: name -> (class, keyword arguments)."""
+    return {
+        "train": (
+            "TrainingConfig",
+            {"train_iters": steps, "micro_batch_size": layout.microbatch, "global_batch_size": job.batch.sequences},
+        ),
+        "optimizer": ("OptimizerConfig", _optimizer(job, layout)),
+        "scheduler": ("SchedulerConfig", _scheduler(job, steps)),
+        "ddp": ("DistributedDataParallelConfig", _data_parallel(job, layout)),
+        "dataset": (
+            "GPTDatasetConfig",
+            {
+                "seq_length": job.batch.seq_len,
+                "random_seed": 1234,
+                "blend": None,
+                "split": "1,0,0",
+                "reset_position_ids": False,
+                "reset_attention_mask": False,
+                "eod_mask_loss": False,
+                "num_workers": 1,
+            },
+        ),
+        "tokenizer": ("TokenizerConfig", {"tokenizer_type": "NullTokenizer", "vocab_size": job.model.vocab_size}),
+        "checkpoint": ("CheckpointConfig", {"save": None, "ckpt_format": _checkpoint_format(layout)}),
+        "dist": ("DistributedInitConfig", {"use_megatron_fsdp": layout.zero > 1}),
+    }
+
+
+def _checkpoint_format(layout: Layout) -> str:
+    return "fsdp_dtensor" if layout.zero > 1 else "torch_dist"
+
+
+def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
+    fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": megatron_layout.FSDP.get(layout.zero)}
+    gathers = layout.zero > 0 and layout.dp_shard * layout.cp > 1
+    overlap = layout.dp * layout.cp > 1 and job.engine.overlap_grads
+    copies = {"num_distributed_optimizer_instances": layout.dp_replicate}
+    return {
+        "use_distributed_optimizer": layout.zero > 0,
+        **(fsdp if layout.zero > 1 else {}),
+        **(copies if layout.zero and layout.dp_replicate > 1 else {}),
+        "grad_reduce_in_fp32": not reduces_in_half(job),
+        "overlap_grad_reduce": overlap,
+        "overlap_param_gather": overlap and gathers and job.engine.overlap_params,
+    }
+
+
+def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
+    optim, moved = job.optim, layout.offload == "optimizer"
+    return {
+        "optimizer": megatron_layout.OPTIMIZERS[optim.kind],
+        "lr": optim.lr,
+        "min_lr": floor(optim),
+        "weight_decay": optim.weight_decay,
+        "clip_grad": optim.grad_clip,
+        **(
+            {"sgd_momentum": optim.betas[0]}
+            if optim.kind == "sgd"
+            else {"adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "adam_eps": optim.eps}
+        ),
+        "bf16": job.precision.compute == "bfloat16",
+        "fp16": job.precision.compute == "float16",
+        "params_dtype": TORCH[job.precision.compute],
+        "use_distributed_optimizer": layout.zero > 0,
+        **(
+            {
+                "optimizer_cpu_offload": True,
+                "use_precision_aware_optimizer": True,
+                "overlap_cpu_optimizer_d2h_h2d": True,
+            }
+            if moved
+            else {}
+        ),
+    }
+
+
+def _scheduler(job: Job, steps: int) -> dict[str, Any]:
+    optim = job.optim
+    wsd = {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": optim.decay_steps} if optim.schedule == "wsd" else {}
+    return {
+        "lr_decay_style": megatron_layout.LR_STYLES[optim.schedule],
+        **wsd,
+        "lr_warmup_iters": min(optim.warmup_steps, steps - 1),
+        "start_weight_decay": optim.weight_decay,
+        "end_weight_decay": optim.weight_decay,
+        "weight_decay_incr_style": "constant",
+    }
+
+
+_SQUARED = "from megatron.core.activations import squared_relu\n"
+_TEMPLATE = '''{head}
+import torch
+{squared}from megatron.bridge.models.{where} import {provider}
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    GPTDatasetConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+
+
+def pretrain_config() -> ConfigContainer:
+    """The planned run."""
+    return ConfigContainer(
+        model={model},
+        train={train},
+        optimizer={optimizer},
+        scheduler={scheduler},
+        ddp={ddp},
+        dataset={dataset},
+        tokenizer={tokenizer},
+        checkpoint={checkpoint},
+        dist={dist},
+        logger=LoggerConfig(log_interval=1),
+    )
+
+
+if __name__ == "__main__":
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    pretrain(pretrain_config(), forward_step)
+'''

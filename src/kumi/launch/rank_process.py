@@ -1,0 +1,122 @@
+"""What each started rank does around the function it runs: dies with its parent, logs, and says why it failed."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kumi.errors import KumiError
+from kumi.launch import signals
+from kumi.launch.control_folder import Failure, announce, log_path, may_go, report_failure, report_return
+from kumi.launch.failure_causes import is_echo
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank needs to know: where to report, where to log, who its parent is, how many threads it has."""
+
+    control: Path
+    log_dir: Path
+    parent: int
+    threads: int
+
+
+def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: Start) -> int:
+    """The exit code that `fn` returns, in a started process; on an error the process ends here and leaves a Failure."""
+    import torch
+
+    rank = int(os.environ["RANK"])
+    die_with(start.parent)
+    log = os.open(log_path(start.log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    if rank != 0:
+        _redirect_output(log)
+    faulthandler.enable(file=log)
+    flag = signals.install()
+    flag.patient = True  # the parent decides when patience ends
+    torch.set_num_threads(start.threads)
+    announce(start.control, rank)
+    try:
+        code = _await_all(start.control, flag)
+        if code is None:
+            code = _call(fn, args)
+    except BaseException as error:
+        _fail(rank, error, start.control, log)
+    _flush()
+    report_return(start.control, rank, code)
+    return code
+
+
+def _await_all(control: Path, flag: signals.StopFlag) -> int | None:
+    """None when all ranks have started; the exit code when this one is asked to stop before that.
+
+    No rank may talk to the parent's store before the last one is forked: a thread of the store looks up the address
+    of whoever connects, and a rank forked at that instant finds the C library's resolver locked for ever.
+    """
+    while not may_go(control):
+        if flag.requested is not None:
+            return signals.exit_code(flag.requested)
+        time.sleep(0.005)
+    return None
+
+
+def _call(fn: Callable[..., int | None], args: tuple[Any, ...]) -> int:
+    try:
+        return fn(*args) or 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        return end.code or 0
+
+
+def die_with(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when its parent dies, which may be too busy dying to do it."""
+    if sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os._exit(128 + signum)
+
+
+def _redirect_output(log: int) -> None:
+    """Sends what this process and its native libraries print to `log`."""
+    _flush()
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True, write_through=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True, write_through=True)
+
+
+def _fail(rank: int, error: BaseException, control: Path, log: int) -> NoReturn:
+    """Report `error` and end the process, without the tear-down, in which a broken communicator may hang.
+
+    The report comes first: whatever comes after it may fail, too.
+    """
+    at = time.monotonic()
+    trace = "".join(traceback.format_exception(error))
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    with suppress(OSError):
+        report_failure(control, Failure(rank, at, kinds, str(error), trace, echo=is_echo(error)))
+    with suppress(OSError):  # a full disk
+        os.write(log, trace.encode())
+    with suppress(OSError):
+        _flush()
+    os._exit(error.exit_code if isinstance(error, KumiError) else 1)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

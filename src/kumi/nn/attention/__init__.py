@@ -1,0 +1,1 @@
+"""Attention on one device: grouped-query and latent attention, and their kernels."""

@@ -1,0 +1,145 @@
+"""Per-batch attention metadata: positions, document boundaries, rotations, the attention function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kumi.nn import rope
+from kumi.nn.attention.scores import PLAIN, Scores
+from kumi.spec.model import Attention, LatentAttention, Rope
+
+# A rotation and the number of dims of a head that it rotates.
+Rotary = tuple[Rope, int]
+
+
+class Attend(Protocol):
+    """The attention function of one batch."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
+        scores: Scores = PLAIN,
+        /,
+    ) -> Tensor:
+        """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
+
+        `window`: a query sees at most this many latest keys; None for no limit.
+        `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
+        `scores`: how the product of a query and a key becomes a score.
+        """
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The document boundaries of a batch, computed once and used by every layer.
+
+    `bounds`: the first token of each document, counted through the batch, followed by the number of tokens. Every row
+    starts a document. It is a list on the CPU, the int32 cu_seqlens of variable-length attention on CUDA, and None on
+    other devices.
+    `document_ids` (B, S): changes at each boundary within a row; None if every row is one document.
+    """
+
+    document_ids: Tensor | None
+    bounds: list[int] | Tensor | None
+
+    @cached_property
+    def bounds_list(self) -> list[int]:
+        """`bounds` as a list. If they are a tensor, the first access waits for its device."""
+        assert self.bounds is not None
+        return self.bounds.tolist() if isinstance(self.bounds, Tensor) else self.bounds
+
+
+@dataclass(frozen=True)
+class Where:
+    """The inputs of a layer other than hidden states.
+
+    `shape`: (B, S) of the tokens; hidden states may come flattened to (T, D).
+    `tables`: cos and sin of each rotation in use.
+    `attend`: the attention function of this batch.
+    `document_ids` (B, S): changes at each document boundary within a row; None if every row is one document.
+    """
+
+    shape: tuple[int, int]
+    tables: Mapping[Rotary, tuple[Tensor, Tensor]]
+    attend: Attend
+    document_ids: Tensor | None = None
+
+
+def rotary(spec: Attention | LatentAttention) -> Rotary | None:
+    """Return the rotation of a layer's query heads, or None without rotary embeddings."""
+    return None if spec.rope is None else (spec.rope, spec.rotary_dim)
+
+
+def key_rotary(rotation: Rotary) -> Rotary:
+    """Return the rotation of the keys that belong to queries rotated by `rotation`; Llama 4 scales only queries."""
+    return rotation[0].of_keys, rotation[1]
+
+
+def cos_sin_tables(
+    specs: Iterable[Attention | LatentAttention], position_ids: Tensor, lengths: Callable[[], int | Tensor]
+) -> dict[Rotary, tuple[Tensor, Tensor]]:
+    """Return cos and sin (B, S, 1, R) of each rotation in `specs` at `position_ids` (B, S).
+
+    `lengths` returns the document lengths; it is called only if a rotation depends on them.
+    """
+    rotations = [key for spec in specs if (key := rotary(spec)) is not None]
+    length = lengths() if any(rope_spec.depends_on_length for rope_spec, _ in rotations) else 0
+    return {key: rope.cos_sin(*key, position_ids, length) for key in {*rotations, *map(key_rotary, rotations)}}
+
+
+def document_lengths(tokens: Tensor, document_ids: Tensor | None) -> int | Tensor:
+    """Return the length (B, S) of the document that each token belongs to, or S if every row is one document.
+
+    Only the shape and the device of `tokens` (B, S) are used. `document_ids` is None if every row is one document.
+    """
+    if document_ids is None:
+        return tokens.shape[1]
+    number = document_starts(document_ids).flatten().cumsum(0) - 1
+    counts = torch.zeros_like(number).index_add_(0, number, torch.ones_like(number))
+    return counts[number].view(document_ids.shape)
+
+
+def segments(tokens: Tensor, document_ids: Tensor | None) -> Segments:
+    """Return the document boundaries of a batch.
+
+    Only the shape and the device of `tokens` (B, S) are used. `document_ids` (B, S) is None if every row is one
+    document.
+    """
+    rows, length = tokens.shape
+    if tokens.device.type not in ("cpu", "cuda"):
+        return Segments(document_ids, None)
+    if document_ids is None:
+        starts = range(0, rows * length + 1, length)
+        return Segments(None, list(starts) if tokens.device.type == "cpu" else _cu_seqlens(starts, tokens.device))
+    end = torch.tensor([rows * length], device=tokens.device)
+    bounds = torch.cat([document_starts(document_ids).flatten().nonzero()[:, 0], end])
+    return Segments(document_ids, bounds.tolist() if tokens.device.type == "cpu" else bounds.int())
+
+
+def _cu_seqlens(starts: range, device: torch.device) -> Tensor:
+    return torch.arange(starts.start, starts.stop, starts.step, dtype=torch.int32, device=device)
+
+
+def document_starts(document_ids: Tensor) -> Tensor:
+    """Return True (B, S) at the first token of each document."""
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return first
+
+
+def positions(input_ids: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Return the position (B, S) of each token in its document, from 0."""
+    index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    if document_ids is None:
+        return index
+    return index - torch.where(document_starts(document_ids), index, 0).cummax(dim=1).values

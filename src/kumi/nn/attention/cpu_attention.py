@@ -1,0 +1,336 @@
+"""Causal attention over packed documents on the CPU, in blocks of queries, by matrix products.
+
+PyTorch's own CPU kernel (`kumi.nn.attention.cpu_flash`) supports windows only by a mask over all pairs of positions,
+and neither sinks nor softcap nor ALiBi. In bfloat16 it is slower than matrix products on CPUs with instructions for
+them. Here a block of queries is multiplied only with the keys that one of its queries may see: those of its documents,
+up to itself, within the window. Scores and softmax are in float32 or wider. The backward pass recomputes the
+probabilities of each block, so no tensor of size S x S is kept (Dao et al., 2022, arXiv:2205.14135).
+
+If the documents of a batch can be divided evenly among PyTorch's threads, each thread computes complete documents,
+because the products of one block are too small to be divided themselves.
+
+PyTorch's dispatcher sees one operator, and so do selective recomputation, FLOP counting and tracing.
+
+Layout of tensors: tokens are counted through the batch, T = B * S. The G = H / K query heads of a key head are
+adjacent, so a block of n queries is a (K, G * n, E) matrix.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kumi.nn.attention.scores import PLAIN, SCHEMA, Scores, softcap_backward
+from kumi.nn.dtypes import wide
+from kumi.nn.threads import side_by_side
+
+# Queries per block: fewer waste less on masked pairs, more make larger matrix products.
+BLOCK = 128
+# A block's first key is rounded down to a multiple of this. oneDNN compiles and keeps a kernel for each shape of a
+# product, and documents have every length; rounding limits the number of shapes.
+UNIT = 64
+# PARTS: document groups per thread, so that a thread that finishes early takes another. UNEVEN: no division if the
+# longest document would occupy a thread this many times longer than an equal share.
+PARTS, UNEVEN = 2, 1.5
+
+
+class _Block(NamedTuple):
+    """Some consecutive queries and the keys that they attend to.
+
+    `start`, `stop`: the queries.
+    `first`: the first key; the keys end at `stop`.
+    `seen_by_all`: the first key that all of the queries may see.
+    """
+
+    first: int
+    start: int
+    stop: int
+    seen_by_all: int
+
+
+class _Mask(NamedTuple):
+    """The causal, document and window mask.
+
+    `begins` (T,): the first token of each query's document.
+    `earliest` (T,): the first key that each query sees.
+    `future` (BLOCK, BLOCK): -inf where a key comes after the query, else 0.
+    """
+
+    begins: Tensor
+    earliest: Tensor
+    future: Tensor
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Sequence[int],
+    window: int | None,
+    sinks: Tensor | None = None,
+    scores: Scores = PLAIN,
+) -> Tensor:
+    """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
+
+    `bounds`: the first token of each document, counted through the batch, followed by T. Every row starts a document.
+    `window`: a position sees at most this many latest positions of its document, itself included; None for no limit.
+    `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
+    """
+    out: Tensor = OPERATOR(q, k, v, list(bounds), window or 0, sinks, *scores)
+    return out
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *score_options: Any
+) -> Tensor:
+    shares = _shares(bounds, window)
+    parts = [partial(_forward, *x, share, window, sinks, *score_options) for *x, share in _by_share((q, k, v), shares)]
+    return _joined(side_by_side(parts), (*q.shape[:-1], v.shape[-1]))
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    window: int,
+    sinks: Tensor | None = None,
+    *score_options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shares = _shares(bounds, window)
+    parts = [
+        partial(_gradients, *x, share, window, sinks, *score_options)
+        for *x, share in _by_share((grad, q, k, v), shares)
+    ]
+    *input_grads, sink_grads = zip(*side_by_side(parts), strict=True)
+    grad_q, grad_k, grad_v = (_joined(each, x.shape) for each, x in zip(input_grads, (q, k, v), strict=True))
+    return grad_q, grad_k, grad_v, sum(sink_grads[1:], sink_grads[0])
+
+
+def _shares(bounds: list[int], window: int) -> list[list[int]]:
+    """Return the bounds of the documents in each part; a single part if dividing would leave threads idle."""
+    threads = torch.get_num_threads()
+    costs = [n * (BLOCK + min(n, window or n)) for n in (stop - start for start, stop in pairwise(bounds))]
+    if threads == 1 or max(costs, default=0) * threads > UNEVEN * sum(costs):
+        return [bounds]
+    cumulative, parts = [0, *accumulate(costs)], PARTS * threads
+    ends = [bisect_left(cumulative, cumulative[-1] * part / parts) for part in range(1, parts)]
+    splits = sorted({0, *ends, len(costs)})
+    return [bounds[start : stop + 1] for start, stop in pairwise(splits)]
+
+
+def _by_share(inputs: Sequence[Tensor], shares: list[list[int]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the tokens of each share from `inputs` (B, S, H, E) as (1, t, H, E), and its bounds counted from 0."""
+    if len(shares) == 1:
+        yield *inputs, shares[0]
+        return
+    tokens = [x.flatten(0, 1)[None] for x in inputs]
+    for first, *others in shares:
+        yield *(x[:, first : others[-1]] for x in tokens), [0, *(bound - first for bound in others)]
+
+
+def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)).view(shape)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int, sinks: Tensor | None = None, *score_options: Any
+) -> Tensor:
+    scores = Scores(*score_options)
+    queries, keys = _split(q, k.shape[2]), _scaled_keys(k, scores)
+    values = v.flatten(0, 1).transpose(0, 1).contiguous()
+    out = queries.new_empty(*queries.shape[:-1], v.shape[-1])
+    mask = _mask(bounds, window, keys.dtype)
+    for block in _blocks(mask.earliest):
+        weights, _, _ = _weights(_rows(queries, block), keys, block, mask, sinks, scores)
+        _write_rows(out, block, torch.bmm(weights.to(q.dtype), values[:, block.first : block.stop]))
+    return out.view(*q.shape[:-1], -1)
+
+
+def _gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    window: int,
+    sinks: Tensor | None = None,
+    *score_options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scores = Scores(*score_options)
+    queries, grads, keys = _split(q, k.shape[2]), _split(grad, k.shape[2]), _scaled_keys(k, scores)
+    plain_keys = keys if scores.softcap is None else keys * scores.softcap
+    narrow_keys = plain_keys.transpose(1, 2).to(q.dtype).contiguous()
+    values = v.flatten(0, 1).permute(1, 2, 0).contiguous()
+    grad_q, mask = torch.empty_like(queries), _mask(bounds, window, keys.dtype)
+    grad_k, grad_v = (keys.new_zeros(*narrow_keys.shape[:-1], x.shape[-1]) for x in (k, v))
+    grad_sinks = keys.new_zeros(0 if sinks is None else sinks.shape[0])
+    for block in _blocks(mask.earliest):
+        seen = slice(block.first, block.stop)
+        rows, out_rows = _rows(queries, block), _rows(grads, block)
+        weights, sink_weights, tanh = _weights(rows, keys, block, mask, sinks, scores)
+        weights = weights.to(q.dtype)
+        grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), out_rows)
+        grad_weights = torch.bmm(out_rows, values[:, :, seen])
+        if sink_weights is not None:
+            sink_loss = (grad_weights * weights).sum(-1, dtype=keys.dtype) * sink_weights
+            grad_sinks -= sink_loss.view(sinks.shape[0], -1).sum(-1)  # type: ignore[union-attr]
+        # The sinks' column can be left out: their values are zero, and so are the gradients of their weights.
+        grad_scores = softcap_backward(torch._softmax_backward_data(grad_weights, weights, -1, q.dtype), tanh)
+        _write_rows(grad_q, block, torch.bmm(grad_scores, narrow_keys[:, seen]))
+        grad_k[:, seen] += torch.bmm(grad_scores.transpose(1, 2), rows)
+    grad_k *= scores.factor(k.shape[-1])
+    grad_k, grad_v = (g.transpose(0, 1).to(x.dtype).contiguous().view(x.shape) for g, x in ((grad_k, k), (grad_v, v)))
+    return grad_q.view(q.shape), grad_k, grad_v, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
+
+
+def _mask(bounds: Sequence[int], window: int, dtype: torch.dtype) -> _Mask:
+    boundaries = torch.tensor(bounds)
+    begins = torch.repeat_interleave(boundaries[:-1], boundaries.diff())
+    # `earliest` does not decrease from one query to the next.
+    earliest = torch.maximum(begins, torch.arange(len(begins)) - window + 1) if window else begins
+    return _Mask(begins, earliest, torch.full((BLOCK, BLOCK), -torch.inf, dtype=dtype).triu_(1))
+
+
+def _blocks(earliest: Tensor) -> Iterator[_Block]:
+    for start in range(0, len(earliest), BLOCK):
+        stop = min(start + BLOCK, len(earliest))
+        first = int(earliest[start])
+        yield _Block(first - first % UNIT, start, stop, int(earliest[stop - 1]))
+
+
+def _weights(
+    rows: Tensor, keys: Tensor, block: _Block, mask: _Mask, sinks: Tensor | None, scores: Scores
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the attention probabilities of a block's queries, those of the sinks, and the tanh of the softcap.
+
+    - Probabilities: (K, G * n, m), over the m keys from the block's first on.
+    - Those of the sinks: (K, G * n), or None without sinks.
+    - tanh: (K, G * n, m), or None without softcap.
+    """
+    logits, tanh = scores.apply_softcap(torch.bmm(rows.to(keys.dtype), keys[:, :, block.first : block.stop]))
+    count, before = block.stop - block.start, block.start - block.first
+    each_head = logits.view(keys.shape[0], -1, count, before + count)
+    alibi = scores.alibi_bias(keys, *keys.shape[:2])
+    if alibi is not None:
+        # Measure distances from the block's first query: an equal shift of all scores of a query.
+        positions = torch.arange(block.first, block.stop)
+        positions = positions - mask.begins[block.first : block.stop] if alibi.stepped else positions
+        each_head += alibi.key_bias(positions, block.start)[:, :, None]
+    each_head[..., before:] += mask.future[:count, :count]
+    if block.seen_by_all > block.first:
+        early = torch.arange(block.first, block.seen_by_all) < mask.earliest[block.start : block.stop, None]
+        each_head[..., : early.shape[1]].masked_fill_(early, -torch.inf)
+    if sinks is None:
+        return torch.softmax(logits, dim=-1), None, tanh
+    column = sinks.to(keys.dtype).view(keys.shape[0], -1, 1).expand(-1, -1, count)
+    excess = None if alibi is None else alibi.query_excess(count)
+    if excess is not None:
+        column = column + excess
+    weights = torch.softmax(torch.cat([logits, column.reshape(keys.shape[0], -1, 1)], dim=-1), dim=-1)
+    return weights[..., :-1], weights[..., -1], tanh
+
+
+def _split(x: Tensor, kv_heads: int) -> Tensor:
+    """Return `x` (B, S, H, E) as (T, K, G, E)."""
+    return x.reshape(x.shape[0] * x.shape[1], kv_heads, -1, x.shape[3])
+
+
+def _rows(x: Tensor, block: _Block) -> Tensor:
+    """Return the block's queries of `x` (T, K, G, E) as (K, G * n, E)."""
+    return x[block.start : block.stop].permute(1, 2, 0, 3).reshape(x.shape[1], -1, x.shape[3])
+
+
+def _write_rows(out: Tensor, block: _Block, rows: Tensor) -> None:
+    """Write `rows` (K, G * n, E) to the block's queries of `out` (T, K, G, E): the inverse of `_rows`."""
+    _, kv_heads, group, size = out.shape
+    out[block.start : block.stop] = rows.view(kv_heads, group, -1, size).permute(2, 0, 1, 3)
+
+
+def _scaled_keys(k: Tensor, scores: Scores) -> Tensor:
+    """Return `k` (B, S, K, E) as (K, E, T), multiplied by `Scores.key_factor`, in the dtype of scores."""
+    keys: Tensor = k.flatten(0, 1).permute(1, 2, 0).to(wide(k.dtype)).contiguous()
+    return keys * scores.key_factor(k.shape[-1])
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _fake_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: list[int],
+    window: int,
+    sinks: Tensor | None = None,
+    *score_options: Any,
+) -> tuple[Tensor, ...]:
+    input_grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *input_grads, q.new_empty(0, dtype=wide(q.dtype)) if sinks is None else torch.empty_like(sinks)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.bounds, ctx.window, sinks = inputs[:6]
+    ctx.scores = inputs[6:]
+    ctx.save_for_backward(*tensors, sinks)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    operator = torch.ops.kumi.packed_attention_backward.default
+    *tensors, sinks = ctx.saved_tensors
+    *input_grads, grad_sinks = operator(grad, *tensors, ctx.bounds, ctx.window, sinks, *ctx.scores)
+    return *input_grads, None, None, None if sinks is None else grad_sinks, *(None for _ in ctx.scores)
+
+
+def attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Return the FLOPs of the forward pass as PyTorch counts attention: two products over all S x S pairs."""
+    batch, length, heads, size = q
+    return 2 * batch * heads * length * length * (size + v[3])
+
+
+def attention_backward_flops(
+    grad: tuple[int, ...], q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any
+) -> int:
+    """Return the FLOPs of the backward pass as PyTorch counts attention: five products over all S x S pairs.
+
+    One product recomputes the scores; the other four are two for each product of the forward pass.
+    """
+    batch, length, heads, size = q
+    return 2 * batch * heads * length * length * (3 * size + 2 * v[3])
+
+
+def _define(name: str, schema: str, function: Any, fake: Any, flops: Any) -> None:
+    """Register `function` as the operator `name` on the CPU.
+
+    `torch.library.custom_op` would do the same, but its first call imports torch's compiler, which takes a second or
+    more.
+    """
+    torch.library.define(name, schema)
+    torch.library.impl(name, "CPU", function)
+    torch.library.register_fake(name, fake)
+    register_flop_formula(getattr(torch.ops.kumi, name.removeprefix("kumi::")))(flops)
+
+
+_INPUTS = f"Tensor q, Tensor k, Tensor v, int[] bounds, int window, Tensor? sinks=None, {SCHEMA}"
+_define("kumi::packed_attention", f"({_INPUTS}) -> Tensor", _attention, _fake, attention_flops)
+_define(
+    "kumi::packed_attention_backward",
+    f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    attention_backward_flops,
+)
+torch.library.register_autograd("kumi::packed_attention", _differentiate, setup_context=_save)
+
+# The operator in PyTorch's dispatcher.
+OPERATOR = torch.ops.kumi.packed_attention.default

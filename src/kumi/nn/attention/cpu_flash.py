@@ -1,0 +1,129 @@
+"""Causal attention over packed documents on the CPU by PyTorch's own flash kernel.
+
+The kernel has no document mask, but it reads any range of tokens without a copy. Consecutive documents of equal length
+form one call, as the rows of a batch. The kernel takes fewer key heads than query heads, and its log-sum-exp is kept
+for the backward pass (Dao et al., 2022, arXiv:2205.14135). `kumi.nn.attention.cpu_attention` computes the rest:
+windows, sinks, softcap, ALiBi, and values of another size than keys.
+
+PyTorch's dispatcher sees one operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kumi.nn.attention.cpu_attention import attention_backward_flops, attention_flops
+from kumi.nn.custom_ops import define
+from kumi.nn.dtypes import wide
+from kumi.nn.numerics import uses_flash
+
+_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class _Run(NamedTuple):
+    """Consecutive documents of `length` tokens each: tokens `start` to `stop` of the batch."""
+
+    start: int
+    stop: int
+    length: int
+
+    def documents(self, x: Tensor) -> Tensor:
+        """Return these tokens of `x` (T, H, E) in the kernel's layout, (documents, H, length, E)."""
+        return x[self.start : self.stop].view(-1, self.length, *x.shape[1:]).transpose(1, 2)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale: float | None = None) -> Tensor:
+    """Return causal attention (B, S, H, E) of `q` (B, S, H, E) over `k` and `v` (B, S, K, E).
+
+    `bounds`: the first token of each document, counted through the batch, followed by the number of tokens.
+    `scale`: of the scores; None for 1 / sqrt(E).
+    """
+    out: Tensor = OPERATOR(q, k, v, list(bounds), scale)[0]
+    return out
+
+
+def suits(q: Tensor, v: Tensor, bounds: Sequence[int], window: int | None) -> bool:
+    """Return True if the kernel supports these heads and this `window`, and is chosen for this dtype and length.
+
+    docs/decisions/cpu-numerics.md explains the choice.
+    """
+    if v.shape[-1] != q.shape[-1] or not uses_flash(q.dtype, (bounds[-1] - bounds[0]) / (len(bounds) - 1)):
+        return False
+    return window is None or window >= max(run.length for run in _runs(bounds))
+
+
+def _runs(bounds: Sequence[int]) -> Iterator[_Run]:
+    first, length = bounds[0], bounds[1] - bounds[0]
+    for start, stop in pairwise(bounds[1:]):
+        if stop - start != length:
+            yield _Run(first, start, length)
+            first, length = start, stop - start
+    yield _Run(first, bounds[-1], length)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Return `x` (B, S, H, E) as (T, H, E), with contiguous heads: the kernel reads others wrongly."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return the result (B, S, H, E) and the log-sum-exp (T * H,), in the order of the kernel's calls."""
+    tokens = list(map(_tokens, (q, k, v)))
+    parts = [_forward_kernel(*map(run.documents, tokens), 0.0, True, scale=scale) for run in _runs(bounds)]
+    outs = [out.transpose(1, 2).flatten(0, 1) for out, _ in parts]
+    sums = [lse.flatten() for _, lse in parts]
+    out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, sums))
+    return out.view(q.shape), lse
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int], scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, tokens = q.shape[2], list(map(_tokens, (grad, q, k, v, out)))
+    parts = []
+    for run in _runs(bounds):
+        sums = lse[run.start * heads : run.stop * heads].view(-1, heads, run.length)
+        gradients = _backward_kernel(*map(run.documents, tokens), sums, 0.0, True, scale=scale)
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in gradients])
+    all_grads = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
+    grad_q, grad_k, grad_v = (x.reshape(like.shape) for x, like in zip(all_grads, (q, k, v), strict=True))
+    return grad_q, grad_k, grad_v
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3].numel(), dtype=wide(q.dtype))
+
+
+def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.bounds, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return *_BACKWARD(grad, *ctx.saved_tensors, ctx.bounds, ctx.scale), None, None
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+# The operator in PyTorch's dispatcher.
+OPERATOR = define("flash_attention", f"({_INPUTS}, int[] bounds, float? scale) -> (Tensor, Tensor)", _forward, _fake)
+_BACKWARD = define(
+    "flash_attention_backward",
+    f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, int[] bounds, float? scale) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+torch.library.register_autograd("kumi::flash_attention", _differentiate, setup_context=_save)
+register_flop_formula(torch.ops.kumi.flash_attention)(attention_flops)
+register_flop_formula(torch.ops.kumi.flash_attention_backward)(attention_backward_flops)

@@ -1,0 +1,174 @@
+"""Causal grouped-query attention over rows that may hold several documents."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kumi.compat import has_varlen, varlen_attention
+from kumi.nn import rope
+from kumi.nn.attention import cpu_flash, flash_partial
+from kumi.nn.attention.attention_context import Segments, Where, key_rotary, positions, rotary
+from kumi.nn.attention.chunked_attention import blockwise
+from kumi.nn.attention.cpu_attention import packed_attention
+from kumi.nn.attention.scores import PLAIN, Scores, alibi_slopes
+from kumi.nn.dtypes import wide
+from kumi.nn.linear import Linear
+from kumi.nn.norm import RMSNorm
+from kumi.nn.tp_block import UNSHARDED
+from kumi.nn.wrappers import Around, inside
+from kumi.spec import model
+
+
+class Attention(nn.Module):
+    """Projections, optional query and key norms, rotation, attention, output projection."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: model.Attention,
+        eps: float,
+        *,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        zero_centered: bool = False,
+    ) -> None:
+        super().__init__()
+        self.spec, self.region = spec, UNSHARDED
+        self.around: list[Around] = []
+        heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = Linear(hidden_size, heads, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.k_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.v_proj = Linear(hidden_size, kv_heads, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.o_proj = Linear(heads, hidden_size, bias=spec.out_bias, device=device, dtype=dtype)
+        sizes = (heads, kv_heads) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
+        norm = partial(RMSNorm, eps=eps, device=device, dtype=dtype, zero_centered=zero_centered)
+        self.q_norm = norm(sizes[0]) if spec.qk_norm else None
+        self.k_norm = norm(sizes[1]) if spec.qk_norm else None
+        count = spec.num_attention_heads
+        self.sinks = nn.Parameter(torch.empty(count, device=device, dtype=dtype)) if spec.sinks else None
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        """Return the result of `compute`, called inside the wrappers in `around`."""
+        out: Tensor = inside(self.around, self.compute)(x, where)
+        return out
+
+    def compute(self, x: Tensor, where: Where) -> Tensor:
+        """Return the attention output for hidden states `x` (B, S, D) or (B * S, D), in the same shape."""
+        heads = (*where.shape, -1, self.spec.head_dim)
+        q, k, v = self.region.enter(x, (self.q_proj, self.k_proj, self.v_proj))
+        v = v.view(heads)
+        if not self.spec.qk_norm_whole:
+            q, k = q.view(heads), k.view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
+        rotation = rotary(self.spec)
+        if rotation is not None:
+            pairs = ((q, rotation), (k, key_rotary(rotation)))
+            q, k = (rope.rotate(x, *where.tables[key], interleave=rotation[0].interleave) for x, key in pairs)
+        out = where.attend(q, k, v, self.spec.sliding_window, self.sinks, self.scores)
+        return self.region.leave(out.flatten(2), self.o_proj).view(x.shape)
+
+    @property
+    def scores(self) -> Scores:
+        """How the products of this rank's heads become scores."""
+        slopes = alibi_slopes(self.spec.num_attention_heads) if self.spec.alibi else None
+        all_heads = Scores(self.spec.score_scale, self.spec.softcap, slopes, self.spec.alibi_stepped)
+        return all_heads.part(*self.region.place)
+
+
+def attend(
+    segments: Segments,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    sinks: Tensor | None = None,
+    scores: Scores = PLAIN,
+) -> Tensor:
+    """Return causal attention (B, S, H, E') of `q` (B, S, H, E) over `k` (B, S, K, E) and `v` (B, S, K, E').
+
+    A position sees the earlier positions of its document, and itself.
+    `window`: it sees at most this many latest keys; None for no limit.
+    `sinks` (H,): one more score per head in the softmax, as of a key with a zero value.
+    `scores`: how the product of a query and a key becomes a score.
+    """
+    if isinstance(segments.bounds, list):
+        if sinks is None and scores.fused and cpu_flash.suits(q, v, segments.bounds, window):
+            return cpu_flash.flash_attention(q, k, v, segments.bounds, scores.scale)
+        return packed_attention(q, k, v, segments.bounds, window, sinks, scores)
+    if sinks is not None or not scores.fused:
+        return _attend_with_custom_scores(segments, q, k, v, window, sinks, scores)
+    only_causal = segments.document_ids is None and (window is None or window >= q.shape[1])
+    value_size = v.shape[3]
+    if has_varlen(q) and value_size < q.shape[3]:
+        # Flash kernels need equal head sizes: pad the values with zeros to the size of the keys.
+        v = F.pad(v, (0, q.shape[3] - value_size))
+    if not only_causal and segments.bounds is not None and has_varlen(q):
+        tokens = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        out = varlen_attention(*tokens, segments.bounds, longest=q.shape[1], window=window, scale=scores.scale)
+        return out.view(q.shape)[..., :value_size]
+    mask = None if only_causal else visible(segments.document_ids, q.shape[1], window, q.device)
+    if not only_causal:
+        # With a mask and fewer key heads than query heads, every kernel would hold all S x S scores.
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    # Ask for grouped queries only if needed: some kernels support equal head counts only.
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=only_causal, scale=scores.scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)[..., :value_size]
+
+
+def _attend_with_custom_scores(
+    segments: Segments, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None, scores: Scores
+) -> Tensor:
+    """Return the result of `attend` for sinks, softcaps or ALiBi, which no PyTorch kernel computes."""
+    bounds = segments.bounds
+    if isinstance(bounds, Tensor) and sinks is not None and scores.fused and flash_partial.takes(q, v):
+        return flash_partial.with_sinks(q, k, v, window, sinks, bounds, scores.scale)
+    if bounds is not None:
+        return blockwise(q, k, v, segments.bounds_list, window, sinks, scores)
+    return _attend_by_all_scores(segments.document_ids, q, k, v, window, sinks, scores)
+
+
+def _attend_by_all_scores(
+    document_ids: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
+    scores: Scores,
+) -> Tensor:
+    """Return the result of `attend` by plain operators, for any device. Holds all S x S scores in memory."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    logits = torch.einsum("bshe,bthe->bhst", q.to(wide(q.dtype)), k.to(wide(q.dtype))) * scores.factor(q.shape[3])
+    if scores.softcap is not None:
+        logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    alibi = scores.alibi_bias(logits, logits.shape[1], q.shape[3])
+    if alibi is not None:
+        index = positions(q[..., 0, 0], document_ids) if alibi.stepped else torch.arange(q.shape[1], device=q.device)
+        logits = logits + torch.stack([alibi.key_bias(row, 0) for row in index.expand(len(q), -1)])[:, :, 0, None]
+        excess = alibi.query_excess(q.shape[1])
+        logits = logits if excess is None else logits - excess[:, 0, :, None]
+    logits = logits.masked_fill(~visible(document_ids, q.shape[1], window, q.device), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : q.shape[1]]
+    return torch.einsum("bhst,bthe->bshe", weights.to(v.dtype), v)
+
+
+def visible(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return True (B or 1, 1, S, S) where query s may attend to key t."""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    in_window = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if document_ids is None:
+        return in_window[None, None]
+    return (document_ids[:, :, None] == document_ids[:, None, :])[:, None] & in_window

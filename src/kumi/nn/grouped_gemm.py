@@ -1,0 +1,164 @@
+"""Grouped matrix products: rows sorted by expert, each group with its own matrix.
+
+PyTorch's dispatcher sees one operator for each, whether a grouped kernel or a loop over the experts computes it. So do
+selective recomputation, FLOP counting and fake tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from kumi.nn.custom_ops import define
+from kumi.nn.numerics import products_of_experts
+
+# Columns of ones: the fewest that the kernels take.
+_ONES = 8
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return rows (N, out): each of `rows` (N, in) times the transposed matrix of its group, in the dtype of `rows`.
+
+    The first counts[0] rows use the first matrix of `weight` (X, out, in), and so on. `counts` (X,) sums to N.
+    """
+    out: Tensor = _Grouped.apply(rows, weight.to(rows.dtype), counts)  # type: ignore[no-untyped-call]
+    return out
+
+
+def add_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor, *, other_rank_adds: bool = False) -> Tensor:
+    """Return `rows` (N, out), each plus the row of `bias` (X, out) of its group. Backward keeps only `counts`.
+
+    `other_rank_adds`: return `rows` unchanged, because another rank adds the bias to the sum over ranks. The gradient
+    of the bias is that of the sum, so it is computed here too.
+    """
+    if bias is None:
+        return rows
+    out: Tensor = _AddExpertBias.apply(rows, bias, counts, other_rank_adds)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _AddExpertBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Tensor, other_rank_adds: bool) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.dtype = bias.dtype
+        if other_rank_adds:
+            return rows.view_as(rows)
+        # `output_size` is known on the host, so the device is not waited for.
+        spread = bias.to(rows.dtype).repeat_interleave(counts, dim=0, output_size=len(rows))
+        return spread.add_(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (counts,) = ctx.saved_tensors
+        # Sum the groups by a product with ones: kernels accumulate in float32, in a fixed order, without a copy.
+        sums = OUTER(grad.contiguous(), grad.new_ones(len(grad), _ONES), counts)[..., 0]
+        return grad, sums.to(ctx.dtype), None, None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows if weight.requires_grad else None, weight, counts)
+        out: Tensor = TIMES(rows, weight.transpose(1, 2), counts)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, counts = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_rows = TIMES(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        grad_weight = OUTER(grad, rows, counts) if ctx.needs_input_grad[1] else None
+        return grad_rows, grad_weight, None
+
+
+@products_of_experts()
+def _times(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Return (N, b): each group of `rows` (N, a) times its matrix of `matrices` (X, a, b)."""
+    if _has_kernel(rows, matrices.shape[2]):
+        return F.grouped_mm(rows, matrices, offs=counts.cumsum(0, dtype=torch.int32))
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    sizes = counts.tolist()
+    for part, matrix, target in zip(torch.split(rows, sizes), matrices, torch.split(out, sizes), strict=True):
+        target.copy_(torch.mm(_padded(part), matrix)[: len(part)])
+    return out
+
+
+@products_of_experts()
+def _outer(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    """Return (X, b, a): grad^T rows of each group of `grad` (N, b) and `rows` (N, a); 0 for an empty group."""
+    if _has_kernel(rows, grad.shape[1]):
+        return F.grouped_mm(grad.T, rows, offs=counts.cumsum(0, dtype=torch.int32))
+    sizes = counts.tolist()
+    parts = zip(torch.split(grad, sizes), torch.split(rows, sizes), strict=True)
+    return torch.stack([torch.mm(_padded(grad_part).T, _padded(row_part)) for grad_part, row_part in parts])
+
+
+def _has_kernel(rows: Tensor, width: int) -> bool:
+    """Return True if F.grouped_mm supports `rows` (N, in) and matrices with `width` columns, and should be used.
+
+    It does not support float64, no rows at all, or rows that are not aligned to 16 bytes. On a CPU it loops over
+    products of every size; it is not used where each size costs a compiled kernel (see `_compiles_kernels`).
+    """
+    if _compiles_kernels(rows):
+        return False
+    aligned = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[1], width))
+    return rows.dtype != torch.float64 and len(rows) > 0 and aligned
+
+
+def _compiles_kernels(rows: Tensor) -> bool:
+    """Return True if a product of `rows` uses oneDNN, which compiles and keeps a kernel for each size.
+
+    On a CPU it is used for bfloat16 and float16, and for float32 if `kumi.nn.numerics` chose it.
+    """
+    if rows.device.type != "cpu" or rows.dtype == torch.float64:
+        return False
+    return rows.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Return `rows` (n, width), padded with zero rows to one of few sizes if each size costs a compiled kernel.
+
+    An expert gets a different number of rows in every microbatch. oneDNN keeps some 0.7 MB for each size: a part in its
+    cache of 1024 primitives, the rest in a set of kernels that it never frees (ONEDNN_PRIMITIVE_CACHE_CAPACITY=0 does
+    not change that). With four sizes per power of two, padding adds 9 % of the rows on average.
+    """
+    size = padded_size(len(rows)) if _compiles_kernels(rows) else len(rows)
+    return rows if size == len(rows) else F.pad(rows, (0, 0, 0, size - len(rows)))
+
+
+def padded_size(count: int) -> int:
+    """Return the smallest of 0, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40 ... that is at least `count`."""
+    if count <= 8:
+        return 8 if count else 0
+    unit = 1 << ((count - 1).bit_length() - 3)
+    return -(-count // unit) * unit
+
+
+TIMES = define(
+    "grouped_times",
+    "(Tensor rows, Tensor matrices, Tensor counts) -> Tensor",
+    _times,
+    lambda rows, matrices, counts: rows.new_empty(rows.shape[0], matrices.shape[2]),
+)
+OUTER = define(
+    "grouped_outer",
+    "(Tensor grad, Tensor rows, Tensor counts) -> Tensor",
+    _outer,
+    lambda grad, rows, counts: rows.new_empty(counts.shape[0], grad.shape[1], rows.shape[1]),
+)
+
+
+@register_flop_formula(torch.ops.kumi.grouped_times)
+def _times_flops(rows: tuple[int, ...], matrices: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Return 2 FLOPs for each element of the rows and each column of its matrix."""
+    return 2 * rows[0] * rows[1] * matrices[2]
+
+
+@register_flop_formula(torch.ops.kumi.grouped_outer)
+def _outer_flops(grad: tuple[int, ...], rows: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * rows[0] * rows[1] * grad[1]

@@ -1,0 +1,1 @@
+"""Fit a cluster's constants to measured steps."""

@@ -1,0 +1,1 @@
+"""Bytes of device memory that a rank needs: states, activations, buffers."""

@@ -1,0 +1,1 @@
+"""Pipeline stages, and how long a pipeline schedule takes."""

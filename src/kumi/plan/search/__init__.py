@@ -1,0 +1,1 @@
+"""Search for the fastest layout that fits; explain why there is none."""

@@ -1,0 +1,97 @@
+"""Plan a job: search its layouts, estimate the standard ones beside the result, and explain a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kumi.errors import FitError, LayoutError
+from kumi.plan.estimate import estimate, timeline_of
+from kumi.plan.estimates import Estimate
+from kumi.plan.report import Expected, Report
+from kumi.plan.search.candidates import Pins
+from kumi.plan.search.refusal import does_not_fit, why_illegal
+from kumi.plan.search.search_layouts import Found, search
+from kumi.plan.search.select import TRAINED, alone, pinned_layout, trained, unasked
+from kumi.plan.search.sizing import training
+from kumi.plan.search.supported import Unsupported, accepted, none_supported, refuse_unsupported
+from kumi.plan.standard_layouts import expected
+from kumi.spec.job import Job
+
+
+def plan(
+    job: Job,
+    pinned: Pins,
+    *,
+    top: int = 8,
+    trainable: bool = False,
+    front: bool = True,
+    unsupported: Unsupported | None = None,
+    tokens: float | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Report:
+    """Return the report on the fastest layout of `job` that fits and agrees with `pinned`.
+
+    `top`: the number of runners-up. `trainable`: search only layouts that this version of kumi trains itself.
+    `unsupported`: reasons why a trainer does not support a layout; search only layouts without any. `front`: include
+    the Pareto front. `tokens`: include the time and cost of training on this many.
+
+    Raise LayoutError with the reasons if the pinned fields are illegal or unsupported, and FitError with the smallest
+    change that would help if nothing fits.
+    """
+    only, fixed = pinned_layout(job, pinned), TRAINED if trainable else {}
+    pins = trained(job, pinned) if trainable else pinned
+    if unsupported is not None:
+        refuse_unsupported(job, pinned, unsupported)
+    unsupported = unasked(pinned) if trainable else unsupported
+    result = (
+        alone(job, only)
+        if only is not None
+        else search(job, pins, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress)
+    )
+    if not result.plans:
+        raise _no_plan(job, pinned, result, fixed, unsupported)
+    best, *others = result.plans
+    return Report(
+        job=job,
+        best=best,
+        others=tuple(others),
+        expected=tuple(_with_support(job, item, unsupported) for item in expected(job)),
+        searched=result.count,
+        fitting=result.fitting,
+        timeline=timeline_of(job, best),
+        front=result.pareto,
+        lacking=_faster_but_too_large(job, result, best),
+        training=None if tokens is None else training(tokens, best, job.cluster),
+    )
+
+
+def _with_support(job: Job, item: Expected, unsupported: Unsupported | None) -> Expected:
+    """Return `item` with the reasons why the requested trainer does not support it."""
+    if item.estimate is None or unsupported is None:
+        return item
+    return replace(item, problems=tuple(unsupported(job, item.layout)))
+
+
+def _no_plan(
+    job: Job, pinned: Pins, result: Found, fixed: Pins, unsupported: Unsupported | None
+) -> FitError | LayoutError:
+    """Return the error for a search without a plan: no legal layout, no supported one, or none that fits."""
+    if not result.count:
+        return LayoutError(why_illegal(job, pinned))
+    if unsupported is not None and result.pareto:
+        return LayoutError(none_supported(job, result.pareto[0].layout, unsupported))
+    return FitError(does_not_fit(job, pinned, result, fixed))
+
+
+def _faster_but_too_large(job: Job, result: Found, best: Estimate) -> tuple[Estimate, ...]:
+    """Return at most three layouts that are faster than `best` and do not fit, fastest first.
+
+    They are the found layouts without recomputation and offloading.
+    """
+    layouts = {
+        replace(plan.layout, recompute="none", recompute_layers=None, offload="none"): None for plan in result.plans
+    }
+    estimates = [estimate(job, layout) for layout in layouts]
+    faster = [item for item in estimates if not item.fits and item.step_seconds < best.step_seconds]
+    return tuple(sorted(faster, key=lambda item: item.step_seconds))[:3]

@@ -1,0 +1,1 @@
+"""Seconds of a training step: operations, collectives, gradients and the optimizer."""

@@ -1,0 +1,227 @@
+"""The description of a run as plain data and as a table, and a table of its data sources."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kumi.report.rank_placement import placement
+from kumi.spec import ledger
+from kumi.spec.divisibility import cuts
+from kumi.spec.layout import AXES
+from kumi.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from kumi.config import PlanConfig, ResolvedRun
+    from kumi.config.load import Overrides, RunFile
+    from kumi.plan.estimates import Estimate
+    from kumi.spec.job import Job
+
+
+def console() -> Console:
+    """Return a console as wide as the terminal, or 120 columns wide without one."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def show(content: RenderableType) -> None:
+    """Print `content`; strip trailing blanks if stdout is a file or a pipe."""
+    output = console()
+    if sys.stdout.isatty():
+        output.print(content)
+        return
+    with output.capture() as captured:
+        output.print(content)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def described(path: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
+    """Describe the run file at `path`, with the planner's choice of layout if it has no [data] and no [train]."""
+    from kumi.config import load, load_plan, open_run
+
+    config = load_plan(path, overrides)
+    if config.data is None and config.train is None:
+        return describe_plan(config)
+    return describe(open_run(load(path, overrides)))
+
+
+def estimated(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
+    """Return the job of the run file at `path`, and the estimate of its layout. [data] and [train] are optional."""
+    from kumi.config import load_plan, plan_input
+    from kumi.config.decide_layout import decide
+    from kumi.config.stored_config import read_begun
+
+    config = load_plan(path, overrides)
+    inputs, begun = plan_input(config), read_begun(config)
+    return inputs.job, decide(inputs, None if begun is None else begun.plan).estimate
+
+
+def describe(run: ResolvedRun) -> dict[str, Any]:
+    """Return the model, layout, placement, batch, memory and output folder of `run` as plain data."""
+    steps, description = run.config.train.steps, _described(run.config, run.job, run.estimate)
+    description["batch"] |= {"steps": steps, "tokens": steps * run.batch.tokens_per_step}
+    return {**description, "out": str(run.out)}
+
+
+def describe_plan(config: PlanConfig) -> dict[str, Any]:
+    """Describe the fastest layout that agrees with the fields pinned in `config`, without steps and output folder.
+
+    Raise LayoutError and FitError as `kumi.plan.session.plan` does.
+    """
+    from kumi.config import plan_input
+    from kumi.plan.session import plan
+
+    inputs = plan_input(config)
+    best = plan(inputs.job, inputs.pinned, top=1, front=False).best
+    return _described(config, inputs.job, best)
+
+
+def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, Any]:
+    model, batch, layout, cluster = job.model, job.batch, estimate.layout, job.cluster
+    fullest = max(estimate.memory, key=lambda rank: rank.total)
+    return {
+        "name": config.name,
+        "model": {
+            "family": model.family,
+            "parameters": ledger.num_params(model),
+            "trained_parameters": ledger.trained_params(model),
+            "layers": model.num_hidden_layers,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "init": config.model.init,
+            "notes": list(model.notes),
+        },
+        "cluster": {
+            "device": cluster.device.name,
+            "devices_per_node": cluster.devices_per_node,
+            "nodes": cluster.nodes,
+            "memory_bytes": cluster.device.memory,
+        },
+        "layout": asdict(layout),
+        "placement": placement(layout, cluster, experts=bool(cuts(model).experts)),
+        "precision": asdict(job.precision),
+        **({"numerics": _numerics(config, job)} if cluster.device.kind == "cpu" else {}),
+        "batch": {
+            "seq_len": batch.seq_len,
+            "tokens_per_step": batch.tokens_per_step,
+            "sequences": batch.sequences,
+            "microbatches": batch.microbatches(layout),
+            "train_flops_per_step": ledger.train_flops(model, batch.tokens_per_step, batch.seq_len),
+        },
+        "memory": {**asdict(fullest), "total": fullest.total},
+    }
+
+
+def _numerics(config: PlanConfig, job: Job) -> dict[str, Any]:
+    """Return how the CPU computes, None if still to be measured, and the timings that decided it.
+
+    `milliseconds`: operation -> implementation -> milliseconds measured on this machine; empty if they do not apply.
+    """
+    from kumi.config.numerics import cached, this_processor
+
+    numerics, measured = job.numerics, cached(this_processor(job.cluster.devices_per_node))
+    applies = measured is not None and config.cluster.source == "auto" and numerics == measured.numerics
+    seconds = measured.seconds if measured is not None and applies else {}
+    return {
+        "chosen": None if numerics is None else str(numerics),
+        "milliseconds": {
+            operation: {name: round(1e3 * value, 3) for name, value in timings.items()}
+            for operation, timings in seconds.items()
+        },
+    }
+
+
+def render(description: dict[str, Any]) -> RenderableType:
+    """Return the data of `describe` as a table for the terminal."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    for label, text in _rows(description):
+        table.add_row(label, text)
+    return table
+
+
+def _rows(description: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (label, text) rows."""
+    model, batch, layout = description["model"], description["batch"], description["layout"]
+    memory, cluster, precision = description["memory"], description["cluster"], description["precision"]
+    ranks = cluster["devices_per_node"] * cluster["nodes"]
+    dp = layout["dp_replicate"] * layout["dp_shard"]
+    details = {"pp": f" ({layout['schedule']})", "cp": f" ({layout['context']})" if layout["context"] != "ring" else ""}
+    axes = [f"{axis} {layout[axis]}{details.get(axis, '')}" for axis in (*AXES, "ep", "expert_tp") if layout[axis] > 1]
+    kinds = [f"{kind} {format_bytes(size)}" for kind, size in memory.items() if kind != "total" and size]
+    offload = f", {layout['offload']} offloaded" if layout["offload"] != "none" else ""
+    trained = (
+        ""
+        if model["trained_parameters"] == model["parameters"]
+        else f" ({format_count(model['trained_parameters'])} trained, in adapters)"
+    )
+    length = [("length", f"{batch['steps']} steps, {format_count(batch['tokens'])} tokens")] if "steps" in batch else []
+    return [
+        (
+            "run",
+            f"{description['name']} -> {description['out']}"
+            if "out" in description
+            else f"{description['name']}, only planned",
+        ),
+        (
+            "model",
+            f"{model['family']}, {format_count(model['parameters'])} parameters{trained}, "
+            f"{model['layers']} layers, hidden size {model['hidden_size']}, vocabulary {model['vocab_size']}, "
+            f"{model['init']} weights",
+        ),
+        *(("", note) for note in model["notes"]),
+        ("machines", f"{ranks} x {cluster['device']}, {format_bytes(cluster['memory_bytes'])} each"),
+        (
+            "layout",
+            f"{', '.join(axes) or 'one rank'}; ZeRO {layout['zero']}, microbatch {layout['microbatch']}, "
+            f"recompute {layout['recompute']}{offload}",
+        ),
+        ("precision", f"{precision['compute']} compute, {precision['param']} weights, {precision['reduce']} reduction"),
+        *([("numerics", _numerics_text(description["numerics"]))] if "numerics" in description else []),
+        (
+            "step",
+            f"{format_count(batch['tokens_per_step'])} tokens = {dp} data-parallel ranks x "
+            f"{batch['microbatches']} microbatches x {layout['microbatch']} sequences x {batch['seq_len']}",
+        ),
+        *length,
+        ("memory", f"{format_bytes(memory['total'])} per rank (estimated): {', '.join(kinds)}"),
+    ]
+
+
+def _numerics_text(numerics: dict[str, Any]) -> str:
+    """Return how the CPU computes, with the speedup of the fastest over the slowest implementation per operation."""
+    if numerics["chosen"] is None:
+        return "measured at the first start on this machine, in about a second"
+    speedups = []
+    for operation, timings in numerics["milliseconds"].items():
+        fast, slow = min(timings, key=timings.__getitem__), max(timings, key=timings.__getitem__)
+        speedups += [f"{operation}: {fast} {timings[slow] / timings[fast]:.2g}x {slow}"] if fast != slow else []
+    return f"{numerics['chosen']} (measured: {', '.join(speedups)})" if speedups else str(numerics["chosen"])
+
+
+def render_data(inspection: dict[str, Any]) -> RenderableType:
+    """Return the data of `kumi.data.inspect` as tables: sources, their first documents, the first records left out."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = ("source", "documents", "tokens", "held-out documents", "held-out tokens", "left out")
+    table = Table(*columns, box=None, pad_edge=False)
+    for source in inspection["sources"]:
+        faults = ", ".join(f"{count} {kind}" for kind, count in source["faults"].items()) or "0"
+        counts = ("train_documents", "train_tokens", "validation_documents", "validation_tokens")
+        table.add_row(source["path"], *(f"{source[name]:,}" for name in counts), faults)
+    parts: list[RenderableType] = [table, Text()]
+    for source in inspection["sources"]:
+        for number, document in enumerate(source["documents"]):
+            head = f"{source['name']} document {number}, {document['tokens']} tokens, ids {document['first_ids']} ..."
+            parts += [Text(f"{head} {document['last_ids']}", style="bold"), Text(document.get("text", "")), Text()]
+    parts += [Text(f"left out: {item['file']}:{item['line']}: {item['reason']}") for item in inspection["first_faults"]]
+    return Group(*parts)

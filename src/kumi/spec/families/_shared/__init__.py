@@ -1,0 +1,1 @@
+"""Helpers that several families share; none of these modules is a family."""

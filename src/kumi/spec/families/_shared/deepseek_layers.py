@@ -1,0 +1,142 @@
+"""What DeepSeek-V2 and V3 have in common: latent attention, a few dense layers, then experts beside a shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kumi.errors import ModelError
+from kumi.spec.families._shared import experts, rope_config
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, neutral
+from kumi.spec.families._shared.decoder_config import check_sizes, model
+from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.experts import check_experts
+from kumi.spec.model import MLP, LatentAttention, LayerSpec, ModelSpec, MoE
+from kumi.spec.weight_rules import EXPERTS
+
+LATENT_KEYS = {
+    **DECODER,
+    **ROUTER_LOSS,
+    "num_key_value_heads": Key("integer?", None),
+    "q_lora_rank": Key("integer?", 1536),
+    "kv_lora_rank": Key("integer", 512),
+    "qk_nope_head_dim": Key("integer", 128),
+    "qk_rope_head_dim": Key("integer", 64),
+    "qk_head_dim": Key("integer?", None),
+    "v_head_dim": Key("integer", 128),
+    "attention_bias": Key("true or false", False),
+    "n_routed_experts": Key("integer"),
+    "n_shared_experts": Key("integer?", None),
+    "num_experts_per_tok": Key("integer"),
+    "moe_intermediate_size": Key("integer"),
+    "first_k_dense_replace": Key("integer", 0),
+    "moe_layer_freq": Key("integer", 1),
+    "n_group": Key("integer?", None),
+    "topk_group": Key("integer?", None),
+    "norm_topk_prob": Key("true or false", False),
+    "routed_scaling_factor": Key("number", 1.0),
+    # How experts are kept busy in training: a loss over every sequence.
+    "aux_loss_alpha": Key("number?", None),
+    "seq_aux": Key("true or false", True),
+    # How the published weights were made and stored, not what they compute.
+    "ep_size": Key("integer", 1),
+    "auto_map": Key("table?", None),
+}
+
+
+def build(family: str, values: Mapping[str, Any], *, scoring: str, interleave: bool = True) -> ModelSpec:
+    """The ModelSpec of `values`, its router's scores passed through `scoring`."""
+    check_sizes(values)
+    neutral(family, values, moe_layer_freq=1, seq_aux=True)
+    _check_counts(values)
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if kv_heads not in (heads, None):
+        raise ModelError(
+            f"config.json: num_key_value_heads={kv_heads} of a {family} model must be "
+            f"num_attention_heads={heads}: latent attention makes keys for every head"
+        )
+    attention = LatentAttention(
+        heads,
+        values["q_lora_rank"],
+        values["kv_lora_rank"],
+        values["qk_nope_head_dim"],
+        values["qk_rope_head_dim"],
+        values["v_head_dim"],
+        rope_config.from_hf(family, values),
+        values["attention_bias"],
+        interleave,
+        rope_config.mscale_all_dim(values),
+    )
+    dense = LayerSpec(attention, MLP(values["intermediate_size"]))
+    routed = LayerSpec(attention, check_experts(_experts(family, values, scoring)))
+    first = values["first_k_dense_replace"]
+    layers = [dense if index < first else routed for index in range(values["num_hidden_layers"])]
+    return model(family, values, layers, weights=EXPERTS)
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    shared, first, layers = values["n_shared_experts"], values["first_k_dense_replace"], values["num_hidden_layers"]
+    if (shared or 0) < 0:
+        raise ModelError(f"config.json: n_shared_experts={shared} must not be negative; correct it")
+    if not 0 <= first <= layers:
+        raise ModelError(f"config.json: first_k_dense_replace={first} must be 0 to num_hidden_layers={layers}")
+    if values["qk_rope_head_dim"] % 2:
+        raise ModelError(
+            f"config.json: qk_rope_head_dim={values['qk_rope_head_dim']} is odd; rotary embeddings turn pairs"
+        )
+
+
+def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
+    """The keys that both versions write; without dense layers, their width is that of an expert."""
+    moe, attention = experts.routed(spec), spec.layers[0].attention
+    if not isinstance(attention, LatentAttention):
+        raise ModelError(
+            f"a {spec.family} config.json has no words for {type(attention).__name__}; use LatentAttention"
+        )
+    dense = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MLP)]
+    written = common_to_hf(spec, architecture, dense[0].intermediate_size if dense else moe.moe_intermediate_size)
+    if attention.mscale_all_dim:
+        written["rope_scaling"] |= rope_config.mscales_to_hf(attention)
+    same = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    routing = (
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_method",
+    )
+    return (
+        written
+        | {name: getattr(attention, name) for name in same}
+        | {
+            **{name: getattr(moe, name) for name in routing},
+            "n_routed_experts": moe.num_experts,
+            "n_shared_experts": moe.shared_intermediate_size // moe.moe_intermediate_size,
+            "first_k_dense_replace": len(dense),
+            "moe_layer_freq": 1,
+            "attention_bias": attention.bias,
+            "aux_loss_alpha": moe.router_aux_loss_coef,
+            "seq_aux": True,
+        }
+    )
+
+
+def _experts(family: str, values: Mapping[str, Any], scoring: str) -> MoE:
+    width, grouped = values["moe_intermediate_size"], values["topk_method"] != "greedy"
+    return MoE(
+        num_experts=values["n_routed_experts"],
+        num_experts_per_tok=values["num_experts_per_tok"],
+        moe_intermediate_size=width,
+        shared_intermediate_size=width * (values["n_shared_experts"] or 0),
+        scoring_func=scoring,
+        n_group=(values["n_group"] or 1) if grouped else 1,
+        topk_group=(values["topk_group"] or 1) if grouped else 1,
+        norm_topk_prob=values["norm_topk_prob"],
+        routed_scaling_factor=float(values["routed_scaling_factor"]),
+        topk_method=values["topk_method"],
+        router_aux_loss_coef=experts.aux_loss_coef(family, values, "aux_loss_alpha", 0.0),
+        seq_aux=True,
+    )

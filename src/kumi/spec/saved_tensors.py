@@ -1,0 +1,52 @@
+"""What a run's checkpoint holds of a model, told without a layout: its tensors' names and shapes, and a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from kumi.spec.adapters import is_adapter
+from kumi.spec.ledger import params, tensors
+from kumi.spec.model import ModelSpec
+from kumi.spec.optim import Optim
+from kumi.spec.optim_states import states_of
+from kumi.spec.weight_rules import PLAIN
+
+MODEL, OPTIM = "model/", "optim/"
+
+
+def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of every tensor of the model, or of its adapters where it has some, by name."""
+    every = {MODEL + tensor.name: tensor.shape for tensor in tensors(spec)}
+    return every if spec.lora is None else {name: shape for name, shape in every.items() if is_adapter(name)}
+
+
+def optimizer_shapes(spec: ModelSpec, optim: Optim) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of every state that `optim` keeps, by name."""
+    trained = (param for param in params(spec) if not param.frozen)
+    return {f"{OPTIM}{param.name}/{state.name}": state.shape for param in trained for state in states_of(optim, param)}
+
+
+def model_digest(spec: ModelSpec) -> str:
+    """Return the BLAKE2b digest (32 hexadecimal digits) of `spec` without its adapters and its names in files.
+
+    Fields at their defaults are left out, so that a field that a later version adds leaves the digest of models which
+    do not use it as it is.
+    """
+    plain = _plain(replace(spec, lora=None, weights=PLAIN))
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON: a dataclass as an object of its class and the fields that are not at their defaults."""
+    if is_dataclass(value):
+        compared = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
+        defaults = {field.name: field.default for field in fields(value)}
+        changed = {name: _plain(item) for name, item in compared.items() if item != defaults[name]}
+        return {"class": type(value).__name__, **changed}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,115 @@
+"""A run's tokenizer and tokenised data, made before any rank starts so that no rank waits in a collective."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kumi.config import ResolvedRun
+from kumi.config.model_source import local_folder
+from kumi.data import (
+    TOKENIZER,
+    TOKENS,
+    Source,
+    Store,
+    Tokenizer,
+    expand,
+    load_tokenizer,
+    open_store,
+    prepare,
+    would_read,
+)
+from kumi.data.bpe import train as train_tokenizer
+from kumi.errors import ConfigError
+from kumi.train.run_folder import DATA
+
+
+def data_folder(run: ResolvedRun) -> Path:
+    """Where the tokenizer and the tokenised data of `run` lie."""
+    cache = run.config.data.cache
+    return run.out / DATA if cache is None else Path(os.path.expanduser(cache))
+
+
+def check_data(run: ResolvedRun) -> None:
+    """Nothing, when the sources exist and a given tokenizer fits the model; ConfigError otherwise. Writes nothing."""
+    for source in _sources(run):
+        _refuse_own_files(run, source)
+        expand(source)
+    if isinstance(run.config.data.tokenizer, str):
+        _check_vocabulary(run, load_tokenizer(tokenizer_folder(run)))
+    elif run.config.data.tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer.vocab_size={run.config.data.tokenizer.vocab_size} is larger than the model's "
+            f"vocab_size={run.model.vocab_size}; use at most {run.model.vocab_size}"
+        )
+
+
+def _refuse_own_files(run: ResolvedRun, source: Source) -> None:
+    """A run must not read what it writes: its data would be others at every start."""
+    data = data_folder(run)
+    for key, folder, names in (
+        ("train.out", run.out, ("config.toml", "metrics.jsonl", "hf/README.md")),
+        ("data.cache", data, (f"{TOKENS}/faults.jsonl", f"{TOKENS}/meta.json", f"{TOKENIZER}/tokenizer.json")),
+    ):
+        found = next((folder / name for name in names if would_read(source, (folder / name).absolute())), None)
+        if found is not None:
+            raise ConfigError(
+                f"{key}: {folder} lies inside data source {source.path!r}, which would read what the run writes "
+                f"({found}); name a folder outside of it, or add {f'{folder.name}/**'!r} to the source's exclude"
+            )
+
+
+def prepare_data(run: ResolvedRun) -> Store:
+    """The tokenised data of `run`, made now where it is not there yet."""
+    data = run.config.data
+    return prepare(
+        _sources(run),
+        _tokenizer(run),
+        data_folder(run) / TOKENS,
+        validation=data.validation,
+        on_error=data.on_error,
+        workers=_workers(run),
+        progress=True,
+        add_bos=data.add_bos,
+    )
+
+
+def open_data(run: ResolvedRun) -> Store:
+    """The tokenised data of `run` as it lies there. Raises ConfigError when there is none."""
+    return open_store(data_folder(run) / TOKENS)
+
+
+def tokenizer_folder(run: ResolvedRun) -> Path:
+    """The folder of the run's tokenizer: the one given, or the one trained for the run."""
+    wanted = run.config.data.tokenizer
+    if "data.tokenizer" in run.snapshots:
+        return run.snapshots["data.tokenizer"].folder
+    return local_folder(wanted) if isinstance(wanted, str) else data_folder(run) / TOKENIZER
+
+
+def _sources(run: ResolvedRun) -> list[Source]:
+    return [Source(**section.model_dump()) for section in run.config.data.sources]
+
+
+def _tokenizer(run: ResolvedRun) -> Tokenizer:
+    section = run.config.data.tokenizer
+    if isinstance(section, str):
+        tokenizer = load_tokenizer(tokenizer_folder(run))
+    else:
+        tokenizer = train_tokenizer(
+            _sources(run), section.vocab_size, tokenizer_folder(run), validation=run.config.data.validation
+        )
+    _check_vocabulary(run, tokenizer)
+    return tokenizer
+
+
+def _check_vocabulary(run: ResolvedRun, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: {tokenizer.folder} has {tokenizer.vocab_size} entries, the model's vocab_size "
+            f"is {run.model.vocab_size}; use the model's own tokenizer, or a model with at least that vocab_size"
+        )
+
+
+def _workers(run: ResolvedRun) -> int:
+    return run.config.data.workers or len(os.sched_getaffinity(0))

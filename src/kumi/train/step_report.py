@@ -1,0 +1,170 @@
+"""From a step's tensors to the figures that people read, on every rank that must act on them."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NoReturn
+
+from kumi.errors import DivergedError
+from kumi.parallel.grad_norm import LossScale
+from kumi.spec import ledger
+from kumi.train.callbacks import Listener
+from kumi.train.cpu_contention import CpuWait
+from kumi.train.evaluate import Evaluation
+from kumi.train.metrics import Metrics
+from kumi.train.process_memory import peak_memory
+from kumi.train.step import StepResult
+from kumi.train.step_lines import legend
+from kumi.train.train_state import Parts, TrainState
+
+
+class Reporter:
+    """Turns results into metrics. On CUDA it waits for figures only at the steps that are shown.
+
+    All ranks use it, since all must stop when the loss is not finite; only rank 0 has `metrics` to write to.
+    """
+
+    def __init__(
+        self, parts: Parts, state: TrainState, metrics: Metrics | None, memory_before: int, listener: Listener
+    ) -> None:
+        self._parts, self._metrics, self._memory_before = parts, metrics, memory_before
+        self.listener = listener
+        self._tokens = state.tokens
+        self._pending: list[StepResult] = []
+        self._since = time.perf_counter()
+        self._wait = CpuWait()
+
+    def legend(self) -> None:
+        """Say once what is the same for every step."""
+        run, memory = self._parts.run, self._estimated_memory()
+        for line in legend(
+            on_cpu=self._parts.mesh.device.type == "cpu",
+            step_s=run.step_seconds,
+            memory=memory,
+            mfu=model_flops_utilisation(self._parts, 1.0) is not None,
+        ):
+            self.note(line)
+
+    def _estimated_memory(self) -> int:
+        """Estimated bytes of the fullest rank, counted as the measured peak is: what is allocated."""
+        return self._parts.run.memory.total - self._parts.run.memory.reserved
+
+    def step(self, result: StepResult) -> None:
+        """Take in one step; raises DivergedError when a loss or gradient now known is not finite."""
+        self._pending.append(result)
+        run = self._parts.run
+        shown = result.step % run.config.log.every == 0 or result.step == run.config.train.steps
+        if self._parts.mesh.device.type == "cpu" or shown or len(self._pending) == 1 == result.step:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read the figures of all pending steps and record them."""
+        if not self._pending:
+            return
+        losses = [float(result.loss) for result in self._pending]
+        now = time.perf_counter()
+        step_s = (now - self._since) / len(self._pending)
+        busy = self._wait.explain(step_s, self._parts.run.step_seconds)
+        for result, loss in zip(self._pending, losses, strict=True):
+            self._check(result, loss)
+            self._tokens += result.tokens
+            if self._metrics is not None:
+                entry = self._entry(result, loss, step_s)
+                self._metrics.step(entry, busy)
+                self.listener.step(entry)
+        self._pending, self._since = [], now
+
+    def evaluation(self, step: int, found: Evaluation) -> None:
+        """Record an evaluation after `step` steps, beside the entropy of the tokens themselves."""
+        if self._metrics is not None:
+            entropy = self._parts.store.unigram_entropy
+            entry = {
+                "step": step,
+                "eval/loss": found.loss,
+                "eval/tokens": found.tokens,
+                "eval/unigram_entropy": entropy,
+            }
+            self._metrics.note(
+                f"step {step} | validation loss {found.loss:.4f} on {found.tokens} held-out tokens "
+                f"(unigram entropy {entropy:.4f})",
+                entry,
+            )
+            self.listener.evaluation(entry)
+        self._since = time.perf_counter()
+
+    def note(self, text: str) -> None:
+        """Show `text` to whoever watches."""
+        if self._metrics is not None:
+            self._metrics.note(text)
+
+    def _check(self, result: StepResult, loss: float) -> None:
+        norm, run = float(result.grad_norm), self._parts.run
+        if result.scale is not None:
+            self._check_scale(result, result.scale)
+        # A float16 gradient that overflowed was left out; any other has gone into the weights, which are lost.
+        if not math.isfinite(loss) or not (math.isfinite(norm) or run.precision.loss_scaling):
+            self._diverged(
+                result,
+                f"the loss is {loss}",
+                f"with a lower rate: kumi train RUN.toml optim.lr={run.optim.lr / 2:.2g} --allow-change optim.lr",
+            )
+
+    def _check_scale(self, result: StepResult, scale: LossScale) -> None:
+        """Raise DivergedError where float16 updates keep being skipped, or none of the whole run was made."""
+        run = self._parts.run
+        if not scale.hopeless and not (result.step == run.config.train.steps == scale.skipped):
+            return
+        kind = "bf16" if "bfloat16" in run.cluster.device.dtypes else "fp32"
+        self._diverged(
+            result,
+            f"the float16 gradients overflowed in the last {scale.in_a_row} steps, down to a loss scale of "
+            f"{scale.scale:g}, so these updates were skipped",
+            f"in a format of wider range: kumi train RUN.toml precision.kind={kind} --allow-change precision.kind",
+        )
+
+    def _diverged(self, result: StepResult, what: str, remedy: str) -> NoReturn:
+        """Close the metrics and raise DivergedError."""
+        if self._metrics is not None:
+            self._metrics.close()
+        raise DivergedError(
+            f"step {result.step}: {what} (gradient norm {float(result.grad_norm):.3g}, lr {result.lr:.2e}); go on from "
+            f"the last checkpoint {remedy}"
+        )
+
+    def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
+        run, experts, scaling = self._parts.run, {}, {}
+        if result.scale is not None:
+            scaling = {"train/skipped_updates": result.scale.skipped, "train/loss_scale": result.scale.scale}
+        if result.experts is not None:
+            experts = {
+                "train/aux_loss": float(result.experts.aux_loss),
+                "train/busiest_expert": float(result.experts.busiest),
+            }
+        return {
+            "step": result.step,
+            "tokens": self._tokens,
+            "layout": run.layout.words,
+            "train/loss": loss,
+            "train/grad_norm": float(result.grad_norm),
+            "train/lr": result.lr,
+            **experts,
+            **scaling,
+            "perf/step_s": step_s,
+            "perf/estimated_step_s": run.step_seconds,
+            "perf/tokens_per_s": run.batch.tokens_per_step / step_s,
+            "perf/mfu": model_flops_utilisation(self._parts, step_s),
+            "time/data_s": result.data_s,
+            "mem/peak_bytes": peak_memory(self._parts.mesh.device) - self._memory_before,
+            "mem/estimated_bytes": self._estimated_memory(),
+        }
+
+
+def model_flops_utilisation(parts: Parts, step_s: float) -> float | None:
+    """Share of the devices' peak that the model's own FLOPs take, or None where the peak is not known."""
+    run = parts.run
+    peak = run.cluster.device.peak_flops(run.precision.compute)
+    if peak is None or "device.peak_flops" in run.cluster.assumed:
+        return None
+    flops = ledger.train_flops(run.model, run.batch.tokens_per_step, run.batch.seq_len)
+    return flops / (step_s * peak * run.layout.world_size)
