@@ -18,11 +18,11 @@ from kumi.storage import checkpoint
 ARCHIVE = Path(__file__).parents[1] / "fixtures/mid_run/mid_run.tar.gz"
 
 
-def at_home(folder):
+def at_home(folder, run="run"):
     """Name `folder` as the place where the tokens of the run in it were prepared, so that they count as prepared."""
-    tokens = folder / "run/data/tokens/meta.json"
+    tokens = folder / run / "data/tokens/meta.json"
     meta = json.loads(tokens.read_text())
-    prepared = plan([Source("documents.jsonl")], load_tokenizer(folder / "run/data/tokenizer"), 0.1, False)
+    prepared = plan([Source("documents.jsonl")], load_tokenizer(folder / run / "data/tokenizer"), 0.1, False)
     tokens.write_text(json.dumps(meta | {"fingerprint": prepared.fingerprint}))
 
 

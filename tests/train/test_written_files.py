@@ -1,0 +1,91 @@
+"""Files that an earlier version wrote (tests/fixtures/written_files) are read as that version would read them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from tests.train.conftest import losses
+from tests.train.test_earlier_versions import at_home
+
+from kumi.cli import main
+from kumi.data import open_store
+from kumi.storage import checkpoint
+
+ARCHIVE = Path(__file__).parents[1] / "fixtures/written_files/written_files.tar.gz"
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "written_files"
+
+
+@pytest.fixture
+def files(unpacked, monkeypatch):
+    """The folder of the archive, as the working directory."""
+    monkeypatch.chdir(unpacked)
+    return unpacked
+
+
+def numbers(value):
+    """Return keys, numbers, truth values and layouts of plain data; sentences may be worded differently."""
+    if isinstance(value, dict):
+        return {key: item if key == "layout" else numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [numbers(item) for item in value]
+    return None if isinstance(value, str) else value
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_run_goes_on_with_the_losses_of_one_that_did_not_end(files, capsys):
+    at_home(files, "half")
+    expected = json.loads((files / "expected.json").read_text())["losses"]
+    command = ["train", "half.toml", "cluster.devices_per_node=1", "--allow-change", "train.steps"]
+    assert main(command) == 0
+    assert "resumed after step 4" in capsys.readouterr().out
+    assert losses(files / "half") == pytest.approx({int(step): loss for step, loss in expected.items()}, rel=1e-9)
+
+
+def test_the_stored_layout_is_the_run_s(files, capsys):
+    assert main(["describe", "run.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["tp"] == 2
+    saved = checkpoint.open(checkpoint.latest(files / "run/checkpoints"))
+    assert saved.meta["layout"] == json.loads((files / "run/plan.json").read_text())["layout"]
+
+
+def test_a_checkpoint_becomes_the_model_that_was_exported(files, tmp_path):
+    assert (
+        main(["convert", "run/checkpoints/step_000004", str(tmp_path / "hf"), "--to", "hf", "--dtype", "float32"]) == 0
+    )
+    expected = json.loads((files / "expected.json").read_text())["sha256"]
+    assert sha256(tmp_path / "hf/model.safetensors") == expected["run/hf/model.safetensors"]
+
+
+def test_adapters_are_merged_into_the_base_that_they_name(files, tmp_path):
+    assert main(["convert", "adapted/adapter", str(tmp_path / "merged"), "--to", "hf", "--base", "run/hf"]) == 0
+    assert main(["convert", "adapted/checkpoints/step_000004", str(tmp_path / "same"), "--to", "hf"]) == 0
+    assert sha256(tmp_path / "merged/model.safetensors") == sha256(tmp_path / "same/model.safetensors")
+
+
+def test_a_store_opens_and_has_the_documents_of_its_run(files):
+    prepared, own = open_store(files / "tokens/tokens"), open_store(files / "run/data/tokens")
+    assert prepared.train_tokens == own.train_tokens > 1000
+    assert prepared.documents == own.documents == 60
+    assert prepared.content == own.content
+
+
+def test_a_plan_is_found_again(files, capsys):
+    stored = json.loads((files / "plan.json").read_text())
+    assert main(["plan", "planned.toml", "--json"]) == 0
+    assert numbers(json.loads(capsys.readouterr().out)) == numbers(stored)
+    assert main(["plan", "plan.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == stored["best"]
