@@ -12,10 +12,10 @@ from planner_jobs import Case
 from planner_metrics import grouped, mean_abs_error, one_constant, signed_error, spearman, top1_regrets
 from planner_models import parameters
 
-from kumi.plan.estimate import estimate_many, memory_of
-from kumi.plan.layout_batch import columns
-from kumi.plan.memory.device_memory import as_read, usable
-from kumi.plan.time.step_time import step
+from kumi.plan.estimate import estimate_many, memory_by_rank
+from kumi.plan.layout_batch import batch_layouts
+from kumi.plan.memory.device_memory import memory_reading, usable_memory
+from kumi.plan.time.step_time import step_times
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
@@ -61,9 +61,9 @@ def planner(job: Job, layouts: Sequence[Layout]) -> tuple[Floats, Floats]:
             found = estimate_many(job, some)
             seconds[members], memory[members] = found.seconds, found.memory
             continue
-        x, ranks = columns(some), np.repeat(np.arange(some[0].pp)[:, None], len(some), axis=1)
-        seconds[members] = step(job, x, ranks, np.ones(ranks.shape), some[0].stage_layers).seconds
-        held = memory_of(job, x, ranks, some[0].stage_layers)
+        x, ranks = batch_layouts(some), np.repeat(np.arange(some[0].pp)[:, None], len(some), axis=1)
+        seconds[members] = step_times(job, x, ranks, np.ones(ranks.shape), some[0].stage_layers).seconds
+        held = memory_by_rank(job, x, ranks, some[0].stage_layers)
         memory[members] = np.sum(list(held.values()), axis=0).max(axis=0)
     return seconds, memory
 
@@ -170,7 +170,7 @@ def predicted_memory(scored: Scored) -> Floats:
     what runs that do not say are taken to mean."""
     stated = [case.run.reading in STATED for case in scored.cases]
     found = [
-        as_read(case.job, case.layout, case.run.reading) if known else size - case.job.cluster.device.reserved
+        memory_reading(case.job, case.layout, case.run.reading) if known else size - case.job.cluster.device.reserved
         for case, size, known in zip(scored.cases, scored.memory, stated)
     ]
     return np.array(found)
@@ -191,7 +191,7 @@ def memory_scores(scored: Scored) -> dict[str, float | int | None]:
 
 
 def fits(scored: Scored) -> NDArray[np.bool_]:
-    return np.array([size <= usable(c.job.cluster.device) for size, c in zip(scored.memory, scored.cases)], bool)
+    return np.array([size <= usable_memory(c.job.cluster.device) for size, c in zip(scored.memory, scored.cases)], bool)
 
 
 def known_to_fit(ran: Scored) -> Scored:

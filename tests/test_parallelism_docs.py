@@ -14,8 +14,8 @@ import torch
 from kumi.config.schema import LayoutSection
 from kumi.parallel.ring_attention import positions_of
 from kumi.plan.estimate import estimate
-from kumi.plan.layout_batch import columns
-from kumi.plan.memory.activations import ledger
+from kumi.plan.layout_batch import batch_layouts
+from kumi.plan.memory.activations import model_activations
 from kumi.plan.time.traffic import collectives
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
@@ -152,12 +152,12 @@ def test_messages_of_tensor_parallelism(figures, tp):
     for layout in (Layout(dp_shard=8 // tp, tp=tp, zero=1), Layout(cp=8 // tp, tp=tp, zero=1, microbatch=2)):
         tokens = layout.microbatch * job.batch.seq_len / layout.cp
         found = [one for one in collectives(job, layout) if one.axis == "tp"]
-        special = {one.what: one for one in found if one.what in ("log-probs", "gradients held alike")}
+        special = {one.what: one for one in found if one.what in ("log-probs", "gradients of replicated parameters")}
         assert {one.bytes for one in found if one.what not in special} == {W * tokens * job.model.hidden_size}
         (head,) = (one for one in found if one.what == "head" and one.when == "forward")
         assert listed(job, layout, "all_gather", "tp", what="log-probs") == 2 * tp * G * tokens * head.count
         norms = (2 * job.model.num_hidden_layers + 1) * job.model.hidden_size
-        copies = special["gradients held alike"]
+        copies = special["gradients of replicated parameters"]
         assert (copies.kind, copies.count, copies.bytes) == ("all_reduce", 1, G * norms * tp / 8)
 
 
@@ -172,7 +172,7 @@ def test_columns_rows_and_the_rest(figures):
 def test_sequence_parallelism_divides_all_activations(figures):
     job = figures.llama()
     on, off, alone = (
-        ledger(job, columns([layout])).layers[0].none[0]
+        model_activations(job, batch_layouts([layout])).layers[0].none[0]
         for layout in (Layout(tp=8), Layout(tp=8, sequence_parallel=False), Layout())
     )
     assert on == pytest.approx(alone / 8, rel=0.01)
@@ -276,7 +276,7 @@ def test_experts_are_cut_by_ep_and_expert_tp_and_divided_over_expert_dp(figures)
 
 def test_full_recomputation_keeps_the_input_of_a_layer(figures):
     job = figures.llama()
-    assert ledger(job, columns([Layout()])).layers[0].full[0] == W * job.model.hidden_size
+    assert model_activations(job, batch_layouts([Layout()])).layers[0].full[0] == W * job.model.hidden_size
 
 
 # Rules: what pages say is refused is refused, and what they say is enough is enough.

@@ -29,7 +29,7 @@ ALLOWED = {
         "training_loss",
         "output_dir",
     ],
-    "benchmarks/planner_scores.py calls it": ["as_read"],
+    "benchmarks/planner_scores.py calls it": ["memory_reading"],
     "tests/agreement/test_state_bytes.py compares it with memory as measured": ["accumulated"],
     "a parameter of a protocol, whose implementations use it": ["condition"],
 }

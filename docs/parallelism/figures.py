@@ -16,8 +16,8 @@ from pathlib import Path
 from kumi.config import job, load_plan
 from kumi.plan.estimate import estimate
 from kumi.plan.estimates import Collective, MemoryEstimate
-from kumi.plan.layout_batch import columns
-from kumi.plan.memory.activations import ledger
+from kumi.plan.layout_batch import batch_layouts
+from kumi.plan.memory.activations import model_activations
 from kumi.plan.pipeline.timeline import Timeline, simulate
 from kumi.plan.time.traffic import collectives
 from kumi.report.phrases import percent, rate, volume
@@ -232,9 +232,9 @@ def _experts() -> str:
 
 def _recompute() -> str:
     wanted, base = llama(), Layout(dp_shard=8, zero=3)
-    (layer,) = ledger(wanted, columns([base])).layers
-    sizes = {"none": (layer.none, 0 * layer.none), "selective": (layer.selective, layer.again_selective),
-             "full": (layer.full, layer.again_full)}  # fmt: skip
+    (layer,) = model_activations(wanted, batch_layouts([base])).layers
+    sizes = {"none": (layer.none, 0 * layer.none), "selective": (layer.selective, layer.recomputed_selective),
+             "full": (layer.full, layer.recomputed_full)}  # fmt: skip
     rows = []
     for word, (kept, again) in sizes.items():
         memory = estimate(wanted, replace(base, recompute=word)).memory[0]
@@ -258,7 +258,7 @@ def _tiles() -> str:
     wanted, rows = llama(), []
     for count in (1, 4, 16):
         layout = Layout(dp_shard=8, zero=3, tiles=count)
-        (layer,), memory = ledger(wanted, columns([layout])).layers, estimate(wanted, layout).memory[0]
+        (layer,), memory = model_activations(wanted, batch_layouts([layout])).layers, estimate(wanted, layout).memory[0]
         rows.append((f"`tiles = {count}`", f"{layer.none[0]:,.0f}", format_bytes(memory.gathered),
                      format_bytes(memory.total)))  # fmt: skip
     return _table(("key", "bytes kept a token and layer", "gathered", "memory of a rank"), rows)

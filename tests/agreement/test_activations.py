@@ -6,8 +6,8 @@ import torch
 from held import held
 from kumi.parallel import build, build_mesh
 from kumi.parallel.mesh import Place
-from kumi.plan.layout_batch import columns
-from kumi.plan.memory.activations import ledger
+from kumi.plan.layout_batch import batch_layouts
+from kumi.plan.memory.activations import model_activations
 from kumi.plan.memory.device_memory import rank_memory
 from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
@@ -34,7 +34,7 @@ def held_after_forward(layout, kind):
 
 def said_kept(recompute, kind, count, tiles=1):
     """Bytes a token that the planner's ledger says the model keeps when `count` layers recompute."""
-    kept = ledger(job_of(MODEL, kind=kind), columns([Layout(tiles=tiles)]))
+    kept = model_activations(job_of(MODEL, kind=kind), batch_layouts([Layout(tiles=tiles)]))
     again, plain = getattr(kept.layers[0], recompute)[0], kept.layers[0].none[0]
     return float(count * again + (LAYERS - count) * plain + kept.embedding[0] + kept.head[0])
 

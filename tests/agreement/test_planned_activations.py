@@ -1,4 +1,4 @@
-"""What layers that are only planned for keep for the backward, against plain PyTorch with the ledger's parameters."""
+"""Saved activations of layers that kumi plans but does not train, against plain PyTorch modules."""
 
 from math import prod
 
@@ -25,7 +25,7 @@ LAYERS = {
 
 
 class Layer:
-    """One layer on a batch (B, S, D), its modules found by the names of the ledger's parameters."""
+    """One layer on a batch (B, S, D), with weights named as the ledger's parameters."""
 
     def __init__(self, spec):
         self.spec, self.layer, self.prefix = spec, spec.layers[0], "model.layers.0."
@@ -57,7 +57,7 @@ class Layer:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def grouped(self, x):
-        q, k, v = (self.linear(x, f"self_attn.{one}_proj").view(ROWS, LENGTH, HEADS, -1) for one in "qkv")
+        q, k, v = (self.linear(x, f"self_attn.{letter}_proj").view(ROWS, LENGTH, HEADS, -1) for letter in "qkv")
         return self.linear(self.attend(q, k, v), "self_attn.o_proj")
 
     def attend(self, q, k, v):
@@ -74,17 +74,17 @@ class Layer:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_a_layer_keeps(name):
+def test_saved_activations_match_the_ledger(name):
     spec = ModelSpec("tiny", 97, HIDDEN, (LAYERS[name],), 1e-5, LENGTH, norm="layernorm")
     layer = Layer(spec)
     excluded = {tensor.untyped_storage().data_ptr() for tensor in layer.weights.values()}
-    kept = {}
+    storages = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        # Norms have a copy of their weight: vectors without a row for every token are parameters.
+        # Norms save a copy of their weight: tensors without a row for every token are parameters.
         if storage.data_ptr() not in excluded and tensor.numel() >= TOKENS:
-            kept[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -92,5 +92,5 @@ def test_what_a_layer_keeps(name):
     sizes = {"compute": 4, "float32": 4, "int64": 8}
     saved = [act for op in ledger.layer_ops(spec, 0) for act in op.saved]
     listed = sum(prod(dim.size for dim in act.dims) * sizes[act.dtype] for act in saved) * TOKENS
-    assert listed * 0.999 <= sum(kept.values()) <= listed * 1.001
+    assert listed * 0.999 <= sum(storages.values()) <= listed * 1.001
     out.sum().backward()

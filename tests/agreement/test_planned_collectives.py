@@ -1,4 +1,4 @@
-"""The messages that the planner lists for a step are those that the trainer sends: kinds, groups, counts and bytes."""
+"""The planner lists the messages that the trainer sends in a step: kinds, groups, counts and bytes."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ MICROBATCHES = (1, 3)
 
 
 def _sent(layout, family, kind):
-    """What this rank takes part in during a step of each number of `MICROBATCHES`."""
+    """Return the messages of this rank in a step, for each number of `MICROBATCHES`."""
     mesh = mesh_of(layout)
-    model, found = build(SPECS[family], mesh, PRECISIONS[kind], weights=0), []
+    model, steps = build(SPECS[family], mesh, PRECISIONS[kind], weights=0), []
     for _ in range(2 if layout.zero == 0 else 0):
-        # DistributedDataParallel tells its ranks once, in the second step, in which order gradients come.
+        # DistributedDataParallel broadcasts the order of gradients once, in the second step.
         forward_backward(model, mesh, 0, 1)
     for microbatches in MICROBATCHES:
         with Sent() as watch:
             forward_backward(model, mesh, 0, microbatches)
             clip_gradients(model, 1.0, mesh)
-        # The sum of the loss over all ranks, in float64, is the caller's message and no part of the step.
+        # The caller sums the loss over all ranks, in float64; this message is not part of the step.
         watch.seen["all_reduce", layout.world_size, 8] -= 1
-        found.append(+watch.seen)
-    return found
+        steps.append(+watch.seen)
+    return steps
 
 
 def _planned(layout, family, kind, microbatches, pp_rank=0):
-    """What the planner lists, counted in the same way."""
+    """Return the messages that the planner lists, counted as in `_sent`."""
     job = job_of(SPECS[family], seq_len=LENGTH, sequences=SEQUENCES, kind=kind)
     layout = replace(layout, microbatch=SEQUENCES // (layout.dp * microbatches))
     assert job.batch.microbatches(layout) == microbatches
-    found = Counter()
-    for one in collectives(job, layout, pp_rank):
-        found[one.kind, one.degree, one.bytes] += one.count
-    return found
+    messages = Counter()
+    for entry in collectives(job, layout, pp_rank):
+        messages[entry.kind, entry.degree, entry.bytes] += entry.count
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def _planned(layout, family, kind, microbatches, pp_rank=0):
     ],
 )
 def test_divided_states(ranks, family, layout, kind):
-    said = [_planned(layout, family, kind, microbatches) for microbatches in MICROBATCHES]
-    assert {kind for kind, _, _ in said[0]} >= {"all_gather", "reduce_scatter", "all_reduce"}
+    planned = [_planned(layout, family, kind, microbatches) for microbatches in MICROBATCHES]
+    assert {kind for kind, _, _ in planned[0]} >= {"all_gather", "reduce_scatter", "all_reduce"}
     for sent in ranks(4, _sent, layout, family, kind):
-        assert sent == said
+        assert sent == planned
 
 
 CUT = [
@@ -102,17 +102,17 @@ def _named(case):
 
 @pytest.mark.parametrize(("family", "layout"), CUT, ids=_named)
 def test_layouts_that_cut_the_model(ranks, family, layout):
-    """Rows that go to experts differ from rank to rank; of all ranks together there are as many as the planner says."""
-    found, said = (Counter(dict.fromkeys(("count", "bytes"), 0)) for _ in range(2))
+    """The tokens sent to experts differ between ranks; their sum over all ranks is the planner's."""
+    sent_sums, planned_sums = (Counter(dict.fromkeys(("count", "bytes"), 0)) for _ in range(2))
     for rank, sent in enumerate(ranks(layout.world_size, _sent, layout, family, "bf16")):
         for seen, microbatches in zip(sent, MICROBATCHES, strict=True):
             listed = _planned(layout, family, "bf16", microbatches, layout.coords(rank)["pp"])
-            for messages, sums in ((seen, found), (listed, said)):
+            for messages, sums in ((seen, sent_sums), (listed, planned_sums)):
                 for key in [key for key in messages if key[0] == "all_to_all"]:
                     count = messages.pop(key)
                     sums.update(count=count, bytes=count * key[2])
             assert seen == listed
-    assert found == said
+    assert sent_sums == planned_sums
 
 
 @pytest.mark.parametrize("family", SPECS)
@@ -123,6 +123,6 @@ def test_copies_send_as_many_bytes_in_buckets_of_their_own(ranks, family):
             planned = _planned(layout, family, "bf16", microbatches)
             assert {key[:2] for key in (*planned, *seen)} == {("all_reduce", 4)}
             sent_bytes, planned_bytes = (
-                sum(size * count for (_, _, size), count in one.items()) for one in (seen, planned)
+                sum(size * count for (_, _, size), count in entry.items()) for entry in (seen, planned)
             )
             assert sent_bytes == planned_bytes

@@ -1,4 +1,4 @@
-"""What attention sends to the other ranks of its sequences is what the planner lists: kinds, counts and bytes."""
+"""The messages of context-parallel attention match the planner's list: kinds, counts and bytes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ MICROBATCHES = 3
 
 
 def _sent(layout, family, kind):
-    """The messages between context-parallel ranks in a step, by (kind, ranks of the group, bytes)."""
-    mesh, found = mesh_of(layout), Counter()
+    """Return the messages between context-parallel ranks in a step, by (kind, ranks of the group, bytes)."""
+    mesh, sent_messages = mesh_of(layout), Counter()
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=0)
     exchange, deal = dist.batch_isend_irecv, dist.all_to_all_single
 
     def passed(ends):
-        assert [one.op for one in ends] == [dist.isend, dist.irecv]
-        found.update(("send", one.group.size(), one.tensor.nbytes) for one in ends if one.op is dist.isend)
+        assert [entry.op for entry in ends] == [dist.isend, dist.irecv]
+        sent_messages.update(
+            ("send", entry.group.size(), entry.tensor.nbytes) for entry in ends if entry.op is dist.isend
+        )
         return exchange(ends)
 
     def dealt(out, given, group):
-        found["all_to_all", group.size(), given.nbytes] += 1
+        sent_messages["all_to_all", group.size(), given.nbytes] += 1
         return deal(out, given, group=group)
 
     with patch.object(dist, "batch_isend_irecv", passed), patch.object(dist, "all_to_all_single", dealt):
         forward_backward(model, mesh, 0, MICROBATCHES)
-    return found
+    return sent_messages
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -52,10 +54,10 @@ def _sent(layout, family, kind):
 )
 def test_messages_are_those_of_the_planner(ranks, layout, kind, recompute):
     layout = replace(layout, recompute=recompute, microbatch=SEQUENCES // (layout.dp * MICROBATCHES))
-    said = Counter()
-    for one in collectives(job_of(SPECS["llama"], seq_len=LENGTH, sequences=SEQUENCES, kind=kind), layout):
-        if one.axis == "cp":
-            said[one.kind, one.degree, one.bytes] += one.count
-    assert said
+    planned = Counter()
+    for entry in collectives(job_of(SPECS["llama"], seq_len=LENGTH, sequences=SEQUENCES, kind=kind), layout):
+        if entry.axis == "cp":
+            planned[entry.kind, entry.degree, entry.bytes] += entry.count
+    assert planned
     for sent in ranks(4, _sent, layout, "llama", kind):
-        assert sent == said
+        assert sent == planned

@@ -1,4 +1,4 @@
-"""The planner's clock counts the ledger's matrix products, which are those that PyTorch counts."""
+"""The planner times the ledger's FLOPs, and the ledger's FLOPs are PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kumi.nn import Decoder
 from kumi.plan.estimate import estimate
-from kumi.plan.layout_batch import columns
-from kumi.plan.time.layer_costs import table
+from kumi.plan.layout_batch import batch_layouts
+from kumi.plan.time.layer_costs import cost_table
 from kumi.spec import ledger
 from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from planned import job_of
 
-# One operation a second, no launches, and memory that takes no time: seconds are floating-point operations.
+# One FLOP per second, no launch time and instant memory: seconds are FLOPs.
 CLOCK = Device("clock", "cpu", 1 << 40, peak=(("float32", 1.0),), matmul=(("", 1.0),), attention=(1.0, 1.0), launch=0.0)
 LENGTH = 48
 ROPE = Rope(10000.0)
@@ -32,7 +32,7 @@ MODELS = {
     "window": (LayerSpec(WINDOW, DENSE), LayerSpec(GROUPED, DENSE)) * 2,
     "experts": (LayerSpec(GROUPED, DENSE), *(LayerSpec(GROUPED, EXPERTS),) * 3),
     "latent": (LayerSpec(LATENT, EXPERTS),) * 4,
-    # Rows are not whole chunks.
+    # The sequence length is not a multiple of the chunk.
     "hybrid": (
         LayerSpec(Mamba(8, 12, 10, 4, 4, 20), None),
         LayerSpec(None, EXPERTS),
@@ -51,8 +51,8 @@ def job_on_clock(model, sequences=8):
 
 
 def forward_seconds(job, layout):
-    """Seconds that a rank spends going forward on a microbatch of the whole model, and those of attention."""
-    costs, index = table(job, columns([layout]))
+    """Return a rank's forward seconds for a microbatch of the full model, and the seconds in attention."""
+    costs, index = cost_table(job, batch_layouts([layout]))
     _, of_layer = job.model.layer_kinds()
     parts = [costs.embedding, costs.head, *(costs.layers[kind] for kind in of_layer)]
     row = int(np.asarray(index)[0])
@@ -60,8 +60,7 @@ def forward_seconds(job, layout):
 
 
 def counted(model, tokens):
-    """The ledger's operations of the forward pass, as it counts attention and as a kernel does that skips what is
-    masked."""
+    """Return the ledger's FLOPs of the forward pass: with full attention, and without the masked part."""
     full = causal = 0.0
     for op in ledger.ops(model):
         flops = op.forward_flops(tokens, LENGTH)
@@ -95,11 +94,11 @@ def test_one_rank_computes_what_the_ledger_says(name, microbatch):
 )
 @pytest.mark.parametrize("name", ["dense", "experts", "hybrid"])
 def test_ranks_that_share_a_microbatch_compute_it_once_together(name, layout):
-    """All but routers, which every tensor-parallel rank computes."""
+    """Routers are the exception: every tensor-parallel rank computes them."""
     if name == "dense" and layout.ep > 1:
         layout = replace(layout, ep=1, expert_tp=1)
     if name == "hybrid":
-        layout = replace(layout, cp=1)  # states go along whole rows
+        layout = replace(layout, cp=1)  # Mamba states need full sequences
     model = model_of(name)
     _, causal = counted(model, LENGTH)
     forward, _ = forward_seconds(job_on_clock(model), layout)
@@ -117,6 +116,6 @@ def test_the_ledger_s_operations_are_those_that_run(name):
 
 def test_a_step_s_model_operations_are_the_ledger_s():
     job = job_on_clock(model_of("dense"))
-    found = estimate(job, Layout(dp_replicate=8))
-    assert found.model_flops == ledger.train_flops(job.model, job.batch.tokens_per_step, LENGTH)
-    assert found.model_flops == 3 * counted(job.model, 8 * LENGTH)[0]
+    result = estimate(job, Layout(dp_replicate=8))
+    assert result.model_flops == ledger.train_flops(job.model, job.batch.tokens_per_step, LENGTH)
+    assert result.model_flops == 3 * counted(job.model, 8 * LENGTH)[0]

@@ -21,9 +21,9 @@ def test_messages(schedule, pp):
     layout, microbatches = Layout(pp=pp, schedule=schedule, stages=STAGES[schedule]), 8
     job = replace(job_of(SPECS["deep"]), batch=BatchSpec(8, 8 * microbatches))
     for rank, steps in enumerate(work(schedule, pp, layout.stages, microbatches)):
-        sent = Counter(one.message.kind == ACTIVATION for one in steps if isinstance(one, Send))
+        sent = Counter(entry.message.kind == ACTIVATION for entry in steps if isinstance(entry, Send))
         planned = Counter()
-        for one in collectives(job, layout, rank):
-            if one.kind == "send" and one.axis == "pp":
-                planned[one.what == "activations"] += one.count
+        for entry in collectives(job, layout, rank):
+            if entry.kind == "send" and entry.axis == "pp":
+                planned[entry.what == "activations"] += entry.count
         assert planned == sent

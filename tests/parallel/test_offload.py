@@ -17,8 +17,8 @@ from kumi.parallel.grad_norm import local
 from kumi.parallel.mesh import Place
 from kumi.parallel.optim.host_adamw import ALIGNED, init_placed_adamw
 from kumi.parallel.optim.nvme_store import open_drives
-from kumi.plan.layout_batch import columns
-from kumi.plan.memory.activations import ledger
+from kumi.plan.layout_batch import batch_layouts
+from kumi.plan.memory.activations import model_activations
 from kumi.plan.memory.device_memory import host_memory
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed, params
@@ -163,7 +163,7 @@ def test_what_layers_keep_leaves_once_and_comes_back(recompute, kind):
     moved, tokens, (stayed, came) = _kept(recompute, kind)
     assert all(torch.equal(one, other) for one, other in zip(stayed, came))
     spec = SPECS["llama"]
-    kept = ledger(job_of(spec, kind=kind), columns([Layout()])).layers[0]
+    kept = model_activations(job_of(spec, kind=kind), batch_layouts([Layout()])).layers[0]
     said = len(spec.layers) * getattr(kept, recompute)[0] * tokens
     # Small tensors stay: what attention says of its sums, and where its documents begin.
     assert 0.9 * said <= moved <= said

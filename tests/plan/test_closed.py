@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kumi.plan.layout_batch import WORDS
+from kumi.plan.layout_batch import CHOICES
 from kumi.plan.pipeline.closed_forms import closed_form
 from kumi.plan.pipeline.timeline import makespan
 from kumi.spec.schedule import placement
@@ -13,7 +13,7 @@ from kumi.spec.schedules import SCHEDULES
 
 SECONDS = some.floats(0.5, 3.0)
 RATIO = some.floats(0.6, 1.6)
-NUMBER = WORDS["schedule"].index
+NUMBER = CHOICES["schedule"].index
 
 
 @some.composite

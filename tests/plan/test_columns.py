@@ -3,7 +3,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from kumi.plan.layout_batch import NAMES, columns
+from kumi.plan.layout_batch import COLUMN_NAMES, batch_layouts
 from kumi.spec.layout import Layout
 
 LAYOUTS = [
@@ -14,18 +14,22 @@ LAYOUTS = [
 
 
 def test_columns_are_the_fields_of_a_layout_and_rows_give_layouts_back():
-    x = columns(LAYOUTS)
-    assert {*NAMES, "stage_layers"} == {field.name for field in fields(Layout)}
-    assert [x.row(index) for index in range(len(x))] == LAYOUTS
+    batch = batch_layouts(LAYOUTS)
+    assert {*COLUMN_NAMES, "stage_layers"} == {field.name for field in fields(Layout)}
+    assert [batch.row(index) for index in range(len(batch))] == LAYOUTS
 
 
 def test_a_replaced_column_changes_that_field_only():
-    x = columns(LAYOUTS).replaced(ep=np.array([1, 2, 4]))
-    assert [x.row(index) for index in range(3)] == [replace(one, ep=ep) for one, ep in zip(LAYOUTS, (1, 2, 4))]
+    batch = batch_layouts(LAYOUTS).replaced(ep=np.array([1, 2, 4]))
+    assert [batch.row(index) for index in range(3)] == [
+        replace(layout, ep=ep) for layout, ep in zip(LAYOUTS, (1, 2, 4))
+    ]
     with pytest.raises(TypeError, match="epp"):
-        x.replaced(epp=x.ep)
+        batch.replaced(epp=batch.ep)
 
 
 @pytest.mark.parametrize("words", [("zb-v",), ("1f1b", "zb-v"), ()])
 def test_one_of_says_of_each_row_what_it_says_of_its_layout(words):
-    assert columns(LAYOUTS).one_of("schedule", words).tolist() == [one.one_of("schedule", words) for one in LAYOUTS]
+    assert batch_layouts(LAYOUTS).one_of("schedule", words).tolist() == [
+        layout.one_of("schedule", words) for layout in LAYOUTS
+    ]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kumi.plan.time.collective_times import collective_seconds, link_name, members
+from kumi.plan.time.collective_times import collective_seconds, link_name, ranks_in_block
 from kumi.spec.cluster import ClusterSpec, Device, Link
 
 DEVICE = Device("test", "cuda", 80 * 2**30)
@@ -21,7 +21,7 @@ def seconds(kind, size, degree, stride, cluster=CLUSTER):
     [(1, 8, 8, 8), (1, 64, 8, 8), (2, 8, 8, 4), (8, 8, 8, 1), (16, 2, 8, 1), (1, 4, 8, 4)],
 )
 def test_members(stride, degree, span, inside):
-    assert members(np.array(float(stride)), np.array(float(degree)), span) == inside
+    assert ranks_in_block(np.array(float(stride)), np.array(float(degree)), span) == inside
 
 
 def test_large_collectives_are_bound_by_the_slowest_link_and_all_its_cards():
@@ -62,9 +62,9 @@ def test_nothing_to_do_takes_no_time(kind):
 def test_more_bytes_more_ranks_and_slower_links_never_take_less():
     sizes, degrees = np.meshgrid(np.logspace(3, 10, 15), 2.0 ** np.arange(1, 7))
     for kind in ("all_gather", "all_reduce", "all_to_all"):
-        found = collective_seconds(CLUSTER, kind, sizes, degrees, np.ones_like(sizes))
-        assert (np.diff(found, axis=1) >= 0).all()
-        assert (np.diff(found[:, -1]) >= 0).all()
+        times = collective_seconds(CLUSTER, kind, sizes, degrees, np.ones_like(sizes))
+        assert (np.diff(times, axis=1) >= 0).all()
+        assert (np.diff(times[:, -1]) >= 0).all()
 
 
 def test_link_names():

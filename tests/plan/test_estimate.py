@@ -1,4 +1,4 @@
-"""One layout's estimate: its parts add up, it is finite whatever the machines, and many at once get the same."""
+"""The estimate of a layout: kinds add up, figures are finite on all clusters, and batches agree with single layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kumi.config.cluster_source import cluster_spec
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 from kumi.plan.engines import ENGINES
-from kumi.plan.estimate import estimate, estimate_many, timeline_of
+from kumi.plan.estimate import estimate, estimate_many, estimated_timeline
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.engine import KUMI
 from kumi.spec.layout import OFFLOAD, Layout
@@ -42,16 +42,16 @@ SHAPES = {
 @pytest.mark.parametrize("engine", ["kumi", "megatron-lm", "megatron-deepspeed", "torchtitan"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_seconds_by_kind_add_up(name, engine):
-    found = estimate(job(of=DENSE, engine=ENGINES[engine]), SHAPES[name])
-    assert sum(seconds for _, seconds in found.time) == pytest.approx(found.step_seconds, rel=1e-12)
-    assert all(seconds >= 0 for _, seconds in found.time)
-    assert len({kind for kind, _ in found.time}) == len(found.time)
-    assert found.tokens_per_second * found.step_seconds == pytest.approx(found.tokens_per_step)
-    assert 0 < found.mfu < 1
+    result = estimate(job(of=DENSE, engine=ENGINES[engine]), SHAPES[name])
+    assert sum(seconds for _, seconds in result.time) == pytest.approx(result.step_seconds, rel=1e-12)
+    assert all(seconds >= 0 for _, seconds in result.time)
+    assert len({kind for kind, _ in result.time}) == len(result.time)
+    assert result.tokens_per_second * result.step_seconds == pytest.approx(result.tokens_per_step)
+    assert 0 < result.mfu < 1
 
 
 def machines():
-    """Clusters that lack something, by what they are."""
+    """Return jobs on clusters that lack some figure, by name."""
     plain = job(of=DENSE)
     bare = replace(GPU, processors=0, memory_bandwidth=0.0)
     return {
@@ -69,16 +69,16 @@ def machines():
 
 @pytest.mark.parametrize("name", machines())
 def test_no_figure_is_infinite_or_missing(name):
-    wanted = machines()[name]
-    layouts = [one for one in SHAPES.values() if one.world_size == wanted.cluster.devices]
-    if wanted.cluster.devices == 4:
+    planned_job = machines()[name]
+    layouts = [layout for layout in SHAPES.values() if layout.world_size == planned_job.cluster.devices]
+    if planned_job.cluster.devices == 4:
         layouts = [Layout(dp_shard=4, zero=3), Layout(pp=2, tp=2), Layout(cp=4, zero=1)]
     if name == "a host":
         layouts += [Layout(dp_shard=8, zero=3, offload=offload) for offload in OFFLOAD]
     for layout in layouts or [Layout(), Layout(recompute="full", microbatch=4)]:
-        found = estimate(wanted, layout).as_dict()
-        assert json.loads(json.dumps(found, allow_nan=False))["step_seconds"] > 0
-        assert found["peak_memory"] > 0
+        result = estimate(planned_job, layout).as_dict()
+        assert json.loads(json.dumps(result, allow_nan=False))["step_seconds"] > 0
+        assert result["peak_memory"] > 0
 
 
 @pytest.mark.parametrize("drives", [2e9, 50e9])
@@ -86,19 +86,21 @@ def test_states_on_drives_are_read_at_the_pace_of_the_slower_of_drives_and_link(
     host = replace(HOST, nvme_bandwidth=drives)
 
     def each(offload):
-        """Seconds that another microbatch offloads in, with nothing to hide them behind."""
+        """Return the offload seconds of one more microbatch, with no compute to overlap with."""
         layout = Layout(dp_replicate=8, offload=offload)
         jobs = (job(of=DENSE, sequences=sequences, device=INSTANT, host=host) for sequences in (8, 16))
-        few, many = (dict(estimate(replace(one, engine=replace(KUMI, nvme_params=True)), layout).time) for one in jobs)
+        few, many = (
+            dict(estimate(replace(each_job, engine=replace(KUMI, nvme_params=True)), layout).time) for each_job in jobs
+        )
         return many["offload"] - few["offload"]
 
     assert each("states-nvme") == pytest.approx(each("states") * max(1, host.device_bandwidth / drives))
 
 
 def test_a_device_of_unknown_speed_is_refused():
-    wanted = job(of=DENSE, device=Device("some GPU", "cuda", 1 << 34))
+    planned_job = job(of=DENSE, device=Device("some GPU", "cuda", 1 << 34))
     with pytest.raises(ConfigError, match="peak FLOP/s of some GPU in bfloat16 is not known"):
-        estimate(wanted, Layout(dp_replicate=8))
+        estimate(planned_job, Layout(dp_replicate=8))
 
 
 def test_the_same_question_has_the_same_answer():
@@ -108,19 +110,19 @@ def test_the_same_question_has_the_same_answer():
 
 @pytest.mark.parametrize("of", [DENSE, EXPERTS, MIXED], ids=["dense", "experts", "mixed"])
 def test_many_at_once_get_what_each_gets_alone(of):
-    """Memory and steps without pipelines exactly; pipelines by closed form, exact for equal stages and enough
-    microbatches (tests/plan/test_closed.py), near otherwise."""
-    wanted = job(of=of, sequences=64)
-    layouts = [one for one in SHAPES.values() if not one.stage_layers]
+    """Memory, and step time without a pipeline, agree exactly. Pipelines use the closed form, which is exact for equal
+    stages and enough microbatches, and close otherwise (tests/plan/test_closed.py)."""
+    planned_job = job(of=of, sequences=64)
+    layouts = [layout for layout in SHAPES.values() if not layout.stage_layers]
     layouts += [
-        replace(one, tp=1, dp_shard=4, dp_replicate=1, zero=1, pp=2, stages=1, schedule="gpipe")
-        for one in layouts
-        if one.cp == 1
+        replace(layout, tp=1, dp_shard=4, dp_replicate=1, zero=1, pp=2, stages=1, schedule="gpipe")
+        for layout in layouts
+        if layout.cp == 1
     ]
-    layouts = [one for one in layouts if one.world_size == 8]
-    many = estimate_many(wanted, layouts)
+    layouts = [layout for layout in layouts if layout.world_size == 8]
+    many = estimate_many(planned_job, layouts)
     for row, layout in enumerate(layouts):
-        alone = estimate(wanted, layout)
+        alone = estimate(planned_job, layout)
         assert many.memory[row] == pytest.approx(alone.peak_memory, rel=1e-6)
         assert many.host_memory[row] == pytest.approx(alone.host_memory, rel=1e-6)
         near = 1e-9 if layout.pp == 1 else 0.03
@@ -131,10 +133,10 @@ def test_many_at_once_get_what_each_gets_alone(of):
 
 
 def test_many_at_once_are_not_far_off_where_stages_are_unequal():
-    wanted = job(of=model(4))
-    layouts = [one for one in every_layout(wanted, cp=1, tp=1, recompute="full") if one.pp > 1]
-    seconds = np.array([estimate(wanted, one).step_seconds for one in layouts[::7]])
-    ratio = estimate_many(wanted, layouts[::7]).seconds / seconds
+    planned_job = job(of=model(4))
+    layouts = [layout for layout in every_layout(planned_job, cp=1, tp=1, recompute="full") if layout.pp > 1]
+    seconds = np.array([estimate(planned_job, layout).step_seconds for layout in layouts[::7]])
+    ratio = estimate_many(planned_job, layouts[::7]).seconds / seconds
     assert len(ratio) > 20
     assert ratio.min() > 0.9
     assert ratio.max() < 1.12
@@ -144,25 +146,25 @@ def test_many_at_once_are_not_far_off_where_stages_are_unequal():
 @pytest.mark.parametrize("name", [name for name, layout in SHAPES.items() if layout.pp > 1])
 def test_stages_hold_the_model_once(name):
     layout = SHAPES[name]
-    found = estimate(job(of=DENSE), layout)
-    assert tuple((one.first, one.last) for one in found.stages) == stage_bounds(layout, 8)
-    assert len(found.memory) == layout.pp
-    assert {one.rank for one in found.stages} == set(range(layout.pp))
-    assert all(one.forward > 0 and one.backward_input > 0 and one.backward_weight > 0 for one in found.stages)
+    result = estimate(job(of=DENSE), layout)
+    assert tuple((stage.first, stage.last) for stage in result.stages) == stage_bounds(layout, 8)
+    assert len(result.memory) == layout.pp
+    assert {stage.rank for stage in result.stages} == set(range(layout.pp))
+    assert all(stage.forward > 0 and stage.backward_input > 0 and stage.backward_weight > 0 for stage in result.stages)
 
 
 @pytest.mark.parametrize("name", [name for name, layout in SHAPES.items() if layout.pp > 1])
 def test_the_timeline_lasts_as_long_as_the_microbatches(name):
-    wanted, layout = job(of=DENSE), SHAPES[name]
-    found = estimate(wanted, layout)
-    around = dict(estimate(wanted, replace(layout, recompute="none", recompute_layers=None)).time)["optimizer"]
-    around += sum(one.seconds for one in found.collectives if one.when == "update")
-    timeline = timeline_of(wanted, found)
+    planned_job, layout = job(of=DENSE), SHAPES[name]
+    result = estimate(planned_job, layout)
+    around = dict(estimate(planned_job, replace(layout, recompute="none", recompute_layers=None)).time)["optimizer"]
+    around += sum(entry.seconds for entry in result.collectives if entry.when == "update")
+    timeline = estimated_timeline(planned_job, result)
     assert timeline is not None
-    assert timeline.seconds <= found.step_seconds - around + 1e-12
+    assert timeline.seconds <= result.step_seconds - around + 1e-12
     if layout.dp == 1:
-        assert timeline.seconds == pytest.approx(found.step_seconds - around, rel=1e-9)
-    assert timeline_of(wanted, estimate(wanted, SHAPES["fsdp"])) is None
+        assert timeline.seconds == pytest.approx(result.step_seconds - around, rel=1e-9)
+    assert estimated_timeline(planned_job, estimate(planned_job, SHAPES["fsdp"])) is None
 
 
 def test_even_stages_written_out_change_nothing():
@@ -183,17 +185,19 @@ def test_even_stages_written_out_change_nothing():
     ],
 )
 def test_every_further_layer_that_recomputes_costs_time_and_saves_memory(of, layout):
-    wanted = job(of=of, seq_len=8192)
+    planned_job = job(of=of, seq_len=8192)
     most = of.num_hidden_layers // layout.pp
-    steps = [estimate(wanted, replace(layout, recompute="full", recompute_layers=count)) for count in range(most + 1)]
-    again = [dict(one.time)["recompute"] for one in steps]
+    steps = [
+        estimate(planned_job, replace(layout, recompute="full", recompute_layers=count)) for count in range(most + 1)
+    ]
+    again = [dict(result.time)["recompute"] for result in steps]
     assert again[0] == 0
-    # Every layer counts as an equal part of the rank's, so that the costs are equal steps.
+    # Each layer is an equal share of the rank's layers, so that the costs rise in equal steps.
     assert np.diff(again) == pytest.approx([again[-1] / most] * most, rel=1e-9)
-    assert all(one.step_seconds < other.step_seconds for one, other in itertools.pairwise(steps))
-    # The first one adds what a layer makes again in its backward pass.
-    assert all(one.peak_memory > other.peak_memory for one, other in itertools.pairwise(steps))
-    whole = estimate(wanted, replace(layout, recompute="full"))
+    assert all(result.step_seconds < other.step_seconds for result, other in itertools.pairwise(steps))
+    # The first recomputed layer adds the transient memory of recomputation.
+    assert all(result.peak_memory > other.peak_memory for result, other in itertools.pairwise(steps))
+    whole = estimate(planned_job, replace(layout, recompute="full"))
     assert whole.time == steps[-1].time
 
 
@@ -203,7 +207,7 @@ FASTER = {"bandwidth": 1.5, "latency": 0.5}
 @settings(max_examples=25)
 @given(name=st.sampled_from(sorted(SHAPES)), part=st.sampled_from(["peak", "memory_bandwidth", "launch", *FASTER]))
 def test_better_machines_are_never_slower(name, part):
-    wanted, cluster = job(of=DENSE), job(of=DENSE).cluster
+    planned_job, cluster = job(of=DENSE), job(of=DENSE).cluster
     device = cluster.device
     if part in FASTER:
         links = tuple(replace(link, **{part: FASTER[part] * getattr(link, part)}) for link in LINKS)
@@ -215,8 +219,8 @@ def test_better_machines_are_never_slower(name, part):
             "launch": device.launch / 2,
         }[part]
         better = replace(cluster, device=replace(device, **{part: value}))
-    before, after = (estimate(replace(wanted, cluster=one), SHAPES[name]) for one in (cluster, better))
-    # Where the host is what is slow, its time counts as that of input gradients, which the next rank waits for.
+    before, after = (estimate(replace(planned_job, cluster=machine), SHAPES[name]) for machine in (cluster, better))
+    # The time of a slow host counts as input gradients, which the next rank waits for.
     assert after.step_seconds <= before.step_seconds * (1.005 if name == "zero-bubble" else 1 + 1e-9)
     assert after.peak_memory == before.peak_memory
 
@@ -227,8 +231,8 @@ def test_more_tokens_take_longer_but_less_time_each():
 
 
 def test_a_cluster_of_one_device():
-    wanted = job(1, of=DENSE)
-    alone = replace(wanted, cluster=ClusterSpec("test", GPU, 1))
-    found = estimate(alone, Layout(microbatch=4))
-    assert found.collectives == ()
-    assert all(dict(found.time)[kind] == 0 for kind in ("tp", "cp", "ep", "pp", "dp", "bubble"))
+    planned_job = job(1, of=DENSE)
+    alone = replace(planned_job, cluster=ClusterSpec("test", GPU, 1))
+    result = estimate(alone, Layout(microbatch=4))
+    assert result.collectives == ()
+    assert all(dict(result.time)[kind] == 0 for kind in ("tp", "cp", "ep", "pp", "dp", "bubble"))

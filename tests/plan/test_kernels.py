@@ -1,4 +1,4 @@
-"""Seconds of single operations: what a data sheet and a measurement allow, and no less than the bytes take."""
+"""Seconds of single operations: bounded by the data sheet, measured efficiency and memory bandwidth."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kumi.errors import ConfigError
-from kumi.plan.time.kernel_times import alignment, matmul_seconds, peak_flops, stream_seconds
+from kumi.plan.time.kernel_times import alignment_efficiency, matmul_seconds, peak_flops, stream_seconds
 from kumi.spec.cluster import Device
 
 DEVICE = Device(
@@ -32,16 +32,16 @@ def test_a_large_product_reaches_the_ceiling_and_never_more():
 
 def test_a_wave_more_takes_a_wave_longer():
     # 128 processors take 128 tiles of 128 x 256 at once; kernels that split the inner dimension fill quarters.
-    one, two = seconds(128 * 16, 8192, 256 * 8), seconds(128 * 17, 8192, 256 * 8)
-    assert two / one >= 1.06
-    assert seconds(128, 8192, 256) < 0.5 * one
+    one_wave, two_waves = seconds(128 * 16, 8192, 256 * 8), seconds(128 * 17, 8192, 256 * 8)
+    assert two_waves / one_wave >= 1.06
+    assert seconds(128, 8192, 256) < 0.5 * one_wave
 
 
 def test_odd_sizes_are_slower():
     even = seconds(8192, 4096, 10944)
     assert seconds(8192, 4096, 10922) > 1.3 * even
-    assert (np.diff(alignment(np.array([1, 2, 4, 8, 16, 32, 64]))) > 0).all()
-    assert alignment(np.array([64, 128, 4096])).tolist() == [1, 1, 1]
+    assert (np.diff(alignment_efficiency(np.array([1, 2, 4, 8, 16, 32, 64]))) > 0).all()
+    assert alignment_efficiency(np.array([64, 128, 4096])).tolist() == [1, 1, 1]
 
 
 def test_thin_products_are_bound_by_memory():

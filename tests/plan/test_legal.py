@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kumi.plan.layout_batch import columns
+from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.search.candidates import legal
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
@@ -75,7 +75,7 @@ def job(model, devices, host=HOSTS[1], batch=BATCH):
 @pytest.mark.parametrize("name", MODELS)
 def test_each_single_change_of_legal_layouts(name):
     for base in LEGAL[name]:
-        assert legal(job(name, base.world_size), columns([base])).all(), base
+        assert legal(job(name, base.world_size), batch_layouts([base])).all(), base
         changed = [replace(base, **{field: value}) for field, values in CHANGES.items() for value in values]
         for host in HOSTS:
             check(job(name, base.world_size, host), changed)
@@ -86,7 +86,7 @@ def test_each_single_change_of_legal_layouts(name):
 
 def check(work, found):
     expected = [problems(work.model, layout, work.cluster, work.batch) for layout in found]
-    for layout, said, mask in zip(found, expected, legal(work, columns(found)), strict=True):
+    for layout, said, mask in zip(found, expected, legal(work, batch_layouts(found)), strict=True):
         assert mask == (not said), (layout, said)
 
 

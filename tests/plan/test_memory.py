@@ -1,4 +1,4 @@
-"""The field's worked examples of memory, published readings, and what must hold between layouts."""
+"""Worked examples of memory from papers and guides, published readings, and relations between layouts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 
 from kumi.plan.engines import ENGINES
 from kumi.plan.estimates import MemoryEstimate
-from kumi.plan.layout_batch import columns
-from kumi.plan.memory.activations import ledger
+from kumi.plan.layout_batch import batch_layouts
+from kumi.plan.memory.activations import model_activations
 from kumi.plan.memory.device_memory import (
-    ROUNDING,
-    as_read,
+    ALLOCATOR_OVERHEAD,
     host_memory,
-    microbatches_of,
+    memory_reading,
+    num_microbatches,
     rank_memory,
     stage_memory,
-    usable,
+    usable_memory,
 )
-from kumi.plan.memory.states import held, state_bytes
+from kumi.plan.memory.states import rank_params, resident_state_bytes
 from kumi.plan.pipeline.stages import share
 from kumi.spec.cluster import Device
 from kumi.spec.engine import KUMI, Engine
@@ -45,22 +45,24 @@ def gpt(layers, hidden, heads, vocab=51200):
     return ModelSpec("gpt", vocab, hidden, (layer,) * layers, 1e-5, 2048, norm="layernorm", learned_positions=2048)
 
 
-# Float16 with dropout, scores held in memory, and selective recomputation of what is inside of attention.
+# Float16 with dropout, materialized scores, and selective recomputation of attention.
 KORTHIKANTI = replace(ENGINES["megatron-lm-2021"], selective="attention")
 
 
 def states_of(job, layout):
-    """Bytes of parameters, gradients and optimizer a parameter of the model, on rank 0."""
+    """Return the bytes of states on rank 0 per parameter of the model."""
     x, part = share_of(job, layout)
-    return float(sum(size[0] for size in state_bytes(job, x, held(job, x, part)).values())) / num_params(job.model)
+    return float(
+        sum(size[0] for size in resident_state_bytes(job, x, rank_params(job, x, part)).values())
+    ) / num_params(job.model)
 
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 560), (1, 315), (2, 192.5), (3, 70)])
 def test_llama_70b_in_pure_bfloat16_on_eight_gpus(zero, gigabytes):
     engine = replace(ENGINES["deepspeed"], grad_itemsize=2)
     layout = Layout(dp_replicate=8) if zero == 0 else Layout(dp_shard=8, zero=zero)
-    found = states_of(job_of(LLAMA_70B, kind="bf16-pure", engine=engine), layout)
-    assert 70 * found == pytest.approx(gigabytes, rel=1e-4)
+    result = states_of(job_of(LLAMA_70B, kind="bf16-pure", engine=engine), layout)
+    assert 70 * result == pytest.approx(gigabytes, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +75,8 @@ def test_bytes_a_parameter_of_mixed_precision(engine, each):
 
 @pytest.mark.parametrize("shards", [4, 64])
 def test_the_distributed_optimizer_keeps_six_bytes_and_divides_twelve(shards):
-    found = states_of(job_of(LLAMA_8B, engine=ENGINES["megatron-lm"]), Layout(dp_shard=shards, zero=1))
-    assert found == pytest.approx(6 + 12 / shards, rel=1e-3)
+    result = states_of(job_of(LLAMA_8B, engine=ENGINES["megatron-lm"]), Layout(dp_shard=shards, zero=1))
+    assert result == pytest.approx(6 + 12 / shards, rel=1e-3)
 
 
 @pytest.mark.parametrize(("kind", "each"), [("adamw", 8), ("adamw-8bit", 2.03125), ("muon", 4.5229), ("sgd", 4)])
@@ -83,10 +85,12 @@ def test_states_of_optimizers(kind, each):
     assert states_of(job, Layout()) - 8 == pytest.approx(each, rel=1e-3)
 
 
-def kept_by_layer(model, layout, *, engine, how="none", kind="fp16", seq_len=2048):
-    """Bytes that a layer keeps of a token, in hidden elements."""
-    found = ledger(job_of(model, kind=kind, engine=engine, seq_len=seq_len), columns([layout])).layers[0]
-    return float(getattr(found, how)[0]) / model.hidden_size
+def saved_by_layer(model, layout, *, engine, how="none", kind="fp16", seq_len=2048):
+    """Return the bytes per token and hidden element that a layer saves."""
+    result = model_activations(
+        job_of(model, kind=kind, engine=engine, seq_len=seq_len), batch_layouts([layout])
+    ).layers[0]
+    return float(getattr(result, how)[0]) / model.hidden_size
 
 
 TP, SP = Layout(tp=8, sequence_parallel=False), Layout(tp=8)
@@ -95,7 +99,7 @@ SCORES = 5 * 64 * 2048 / 6144  # 5as/h
 
 
 @pytest.mark.parametrize(
-    ("layout", "how", "said"),
+    ("layout", "how", "published"),
     [
         (Layout(), "none", 34 + SCORES),
         (Layout(), "selective", 34),
@@ -107,9 +111,9 @@ SCORES = 5 * 64 * 2048 / 6144  # 5as/h
         (SP, "full", 2 / 8),
     ],
 )
-def test_korthikanti_table_2(layout, how, said):
+def test_korthikanti_table_2(layout, how, published):
     """Bytes of a GPT layer in units of sbh (arXiv:2205.05198), which leave out the norms' statistics."""
-    assert kept_by_layer(GPT_22B, layout, engine=KORTHIKANTI, how=how) == pytest.approx(said, rel=2e-3)
+    assert saved_by_layer(GPT_22B, layout, engine=KORTHIKANTI, how=how) == pytest.approx(published, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_korthikanti_figure_1(model, microbatch, pp, stages, plain, selective):
     """GiB of activations on a GPU of the first stage, with TP only and with SP and selective recomputation."""
     job = job_of(model, kind="fp16", engine=KORTHIKANTI, sequences=280)
     schedule = "interleaved" if stages > 1 else "1f1b"
-    for parallel, how, said in ((False, "none", plain), (True, "selective", selective)):
+    for parallel, how, published in ((False, "none", plain), (True, "selective", selective)):
         layout = Layout(
             pp=pp,
             tp=8,
@@ -136,9 +140,9 @@ def test_korthikanti_figure_1(model, microbatch, pp, stages, plain, selective):
             stages=stages,
         )
         x, part = share_of(job, layout)
-        each = getattr(ledger(job, x).layers[0], how)[0]
-        found = microbatch * 2048 * each * part.layers[0, 0] * part.in_flight[0]
-        assert found / GIB == pytest.approx(said, rel=2e-3)
+        each = getattr(model_activations(job, x).layers[0], how)[0]
+        result = microbatch * 2048 * each * part.layers[0, 0] * part.in_flight[0]
+        assert result / GIB == pytest.approx(published, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -151,18 +155,17 @@ def test_korthikanti_figure_1(model, microbatch, pp, stages, plain, selective):
     ],
 )
 def test_korthikanti_figure_7(model, percents):
-    """Percent of what TP alone keeps: with SP, with selective recomputation, with both, with full recomputation."""
+    """Percent of the activations with TP alone: with SP, with selective recomputation, with both, with full."""
     layouts = ((SP, "none"), (TP, "selective"), (SP, "selective"), (TP, "full"))
-    whole = kept_by_layer(model, TP, engine=KORTHIKANTI)
-    found = [100 * kept_by_layer(model, layout, engine=KORTHIKANTI, how=how) / whole for layout, how in layouts]
-    assert found == pytest.approx(percents, rel=1.2e-2)
+    whole = saved_by_layer(model, TP, engine=KORTHIKANTI)
+    result = [100 * saved_by_layer(model, layout, engine=KORTHIKANTI, how=how) / whole for layout, how in layouts]
+    assert result == pytest.approx(percents, rel=1.2e-2)
 
 
 def test_llama_8b_keeps_34_to_41_bytes_a_hidden_element():
-    """Grouped-query attention in tiles and a gated layer: 12 + 4r, and 6 a column of the width where kernels are fused,
-    8 where not."""
-    fused = kept_by_layer(LLAMA_8B, Layout(), engine=ENGINES["megatron-lm"])
-    eager = kept_by_layer(LLAMA_8B, Layout(), engine=replace(ENGINES["megatron-lm"], autograd=("gate",)))
+    """Fused grouped-query attention and a gated MLP: 12 + 4r bytes, and per MLP column 6 with fused kernels, else 8."""
+    fused = saved_by_layer(LLAMA_8B, Layout(), engine=ENGINES["megatron-lm"])
+    eager = saved_by_layer(LLAMA_8B, Layout(), engine=replace(ENGINES["megatron-lm"], autograd=("gate",)))
     assert (fused, eager) == (pytest.approx(34, abs=0.1), pytest.approx(41, abs=0.1))
 
 
@@ -170,9 +173,9 @@ def test_sixteen_bytes_a_hidden_element_undercount_two_to_four_times():
     """The guides' batch x seq x hidden x layers x 16, and their 80 GB for a 70B at 2,048 tokens, about 1 GB a layer."""
     rule = 16 * 2048 * 8192 * 80
     for engine in (ENGINES["megatron-lm"], ENGINES["nanotron"]):
-        found = 2048 * 8192 * 80 * kept_by_layer(LLAMA_70B, Layout(), engine=engine)
-        assert 2 < found / rule < 4
-        assert 40e9 < found < 80e9
+        result = 2048 * 8192 * 80 * saved_by_layer(LLAMA_70B, Layout(), engine=engine)
+        assert 2 < result / rule < 4
+        assert 40e9 < result < 80e9
 
 
 # torchtitan's documents of December 2024: GiB reserved, Llama 3.1 8B with FSDP, 2 x 8,192 tokens a GPU.
@@ -184,44 +187,46 @@ def test_reserved_memory_of_torchtitan(shards, kernels, read):
     engine = replace(ENGINES["torchtitan-2024"], kernels=kernels)
     layout = Layout(dp_shard=shards, zero=3, microbatch=2, recompute="selective")
     job = job_of(LLAMA_8B, seq_len=8192, sequences=2 * shards, engine=engine)
-    assert as_read(job, layout, "reserved") / GIB == pytest.approx(read, rel=0.04)
+    assert memory_reading(job, layout, "reserved") / GIB == pytest.approx(read, rel=0.04)
 
 
 def test_readings_show_ever_less():
     job = job_of(LLAMA_8B, device=replace(job_of(LLAMA_8B).cluster.device, reserved=GIB))
     layout = Layout(tp=2, dp_shard=4, zero=3)
-    everything, reserved, allocated = (as_read(job, layout, how) for how in ("nvidia-smi", "reserved", "allocated"))
-    found = rank_memory(job, layout)
-    assert everything == found.total
+    everything, reserved, allocated = (
+        memory_reading(job, layout, how) for how in ("nvidia-smi", "reserved", "allocated")
+    )
+    result = rank_memory(job, layout)
+    assert everything == result.total
     assert everything - reserved > GIB
-    states = found.params + found.grads + found.optimizer
-    assert reserved - allocated == pytest.approx(ROUNDING["eager"] * (allocated - states), rel=1e-6)
+    states = result.params + result.grads + result.optimizer
+    assert reserved - allocated == pytest.approx(ALLOCATOR_OVERHEAD["eager"] * (allocated - states), rel=1e-6)
 
 
 def random_layouts(count):
-    """Layouts that need not be legal, of all kinds, drawn from a fixed seed."""
+    """Yield random layouts from a fixed seed, legal or not."""
     draw = np.random.default_rng(3)
 
-    def one(*values):
+    def choose(*values):
         return values[draw.integers(len(values))]
 
     for _ in range(count):
-        zero = int(one(0, 1, 2, 3))
-        shard = 1 if zero == 0 else int(one(2, 4, 16))
+        zero = int(choose(0, 1, 2, 3))
+        shard = 1 if zero == 0 else int(choose(2, 4, 16))
         yield Layout(
-            pp=int(one(1, 2, 4)),
-            dp_replicate=int(one(1, 2)),
+            pp=int(choose(1, 2, 4)),
+            dp_replicate=int(choose(1, 2)),
             dp_shard=shard,
-            cp=int(one(1, 2)),
-            tp=int(one(1, 2, 8)),
-            ep=int(one(1, 2)),
+            cp=int(choose(1, 2)),
+            tp=int(choose(1, 2, 8)),
+            ep=int(choose(1, 2)),
             zero=zero,
-            microbatch=int(one(1, 2)),
-            recompute=str(one(*RECOMPUTE)),
-            recompute_layers=one(None, 1, 2),
-            sequence_parallel=bool(one(True, False)),
-            offload=str(one(*OFFLOAD)),
-            schedule=str(one("1f1b", "gpipe", "zb-h1")),
+            microbatch=int(choose(1, 2)),
+            recompute=str(choose(*RECOMPUTE)),
+            recompute_layers=choose(None, 1, 2),
+            sequence_parallel=bool(choose(True, False)),
+            offload=str(choose(*OFFLOAD)),
+            schedule=str(choose("1f1b", "gpipe", "zb-h1")),
         )
 
 
@@ -229,17 +234,17 @@ def random_layouts(count):
 @pytest.mark.parametrize("model", [LLAMA_8B, SPARSE])
 def test_many_layouts_at_once_are_each_by_itself(model, engine):
     layouts, job = list(random_layouts(60)), job_of(model, engine=engine)
-    x = columns(layouts)
-    part = share(model, x, np.zeros(len(x), np.int64), microbatches_of(job, x))
-    found, hosts = stage_memory(job, x, part), host_memory(job, x, part)
-    assert set(found) == set(asdict(MemoryEstimate(*[0] * 7)))
+    x = batch_layouts(layouts)
+    part = share(model, x, np.zeros(len(x), np.int64), num_microbatches(job, x))
+    result, hosts = stage_memory(job, x, part), host_memory(job, x, part)
+    assert set(result) == set(asdict(MemoryEstimate(*[0] * 7)))
     for index, layout in enumerate(layouts):
-        alone, one = share_of(job, layout)
-        assert {kind: size[index] for kind, size in found.items()} == {
-            kind: float(size[0]) for kind, size in stage_memory(job, alone, one).items()
+        alone, alone_share = share_of(job, layout)
+        assert {kind: size[index] for kind, size in result.items()} == {
+            kind: float(size[0]) for kind, size in stage_memory(job, alone, alone_share).items()
         }
-        assert hosts[index] == host_memory(job, alone, one)[0]
-        assert all(size[index] >= 0 for size in found.values())
+        assert hosts[index] == host_memory(job, alone, alone_share)[0]
+        assert all(size[index] >= 0 for size in result.values())
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "dp_shard", "ep"])
@@ -278,13 +283,13 @@ def test_offloaded_states_are_on_the_host_instead():
 def test_offloaded_activations_leave_two_layers():
     job = job_of(LLAMA_8B, engine=ENGINES["megatron-lm"], seq_len=8192)
     layouts = [Layout(tp=8, recompute="none", offload=what) for what in ("none", "activations")]
-    kept, left = (rank_memory(job, layout).activations for layout in layouts)
-    assert kept - left == pytest.approx(host_memory(job, *share_of(job, layouts[1]))[0], rel=1e-3)
-    assert left < 0.15 * kept
+    before, left = (rank_memory(job, layout).activations for layout in layouts)
+    assert before - left == pytest.approx(host_memory(job, *share_of(job, layouts[1]))[0], rel=1e-3)
+    assert left < 0.15 * before
 
 
 def test_the_end_stages_hold_what_they_hold():
-    """A head costs its logits on the last stage only, and a tied head a second table there."""
+    """Only the last stage has logits, and with a tied head a copy of the table."""
     tied = replace(LLAMA_8B, tie_word_embeddings=True)
     job, layout = job_of(tied, engine=ENGINES["megatron-lm"]), Layout(pp=4, zero=0)
     first, middle, last = (rank_memory(job, layout, rank) for rank in (0, 1, 3))
@@ -298,23 +303,23 @@ def test_the_end_stages_hold_what_they_hold():
 
 def test_microbatches_in_flight_count():
     job = job_of(LLAMA_8B, engine=replace(ENGINES["megatron-lm"], logit_bytes=0.0))
-    one, gpipe = (rank_memory(job, Layout(pp=4, schedule=schedule)) for schedule in ("1f1b", "gpipe"))
-    assert gpipe.activations / one.activations == pytest.approx(64 / 4, rel=0.1)
+    one_f_one_b, gpipe = (rank_memory(job, Layout(pp=4, schedule=schedule)) for schedule in ("1f1b", "gpipe"))
+    assert gpipe.activations / one_f_one_b.activations == pytest.approx(64 / 4, rel=0.1)
 
 
 def test_whole_logits_cost_as_many_times_as_ranks_cut_them():
     engine = Engine(kernels="fused", half_weights=True, logit_bytes=14.0)
     job = job_of(LLAMA_8B, engine=engine, seq_len=8192)
     engines = (engine, replace(engine, whole_logits=True))
-    cut_once, whole = (rank_memory(replace(job, engine=one), Layout(tp=8, recompute="full")) for one in engines)
+    cut_once, whole = (rank_memory(replace(job, engine=trainer), Layout(tp=8, recompute="full")) for trainer in engines)
     assert whole.head == 14 * 8192 * 128256
     assert cut_once.head == whole.head / 8
 
 
 def test_scores_that_are_held_grow_with_the_square_of_the_length():
     eager = replace(ENGINES["megatron-lm"], attention="eager")
-    found = [kept_by_layer(LLAMA_8B, Layout(), engine=eager, seq_len=length, kind="bf16") for length in (1024, 2048)]
-    assert found[1] - found[0] == 6 * 32 * 1024 / 4096
+    result = [saved_by_layer(LLAMA_8B, Layout(), engine=eager, seq_len=length, kind="bf16") for length in (1024, 2048)]
+    assert result[1] - result[0] == 6 * 32 * 1024 / 4096
 
 
 def test_an_estimate_for_the_cpu_has_no_allocator_and_no_libraries():
@@ -324,4 +329,4 @@ def test_an_estimate_for_the_cpu_has_no_allocator_and_no_libraries():
 
 
 def test_an_estimate_may_fill_most_of_a_device():
-    assert 0.9 * 80 * GIB < usable(Device("GPU", "cuda", 80 * GIB)) < 80 * GIB
+    assert 0.9 * 80 * GIB < usable_memory(Device("GPU", "cuda", 80 * GIB)) < 80 * GIB

@@ -9,7 +9,7 @@ import pytest
 from small import HOST, every_layout, job, model
 
 from kumi.plan.estimate import estimate, estimate_many
-from kumi.plan.layout_batch import WORDS
+from kumi.plan.layout_batch import CHOICES
 from kumi.plan.memory import device_memory
 from kumi.plan.search import search_layouts as searching
 from kumi.plan.search.candidates import bases
@@ -32,7 +32,7 @@ def tried():
 
 def with_memory(usable):
     """The small job on devices of which `usable` bytes may be filled."""
-    return job(**SMALL, memory=np.ceil(usable / device_memory.USABLE))
+    return job(**SMALL, memory=np.ceil(usable / device_memory.USABLE_SHARE))
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1.0])
@@ -42,7 +42,7 @@ def test_the_best_of_all_layouts_that_fit(tried, share):
     usable = float(np.quantile([one.peak_memory for one in tried], share))
     wanted = with_memory(usable)
     found = search(wanted, PINNED, top=4)
-    fitting = [one for one in tried if one.peak_memory <= device_memory.usable(wanted.cluster.device)]
+    fitting = [one for one in tried if one.peak_memory <= device_memory.usable_memory(wanted.cluster.device)]
     looked_at = [one for one in tried if one.layout.schedule != "gpipe"]
     fit = sum(one.layout.schedule != "gpipe" for one in fitting)
     assert found.count == len(looked_at)
@@ -176,7 +176,7 @@ def test_memory_between_few_and_all_layers_recomputed_is_never_too_low(of, offlo
             layouts = [
                 replace(
                     rows.x.row(int(row)),
-                    recompute=WORDS["recompute"][one.recompute],
+                    recompute=CHOICES["recompute"][one.recompute],
                     offload=offload,
                     recompute_layers=int(found.layers[row]),
                 )
@@ -232,6 +232,6 @@ def test_experts_are_divided_where_they_fill_the_devices():
     of, pinned = model(8, experts=64, hidden=2048), {"zero": 1, "pp": 1, "tp": 1, "offload": "none"}
     whole, least = (smallest(job(of=of), pinned | pin) for pin in ({"ep": 1}, {}))
     assert least.peak_memory < 0.9 * whole.peak_memory
-    found = search(job(of=of, memory=(whole.peak_memory + least.peak_memory) / 2 / device_memory.USABLE), pinned)
+    found = search(job(of=of, memory=(whole.peak_memory + least.peak_memory) / 2 / device_memory.USABLE_SHARE), pinned)
     assert found.plans
     assert all(one.layout.ep > 1 for one in found.plans)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kumi.plan.layout_batch import columns
+from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.pipeline.stages import balanced, share
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
@@ -78,7 +78,7 @@ def test_few_microbatches_keep_no_more_than_there_are():
 def check_share(spec, layout, m, stage_layers):
     kinds, of_layer = spec.layer_kinds()
     limits = stage_bounds(Layout(**{**vars(layout), "stage_layers": stage_layers}), spec.num_hidden_layers)
-    x = columns([layout] * layout.pp)
+    x = batch_layouts([layout] * layout.pp)
     found = share(spec, x, np.arange(layout.pp), np.full(layout.pp, m), stage_layers)
     for rank, held in enumerate(placement(layout.schedule, layout.pp, layout.stages)):
         mine = [of_layer[index] for stage in held for index in range(*limits[stage])]
@@ -106,7 +106,7 @@ def test_rows_of_different_layouts_are_told_apart():
         Layout(pp=2, stages=3, schedule="interleaved"),
         Layout(pp=2, stages=2, schedule="zb-v"),
     ]
-    found = share(model([SLIM, WIDE] * 6), columns(layouts), np.array([0, 3, 1, 0]), np.array([4, 4, 4, 4]))
+    found = share(model([SLIM, WIDE] * 6), batch_layouts(layouts), np.array([0, 3, 1, 0]), np.array([4, 4, 4, 4]))
     assert found.layers.tolist() == [[6, 1, 3, 3], [6, 2, 3, 3]]
     assert found.embedding.tolist() == [1, 0, 0, 1]
     assert found.head.tolist() == [1, 1, 1, 1]

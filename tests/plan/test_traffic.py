@@ -1,4 +1,4 @@
-"""What a step sends, listed message by message, takes the seconds that the step is charged for it."""
+"""The listed collectives of a step take the seconds that count in its step time."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ import pytest
 from small import INSTANT, LINKS, job, model
 
 from kumi.plan.estimate import estimate
-from kumi.plan.time.traffic import ALIKE, collectives, traffic
-from kumi.plan.time.traffic import TIED as TIED_TABLE
+from kumi.plan.time.traffic import PARTIAL_GRADS, TIED_GRADS, collectives, exposed_collectives
 from kumi.spec.cluster import ClusterSpec, Link
 from kumi.spec.engine import KUMI
 from kumi.spec.layout import Layout
 from kumi.spec.schedule import actions
 
-# Large enough for its messages to be long: how many there are does not matter much then.
+# Large enough that bandwidth dominates latency.
 DENSE = model(8, vocab=32000, hidden=4096)
 EXPERTS = model(8, experts=8, vocab=32000, hidden=4096)
 MIXED = model(8, experts=8, vocab=32000, dense=2, hidden=4096)
 TIED = model(8, vocab=32000, hidden=4096, tied=True)
 FAR = (LINKS[0], Link("overseas", 1 << 30, 1e9, 0.1))
-# Sends when nothing is computed.
+# Nothing overlaps.
 IN_TURN = replace(KUMI, overlap_grads=False, overlap_params=False)
 
 
-def sent(wanted, layout, axis, rank=0):
-    """Seconds of all messages of an axis' time kind on pipeline rank `rank`, and those the step is charged."""
-    found = estimate(wanted, layout)
-    listed = traffic(wanted, layout, dict(found.time), rank)
+def sent(planned_job, layout, axis, rank=0):
+    """Return an axis' seconds on pipeline rank `rank`: of all messages, in the step time, and exposed."""
+    result = estimate(planned_job, layout)
+    listed = exposed_collectives(planned_job, layout, dict(result.time), rank)
     kinds = {"tp": ("tp",), "cp": ("cp",), "ep": ("ep", "expert_tp"), "pp": ("pp",)}.get(axis)
-    # What is sent once a step beside the gradients is too little to be charged.
-    every = [one for one in listed if one.what not in (ALIKE, TIED_TABLE)]
-    own = [one for one in every if (one.axis in kinds if kinds else one.axis.startswith(("dp", "world")))]
-    return sum(one.seconds for one in own), dict(found.time)[axis], sum(one.exposed for one in own)
+    # These run once a step, are small, and do not count in the step time.
+    every = [entry for entry in listed if entry.what not in (PARTIAL_GRADS, TIED_GRADS)]
+    own = [entry for entry in every if (entry.axis in kinds if kinds else entry.axis.startswith(("dp", "world")))]
+    return sum(entry.seconds for entry in own), dict(result.time)[axis], sum(entry.exposed for entry in own)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_gradients_in_messages_of_the_engines_size_take_what_the_step_is_charged
 
 
 def test_the_last_rank_of_a_pipeline_sends_what_the_step_is_charged():
-    """It has the head, and a copy of the table where that is the head; its last layer is gathered once a microbatch."""
+    """It has the head, and a copy of a tied table; its last layer is gathered once per microbatch."""
     for of in (DENSE, EXPERTS, TIED):
         layout = Layout(pp=2, dp_shard=4, zero=3)
         seconds, charged, _ = sent(job(of=of, engine=IN_TURN), layout, "dp", rank=1)
@@ -131,13 +130,13 @@ def test_the_last_rank_of_a_pipeline_sends_what_the_step_is_charged():
     ],
 )
 def test_the_norm_of_the_gradient_is_charged_what_its_message_takes(layout):
-    wanted = job(of=model(8), links=FAR, engine=IN_TURN)
-    found = estimate(wanted, layout)
-    (norm,) = (one for one in found.collectives if one.what == "norm")
+    planned_job = job(of=model(8), links=FAR, engine=IN_TURN)
+    result = estimate(planned_job, layout)
+    (norm,) = (entry for entry in result.collectives if entry.what == "norm")
     assert norm.link == "overseas"
     assert norm.seconds >= 2 * 0.1
-    others = sum(one.seconds for one in found.collectives if one.axis.startswith("dp"))
-    assert dict(found.time)["dp"] - others == pytest.approx(norm.seconds, rel=0.02)
+    others = sum(entry.seconds for entry in result.collectives if entry.axis.startswith("dp"))
+    assert dict(result.time)["dp"] - others == pytest.approx(norm.seconds, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -150,39 +149,39 @@ def test_the_norm_of_the_gradient_is_charged_what_its_message_takes(layout):
     ],
 )
 def test_a_pipeline_rank_sends_what_its_actions_make(layout):
-    """Every forward but of the last stage goes on, every input gradient but of the first stage goes back, unless the
-    neighbour is on the same rank."""
-    wanted = job(of=DENSE)
-    microbatches, last = wanted.batch.microbatches(layout), layout.pp * layout.stages - 1
+    """Every forward except the last stage's is sent on, and every input gradient except the first stage's is sent back,
+    unless the neighbouring stage is on the same rank."""
+    planned_job = job(of=DENSE)
+    microbatches, last = planned_job.batch.microbatches(layout), layout.pp * layout.stages - 1
     lists = actions(layout.schedule, layout.pp, layout.stages, microbatches)
-    for rank, done in enumerate(lists):
-        own = {one.stage for one in done}
+    for rank, program in enumerate(lists):
+        own = {entry.stage for entry in program}
         made = Counter(
-            "forward" if one.kind == "F" else "backward"
-            for one in done
-            if (one.kind == "F" and one.stage != last and one.stage + 1 not in own)
-            or (one.kind in "BI" and one.stage != 0 and one.stage - 1 not in own)
+            "forward" if entry.kind == "F" else "backward"
+            for entry in program
+            if (entry.kind == "F" and entry.stage != last and entry.stage + 1 not in own)
+            or (entry.kind in "BI" and entry.stage != 0 and entry.stage - 1 not in own)
         )
-        listed = {one.when: one for one in collectives(wanted, layout, rank) if one.axis == "pp"}
-        assert {when: one.count for when, one in listed.items()} == dict(made)
-        size = 2 * layout.microbatch * wanted.batch.seq_len * wanted.model.hidden_size / layout.tp
-        assert all(one.bytes == size for one in listed.values())
+        listed = {entry.when: entry for entry in collectives(planned_job, layout, rank) if entry.axis == "pp"}
+        assert {when: entry.count for when, entry in listed.items()} == dict(made)
+        size = 2 * layout.microbatch * planned_job.batch.seq_len * planned_job.model.hidden_size / layout.tp
+        assert all(entry.bytes == size for entry in listed.values())
 
 
 def test_what_is_exposed_is_dealt_out_by_how_long_messages_take():
-    wanted, layout = job(of=DENSE), Layout(pp=2, tp=2, dp_shard=2, zero=1)
-    found = estimate(wanted, layout)
+    planned_job, layout = job(of=DENSE), Layout(pp=2, tp=2, dp_shard=2, zero=1)
+    result = estimate(planned_job, layout)
     for axis in ("tp", "pp", "dp"):
-        every = [one for one in found.collectives if one.what not in (ALIKE, TIED_TABLE)]
-        own = [one for one in every if one.axis.startswith(axis) or (axis == "dp" and one.axis == "world")]
-        assert sum(one.exposed for one in own) <= dict(found.time)[axis] * (1 + 1e-9)
-        assert len({round(one.exposed / one.seconds, 9) for one in own}) == 1
+        every = [entry for entry in result.collectives if entry.what not in (PARTIAL_GRADS, TIED_GRADS)]
+        own = [entry for entry in every if entry.axis.startswith(axis) or (axis == "dp" and entry.axis == "world")]
+        assert sum(entry.exposed for entry in own) <= dict(result.time)[axis] * (1 + 1e-9)
+        assert len({round(entry.exposed / entry.seconds, 9) for entry in own}) == 1
 
 
 def test_messages_of_one_kind_are_listed_once():
     listed = collectives(job(of=DENSE), Layout(dp_shard=8, zero=3))
-    assert len({replace(one, count=0) for one in listed}) == len(listed)
-    assert all(one.degree > 1 and one.bytes > 0 and one.count > 0 for one in listed)
+    assert len({replace(entry, count=0) for entry in listed}) == len(listed)
+    assert all(entry.degree > 1 and entry.bytes > 0 and entry.count > 0 for entry in listed)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +196,16 @@ def test_messages_of_one_kind_are_listed_once():
     ],
 )
 def test_messages_are_charged_to_the_link_that_their_group_crosses(layout, links):
-    found = estimate(job(of=DENSE), layout).collectives
-    assert {one.axis: one.link for one in found} == {axis: links[axis] for axis in {one.axis for one in found}}
+    result = estimate(job(of=DENSE), layout).collectives
+    assert {entry.axis: entry.link for entry in result} == {
+        axis: links[axis] for axis in {entry.axis for entry in result}
+    }
 
 
 def test_where_no_link_is_known_messages_take_no_time():
-    wanted = job(of=DENSE)
-    bare = replace(wanted, cluster=ClusterSpec("test", wanted.cluster.device, 4, 2))
-    found = estimate(bare, Layout(dp_shard=8, zero=3))
-    assert found.collectives
-    assert all(one.seconds == one.exposed == 0 and one.link == "" for one in found.collectives)
-    assert dict(found.time)["dp"] == 0
+    planned_job = job(of=DENSE)
+    bare = replace(planned_job, cluster=ClusterSpec("test", planned_job.cluster.device, 4, 2))
+    result = estimate(bare, Layout(dp_shard=8, zero=3))
+    assert result.collectives
+    assert all(entry.seconds == entry.exposed == 0 and entry.link == "" for entry in result.collectives)
+    assert dict(result.time)["dp"] == 0

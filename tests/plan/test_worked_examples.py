@@ -12,7 +12,7 @@ import pytest
 from published_jobs import planned
 
 from kumi.plan.engines import ENGINES
-from kumi.plan.estimate import estimate, timeline_of
+from kumi.plan.estimate import estimate, estimated_timeline
 from kumi.plan.pipeline.timeline import simulate
 from kumi.plan.time.traffic import collectives
 from kumi.spec.batch import BatchSpec
@@ -176,7 +176,7 @@ def test_the_bubble_of_a_real_model_is_not_the_rule_s():
     """The head of Llama-3-8B weighs as much as more than two of its layers: the others wait for the stage that has it,
     in every microbatch."""
     wanted = planned("llama-3-8b", "aws-p5", 1, 8192, 64, engine=ENGINES["megatron-lm"])
-    timeline = timeline_of(wanted, estimate(wanted, Layout(pp=8, recompute="full")))
+    timeline = estimated_timeline(wanted, estimate(wanted, Layout(pp=8, recompute="full")))
     rule = 7 / (64 + 7)
     assert sum(timeline.idle) / timeline.seconds / 8 > 2 * rule
 

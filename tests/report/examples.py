@@ -5,7 +5,7 @@ from typing import Any
 
 from kumi.plan.estimates import Collective, Estimate, MemoryEstimate, StageEstimate
 from kumi.plan.pipeline.timeline import Timeline, simulate
-from kumi.plan.report import Expected, Report
+from kumi.plan.report import Report, StandardLayout
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device, Link
@@ -178,9 +178,9 @@ def report() -> Report:
         best(),
         others=(near, far, sharded()),
         expected=(
-            Expected("DDP (a full replica per device)", Layout(dp_replicate=64), estimate=copies()),
-            Expected("FSDP (ZeRO-3) over all devices", SHARDED, estimate=sharded()),
-            Expected("TP in nodes, FSDP across", Layout(tp=16), ("tp=16 does not divide 8 heads; use 8",)),
+            StandardLayout("DDP (a full replica per device)", Layout(dp_replicate=64), estimate=copies()),
+            StandardLayout("FSDP (ZeRO-3) over all devices", SHARDED, estimate=sharded()),
+            StandardLayout("TP in nodes, FSDP across", Layout(tp=16), ("tp=16 does not divide 8 heads; use 8",)),
         ),
         searched=12345,
         fitting=678,

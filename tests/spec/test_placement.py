@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kumi.errors import LayoutError
-from kumi.plan.layout_batch import columns
+from kumi.plan.layout_batch import batch_layouts
 from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.layout import AXES, Layout
 from kumi.spec.process_groups import EXPERT_AXES, JOINED, axis, leaves_node, link, members_of, process_group
@@ -86,7 +86,7 @@ def test_the_ends_of_a_pipeline_are_its_first_and_its_last_rank():
 @pytest.mark.parametrize("name", [*NAMES, *JOINED, "ends"])
 def test_columns_have_the_groups_of_each_of_their_layouts(name):
     several = [layout for layout in LAYOUTS if layout.pp > 1 or name != "ends"]
-    found = [np.broadcast_to(part, len(several)) for part in process_group(columns(several), name)]
+    found = [np.broadcast_to(part, len(several)) for part in process_group(batch_layouts(several), name)]
     assert [tuple(pair) for pair in np.transpose(found)] == [process_group(layout, name) for layout in several]
 
 

@@ -21,7 +21,7 @@ from kumi.nn.logprob import weighted_sum
 from kumi.nn.mlp import gated
 from kumi.nn.norm import RMSNorm
 from kumi.parallel.optim.adamw import init_adamw
-from kumi.plan.time.op_costs import PASSES
+from kumi.plan.time.op_costs import MEMORY_PASSES
 from kumi.spec.engine import KUMI
 from kumi.spec.op import Dim, Op
 from kumi.spec.optim import Optim
@@ -222,7 +222,7 @@ def _element_wise(device: torch.device, dtype: str, sizes: Sizes) -> Iterator[Ke
     tokens, hidden = sizes.tokens, sizes.hidden
     shape = {"rope": (1, tokens, hidden // 128, 128)}
     for kind, forward in ELEMENT_WISE.items():
-        passes = sum(PASSES[kind][KUMI.kernels][:2])
+        passes = sum(MEMORY_PASSES[kind][KUMI.kernels][:2])
         amount = float(passes * ITEMSIZE[dtype] * tokens * hidden)
         prepare = partial(_forward_backward, forward, device, dtype, shape.get(kind, (tokens, hidden)))
         yield Kernel("element-wise", dtype, f"{kind} {tokens}x{hidden}", amount, prepare)
@@ -243,7 +243,7 @@ def _logits(device: torch.device, dtype: str, tokens: int, vocab: int) -> Kernel
 
         return work
 
-    amount = float(sum(PASSES["logits"][KUMI.kernels][:2]) * ITEMSIZE[dtype] * tokens * vocab)
+    amount = float(sum(MEMORY_PASSES["logits"][KUMI.kernels][:2]) * ITEMSIZE[dtype] * tokens * vocab)
     return Kernel("element-wise", dtype, f"logits {tokens}x{vocab}", amount, prepare)
 
 

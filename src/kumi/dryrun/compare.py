@@ -9,8 +9,8 @@ from typing import Any
 
 from kumi.dryrun.observed_messages import Message
 from kumi.dryrun.program import Measured
-from kumi.plan.memory.device_memory import rank_memory, usable
-from kumi.plan.time.traffic import AXES, collectives
+from kumi.plan.memory.device_memory import rank_memory, usable_memory
+from kumi.plan.time.traffic import LISTED_AXES, collectives
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
@@ -42,8 +42,8 @@ def compared(job: Job, layout: Layout, rank: int, measured: Measured) -> dict[st
             "difference": measured.peak / total - 1,
             "reserved": planned.reserved,
             "device": job.cluster.device.memory,
-            "usable": usable(job.cluster.device),
-            "fits": measured.peak + planned.reserved <= usable(job.cluster.device),
+            "usable": usable_memory(job.cluster.device),
+            "fits": measured.peak + planned.reserved <= usable_memory(job.cluster.device),
         },
         "flops": {"measured": measured.flops, "model": ledger},
         "collectives": messages(measured, job, layout, pp_rank),
@@ -135,7 +135,7 @@ def _sent(counts: Mapping[Message, int], groups: Mapping[str, tuple[str, ...]], 
     """
     sent: dict[Key, int] = defaultdict(int)
     for message, count in counts.items():
-        axes = [AXES.get(name, name) for name in groups.get(message.group, ())] or ["world"]
+        axes = [LISTED_AXES.get(name, name) for name in groups.get(message.group, ())] or ["world"]
         keys = [(message.kind, axis, message.bytes) for axis in axes]
         same_axis = [key for key in keys if any(key[:2] == other[:2] for other in listed)]
         sent[next((key for key in keys if key in listed), (same_axis or keys)[0])] += count

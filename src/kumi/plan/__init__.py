@@ -1,1 +1,1 @@
-"""Arithmetic on specs: what a run needs, and which layout to take."""
+"""Estimate the memory and step time of layouts, and search for the fastest layout that fits."""

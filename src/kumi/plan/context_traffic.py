@@ -1,8 +1,9 @@
-"""What attention sends to the other ranks of a context-parallel group.
+"""Sizes of the tensors that context-parallel attention communicates.
 
-Ring: a rank's keys and values go round, cp - 1 times on, and in the backward pass again, with their gradients, which
-kumi adds up in float32 or wider. Ulysses: an all-to-all brings every rank the queries, keys and values of some heads,
-another takes the results back, and in the backward pass their gradients go the other way.
+Ring attention sends each rank's keys and values around the ring in cp - 1 hops. The backward pass repeats this and
+sends their gradients along, which kumi accumulates in float32 or wider. Ulysses redistributes queries, keys and values
+from sequence shards to head shards with an all-to-all, and the attention output back with another; the backward pass
+sends the gradients in the opposite directions.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ from kumi.spec.op import Dim, Op
 from kumi.spec.sharding import cut
 
 
-def kv_dims(op: Op) -> tuple[Dim, Dim]:
-    """The dims of the keys and of the values of an attention operation, of one token."""
+def _kv_dims(op: Op) -> tuple[Dim, Dim]:
+    """Return the dims of one token's keys and values in the attention operation `op`."""
     _, keys, values, *_ = op.saved
     return keys.dims[0], values.dims[0]
 
 
 def kv_elements(op: Op, tp: Any) -> Any:
-    """Elements of a token's keys and values on a tensor-parallel rank; degrees are whole numbers or arrays of them."""
-    return sum(cut(dim, tp) for dim in kv_dims(op))
+    """Return the elements of one token's keys and values on a tensor-parallel rank. `tp` is an int or an array."""
+    return sum(cut(dim, tp) for dim in _kv_dims(op))
 
 
-def dealt_elements(op: Op, tp: Any, cp: Any) -> tuple[Any, Any]:
-    """Elements of a token that Ulysses sends out of a rank: of its queries, keys and values, and of its results. A key
-    head goes to as many ranks as share its queries."""
-    kv = sum(cut(dim, tp) * np.maximum(1, cp // -(-dim.count // tp)) for dim in kv_dims(op))
+def ulysses_elements(op: Op, tp: Any, cp: Any) -> tuple[Any, Any]:
+    """Return the elements per token that a rank sends in the two all-to-alls of Ulysses: (q, k and v; output).
+
+    Where key-value heads are fewer than cp ranks, each is replicated to all ranks that hold some of its queries.
+    """
+    kv = sum(cut(dim, tp) * np.maximum(1, cp // -(-dim.count // tp)) for dim in _kv_dims(op))
     return cut(op.source, tp) + kv, cut(op.target, tp)
 
 
-def gradient_itemsize(job: Job) -> int:
-    """Bytes of an element of the gradients that follow keys and values round."""
+def kv_grad_itemsize(job: Job) -> int:
+    """Return the bytes per element of the key and value gradients that ring attention sends."""
     return max(4, job.itemsize) if job.engine.wide_ring else job.itemsize

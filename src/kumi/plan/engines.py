@@ -1,11 +1,12 @@
-"""How other trainers carry a layout out, so that the planner can speak of them: facts read in their documents and code.
+"""The memory and performance traits of other trainers, so that the planner can estimate layouts for them.
 
     ENGINES["megatron-lm"]  ->  the traits of current Megatron-Core
 
-Only what differs from kumi's own traits, `Engine`'s defaults, is named. Where a program has a switch, the setting is
-its own default or that of its published benchmark recipes; `source` says which. `dispatch`, the host's time for a
-kernel, cannot be read anywhere: it was chosen so that the smallest of the published runs, which wait for the host, come
-out right (SC'21's smallest model, BLOOM's, nanotron's, Llama 3 8B of Megatron-Bridge).
+The defaults of `Engine` are kumi's traits; each entry names the differences. The facts were read in the trainers'
+documentation and code, which `source` cites. A trainer's switch has its default setting, or the setting in the
+trainer's published benchmark recipes. No source states `dispatch`, the host time per kernel. It was fitted to the
+smallest published runs, which are host-bound: SC'21's smallest model, BLOOM's, nanotron's, and Llama 3 8B of
+Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import replace
 
 from kumi.spec.engine import KUMI, Engine
 
-# Megatron-Core holds bfloat16 weights, adds float32 gradients up inside the weight-gradient product, and leaves float32
-# masters to the optimizer; the loss keeps float32 probabilities beside bfloat16 logits and their gradient.
+# Megatron-Core has bfloat16 weights, accumulates float32 gradients inside the weight-gradient matmul, and leaves
+# float32 master weights to the optimizer. The loss saves float32 probabilities, bfloat16 logits and their gradient.
 _MEGATRON = Engine(
     name="megatron-lm",
     recompute_whole=True,
@@ -35,9 +36,9 @@ _MEGATRON = Engine(
     ),
 )
 
-# DeepSpeed's pipeline engine reduces gradients after the last microbatch, in buckets of 5e8 elements, and keeps what a
-# stage has sent on until its backward. Its float16 optimizer with ZeRO-1 adds gradients up in float16, and copies a
-# rank's part of them to float32 for the update.
+# DeepSpeed's pipeline engine reduces gradients after the last microbatch, in buckets of 5e8 elements, and keeps the
+# output of a stage until its backward pass. Its float16 optimizer with ZeRO-1 accumulates gradients in float16, and
+# copies a rank's shard of them to float32 for the update.
 _MEGATRON_DEEPSPEED = replace(
     _MEGATRON,
     name="megatron-deepspeed",
@@ -59,9 +60,9 @@ _MEGATRON_DEEPSPEED = replace(
     ),
 )
 
-# FSDP2 shards float32 weights and gathers them in bfloat16; norm and head are a unit of their own. The compiled loss
-# has bfloat16 logits and their gradient, and with tp their float32 probabilities. Recomputation by operation spares
-# every second matrix product.
+# FSDP2 shards float32 weights and all-gathers them in bfloat16; the final norm and the head form a separate FSDP unit.
+# The compiled loss has bfloat16 logits and their gradient, and with tp also float32 probabilities. Selective
+# recomputation keeps the result of every second matmul.
 _TORCHTITAN = Engine(
     name="torchtitan",
     kernels="compiled",
@@ -78,7 +79,7 @@ _TORCHTITAN = Engine(
     ),
 )
 
-# FSDP1 and DeepSpeed under transformers run blocks op by op, and cross entropy on float32 logits.
+# FSDP1 and DeepSpeed with transformers run eager blocks, and cross entropy on float32 logits.
 _ACCELERATE = replace(
     _TORCHTITAN,
     name="accelerate-fsdp",
@@ -97,9 +98,9 @@ _ACCELERATE = replace(
 ENGINES: dict[str, Engine] = {
     "kumi": KUMI,
     "megatron-lm": _MEGATRON,
-    # NVIDIA's benchmark recipes reduce gradients in bfloat16, pipeline TP products with their traffic, and take the
-    # loss of Transformer Engine, which overwrites the logits with their gradient. Tokens go to experts by HybridEP or
-    # DeepEP.
+    # NVIDIA's benchmark recipes reduce gradients in bfloat16, overlap TP matmuls with their communication, and use the
+    # loss of Transformer Engine, which overwrites the logits with their gradient. HybridEP or DeepEP dispatches tokens
+    # to experts.
     "megatron-bridge": replace(
         _MEGATRON,
         name="megatron-bridge",
@@ -114,7 +115,7 @@ ENGINES: dict[str, Engine] = {
             "bf16, ub_tp_comm_overlap)"
         ),
     ),
-    # SC'21: hand-fused softmax, bias and dropout; float16 with dropout 0.1; all-reduces after the backward.
+    # SC'21: hand-fused softmax, bias and dropout; float16 with dropout 0.1; all-reduces after the backward pass.
     "megatron-lm-2021": replace(
         _MEGATRON,
         name="megatron-lm-2021",
@@ -131,7 +132,7 @@ ENGINES: dict[str, Engine] = {
         ),
     ),
     "megatron-deepspeed": _MEGATRON_DEEPSPEED,
-    # The bfloat16 optimizer adds gradients up in float32 beside those of a microbatch, neither divided.
+    # The bfloat16 optimizer accumulates gradients in float32 beside a microbatch's gradients; both are unsharded.
     "megatron-deepspeed-bf16": replace(
         _MEGATRON_DEEPSPEED,
         name="megatron-deepspeed-bf16",
@@ -144,9 +145,9 @@ ENGINES: dict[str, Engine] = {
             "28 February 2022: 4 bytes a parameter more than with float16, not divided"
         ),
     ),
-    # The head gathers the logits of the whole vocabulary: in bfloat16 and as float32 log-probabilities with two
-    # gradients. Norms and MLPs are differentiated op by op, attention's result is kept again in the order that the
-    # projection wants, gradients are added up in bfloat16.
+    # The head all-gathers the logits of the full vocabulary: in bfloat16 and as float32 log-probabilities with two
+    # gradients. Norms and MLPs are differentiated op by op, the attention output is saved a second time in the
+    # projection's memory order, and gradients are accumulated in bfloat16.
     "scaling": replace(
         _MEGATRON,
         name="scaling",
@@ -168,9 +169,9 @@ ENGINES: dict[str, Engine] = {
             "cross_entropy}.py, core/nn/{mlp,attention/attention}.py, core/optimizer/optimizer.py"
         ),
     ),
-    # A gradient in bfloat16 lives beside the accumulated float32 one. TP traffic is in line with its products, and
-    # reductions wait for one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which it asks for): its grid's runs with
-    # data parallelism take the time of both.
+    # A bfloat16 gradient is alive beside the accumulated float32 gradient. TP communication is not overlapped, and
+    # reductions wait for the single hardware queue (nanotron requires CUDA_DEVICE_MAX_CONNECTIONS=1): the runs of its
+    # grid with data parallelism take the sum of compute and communication time.
     "nanotron": Engine(
         name="nanotron",
         recompute_whole=True,
@@ -190,8 +191,8 @@ ENGINES: dict[str, Engine] = {
         ),
     ),
     "torchtitan": _TORCHTITAN,
-    # Before February 2025 the loss was not compiled: float32 log-probabilities and two gradients; with tp, of
-    # loss_parallel, also the exponentials and their product.
+    # Before February 2025 the loss was not compiled: float32 log-probabilities and two gradients. With tp,
+    # loss_parallel also has the exponentials and their product.
     "torchtitan-2024": replace(
         _TORCHTITAN,
         name="torchtitan-2024",
@@ -215,7 +216,7 @@ ENGINES: dict[str, Engine] = {
             "attention, low_precision_layernorm, loss_fn fused_crossentropy; composer's trainer"
         ),
     ),
-    # Reductions start as buckets fill (overlap_comm), but ZeRO-3 hides only part of its gathers by prefetching.
+    # Reductions start as buckets fill (overlap_comm); prefetching hides only part of the all-gathers of ZeRO-3.
     "deepspeed": replace(
         _ACCELERATE,
         name="deepspeed",

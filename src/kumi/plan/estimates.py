@@ -1,4 +1,4 @@
-"""What the planner says of one layout."""
+"""The planner's estimate of one layout: memory, step time, stages and collectives."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from kumi.spec.layout import Layout
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that one rank of a pipeline stage holds at its peak, by kind.
+    """Bytes of device memory that one rank of a pipeline stage uses, by kind, at the moment of its peak.
 
-    `params`, `grads`, `optimizer` (masters included) stay from step to step. `gathered` is what dividing states costs
-    in passing: whole units, their transfer buffers, whole gradients. `weights` are copies of parameters in the compute
-    dtype; `activations` what all microbatches in flight keep, and what recomputation makes again; `head` the logits
-    and the loss; `buffers` of communication and dispatch; `reserved` what the context, the communication library and
-    the allocator's rounding take. All are those of the fullest moment, so that their sum is the peak.
+    All kinds are taken at the same moment, so that their sum is the peak.
+
+    `params`, `grads`: resident parameters and gradients.
+    `optimizer`: optimizer states, master weights included.
+    `gathered`: transient memory of sharded states: unsharded FSDP units, communication buffers, unsharded gradients.
+    `weights`: copies of parameters in the compute dtype.
+    `activations`: saved activations of all microbatches in flight, and recomputed activations.
+    `head`: logits and loss.
+    `buffers`: communication and token-dispatch buffers.
+    `reserved`: device context, communication library and allocator overhead.
     """
 
     params: int
@@ -36,13 +41,18 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of message that a rank sends in a step.
+    """A collective that a rank takes part in, with the number of times that it runs in a step.
 
-    `kind` is all_gather, reduce_scatter, all_reduce, all_to_all or send; `axis` the mesh axis of its group (or
-    "dp_shard+cp" and the like), of `degree` ranks; `bytes` what one rank holds of the whole tensor (the full tensor
-    for all_gather, reduce_scatter and all_reduce); `count` how many in a step; `when` is the phase: forward, backward,
-    recompute, update. `link` is the slowest link it crosses. `seconds` is what all of them take, `exposed` the part
-    that nothing hides.
+    `kind`: all_gather, reduce_scatter, all_reduce, all_to_all or send.
+    `axis`: the mesh axis of its process group ("tp", "dp_shard", "world", ...).
+    `degree`: ranks of the group.
+    `bytes`: size of the unsharded tensor; for all_to_all and send, the bytes that one rank sends.
+    `count`: occurrences in a step.
+    `when`: the phase: forward, backward, recompute or update.
+    `what`: the tensor that is communicated.
+    `link`: name of the slowest link that the group crosses.
+    `seconds`: time of all occurrences.
+    `exposed`: the seconds that no computation hides.
     """
 
     kind: str
@@ -59,7 +69,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One pipeline stage: `rank` on the pp axis that holds it, its layers [first, last), seconds a microbatch."""
+    """One pipeline stage: its pp `rank`, its layers [first, last), and its seconds per microbatch."""
 
     rank: int
     first: int
@@ -71,12 +81,19 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout needs and how fast it is.
+    """Memory and step time of one layout.
 
-    `memory` has one entry for each rank of the pp axis; `usable` is what a device offers. `time` holds seconds of a
-    step by kind, on the rank that decides its length, and its values add up to `step_seconds`: forward, backward,
-    recompute, tp, cp, ep, pp, dp (each only what is exposed), bubble, optimizer, offload, host. `model_flops` counts
-    attention in full and no recomputation; `uncertainty` is the model's mean error on published runs.
+    `memory`: one entry per pp rank.
+    `usable`: bytes of a device that an estimate may fill.
+    `step_seconds`: seconds of a step.
+    `time`: seconds of a step by kind, on the slowest pp rank; they add up to `step_seconds`. Kinds: forward, backward,
+        recompute, tp, cp, ep, pp, dp (exposed communication only), bubble, optimizer, offload, host.
+    `stages`: the pipeline stages in model order.
+    `collectives`: all communication of a rank in a step.
+    `model_flops`: FLOPs of a step, with attention counted in full and recomputation not at all.
+    `peak_flops`: FLOP/s of a device on its data sheet.
+    `uncertainty`: mean relative error of the planner on published runs.
+    `host_memory`: bytes of host memory that a rank uses for offloading.
     """
 
     layout: Layout
@@ -115,10 +132,10 @@ class Estimate:
         return self.model_flops / (self.step_seconds * self.devices * self.peak_flops)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data, for --json."""
-        found = asdict(self)
-        found["time"] = dict(self.time)
-        return found | {
+        """Return all fields and derived figures as plain data, for --json."""
+        data = asdict(self)
+        data["time"] = dict(self.time)
+        return data | {
             "fits": self.fits,
             "peak_memory": self.peak_memory,
             "mfu": self.mfu,

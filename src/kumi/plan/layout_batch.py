@@ -1,4 +1,7 @@
-"""Many layouts at once, as arrays: the planner's formulas are written on these, for one layout or for millions."""
+"""A batch of layouts, stored as one array per field.
+
+The planner's formulas take a `LayoutBatch`, so that the same code serves one layout and millions of them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ Floats = NDArray[np.float64]
 Numbers = NDArray[Any]
 Bools = NDArray[np.bool_]
 
-# Fields of a layout that hold text, with the words that stand for 0, 1, 2 ...
-WORDS = {"recompute": RECOMPUTE, "schedule": tuple(SCHEDULES), "offload": OFFLOAD, "context": CONTEXT}
+# The values of each text field; an array stores the index of the value.
+CHOICES = {"recompute": RECOMPUTE, "schedule": tuple(SCHEDULES), "offload": OFFLOAD, "context": CONTEXT}
 
-# Fields of a layout that are columns. What is divided otherwise than evenly is said where stages are looked at.
-NAMES = tuple(field.name for field in fields(Layout) if field.name != "stage_layers")
+# The fields of a layout that are stored as arrays. Functions that support uneven stages take `stage_layers` separately.
+COLUMN_NAMES = tuple(field.name for field in fields(Layout) if field.name != "stage_layers")
 
 if TYPE_CHECKING:
 
@@ -30,16 +33,16 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Ints: ...
 
 else:
-    _Columns = make_dataclass("_Columns", [(name, Ints) for name in NAMES], frozen=True)
+    _Columns = make_dataclass("_Columns", [(name, Ints) for name in COLUMN_NAMES], frozen=True)
 
 
-class Columns(_Columns):
-    """Many layouts: each field of `Layout` in `NAMES` as an int64 array, all of one length.
+class LayoutBatch(_Columns):
+    """A batch of layouts: an int64 array of shape (rows,) for each field of `Layout` in `COLUMN_NAMES`.
 
-    Text is its index in `WORDS`, truth 0 or 1, and None -1.
+    Text is stored as its index in `CHOICES`, a bool as 0 or 1, and None as -1.
     """
 
-    # Layers of columns are divided evenly.
+    # Stages of a batch are always even.
     stage_layers: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -55,57 +58,60 @@ class Columns(_Columns):
         return self.pp * self.dp * self.cp * self.tp
 
     def one_of(self, name: str, words: Sequence[str]) -> Bools:
-        """Return whether the field `name`, which holds text, is one of `words`, (rows,)."""
+        """Return whether the text field `name` is one of `words`, (rows,)."""
         if len(words) == 1:
-            return np.asarray(getattr(self, name) == WORDS[name].index(words[0]))
-        matches: Bools = np.array([word in words for word in WORDS[name]])[getattr(self, name)]
+            return np.asarray(getattr(self, name) == CHOICES[name].index(words[0]))
+        matches: Bools = np.array([word in words for word in CHOICES[name]])[getattr(self, name)]
         return matches
 
     def __len__(self) -> int:
         return len(self.pp)
 
-    def each(self, change: Callable[[Ints], Ints]) -> Columns:
-        """The same columns, each changed by `change` (a selection, a repetition)."""
-        return Columns(**{name: change(getattr(self, name)) for name in NAMES})
+    def map_columns(self, change: Callable[[Ints], Ints]) -> LayoutBatch:
+        """Return the batch with `change`, such as a selection of rows, applied to each array."""
+        return LayoutBatch(**{name: change(getattr(self, name)) for name in COLUMN_NAMES})
 
-    def take(self, index: Any) -> Columns:
-        """The rows that `index` (numbers, a mask, a slice) picks."""
-        return self.each(lambda column: column[index])
+    def take(self, index: Any) -> LayoutBatch:
+        """Return the rows that `index` (integers, a mask or a slice) selects."""
+        return self.map_columns(lambda column: column[index])
 
-    def replaced(self, **columns: Ints) -> Columns:
-        """The same rows with some columns replaced by `columns`."""
-        return Columns(**{**vars(self), **columns})
+    def replaced(self, **columns: Ints) -> LayoutBatch:
+        """Return the same rows with the arrays in `columns` replaced."""
+        return LayoutBatch(**{**vars(self), **columns})
 
     def row(self, index: int) -> Layout:
-        """Row `index` as a layout."""
-        return Layout(**{name: _value(name, int(getattr(self, name)[index])) for name in NAMES})
+        """Return row `index` as a `Layout`."""
+        return Layout(**{name: _value(name, int(getattr(self, name)[index])) for name in COLUMN_NAMES})
 
 
-def columns(layouts: Sequence[Layout]) -> Columns:
-    """`layouts` as columns."""
-    return Columns(**{name: np.array([_code(layout, name) for layout in layouts], np.int64) for name in NAMES})
+def batch_layouts(layouts: Sequence[Layout]) -> LayoutBatch:
+    """Return `layouts` as a batch, one row per layout."""
+    return LayoutBatch(
+        **{name: np.array([_code(layout, name) for layout in layouts], np.int64) for name in COLUMN_NAMES}
+    )
 
 
-def joined(parts: Sequence[Columns]) -> Columns:
-    """The rows of all `parts`, one after the other."""
-    return Columns(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in NAMES})
+def concat_layouts(batches: Sequence[LayoutBatch]) -> LayoutBatch:
+    """Concatenate the rows of `batches`."""
+    return LayoutBatch(**{name: np.concatenate([getattr(batch, name) for batch in batches]) for name in COLUMN_NAMES})
 
 
-# What a field holds where a layout does not name it: its type decides how numbers are read.
+# The default of each field; its type decides how a stored number is decoded.
 _DEFAULTS = {field.name: field.default for field in fields(Layout)}
 
 
 def _code(layout: Layout, name: str) -> int:
+    """Return the number that stands for the field `name` of `layout`."""
     value = getattr(layout, name)
-    if name in WORDS:
-        return WORDS[name].index(value)
+    if name in CHOICES:
+        return CHOICES[name].index(value)
     return -1 if value is None else int(value)
 
 
 def _value(name: str, code: int) -> Any:
-    """The inverse of `_code`."""
-    if name in WORDS:
-        return WORDS[name][code]
+    """Return the field value that `code` stands for: the inverse of `_code`."""
+    if name in CHOICES:
+        return CHOICES[name][code]
     if isinstance(_DEFAULTS[name], bool):
         return bool(code)
     return None if code < 0 and _DEFAULTS[name] is None else code

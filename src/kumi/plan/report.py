@@ -14,7 +14,7 @@ from kumi.spec.ledger import num_params
 
 
 @dataclass(frozen=True)
-class Expected:
+class StandardLayout:
     """A standard layout (DDP, FSDP, Megatron-LM, ...) under its usual name, `title`.
 
     An illegal layout has `problems` and no estimate. A legal one has an `estimate`, whether it fits or not; its
@@ -38,7 +38,7 @@ class Report:
     `best`: the estimate of the chosen layout.
     `others`: the runners-up, fastest first.
     `expected`: the standard layouts.
-    `searched`, `fitting`: the number of legal layouts, and of those that fit.
+    `searched`, `fitting`: the number of legal layouts, and the number of legal layouts that fit.
     `timeline`: the pipeline timeline of `best`, if it has a pipeline.
     `front`: the Pareto front over step time, memory and devices.
     `lacking`: layouts faster than `best` that do not fit, fastest first.
@@ -48,7 +48,7 @@ class Report:
     job: Job
     best: Estimate
     others: tuple[Estimate, ...] = ()
-    expected: tuple[Expected, ...] = ()
+    expected: tuple[StandardLayout, ...] = ()
     searched: int = 0
     fitting: int = 0
     timeline: Timeline | None = None
@@ -83,6 +83,7 @@ class Report:
         }
 
 
-def _expected(item: Expected) -> dict[str, Any]:
+def _expected(item: StandardLayout) -> dict[str, Any]:
+    """Return a standard layout as plain data."""
     estimate = None if item.estimate is None else item.estimate.as_dict()
     return {"title": item.title, "layout": asdict(item.layout), "problems": item.problems, "estimate": estimate}

@@ -1,4 +1,4 @@
-"""Plan a job: search its layouts, estimate the standard ones beside the result, and explain a failure."""
+"""Plan a job: search its layouts, estimate the standard layouts for comparison, and explain a failed search."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kumi.errors import FitError, LayoutError
-from kumi.plan.estimate import estimate, timeline_of
+from kumi.plan.estimate import estimate, estimated_timeline
 from kumi.plan.estimates import Estimate
-from kumi.plan.report import Expected, Report
+from kumi.plan.report import Report, StandardLayout
 from kumi.plan.search.candidates import Pins
 from kumi.plan.search.refusal import does_not_fit, why_illegal
 from kumi.plan.search.search_layouts import Found, search
 from kumi.plan.search.select import TRAINED, alone, pinned_layout, trained, unasked
 from kumi.plan.search.sizing import training
 from kumi.plan.search.supported import Unsupported, accepted, none_supported, refuse_unsupported
-from kumi.plan.standard_layouts import expected
+from kumi.plan.standard_layouts import estimate_standard_layouts
 from kumi.spec.job import Job
 
 
@@ -56,17 +56,17 @@ def plan(
         job=job,
         best=best,
         others=tuple(others),
-        expected=tuple(_with_support(job, item, unsupported) for item in expected(job)),
+        expected=tuple(_with_support(job, item, unsupported) for item in estimate_standard_layouts(job)),
         searched=result.count,
         fitting=result.fitting,
-        timeline=timeline_of(job, best),
+        timeline=estimated_timeline(job, best),
         front=result.pareto,
         lacking=_faster_but_too_large(job, result, best),
         training=None if tokens is None else training(tokens, best, job.cluster),
     )
 
 
-def _with_support(job: Job, item: Expected, unsupported: Unsupported | None) -> Expected:
+def _with_support(job: Job, item: StandardLayout, unsupported: Unsupported | None) -> StandardLayout:
     """Return `item` with the reasons why the requested trainer does not support it."""
     if item.estimate is None or unsupported is None:
         return item
@@ -76,7 +76,7 @@ def _with_support(job: Job, item: Expected, unsupported: Unsupported | None) -> 
 def _no_plan(
     job: Job, pinned: Pins, result: Found, fixed: Pins, unsupported: Unsupported | None
 ) -> FitError | LayoutError:
-    """Return the error for a search without a plan: no legal layout, no supported one, or none that fits."""
+    """Return the error for a search without a plan: no layout is legal, supported, or small enough."""
     if not result.count:
         return LayoutError(why_illegal(job, pinned))
     if unsupported is not None and result.pareto:
@@ -87,7 +87,7 @@ def _no_plan(
 def _faster_but_too_large(job: Job, result: Found, best: Estimate) -> tuple[Estimate, ...]:
     """Return at most three layouts that are faster than `best` and do not fit, fastest first.
 
-    They are the found layouts without recomputation and offloading.
+    The candidates are the plans of `result` with recomputation and offloading turned off.
     """
     layouts = {
         replace(plan.layout, recompute="none", recompute_layers=None, offload="none"): None for plan in result.plans

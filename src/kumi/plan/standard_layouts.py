@@ -1,6 +1,6 @@
-"""The standard layouts that guides recommend (DDP, FSDP, DeepSpeed, Megatron-LM, ...), for comparison with the choice.
+"""Standard layouts that guides recommend (DDP, FSDP, DeepSpeed, Megatron-LM, ...), for comparison with the plan.
 
-Each is sized by the guides' own rules.
+Degrees and microbatches follow the guides' rules.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kumi.plan.estimate import estimate, estimate_many
-from kumi.plan.memory.device_memory import usable
-from kumi.plan.report import Expected
+from kumi.plan.memory.device_memory import usable_memory
+from kumi.plan.report import StandardLayout
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import divisors, problems
 from kumi.spec.job import Job
@@ -19,12 +19,12 @@ from kumi.spec.ledger import kind_ops, num_params
 from kumi.spec.sharding import AXIS
 
 # Matmuls of more tokens than this are no faster; a larger microbatch only takes memory.
-MICROBATCH_TOKENS = 32768
+_MICROBATCH_TOKENS = 32768
 # Megatron-LM users size TP x PP so that the states fill this share of a device: 6 bytes per parameter, and 12 sharded.
-STATES_SHARE = 0.6
+_STATES_SHARE = 0.6
 
 
-def expected_layouts(job: Job) -> list[tuple[str, Layout]]:
+def standard_layouts(job: Job) -> list[tuple[str, Layout]]:
     """Return (title, layout) of the standard layouts for the job's machines, whether they are legal and fit or not."""
     layouts = _one_device(job) if job.cluster.devices == 1 else _many_devices(job)
     return [(title, replace(layout, microbatch=_microbatch(job.batch, layout))) for title, layout in layouts]
@@ -70,7 +70,7 @@ def _largest_tp(job: Job) -> int:
 
 
 def _megatron(job: Job) -> Layout:
-    """Return the smallest tp x pp whose states fill at most `STATES_SHARE` of a device.
+    """Return the smallest tp x pp whose states fill at most `_STATES_SHARE` of a device.
 
     tp grows to the size of a node before pp does.
     """
@@ -81,46 +81,46 @@ def _megatron(job: Job) -> Layout:
     ]
     for tp, pp in model_axes:
         rest = devices // (tp * pp)
-        if num_params(job.model) / (tp * pp) * (6 + 12 / rest) <= STATES_SHARE * memory:
+        if num_params(job.model) / (tp * pp) * (6 + 12 / rest) <= _STATES_SHARE * memory:
             break
     return Layout(tp=tp, pp=pp, dp_shard=rest, zero=1 if rest > 1 else 0)
 
 
 def _microbatch(batch: BatchSpec, layout: Layout) -> int:
-    """Return the largest divisor of a rank's sequences with at most `MICROBATCH_TOKENS` tokens, at least 1."""
+    """Return the largest divisor of a rank's sequences with at most `_MICROBATCH_TOKENS` tokens, at least 1."""
     sequences = max(1, batch.sequences // layout.dp)
-    return max(size for size in divisors(sequences) if size == 1 or size * batch.seq_len <= MICROBATCH_TOKENS)
+    return max(size for size in divisors(sequences) if size == 1 or size * batch.seq_len <= _MICROBATCH_TOKENS)
 
 
-def expected(job: Job) -> tuple[Expected, ...]:
-    """Estimate the standard layouts, each with the microbatch and recomputation that are fastest and fit.
+def estimate_standard_layouts(job: Job) -> tuple[StandardLayout, ...]:
+    """Estimate each standard layout with the fastest microbatch and recomputation that fit.
 
-    If none fits, take those with the least memory.
+    If none fits, use those with the least memory.
     """
     layouts = [
-        (title, layout, problems(job.model, layout, job.cluster, job.batch)) for title, layout in expected_layouts(job)
+        (title, layout, problems(job.model, layout, job.cluster, job.batch)) for title, layout in standard_layouts(job)
     ]
     legal = [_variants(layout) for _, layout, reasons in layouts if not reasons]
-    picked = iter(_picked(job, legal))
+    best = _best_of_groups(job, legal)
     return tuple(
-        Expected(title, layout, tuple(reasons)) if reasons else _estimated(job, title, next(picked))
+        StandardLayout(title, layout, tuple(reasons)) if reasons else _estimated(job, title, next(best))
         for title, layout, reasons in layouts
     )
 
 
-def _estimated(job: Job, title: str, layout: Layout) -> Expected:
-    return Expected(title, layout, estimate=estimate(job, layout))
+def _estimated(job: Job, title: str, layout: Layout) -> StandardLayout:
+    return StandardLayout(title, layout, estimate=estimate(job, layout))
 
 
-def _picked(job: Job, groups: list[list[Layout]]) -> Iterator[Layout]:
-    """Yield the fastest layout of each group that fits, else the one with the least memory.
+def _best_of_groups(job: Job, groups: list[list[Layout]]) -> Iterator[Layout]:
+    """Yield the fastest layout of each group that fits, or the layout with the least memory if none fits.
 
     All layouts are estimated in one call.
     """
     layouts = [layout for group in groups for layout in group]
     if not layouts:
         return
-    estimates, capacity, start = estimate_many(job, layouts), usable(job.cluster.device), 0
+    estimates, capacity, start = estimate_many(job, layouts), usable_memory(job.cluster.device), 0
     for group in groups:
         rows = range(start, start + len(group))
         fitting = [row for row in rows if estimates.memory[row] <= capacity]
@@ -134,6 +134,6 @@ def _picked(job: Job, groups: list[list[Layout]]) -> Iterator[Layout]:
 
 
 def _variants(layout: Layout) -> list[Layout]:
-    """Return `layout` with every recomputation and every smaller microbatch."""
+    """Return `layout` with each kind of recomputation and each divisor of its microbatch."""
     sizes = divisors(layout.microbatch)
     return [replace(layout, recompute=how, microbatch=size) for size in sizes for how in RECOMPUTE]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kumi.plan.estimates import Estimate
-from kumi.plan.report import Expected, Report
+from kumi.plan.report import Report, StandardLayout
 from kumi.report import phrases
 from kumi.report.bottleneck import links_apart
 from kumi.report.quantities import Gap, gap, needs, spent
@@ -42,7 +42,7 @@ def _trainer(report: Report) -> Iterator[str]:
     )
 
 
-def verdict(item: Expected, best: Estimate) -> str:
+def verdict(item: StandardLayout, best: Estimate) -> str:
     """Return one sentence that compares a standard layout with the chosen one."""
     if item.estimate is None:
         return f"Refused: {'; '.join(item.problems)}."
@@ -73,19 +73,19 @@ def same(first: Layout, second: Layout) -> bool:
     )
 
 
-def _plain(item: Expected) -> bool:
+def _plain(item: StandardLayout) -> bool:
     """Return True if every device holds a full replica of the model and its states."""
     layout = item.layout
     return layout.pp * layout.tp * layout.cp * layout.ep == 1 and layout.zero == 0 and layout.offload == "none"
 
 
-def _sharded(item: Expected) -> bool:
+def _sharded(item: StandardLayout) -> bool:
     """Return True if the layout is FSDP (ZeRO-3) over all devices, without offloading."""
     layout = item.layout
     return layout.zero == 3 and layout.dp_shard == layout.world_size and layout.offload == "none"
 
 
-def _find(report: Report, accepts: Callable[[Expected], bool]) -> Estimate | None:
+def _find(report: Report, accepts: Callable[[StandardLayout], bool]) -> Estimate | None:
     return next((item.estimate for item in report.expected if accepts(item) and item.estimate is not None), None)
 
 
@@ -162,7 +162,7 @@ def _size(report: Report) -> Iterator[str]:
         )
 
 
-def _three_d(item: Expected) -> bool:
+def _three_d(item: StandardLayout) -> bool:
     """Return True if the layout has tensor or pipeline parallelism and at most ZeRO-1."""
     return item.layout.tp * item.layout.pp > 1 and item.layout.zero <= 1
 

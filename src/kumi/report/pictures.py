@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kumi.plan.report import Expected, Report
+from kumi.plan.report import Report, StandardLayout
 from kumi.report import palette, phrases, svg
 from kumi.report.pipeline_picture import timelines
 from kumi.report.quantities import Traffic, fullest, memory_kinds, pick, stage_groups, time_kinds, traffic, weighty
@@ -165,7 +165,7 @@ def _links_description(rows: Sequence[Traffic], step: float) -> str:
 def expected(report: Report) -> str:
     """Draw the step times of the chosen layout and of the standard ones, with those that cannot run."""
     best = report.best
-    rows = [Expected("Chosen", best.layout, estimate=best), *report.expected]
+    rows = [StandardLayout("Chosen", best.layout, estimate=best), *report.expected]
     left = 14 + max(svg.width_of(row.title) for row in rows)
     most = max(row.estimate.step_seconds for row in rows if row.estimate is not None)
     scale = (svg.RIGHT - left - 190) / most
@@ -187,7 +187,7 @@ def expected(report: Report) -> str:
     return svg.picture("expected", "Standard layouts for comparison", description, top + 12 + ROW * len(rows), marks)
 
 
-def _outcome(item: Expected) -> str:
+def _outcome(item: StandardLayout) -> str:
     if item.estimate is None:
         return "refused"
     return phrases.seconds(item.estimate.step_seconds) if item.fits else "does not fit"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kumi.plan.time.collective_times import ring
+from kumi.plan.time.collective_times import ring_bandwidth_latency
 from kumi.report.phrases import plural, rate
 from kumi.spec.checks import divisors
 from kumi.spec.layout import AXES
@@ -96,7 +96,9 @@ def _placed(cluster: ClusterSpec, item: Axis) -> AxisPlace:
     if crossed is not None:
         name, bandwidth = crossed.name, crossed.bandwidth
     if crossed is not None and item.name not in NO_RING:
-        ring_bandwidth = float(ring(cluster, np.array([float(item.stride)]), np.array([float(item.degree)]))[0][0])
+        ring_bandwidth = float(
+            ring_bandwidth_latency(cluster, np.array([float(item.stride)]), np.array([float(item.degree)]))[0][0]
+        )
     across = leaves_node(cluster, item)
     return AxisPlace(item.name, item.degree, item.stride, item.group(0), across, name, bandwidth, ring_bandwidth)
 

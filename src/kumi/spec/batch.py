@@ -26,5 +26,5 @@ class BatchSpec:
     def microbatches(self, layout: Any) -> Any: ...
     def microbatches(self, layout: Any) -> Any:
         """Return the forward-backward units that each data-parallel rank runs in a step: an int for one layout, an
-        array for `kumi.plan.layout_batch.Columns`."""
+        array for `kumi.plan.layout_batch.LayoutBatch`."""
         return self.sequences // (layout.dp * layout.microbatch)

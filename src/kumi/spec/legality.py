@@ -18,7 +18,7 @@ ILLEGAL, UNTRAINED = "illegal", "untrained"
 class Rule:
     """One condition on a layout.
 
-    `holds(x)` takes a `Layout` and returns a bool, or takes `kumi.plan.layout_batch.Columns` and returns an array of
+    `holds(x)` takes a `Layout` and returns a bool, or a `kumi.plan.layout_batch.LayoutBatch` and returns an array of
     them (or one bool for all rows). So it uses what both have: fields, `dp`, `world_size` and `one_of`, and operators
     that mean the same for numbers and arrays: no `and`, `or`, `not` or `~` on what may be an array. `say(layout)` is
     the sentence of a layout that breaks it. `about` names what the rule is about, and `after` what must be in order

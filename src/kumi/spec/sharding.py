@@ -151,7 +151,7 @@ def stage_bounds(layout: Layout, layers: int) -> tuple[tuple[int, int], ...]:
 
 def rank_layers(layout: Any, layers: int, rank: Any) -> Any:
     """Return how many of `layers` pp rank `rank` has, over all its stages. `layout` is a `Layout`, or
-    `kumi.plan.layout_batch.Columns` with an array of ranks."""
+    `kumi.plan.layout_batch.LayoutBatch` with an array of ranks."""
     if layout.stage_layers:
         return sum(layout.stage_layers[stage] for stage in placement(layout.schedule, layout.pp, layout.stages)[rank])
     pp, stages = layout.pp, layout.stages

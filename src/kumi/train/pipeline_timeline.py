@@ -6,7 +6,7 @@ import json
 
 from kumi.config import ResolvedRun
 from kumi.files.output import write_text
-from kumi.plan.estimate import timeline_of
+from kumi.plan.estimate import estimated_timeline
 from kumi.plan.pipeline.timeline import Timeline
 from kumi.report.pipeline_picture import compared
 from kumi.report.trace import trace
@@ -17,7 +17,7 @@ def write_timeline(measured: Timeline | None, run: ResolvedRun, step: int) -> No
     nothing on the others. What was planned is left out where the device's speed is not known."""
     if measured is None:
         return
-    planned = timeline_of(run.job, run.estimate) if run.step_seconds is not None else None
+    planned = estimated_timeline(run.job, run.estimate) if run.step_seconds is not None else None
     file = run.out / f"pipeline-step-{step}.json"
     write_text(file, json.dumps(trace(measured, planned)) + "\n")
     write_text(file.with_suffix(".svg"), compared(measured, planned, "pipeline"))

@@ -1,1 +1,1 @@
-"""Bytes of device memory that a rank needs: states, activations, buffers."""
+"""Device memory of a rank: states, activations, buffers."""

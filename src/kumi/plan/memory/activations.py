@@ -1,9 +1,9 @@
-"""What a microbatch leaves on a rank between its forward and its backward, and what its backward makes besides.
+"""Activation memory per token: saved between forward and backward pass, and transient in the backward pass.
 
-The ledger says which tensors every operation keeps when its kernels are as sparing as kumi's; an engine that works
-otherwise keeps more. On a rank, dims that tp cuts are divided by it, the rest by tp only under sequence parallelism,
-all by cp. For a GPT layer in 16 bits with dropout and scores held in memory this comes to the 34 + 5as/h bytes a token
-and hidden element of Korthikanti et al., 2022, arXiv:2205.05198, equation 1.
+The ledger lists the tensors that every operation saves with kernels as economical as kumi's; other engines save more.
+On a rank, dims sharded by tp are divided by tp, other dims by tp only under sequence parallelism, and all by cp. For a
+GPT layer in 16 bits with dropout and materialized attention scores the sum is the 34 + 5as/h bytes per token and hidden
+element of Korthikanti et al., 2022, arXiv:2205.05198, equation 1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from kumi.plan.layout_batch import Columns, Floats, Ints
-from kumi.plan.unique_rows import distinct
+from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
+from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
 from kumi.spec.op import Activation, Dim, Op
@@ -22,178 +22,200 @@ from kumi.spec.precision import ITEMSIZE
 from kumi.spec.sharding import AXIS, cut, style
 from kumi.spec.techniques import is_tiled
 
-# Operations whose results `recompute = "selective"` keeps: they took a matrix product, or communication.
-PRODUCTS = ("linear", "lora", "attention", "scan", "router", "dispatch", "combine")
+# Operations that `recompute = "selective"` does not recompute: matmuls and communication.
+_EXPENSIVE_KINDS = ("linear", "lora", "attention", "scan", "router", "dispatch", "combine")
 
-# Tensors in float32, of the size of what goes in, that the backward of a gated norm holds at a time.
-WIDE = 3
+# Float32 tensors of the input's size that the backward pass of a gated norm has alive at a time.
+_GATED_NORM_FLOAT32 = 3
 
-# Attention that writes the scores to memory.
-HOLDS_SCORES = ("fused-softmax", "eager")
+# Attention implementations that write the scores to memory.
+_MATERIALIZES_SCORES = ("fused-softmax", "eager")
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Bytes a token of one layer, (rows,) each: what it keeps for its backward without recomputation (`none`), with
-    `selective` and with `full`; what the backward makes again (`again_selective`, `again_full`); and the gradients
-    that it holds at a time (`gradients`)."""
+class LayerActivations:
+    """Activation bytes per token of one layer, (rows,) each.
+
+    `none`, `selective`, `full`: saved for the backward pass, by kind of recomputation.
+    `recomputed_selective`, `recomputed_full`: recomputed in the backward pass.
+    `gradients`: activation gradients that are alive at a time in the backward pass.
+    """
 
     none: Floats
     selective: Floats
     full: Floats
-    again_selective: Floats
-    again_full: Floats
+    recomputed_selective: Floats
+    recomputed_full: Floats
     gradients: Floats
 
-    def take(self, index: Ints) -> Kept:
-        return Kept(*(getattr(self, field.name)[index] for field in fields(self)))
+    def take(self, index: Ints) -> LayerActivations:
+        """Return the rows numbered `index`."""
+        return LayerActivations(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """`Kept` of every kind of layer, and bytes a token that the embedding and the head keep, and of what passes from
-    one layer to the next (`boundary`), (rows,) each."""
+class ModelActivations:
+    """Activation bytes per token of the parts of a model, (rows,) each.
 
-    layers: tuple[Kept, ...]
+    `layers`: one entry for each kind of layer.
+    `embedding`, `head`: saved by the embedding and the head.
+    `boundary`: size of the hidden state between two layers.
+    """
+
+    layers: tuple[LayerActivations, ...]
     embedding: Floats
     head: Floats
     boundary: Floats
 
 
-def ledger(job: Job, x: Columns) -> Ledger:
-    """What the parts of the model keep on a rank of every row, each token that the rank sees counted once."""
-    first, index = distinct(x.tp, x.expert_tp, x.sequence_parallel, x.tiles)
-    rank, model = _Rank(job, x.take(first)), job.model
-    layers = [rank.layer(ops) for ops in kind_ops(model)]
-    embedding, head = (rank.total(rank.saved, ops)[index] for ops in (embedding_ops(model), head_ops(model)))
-    return Ledger(tuple(one.take(index) for one in layers), embedding, head, layers[0].full[index])
+def model_activations(job: Job, layouts: LayoutBatch) -> ModelActivations:
+    """Return the activation bytes of all parts of the model on a rank, per token that the rank processes."""
+    first, index = unique_rows(layouts.tp, layouts.expert_tp, layouts.sequence_parallel, layouts.tiles)
+    sizes, model = _ActivationSizes(job, layouts.take(first)), job.model
+    layers = [sizes.layer(ops).take(index) for ops in kind_ops(model)]
+    embedding, head = (sizes.total(sizes.saved, ops)[index] for ops in (embedding_ops(model), head_ops(model)))
+    return ModelActivations(tuple(layers), embedding, head, layers[0].full)
 
 
-class _Rank:
-    """Sizes of tensors on a rank of every row."""
+class _ActivationSizes:
+    """Bytes per token of activations on a rank, (rows,).
 
-    def __init__(self, job: Job, x: Columns) -> None:
+    `outside_tp`: the number of ranks that share activations between the tensor-parallel matmuls.
+    """
+
+    def __init__(self, job: Job, layouts: LayoutBatch) -> None:
         self.job, self.engine = job, job.engine
-        self.tp, self.expert_tp = x.tp.astype(np.float64), x.expert_tp.astype(np.float64)
-        self.outside = np.where(x.sequence_parallel > 0, self.tp, 1.0)
-        self.tiles = x.tiles.astype(np.float64)
-        self.compute = job.itemsize
-        self.sizes = {**ITEMSIZE, "compute": self.compute}
+        self.tp, self.expert_tp = layouts.tp.astype(np.float64), layouts.expert_tp.astype(np.float64)
+        self.outside_tp = np.where(layouts.sequence_parallel > 0, self.tp, 1.0)
+        self.tiles = layouts.tiles.astype(np.float64)
+        self.itemsize = job.itemsize
+        self.itemsizes = {**ITEMSIZE, "compute": self.itemsize}
 
-    def layer(self, ops: Sequence[Op]) -> Kept:
-        """`Kept` of a layer with these operations."""
-        every, inputs = self.total(self.saved, ops), self.compute * self.numel((ops[0].source,))
-        results, inside = self.total(self.result, self._spared(ops)), self.total(self.scores, ops)
+    def layer(self, ops: Sequence[Op]) -> LayerActivations:
+        """Return the activations of a layer with operations `ops`."""
+        saved, inputs = self.total(self.saved, ops), self.itemsize * self.numel((ops[0].source,))
         if self.engine.selective == "attention":
-            selective, again = every - inside, inside
+            recomputed = self.total(self.scores, ops)
+            selective = saved - recomputed
         else:
-            selective = inputs + results
-            again = self.total(self.result, self._cheap(ops)) + self.total(self.extra, ops)
-        gradients = np.max([self.gradient(op) for op in ops], axis=0)
-        return Kept(every, selective, inputs, again, every, gradients)
+            selective = inputs + self.total(self.output, self._not_recomputed(ops))
+            recomputed = self.total(self.output, self._recomputed(ops)) + self.total(self.engine_saved, ops)
+        gradients = np.max([self.gradients(op) for op in ops], axis=0)
+        return LayerActivations(saved, selective, inputs, recomputed, saved, gradients)
 
-    def _spared(self, ops: Sequence[Op]) -> list[Op]:
-        """The operations whose results selective recomputation keeps."""
+    def _not_recomputed(self, ops: Sequence[Op]) -> list[Op]:
+        """Return the operations whose outputs selective recomputation saves."""
         if self.engine.selective == "products":
-            return [op for op in ops if op.kind in PRODUCTS]
-        # Products of many experts at once are no products to it.
+            return [op for op in ops if op.kind in _EXPENSIVE_KINDS]
+        # Grouped matmuls of experts do not count as matmuls here.
         linears = [op for op in ops if op.kind == "linear" and not op.experts]
         return [*linears[::2], *(op for op in ops if op.kind == "attention")]
 
-    def _cheap(self, ops: Sequence[Op]) -> list[Op]:
-        spared = self._spared(ops)
-        return [op for op in ops if op not in spared]
+    def _recomputed(self, ops: Sequence[Op]) -> list[Op]:
+        """Return the operations that selective recomputation runs in the backward pass."""
+        saved = self._not_recomputed(ops)
+        return [op for op in ops if op not in saved]
 
     def total(self, size: Callable[[Op], Floats], ops: Iterable[Op]) -> Floats:
-        found = np.zeros_like(self.tp)
+        """Return the sum of `size(op)` over `ops`."""
+        total = np.zeros_like(self.tp)
         for op in ops:
-            found = found + size(op)
-        return found
+            total = total + size(op)
+        return total
 
     def saved(self, op: Op) -> Floats:
-        """Bytes a token that `op` keeps for its backward."""
-        whole = self.engine.gathered_inputs and style(op) == "column" and not op.experts
-        own = self._bytes(op.saved, at_home=not op.experts) * (self.outside if whole else 1.0)
+        """Return the bytes that `op` saves for its backward pass."""
+        gathered = self.engine.gathered_inputs and style(op) == "column" and not op.experts
+        tensors = self._bytes(op.saved, at_experts=bool(op.experts)) * (self.outside_tp if gathered else 1.0)
         if is_tiled(self.job.model, op) and op.source.name == "ffn":
-            own = np.where(self.tiles > 1, 0.0, own)  # of tiles only the input is kept
-        return own + self.extra(op) + self.scores(op)
+            tensors = np.where(self.tiles > 1, 0.0, tensors)  # tiles save their input only
+        return tensors + self.engine_saved(op) + self.scores(op)
 
-    def extra(self, op: Op) -> Floats:
-        """Bytes a token that op-by-op differentiation and dropout keep of `op` beyond the ledger."""
-        found = []
+    def engine_saved(self, op: Op) -> Floats:
+        """Return the bytes that the engine saves beyond the ledger: op-by-op differentiation and dropout masks."""
+        tensors = []
         if op.kind in self.engine.autograd:
-            found.append(Activation((op.source,), "float32") if op.kind == "norm" else op.saved[0])
+            tensors.append(Activation((op.source,), "float32") if op.kind == "norm" else op.saved[0])
         if self.engine.dropout and op.kind in ("add", "embedding"):
-            found.append(Activation((op.target,), "uint8"))
-        return self._bytes(found, at_home=not op.experts)
+            tensors.append(Activation((op.target,), "uint8"))
+        return self._bytes(tensors, at_experts=bool(op.experts))
 
-    def _bytes(self, kept: Iterable[Activation], *, at_home: bool) -> Floats:
-        found = np.zeros_like(self.tp)
-        for one in kept:
-            found = found + self.sizes[one.dtype] * self.numel(one.dims, at_home=at_home)
-        return found
+    def _bytes(self, tensors: Iterable[Activation], *, at_experts: bool) -> Floats:
+        """Return the bytes of `tensors`; `at_experts` as in `numel`."""
+        total = np.zeros_like(self.tp)
+        for tensor in tensors:
+            total = total + self.itemsizes[tensor.dtype] * self.numel(tensor.dims, at_experts=at_experts)
+        return total
 
     def scores(self, op: Op) -> Floats:
-        """Bytes a token of the attention scores that are held in memory: a row of the sequence's length for every head.
+        """Return the bytes of materialized attention scores: seq_len elements for each head.
 
-        A fused softmax keeps its result; otherwise it keeps that in float32, and what it is rounded to. Dropout keeps
-        its mask and its result.
+        A fused softmax saves its output. An unfused softmax saves its float32 output and the rounded copy. Dropout
+        saves its mask and its output.
         """
-        if op.kind != "attention" or self.engine.attention not in HOLDS_SCORES:
+        if op.kind != "attention" or self.engine.attention not in _MATERIALIZES_SCORES:
             return np.zeros_like(self.tp)
-        each = self.compute if self.engine.attention == "fused-softmax" else ITEMSIZE["float32"] + self.compute
-        each += (1 + self.compute) * self.engine.dropout
+        fused = self.engine.attention == "fused-softmax"
+        itemsize = self.itemsize if fused else ITEMSIZE["float32"] + self.itemsize
+        itemsize += (1 + self.itemsize) * self.engine.dropout
         heads = cut(Dim("heads", op.heads), self.tp)
-        found: Floats = each * self.job.batch.seq_len * heads
-        return found
+        scores: Floats = itemsize * self.job.batch.seq_len * heads
+        return scores
 
-    def result(self, op: Op) -> Floats:
-        """Bytes a token of what `op` returns; attention returns the log-sum-exp of its scores, too."""
-        beside = [one for one in op.saved if op.kind == "attention" and one.dtype == "float32"]
-        return self.compute * self._rows(op, op.target) + self._bytes(beside, at_home=not op.experts)
+    def output(self, op: Op) -> Floats:
+        """Return the bytes of the output of `op`; attention also returns the log-sum-exp of its scores."""
+        statistics = [tensor for tensor in op.saved if op.kind == "attention" and tensor.dtype == "float32"]
+        output = self.itemsize * self._numel_of_passes(op, op.target)
+        return output + self._bytes(statistics, at_experts=bool(op.experts))
 
-    def gradient(self, op: Op) -> Floats:
-        """Bytes a token of the gradients of what `op` takes and returns, and of the residual stream."""
-        others = 1 + op.kv_size / op.source.size
-        inputs = {"gate": 2, "gated_norm": 2, "attention": others, "scan": others}.get(op.kind, 1)
-        found: Floats = self.compute * (inputs * self._rows(op, op.source) + self._rows(op, op.target))
+    def gradients(self, op: Op) -> Floats:
+        """Return the bytes of activation gradients that the backward pass of `op` has alive at a time.
+
+        These are the gradients of its inputs and outputs, and float32 intermediates.
+        """
+        attention_inputs = 1 + op.kv_size / op.source.size
+        inputs = {"gate": 2, "gated_norm": 2, "attention": attention_inputs, "scan": attention_inputs}.get(op.kind, 1)
+        source, target = (self._numel_of_passes(op, dim) for dim in (op.source, op.target))
+        total: Floats = self.itemsize * (inputs * source + target)
         if op.kind == "gate" and is_tiled(self.job.model, op):
-            # A tile's three results are made again.
-            found = found + np.where(self.tiles > 1, 3 * self.compute * self._rows(op, op.source), 0.0)
+            # Three outputs of a tile are recomputed.
+            total = total + np.where(self.tiles > 1, 3 * self.itemsize * source, 0.0)
         if op.kind == "gated_norm":
-            found = found + WIDE * ITEMSIZE["float32"] * self._rows(op, op.source)
+            total = total + _GATED_NORM_FLOAT32 * ITEMSIZE["float32"] * source
         if op.kind == "scan":
-            # The states at the chunks' beginnings, in float32.
+            # The float32 states at chunk boundaries.
             size = op.kv_size // (2 * op.source.count)
-            found = found + ITEMSIZE["float32"] * self.numel((op.source,)) * size / op.chunk
-        return found + self._score_gradients(op)
+            total = total + ITEMSIZE["float32"] * self.numel((op.source,)) * size / op.chunk
+        return total + self._score_gradients(op)
 
     def _score_gradients(self, op: Op) -> Floats:
-        """Of the scores and of their softmax, in float32 where that is not fused."""
-        held = self.scores(op) > 0
-        each = self.compute if self.engine.attention == "fused-softmax" else ITEMSIZE["float32"]
-        return np.where(held, 2.0 * each * self.job.batch.seq_len * cut(Dim("heads", op.heads), self.tp), 0.0)
+        """Return the bytes of the gradients of scores and softmax, in float32 unless the softmax is fused."""
+        materialized = self.scores(op) > 0
+        itemsize = self.itemsize if self.engine.attention == "fused-softmax" else ITEMSIZE["float32"]
+        heads = cut(Dim("heads", op.heads), self.tp)
+        return np.where(materialized, 2.0 * itemsize * self.job.batch.seq_len * heads, 0.0)
 
-    def _rows(self, op: Op, dim: Dim) -> Floats:
-        """Elements a token of what `op` takes or returns in `dim`, all its passes together."""
+    def _numel_of_passes(self, op: Op, dim: Dim) -> Floats:
+        """Return the elements per token of an input or output of `op` along `dim`, in all passes of the token."""
         passes = (Dim("routed", int(op.passes)),) if op.passes > 1 else ()
         tiles = self.tiles if dim.name == "ffn" and is_tiled(self.job.model, op) else 1.0
-        return self.numel((*passes, dim), at_home=not op.experts) / tiles
+        return self.numel((*passes, dim), at_experts=bool(op.experts)) / tiles
 
-    def numel(self, dims: tuple[Dim, ...], *, at_home: bool = True) -> Floats:
-        """Elements a token of a tensor with `dims`.
+    def numel(self, dims: tuple[Dim, ...], *, at_experts: bool = False) -> Floats:
+        """Return the elements per token of a tensor with `dims` on a rank.
 
-        A leading "routed" stands for a row for every expert that a token goes to. At the experts, the rows of all
-        ranks that cut them meet; balanced, a rank has expert_tp / tp times as many as tokens are routed.
+        A leading dim "routed" counts the experts that a token is routed to. With `at_experts`, tokens have been
+        dispatched: the ranks that shard an expert along expert_tp all have its tokens, so that with balanced routing a
+        rank has expert_tp / tp times the routed tokens.
         """
-        found, inside = np.ones_like(self.tp), False
+        numel, sharded = np.ones_like(self.tp), False
         routed = bool(dims) and dims[0].name == "routed"
         for dim in dims:
-            is_cut = AXIS.get(dim.name) == "tp"
-            found = found * (cut(dim, self.tp) if is_cut else dim.size)
-            inside = inside or is_cut
-        if inside:
-            return found
+            along_tp = AXIS.get(dim.name) == "tp"
+            numel = numel * (cut(dim, self.tp) if along_tp else dim.size)
+            sharded = sharded or along_tp
+        if sharded:
+            return numel
         if routed:
-            return found * (1.0 if at_home else self.expert_tp) / self.tp
-        return found / self.outside
+            return numel * (self.expert_tp if at_experts else 1.0) / self.tp
+        return numel / self.outside_tp

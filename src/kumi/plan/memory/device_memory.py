@@ -1,10 +1,11 @@
-"""How many bytes of device memory a rank needs, by kind.
+"""Device memory of a rank in bytes, by kind.
 
-    states (`kumi.plan.memory.states`) + what microbatches keep (`kumi.plan.memory.activations`) + logits + buffers +
-    what the allocator and the libraries take besides
+    states (`kumi.plan.memory.states`) + activations (`kumi.plan.memory.activations`) + logits + buffers
+    + libraries and allocator overhead
 
-Formulas are written on `Columns`, for millions of layouts or for one. The loss, where logits are held, the backward of
-a layer, where its gradients and what is recomputed are, and the end of the backward do not meet: the fullest counts.
+The formulas take a `LayoutBatch`, for one layout or millions. Memory can peak at three moments of a step: the loss,
+with the logits; the backward pass of a layer, with its gradients and recomputed activations; and the end of the
+backward pass. The estimate is the largest of the three.
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kumi.plan.context_traffic import gradient_itemsize
+from kumi.plan.context_traffic import kv_grad_itemsize
 from kumi.plan.estimates import MemoryEstimate
-from kumi.plan.layout_batch import WORDS, Columns, Floats, Ints, columns
-from kumi.plan.memory.activations import Kept, Ledger, ledger
-from kumi.plan.memory.states import Gathered, Held, divided, gathered, held, state_bytes, update_bytes
+from kumi.plan.layout_batch import CHOICES, Bools, Floats, Ints, LayoutBatch, batch_layouts
+from kumi.plan.memory.activations import LayerActivations, ModelActivations, model_activations
+from kumi.plan.memory.states import (
+    RankParams,
+    UnshardedBytes,
+    num_shards,
+    rank_params,
+    resident_state_bytes,
+    unsharded_bytes,
+    update_copy_bytes,
+)
 from kumi.plan.pipeline.stages import Share, share
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
@@ -30,310 +39,372 @@ from kumi.spec.schedules import FORWARDS_FIRST
 from kumi.spec.sharding import cut
 from kumi.spec.techniques import BUCKET, ROOMS
 
-NONE, FULL = (WORDS["recompute"].index(word) for word in ("none", "full"))
+_NONE, _FULL = (CHOICES["recompute"].index(name) for name in ("none", "full"))
 
-# What PyTorch's allocator reserves beyond what is allocated, as a share of what comes and goes in a step, by the
-# engine's kernels: blocks are rounded up, and pieces between them stay free; states are allocated once. torchtitan's
-# documents of December 2024 and its commits 808 and 822 have three layouts, compiled (0.08, 0.10, 0.13) and op by op
-# (0.17, 0.20, 0.20). Of all that is allocated it was 0.028 to 0.093 in 43 runs of fused kernels on B200 (SimuMax 1.2).
-ROUNDING = {"eager": 0.18, "fused": 0.10, "compiled": 0.10}
-STATES = ("params", "grads", "optimizer")
+# Memory that PyTorch's allocator reserves beyond the allocated memory, as a share of transient memory, by the engine's
+# kernels. Blocks are rounded up and free space between them is fragmented; states are allocated once and do not count.
+# torchtitan's documents of December 2024 and its commits 808 and 822 have three layouts, compiled (0.08, 0.10, 0.13)
+# and op by op (0.17, 0.20, 0.20). As a share of all allocated memory it was 0.028 to 0.093 in 43 runs of fused kernels
+# on B200 (SimuMax 1.2).
+ALLOCATOR_OVERHEAD = {"eager": 0.18, "fused": 0.10, "compiled": 0.10}
+_STATES = ("params", "grads", "optimizer")
 
-# Bytes that NCCL takes for a group of ranks: 544 MB for two A100 and 688 MB for more (NVIDIA/nccl issue 964), and for
-# one whose ranks all send to all, 3.3 GB on eight H100 (issue 1685). They lie outside of the allocator.
-GROUP, ALL_TO_ALL_GROUP = 0.65e9, 3.3e9
+# Bytes of NCCL's buffers for a process group, outside the allocator: 544 MB for two A100 and 688 MB for more
+# (NVIDIA/nccl issue 964). A group that runs all-to-all takes 3.3 GB on eight H100 (issue 1685).
+_GROUP_BYTES, _ALL_TO_ALL_GROUP_BYTES = 0.65e9, 3.3e9
 
-# Share of a device's memory that an estimate may fill: of 3,700 published runs whose tables say how they were laid out,
-# 1.5 % were estimated above it, and of 263 layouts that ran out of memory 92 % (benchmarks/planner_accuracy.py).
-USABLE = 0.98
-
-Words = NDArray[np.str_]
+# Share of a device's memory that an estimate may fill: of 3,700 published runs whose tables state their layout, 1.5 %
+# were estimated above it, and of 263 layouts that ran out of memory 92 % (benchmarks/planner_accuracy.py).
+USABLE_SHARE = 0.98
 
 
-def usable(device: Device) -> int:
-    """Bytes of `device` that an estimate may fill."""
-    return int(USABLE * device.memory)
+def usable_memory(device: Device) -> int:
+    """Return the bytes of `device` that an estimate may fill."""
+    return int(USABLE_SHARE * device.memory)
 
 
 @dataclass(frozen=True)
-class Content:
-    """What a rank has whatever is recomputed and offloaded: its parameters, what the parts of the model keep, bytes of
-    its states and of the update at the end of a step, what passes through it, buffers, and what libraries hold."""
+class InvariantMemory:
+    """The parts of a rank's memory that depend neither on recomputation nor on offloading.
 
-    own: Held
-    kept: Ledger
+    `params`: sizes of the rank's parameters.
+    `activations`: activation bytes per token of the parts of the model.
+    `states`: resident bytes of parameters, gradients and optimizer states.
+    `update`: transient bytes of the optimizer update.
+    `unsharded`: transient bytes of sharded states.
+    `buffers`: bytes of communication buffers.
+    `libraries`: bytes outside the allocator.
+    """
+
+    params: RankParams
+    activations: ModelActivations
     states: dict[str, Floats]
     update: Floats
-    passing: Gathered
+    unsharded: UnshardedBytes
     buffers: Floats
     libraries: Floats
 
 
-def content(job: Job, x: Columns, share: Share) -> Content:
-    """What a rank of every row that holds `share` has."""
-    own = held(job, x, share)
-    passing = gathered(job, x, own, microbatches_of(job, x))
-    states, update = state_bytes(job, x, own), update_bytes(job, x, own)
-    return Content(own, ledger(job, x), states, update, passing, _buffers(job, x), _libraries(job, x))
+def invariant_memory(job: Job, layouts: LayoutBatch, share: Share) -> InvariantMemory:
+    """Return the memory of a rank with the `share` of the model that does not depend on recomputation or offloading."""
+    params = rank_params(job, layouts, share)
+    return InvariantMemory(
+        params,
+        model_activations(job, layouts),
+        resident_state_bytes(job, layouts, params),
+        update_copy_bytes(job, layouts, params),
+        unsharded_bytes(job, layouts, params, num_microbatches(job, layouts)),
+        _buffers(job, layouts),
+        _libraries(job, layouts),
+    )
 
 
-def stage_memory(job: Job, x: Columns, share: Share, known: Content | None = None) -> dict[str, Floats]:
-    """Bytes of every kind of `MemoryEstimate` on a rank that holds `share`, (rows,) each. `known` is its content where
-    that is at hand."""
-    known = known or content(job, x, share)
-    own, kept, passing, optimizer = known.own, known.kept, known.passing, known.states["optimizer"]
-    stay, in_hand = _stay(job, x, share, kept), _in_hand(job, x, share, kept)
-    logits, head_gradient = _logits(job, x, share), _head_gradient(job, x, share)
-    grads = known.states["grads"]
-    sizes = known.states | _fullest(
+def stage_memory(
+    job: Job, layouts: LayoutBatch, share: Share, invariant: InvariantMemory | None = None
+) -> dict[str, Floats]:
+    """Return the bytes by kind of `MemoryEstimate` on a rank with the `share` of the model, (rows,) each.
+
+    `invariant` is the result of `invariant_memory`, computed here if not given.
+    """
+    invariant = invariant or invariant_memory(job, layouts, share)
+    params, activations, unsharded = invariant.params, invariant.activations, invariant.unsharded
+    resident = _resident_activations(job, layouts, share, activations)
+    backward = _backward_peak(job, layouts, share, activations)
+    logits, head_gradient = _logits(job, layouts, share), _head_gradient(job, layouts, share)
+    grads, optimizer, none = invariant.states["grads"], invariant.states["optimizer"], np.zeros(len(layouts))
+    sizes = invariant.states | _largest_moment(
         {
-            "grads": (np.where(_grads_begin_empty(job, x), 0.0, grads), grads, grads),
-            "gathered": (passing.loss, passing.layer, passing.end),
-            "optimizer": (optimizer, optimizer, optimizer + known.update),
-            "activations": (stay, stay + in_hand, np.zeros(len(x))),
-            "head": (logits + head_gradient, _later(job, x, logits), np.zeros(len(x))),
+            # Bytes at the loss, in the backward pass of a layer, and at the end of the backward pass.
+            "grads": (np.where(_no_grads_at_loss(job, layouts), 0.0, grads), grads, grads),
+            "gathered": (unsharded.at_loss, unsharded.at_layer, unsharded.at_end),
+            "optimizer": (optimizer, optimizer, optimizer + invariant.update),
+            "activations": (resident, resident + backward, none),
+            "head": (logits + head_gradient, _deferred_logits(job, layouts, logits), none),
         }
     )
-    sizes["weights"] = _weight_copies(job, x, own, share)
-    sizes["buffers"] = known.buffers
-    if x.offload.any():
-        sizes |= _offloaded(job, x, own, sizes, np.maximum(0.0, stay - _two_layers(job, x, kept)))
-    passing_by = np.sum([size for kind, size in sizes.items() if kind not in STATES], axis=0)
-    sizes["reserved"] = known.libraries + _rounding(job) * passing_by
+    sizes["weights"] = _weight_casts(job, layouts, params, share)
+    sizes["buffers"] = invariant.buffers
+    if layouts.offload.any():
+        moved = np.maximum(0.0, resident - _two_layers(job, layouts, activations))
+        sizes |= _after_offload(job, layouts, params, sizes, moved)
+    transient = np.sum([size for kind, size in sizes.items() if kind not in _STATES], axis=0)
+    sizes["reserved"] = invariant.libraries + _allocator_overhead(job) * transient
     return sizes
 
 
-def _fullest(moments: dict[str, tuple[Floats, ...]]) -> dict[str, Floats]:
-    """Every kind's bytes at the moment when they are most together."""
-    first, *others = (np.sum(sizes, axis=0) for sizes in zip(*moments.values(), strict=True))
-    found = {kind: sizes[0] for kind, sizes in moments.items()}
-    for number, total in enumerate(others, start=1):
-        fuller = total > first
-        first = np.where(fuller, total, first)
-        found = {kind: np.where(fuller, sizes[number], found[kind]) for kind, sizes in moments.items()}
-    return found
+def _largest_moment(moments: dict[str, tuple[Floats, ...]]) -> dict[str, Floats]:
+    """Return the bytes by kind at the moment with the largest sum over all kinds."""
+    largest, *others = (np.sum(sizes, axis=0) for sizes in zip(*moments.values(), strict=True))
+    result = {kind: sizes[0] for kind, sizes in moments.items()}
+    for moment, total in enumerate(others, start=1):
+        larger = total > largest
+        largest = np.where(larger, total, largest)
+        result = {kind: np.where(larger, sizes[moment], result[kind]) for kind, sizes in moments.items()}
+    return result
 
 
-def microbatches_of(job: Job, x: Columns) -> Ints:
-    """Return `BatchSpec.microbatches`, (rows,), and 1 where a microbatch has more sequences than a rank."""
-    count: Ints = np.maximum(1, job.batch.microbatches(x))
+def num_microbatches(job: Job, layouts: LayoutBatch) -> Ints:
+    """Return `BatchSpec.microbatches`, (rows,), or 1 where a microbatch has more sequences than a rank."""
+    count: Ints = np.maximum(1, job.batch.microbatches(layouts))
     return count
 
 
-def tokens_of(job: Job, x: Columns) -> Floats:
-    """Tokens of a microbatch that a rank sees."""
-    return np.asarray(x.microbatch * job.batch.seq_len / x.cp)
+def _microbatch_tokens(job: Job, layouts: LayoutBatch) -> Floats:
+    """Return the tokens of a microbatch on a rank."""
+    return np.asarray(layouts.microbatch * job.batch.seq_len / layouts.cp)
 
 
-def _weight_copies(job: Job, x: Columns, own: Held, part: Share) -> Floats:
-    """Bytes of weights cast where they are used and kept for the backward; of one layer, where that is recomputed.
+def _weight_casts(job: Job, layouts: LayoutBatch, params: RankParams, share: Share) -> Floats:
+    """Return the bytes of weight copies in the compute dtype that are kept for the backward pass.
 
-    Weights that are kept or gathered in the compute dtype already need no copies.
+    With recomputation only one layer's copies are alive. Weights that are stored or gathered in the compute dtype need
+    no copies. With quantized weights, the largest quantized matrix has an unpacked copy.
     """
-    unpacked = np.full(len(x), float(job.itemsize * _largest_packed(job)))
+    unpacked = np.full(len(layouts), float(job.itemsize * _largest_quantized(job)))
     if job.engine.half_weights or job.precision.compute == job.precision.param:
         return unpacked
-    again = _recomputed(x, part)
-    copies = (1 - again) * own.total.products + np.where(again > 0, own.layer.products, 0.0)
-    return np.asarray(unpacked + job.itemsize * np.where(divided(x) > 1, 0.0, copies))
+    recomputed = _share_recomputed(layouts, share)
+    copies = (1 - recomputed) * params.total.matmul_weights + np.where(recomputed > 0, params.layer.matmul_weights, 0.0)
+    return np.asarray(unpacked + job.itemsize * np.where(num_shards(layouts) > 1, 0.0, copies))
 
 
-def _largest_packed(job: Job) -> int:
-    """Elements of the largest matrix that is kept in few bits, and unpacked where it is used."""
-    packed = (param.numel for ops in kind_ops(job.model) for op in ops for param in op.params if param.quantized)
-    return max(packed, default=0)
+def _largest_quantized(job: Job) -> int:
+    """Return the elements of the largest quantized matrix, which is unpacked for its matmul."""
+    sizes = (param.numel for ops in kind_ops(job.model) for op in ops for param in op.params if param.quantized)
+    return max(sizes, default=0)
 
 
-def recomputed_share(x: Columns, layers: Floats) -> Floats:
-    """Share of a rank's `layers` that recompute where it does, the same of every kind and in every stage."""
-    some = np.minimum(1.0, x.recompute_layers / np.maximum(layers, 1.0))
-    return np.where(x.recompute_layers < 0, 1.0, some)
+def recomputed_share(layouts: LayoutBatch, layers: Floats) -> Floats:
+    """Return the share of a rank's `layers` that recomputation covers, equal for all kinds of layers and all stages."""
+    partial = np.minimum(1.0, layouts.recompute_layers / np.maximum(layers, 1.0))
+    return np.where(layouts.recompute_layers < 0, 1.0, partial)
 
 
-def _recomputed(x: Columns, part: Share) -> Floats:
-    return np.where(x.recompute == NONE, 0.0, recomputed_share(x, part.layers.sum(axis=0)))
+def _share_recomputed(layouts: LayoutBatch, share: Share) -> Floats:
+    """Return the share of a rank's layers that are recomputed, 0 without recomputation."""
+    return np.where(layouts.recompute == _NONE, 0.0, recomputed_share(layouts, share.layers.sum(axis=0)))
 
 
-def _stay(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:
-    """Bytes that all microbatches in flight keep. The head's go before the next microbatch comes
-    unless all forwards come first."""
-    again = _recomputed(x, part)
-    found = part.embedding * kept.embedding
-    for count, layer in zip(part.layers, kept.layers, strict=True):
-        less = np.where(x.recompute == FULL, layer.full, layer.selective)
-        found = found + count * ((1 - again) * layer.none + again * less)
+def _resident_activations(job: Job, layouts: LayoutBatch, share: Share, activations: ModelActivations) -> Floats:
+    """Return the bytes of saved activations of all microbatches in flight.
+
+    The head's activations are freed before the next microbatch, unless all forward passes come first.
+    """
+    recomputed = _share_recomputed(layouts, share)
+    per_token = share.embedding * activations.embedding
+    for count, layer in zip(share.layers, activations.layers, strict=True):
+        saved = np.where(layouts.recompute == _FULL, layer.full, layer.selective)
+        per_token = per_token + count * ((1 - recomputed) * layer.none + recomputed * saved)
     if job.engine.stage_output:
-        found = found + np.where(x.pp > 1, kept.boundary, 0.0)
-    heads = _waiting_heads(x, part) * part.head
-    return np.asarray(tokens_of(job, x) * (part.in_flight * found + heads * kept.head))
+        per_token = per_token + np.where(layouts.pp > 1, activations.boundary, 0.0)
+    heads = _heads_in_flight(layouts, share) * share.head
+    return np.asarray(_microbatch_tokens(job, layouts) * (share.in_flight * per_token + heads * activations.head))
 
 
-def _waiting_heads(x: Columns, part: Share) -> Floats:
-    """For how many microbatches the head keeps what its backward needs: one, or all where all forwards come first."""
-    return np.where(x.one_of("schedule", FORWARDS_FIRST), part.in_flight, 1.0)
+def _heads_in_flight(layouts: LayoutBatch, share: Share) -> Floats:
+    """Return the number of microbatches whose head activations are saved: 1, or all where all forwards come first."""
+    return np.where(layouts.one_of("schedule", FORWARDS_FIRST), share.in_flight, 1.0)
 
 
-def _in_hand(job: Job, x: Columns, part: Share, kept: Ledger) -> Floats:
-    """Bytes that the backward of one layer makes besides: its gradients, and what it makes again."""
-    most = np.zeros(len(x))
-    for count, layer in zip(part.layers, kept.layers, strict=True):
-        again = np.where(x.recompute == FULL, layer.again_full, layer.again_selective)
-        made = np.where(x.recompute == NONE, 0.0, again) + layer.gradients
-        most = np.maximum(most, np.where(count > 0, made, 0.0))
-    return np.asarray(tokens_of(job, x) * most)
+def _backward_peak(job: Job, layouts: LayoutBatch, share: Share, activations: ModelActivations) -> Floats:
+    """Return the transient bytes of one layer's backward pass: its gradients and recomputed activations."""
+    per_token = np.zeros(len(layouts))
+    for count, layer in zip(share.layers, activations.layers, strict=True):
+        recomputed = np.where(layouts.recompute == _FULL, layer.recomputed_full, layer.recomputed_selective)
+        transient = np.where(layouts.recompute == _NONE, 0.0, recomputed) + layer.gradients
+        per_token = np.maximum(per_token, np.where(count > 0, transient, 0.0))
+    return np.asarray(_microbatch_tokens(job, layouts) * per_token)
 
 
-def _grads_begin_empty(job: Job, x: Columns) -> NDArray[np.bool_]:
-    """Whether a rank has no gradients of its own yet when a loss is computed: they are made in the backward of the only
-    microbatch, and under ZeRO-1 of the last, unless they have buffers of their own. `ROUNDING` was found with gradients
-    counted all the time where an engine holds all logits."""
-    own_buffers = (job.engine.half_weights or job.engine.logit_bytes > 0) | (
-        (x.zero == 0) & (x.dp * x.cp > 1) & (x.pp * x.stages == 1)
+def _no_grads_at_loss(job: Job, layouts: LayoutBatch) -> Bools:
+    """Return True where a rank has no gradients allocated when a loss is computed, (rows,).
+
+    Gradients are allocated in the backward pass of the only microbatch, or under ZeRO-1 of the last, unless they have
+    persistent buffers. Engines that materialize all logits always count gradients, as the fit of `ALLOCATOR_OVERHEAD`
+    did.
+    """
+    persistent = (job.engine.half_weights or job.engine.logit_bytes > 0) | (
+        (layouts.zero == 0) & (layouts.dp * layouts.cp > 1) & (layouts.pp * layouts.stages == 1)
     )
-    return np.asarray(((microbatches_of(job, x) == 1) | (x.zero == 1)) & ~own_buffers)
+    return np.asarray(((num_microbatches(job, layouts) == 1) | (layouts.zero == 1)) & ~persistent)
 
 
-def _logits(job: Job, x: Columns, part: Share) -> Floats:
-    """Bytes of logits and what the loss makes of them: of a microbatch, in GPipe of all, or of one chunk at a time, as
-    the product gives them and, where these are not the same, in float32, and their probabilities."""
-    engine, tokens = job.engine, tokens_of(job, x)
-    vocab = cut(Dim("vocab", job.model.vocab_size), np.where(engine.whole_logits, 1, x.tp))
+def _logits(job: Job, layouts: LayoutBatch, share: Share) -> Floats:
+    """Return the bytes of logits and of the loss's intermediates.
+
+    Engines with `logit_bytes` materialize the logits of a microbatch, in GPipe of all microbatches. Other engines
+    compute one chunk at a time: logits in the dtype of the matmul, float32 logits where that dtype is another, and
+    float32 probabilities.
+    """
+    engine, tokens = job.engine, _microbatch_tokens(job, layouts)
+    vocab = cut(Dim("vocab", job.model.vocab_size), np.where(engine.whole_logits, 1, layouts.tp))
     if engine.logit_bytes:
-        each = np.where(x.tp > 1, engine.cut_logit_bytes or engine.logit_bytes, engine.logit_bytes)
-        return np.asarray(part.head * each * tokens * vocab * _waiting_heads(x, part))
+        itemsize = np.where(layouts.tp > 1, engine.cut_logit_bytes or engine.logit_bytes, engine.logit_bytes)
+        return np.asarray(share.head * itemsize * tokens * vocab * _heads_in_flight(layouts, share))
     chunk = np.minimum(tokens, np.maximum(LEAST_CHUNK, LOGITS[job.cluster.device.kind == "cpu"] // vocab))
-    return np.asarray(part.head * (2 * ITEMSIZE["float32"] + _rounded(job)) * chunk * vocab)
+    return np.asarray(share.head * (2 * ITEMSIZE["float32"] + _low_precision_itemsize(job)) * chunk * vocab)
 
 
-def _rounded(job: Job) -> int:
-    """Bytes of an element of what the loss has besides float32, 0 where it computes in that anyway."""
+def _low_precision_itemsize(job: Job) -> int:
+    """Return the bytes per element of tensors that the loss also has in the compute dtype, 0 if that is float32."""
     return job.itemsize if job.itemsize < ITEMSIZE["float32"] else 0
 
 
-def _head_gradient(job: Job, x: Columns, part: Share) -> Floats:
-    """Bytes of the head's gradients where they are formed in the forward pass, chunk by chunk: of the weight in
-    float32, with a chunk's product and, where it is not gathered, the weight as it is multiplied with; of the hidden
-    states; and in GPipe those of the microbatches before, which wait for their backward."""
+def _head_gradient(job: Job, layouts: LayoutBatch, share: Share) -> Floats:
+    """Return the bytes of the head's gradients where the forward pass forms them chunk by chunk.
+
+    These are the float32 weight gradient, a chunk's contribution to it, the weight cast for the matmul where it is not
+    gathered, and the gradient of the hidden states. In GPipe the gradients of earlier microbatches wait for their
+    backward pass.
+    """
     if job.engine.logit_bytes:
-        return np.zeros(len(x))
-    matrix = cut(Dim("vocab", job.model.vocab_size), x.tp) * job.model.hidden_size
-    whole = divided(x) > 1
-    found = ITEMSIZE["float32"] + _rounded(job) * (2.0 - whole)
-    kept = np.where(whole, job.itemsize, ITEMSIZE[job.precision.param])
-    if job.model.lora is not None:  # the head is frozen, and in the dtype that it is multiplied in
-        matrix = np.zeros(len(x))
-    waiting = _waiting_heads(x, part) - 1
-    hidden = job.itemsize * tokens_of(job, x) * job.model.hidden_size
-    return np.asarray(part.head * (matrix * (found + waiting * kept) + hidden * (1 + waiting)))
+        return np.zeros(len(layouts))
+    weight = cut(Dim("vocab", job.model.vocab_size), layouts.tp) * job.model.hidden_size
+    gathered = num_shards(layouts) > 1
+    itemsize = ITEMSIZE["float32"] + _low_precision_itemsize(job) * (2.0 - gathered)
+    waiting_itemsize = np.where(gathered, job.itemsize, ITEMSIZE[job.precision.param])
+    if job.model.lora is not None:  # the head is frozen, and stored in the dtype of its matmul
+        weight = np.zeros(len(layouts))
+    waiting = _heads_in_flight(layouts, share) - 1
+    hidden = job.itemsize * _microbatch_tokens(job, layouts) * job.model.hidden_size
+    return np.asarray(share.head * (weight * (itemsize + waiting * waiting_itemsize) + hidden * (1 + waiting)))
 
 
-def _later(job: Job, x: Columns, logits: Floats) -> Floats:
-    """Bytes of `logits` that are still there in the backward of the layers: all that an engine holds of GPipe's other
-    microbatches, none where they were formed in chunks."""
-    return np.where(x.one_of("schedule", FORWARDS_FIRST), logits, 0.0) if job.engine.logit_bytes else np.zeros(len(x))
+def _deferred_logits(job: Job, layouts: LayoutBatch, logits: Floats) -> Floats:
+    """Return the bytes of `logits` that are still alive in the backward pass of the layers.
+
+    With materialized logits these are the logits of GPipe's other microbatches; chunked logits are gone.
+    """
+    if not job.engine.logit_bytes:
+        return np.zeros(len(layouts))
+    return np.where(layouts.one_of("schedule", FORWARDS_FIRST), logits, 0.0)
 
 
-def _buffers(job: Job, x: Columns) -> Floats:
-    """Bytes of communication buffers: of the pipeline's messages each way, of what sequence parallelism gathers, of a
-    ring neighbour's keys and values with their gradients, and of tokens on their way to experts and back."""
-    compute, tokens = job.itemsize, tokens_of(job, x)
+def _buffers(job: Job, layouts: LayoutBatch) -> Floats:
+    """Return the bytes of communication buffers.
+
+    pp: one message each way. Sequence parallelism: one gathered hidden state. cp: two sets of a ring neighbour's keys
+    and values with their gradients. ep: tokens dispatched to experts and back. Also the engine's fixed buckets.
+    """
+    itemsize, tokens = job.itemsize, _microbatch_tokens(job, layouts)
     ops = [op for kind in kind_ops(job.model) for op in kind]
     kv_size = max(op.kv_size for op in ops)
-    # Two of each in flight round the ring.
-    around = 2 * (1 + gradient_itemsize(job) / compute)
+    # Two sets of keys and values are in flight around the ring.
+    kv_tensors = 2 * (1 + kv_grad_itemsize(job) / itemsize)
     routed = max((op.passes * op.target.size for op in ops if op.kind == "dispatch"), default=0.0)
-    hidden, outside = tokens * job.model.hidden_size, np.where(x.sequence_parallel > 0, x.tp, 1)
-    found = np.where(x.pp > 1, 2 * hidden / outside, 0.0) + np.where(outside > 1, hidden, 0.0)
-    found = found + np.where(x.cp > 1, around * tokens * kv_size / x.tp, 0.0)
-    found = found + np.where(x.ep > 1, 2 * tokens * routed / x.tp, 0.0)
-    return np.asarray(compute * found + job.engine.bucket_bytes)
+    hidden, outside_tp = tokens * job.model.hidden_size, np.where(layouts.sequence_parallel > 0, layouts.tp, 1)
+    elements = np.where(layouts.pp > 1, 2 * hidden / outside_tp, 0.0) + np.where(outside_tp > 1, hidden, 0.0)
+    elements = elements + np.where(layouts.cp > 1, kv_tensors * tokens * kv_size / layouts.tp, 0.0)
+    elements = elements + np.where(layouts.ep > 1, 2 * tokens * routed / layouts.tp, 0.0)
+    return np.asarray(itemsize * elements + job.engine.bucket_bytes)
 
 
-def _libraries(job: Job, x: Columns) -> Floats:
-    """Bytes outside of the allocator: the device's context, and buffers of every group of ranks that communicates."""
+def _libraries(job: Job, layouts: LayoutBatch) -> Floats:
+    """Return the bytes outside the allocator: the device's context, and NCCL's buffers of each process group."""
     device = job.cluster.device
     if device.kind != "cuda":
-        return np.full(len(x), float(device.reserved))
-    axes = np.sum([degree > 1 for degree in (x.pp, x.dp, x.cp, x.tp)], axis=0)
-    # Besides, all ranks together, those that divide a model (for the norm of its gradient), and a tied head's.
-    others = 1 * (axes > 1) + ((x.tp > 1) & (x.pp > 1)) + ((x.pp > 1) & job.model.tie_word_embeddings)
-    return np.asarray(device.reserved + GROUP * (axes + others) + ALL_TO_ALL_GROUP * (x.ep > 1))
+        return np.full(len(layouts), float(device.reserved))
+    axes = np.sum([degree > 1 for degree in (layouts.pp, layouts.dp, layouts.cp, layouts.tp)], axis=0)
+    # More groups: the world, the ranks of one model replica (for the gradient norm), and the ends of a tied table.
+    others = 1 * (axes > 1) + ((layouts.tp > 1) & (layouts.pp > 1)) + ((layouts.pp > 1) & job.model.tie_word_embeddings)
+    return np.asarray(device.reserved + _GROUP_BYTES * (axes + others) + _ALL_TO_ALL_GROUP_BYTES * (layouts.ep > 1))
 
 
-def _rounding(job: Job) -> float:
-    return ROUNDING[job.engine.kernels] if job.cluster.device.kind == "cuda" else 0.0
+def _allocator_overhead(job: Job) -> float:
+    """Return the allocator's overhead as a share of transient memory, 0 on a CPU."""
+    return ALLOCATOR_OVERHEAD[job.engine.kernels] if job.cluster.device.kind == "cuda" else 0.0
 
 
-def as_read(job: Job, layout: Layout, reading: str) -> float:
-    """Bytes that a `reading` of the fullest rank shows: "nvidia-smi" all of them, "reserved" what PyTorch's allocator
-    has taken, "allocated" what it has given out."""
+def memory_reading(job: Job, layout: Layout, reading: str) -> float:
+    """Return the bytes that a tool would report for the fullest rank.
+
+    `reading`: "nvidia-smi" for all memory, "reserved" for the memory that PyTorch's allocator has reserved, or
+    "allocated" for the memory in use.
+    """
     ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    found = max((rank_memory(job, layout, rank) for rank in ranks), key=lambda one: one.total)
+    fullest = max((rank_memory(job, layout, rank) for rank in ranks), key=lambda memory: memory.total)
     if reading == "allocated":
-        return float(found.total - found.reserved)
-    outside = float(_libraries(job, columns([layout]))[0]) if reading == "reserved" else 0.0
-    return found.total - outside
+        return float(fullest.total - fullest.reserved)
+    outside = float(_libraries(job, batch_layouts([layout]))[0]) if reading == "reserved" else 0.0
+    return fullest.total - outside
 
 
-def _two_layers(job: Job, x: Columns, kept: Ledger) -> Floats:
-    """Bytes of what two layers keep of a microbatch: one is used while another is on its way."""
-    return np.asarray(2 * tokens_of(job, x) * np.max([_kept_of(x, layer) for layer in kept.layers], axis=0))
+def _two_layers(job: Job, layouts: LayoutBatch, activations: ModelActivations) -> Floats:
+    """Return the saved activations of two layers for one microbatch: the layer in use and the layer in transfer."""
+    largest = np.max([_saved_per_token(layouts, layer) for layer in activations.layers], axis=0)
+    return np.asarray(2 * _microbatch_tokens(job, layouts) * largest)
 
 
-def _kept_of(x: Columns, layer: Kept) -> Floats:
-    less = np.where(x.recompute == FULL, layer.full, layer.selective)
-    return np.where(x.recompute == NONE, layer.none, less)
+def _saved_per_token(layouts: LayoutBatch, layer: LayerActivations) -> Floats:
+    """Return the bytes per token that `layer` saves under the layout's recomputation."""
+    recomputed = np.where(layouts.recompute == _FULL, layer.full, layer.selective)
+    return np.where(layouts.recompute == _NONE, layer.none, recomputed)
 
 
-def _offload_words(x: Columns) -> tuple[Words, NDArray[np.bool_]]:
-    """What is offloaded, and whether to NVMe, (rows,) each."""
-    words = np.array([word.removesuffix("-nvme") for word in WORDS["offload"]])
-    drives = np.array([word.endswith("-nvme") for word in WORDS["offload"]])
-    return words[x.offload], drives[x.offload]
+def _offload_target(layouts: LayoutBatch) -> tuple[NDArray[np.str_], Bools]:
+    """Return the offloaded kind ("none", "optimizer", "states", "activations"), and True where it goes to NVMe."""
+    kinds = np.array([name.removesuffix("-nvme") for name in CHOICES["offload"]])
+    to_nvme = np.array([name.endswith("-nvme") for name in CHOICES["offload"]])
+    return kinds[layouts.offload], to_nvme[layouts.offload]
 
 
-def _offloaded(job: Job, x: Columns, own: Held, sizes: dict[str, Floats], moved: Floats) -> dict[str, Floats]:
-    """What is left on the device where something is offloaded: of states a layer in use, the next, and the root with
-    their gradients, in the compute dtype; of kept activations what is not `moved`."""
-    words, _ = _offload_words(x)
-    states, compute = words == "states", job.itemsize
-    gone = {"params": states, "grads": states, "weights": states, "optimizer": states | (words == "optimizer")}
-    found = {kind: np.where(where, 0.0, sizes[kind]) for kind, where in gone.items()}
-    in_use = compute * (2 * own.root.whole + 3 * own.largest_whole)
-    found["gathered"] = np.where(states, np.maximum(in_use, sizes["gathered"]), sizes["gathered"])
-    kept = np.maximum(0.0, sizes["activations"] - moved)
-    found["activations"] = np.where(words == "activations", kept, sizes["activations"])
-    return found
+def _after_offload(
+    job: Job, layouts: LayoutBatch, params: RankParams, sizes: dict[str, Floats], moved: Floats
+) -> dict[str, Floats]:
+    """Return the device memory that offloading changes, by kind.
+
+    Offloaded states leave on the device, in the compute dtype, the layer in use with its gradient, the next layer, and
+    the root with its gradient. Offloaded activations leave all but the `moved` bytes.
+    """
+    kind, _ = _offload_target(layouts)
+    states = kind == "states"
+    absent = {"params": states, "grads": states, "weights": states, "optimizer": states | (kind == "optimizer")}
+    result = {name: np.where(where, 0.0, sizes[name]) for name, where in absent.items()}
+    in_use = job.itemsize * (2 * params.root.unsharded + 3 * params.largest_unsharded)
+    result["gathered"] = np.where(states, np.maximum(in_use, sizes["gathered"]), sizes["gathered"])
+    remaining = np.maximum(0.0, sizes["activations"] - moved)
+    result["activations"] = np.where(kind == "activations", remaining, sizes["activations"])
+    return result
 
 
-def host_memory(job: Job, x: Columns, share: Share, known: Content | None = None) -> Floats:
-    """Bytes of its host's memory that a rank holding `share` needs for what is offloaded, (rows,)."""
-    if not x.offload.any():
-        return np.zeros(len(x))
-    known = known or content(job, x, share)
-    own, kept, sizes = known.own, known.kept, known.states
-    words, drives = _offload_words(x)
-    states = np.where(words == "optimizer", sizes["optimizer"], sizes["params"] + sizes["grads"] + sizes["optimizer"])
+def host_memory(job: Job, layouts: LayoutBatch, share: Share, invariant: InvariantMemory | None = None) -> Floats:
+    """Return the bytes of host memory that a rank with the `share` of the model needs for offloading, (rows,).
+
+    `invariant` is the result of `invariant_memory`, computed here if not given.
+    """
+    if not layouts.offload.any():
+        return np.zeros(len(layouts))
+    invariant = invariant or invariant_memory(job, layouts, share)
+    params, sizes = invariant.params, invariant.states
+    kind, to_nvme = _offload_target(layouts)
+    every = sizes["params"] + sizes["grads"] + sizes["optimizer"]
+    states = np.where(kind == "optimizer", sizes["optimizer"], every)
     if job.engine.nvme_params:
-        part = 2 * own.largest_whole / np.maximum(1.0, own.total.whole)
-        states = np.where(drives, np.minimum(1.0, part), 1.0) * states
+        two_units = 2 * params.largest_unsharded / np.maximum(1.0, params.total.unsharded)
+        states = np.where(to_nvme, np.minimum(1.0, two_units), 1.0) * states
     else:
-        states = np.where(drives, states - sizes["optimizer"], states) + _rooms(job, x, own)
-    activations = np.maximum(0.0, _stay(job, x, share, kept) - _two_layers(job, x, kept))
-    return np.where(words == "none", 0.0, np.where(words == "activations", activations, states))
+        states = np.where(to_nvme, states - sizes["optimizer"], states) + _staging_buffers(job, layouts, params)
+    resident = _resident_activations(job, layouts, share, invariant.activations)
+    activations = np.maximum(0.0, resident - _two_layers(job, layouts, invariant.activations))
+    return np.where(kind == "none", 0.0, np.where(kind == "activations", activations, states))
 
 
-def _rooms(job: Job, x: Columns, own: Held) -> Floats:
-    """Bytes of the host through which parameters and gradients pass where the host updates them, and states that come
-    from drives."""
-    words, drives = _offload_words(x)
-    held = np.where(x.zero > 0, own.total.part, own.total.whole)
-    tensors = np.where((words == "optimizer") | drives, np.where(drives, 4, 2), 0)
-    return np.asarray(ROOMS * tensors * ITEMSIZE[job.precision.param] * np.minimum(held, BUCKET))
+def _staging_buffers(job: Job, layouts: LayoutBatch, params: RankParams) -> Floats:
+    """Return the bytes of host staging buffers.
+
+    Parameters and gradients pass through them where the host updates parameters, and two optimizer states where these
+    are on NVMe.
+    """
+    kind, to_nvme = _offload_target(layouts)
+    shard = np.where(layouts.zero > 0, params.total.shard, params.total.unsharded)
+    tensors = np.where((kind == "optimizer") | to_nvme, np.where(to_nvme, 4, 2), 0)
+    return np.asarray(ROOMS * tensors * ITEMSIZE[job.precision.param] * np.minimum(shard, BUCKET))
 
 
 def rank_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEstimate:
-    """What the ranks of pipeline rank `pp_rank` need at most."""
-    x = columns([layout])
-    part = share(job.model, x, np.array([pp_rank]), microbatches_of(job, x), layout.stage_layers)
-    return MemoryEstimate(**{kind: round(float(size[0])) for kind, size in stage_memory(job, x, part).items()})
+    """Estimate the memory of the ranks of pipeline rank `pp_rank`."""
+    layouts = batch_layouts([layout])
+    microbatches = num_microbatches(job, layouts)
+    rank_share = share(job.model, layouts, np.array([pp_rank]), microbatches, layout.stage_layers)
+    sizes = stage_memory(job, layouts, rank_share)
+    return MemoryEstimate(**{kind: round(float(size[0])) for kind, size in sizes.items()})

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states on a rank, and what dividing them costs in passing."""
+"""Bytes of parameters, gradients and optimizer states on a rank, resident and transient."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from math import prod
 
 import numpy as np
 
-from kumi.plan.layout_batch import Columns, Floats, Ints
+from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.pipeline.stages import Share
-from kumi.plan.unique_rows import distinct
+from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.ledger import embedding_ops, head_ops, is_hidden, kind_ops
 from kumi.spec.model import ModelSpec
@@ -22,97 +22,120 @@ from kumi.spec.techniques import is_tiled
 
 
 @dataclass(frozen=True)
-class Elements:
-    """Of some parameters on a rank, (rows,) each: elements before ZeRO divides them, padded so that all its ranks have
-    equally many, of the largest part, and of matrices that layers multiply with; bytes of the part's optimizer state.
-    `trained` and so on are those of what is trained: all but what stands frozen beside adapters. `frozen` and
-    `frozen_part` are bytes of what is not, at rest.
+class ParamShards:
+    """Sizes of a set of parameters on a rank after tp and ep sharding, (rows,) each.
+
+    `unsharded`: elements before ZeRO shards them.
+    `padded`: elements rounded up to equal shards on all ranks.
+    `shard`: elements of the largest shard.
+    `matmul_weights`: elements of weight matrices that are cast for matmuls.
+    `optimizer_bytes`: bytes of the shard's optimizer states.
+    `trained`, `trained_padded`, `trained_shard`: `unsharded`, `padded` and `shard` without frozen parameters.
+    `frozen_bytes`, `frozen_shard_bytes`: resident bytes of frozen parameters, unsharded and of the shard.
     """
 
-    whole: Floats
+    unsharded: Floats
     padded: Floats
-    part: Floats
-    products: Floats
-    states: Floats
+    shard: Floats
+    matmul_weights: Floats
+    optimizer_bytes: Floats
     trained: Floats
     trained_padded: Floats
-    trained_part: Floats
-    frozen: Floats
-    frozen_part: Floats
+    trained_shard: Floats
+    frozen_bytes: Floats
+    frozen_shard_bytes: Floats
 
-    def __add__(self, other: Elements) -> Elements:
-        return Elements(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+    @classmethod
+    def zero(cls, rows: int) -> ParamShards:
+        """Return the sizes of no parameters, for `rows` rows."""
+        return cls(*(np.zeros(rows) for _ in fields(cls)))
 
-    def largest(self, other: Elements) -> Elements:
-        return Elements(*(np.maximum(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)))
+    def __add__(self, other: ParamShards) -> ParamShards:
+        return ParamShards(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
-    def times(self, count: Floats) -> Elements:
-        return Elements(*(getattr(self, field.name) * count for field in fields(self)))
+    def largest(self, other: ParamShards) -> ParamShards:
+        """Return the elementwise maximum of the sizes."""
+        sizes = (np.maximum(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return ParamShards(*sizes)
 
-    def take(self, index: Ints) -> Elements:
-        return Elements(*(getattr(self, field.name)[index] for field in fields(self)))
+    def times(self, count: Floats) -> ParamShards:
+        """Return the sizes multiplied by `count`, (rows,)."""
+        return ParamShards(*(getattr(self, field.name) * count for field in fields(self)))
+
+    def take(self, index: Ints) -> ParamShards:
+        """Return the rows numbered `index`."""
+        return ParamShards(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a rank holds: `total` of all its parameters; `root`, the head with the final norm (and with the token table,
-    where they share it), which is gathered first and freed last; the largest `layer`, by each figure for itself; and
-    the embedding, if it is a unit of its own."""
+class RankParams:
+    """Parameters on a rank, by FSDP unit.
 
-    total: Elements
-    root: Elements
-    layer: Elements
-    embedding: Elements
+    `total`: all parameters.
+    `root`: the root unit: the head with the final norm, and the token table if tied. It is gathered first and freed
+        last.
+    `layer`: the largest layer, the maximum of each size separately.
+    `embedding`: the embedding, where it is a separate unit.
+    """
+
+    total: ParamShards
+    root: ParamShards
+    layer: ParamShards
+    embedding: ParamShards
 
     @property
     def largest_trained(self) -> Floats:
-        """Of the units besides the root, elements that are trained of the one that has most."""
+        """Trainable elements in the largest non-root FSDP unit."""
         return np.maximum(self.layer.trained, self.embedding.trained)
 
     @property
-    def largest_whole(self) -> Floats:
-        """Elements of the largest unit besides the root."""
-        return np.maximum(self.layer.whole, self.embedding.whole)
+    def largest_unsharded(self) -> Floats:
+        """Elements in the largest non-root FSDP unit."""
+        return np.maximum(self.layer.unsharded, self.embedding.unsharded)
 
     @property
     def largest_padded(self) -> Floats:
+        """Padded elements in the largest non-root FSDP unit."""
         return np.maximum(self.layer.padded, self.embedding.padded)
 
 
-def divided(x: Columns, *, routed: bool = False) -> Ints:
-    """How many ranks divide dense states, or those of routed experts, among them; 1 where nothing is divided."""
-    return np.where(x.zero > 0, zero_degree(x, routed=routed), 1)
+def num_shards(layouts: LayoutBatch, *, routed: bool = False) -> Ints:
+    """Return the number of shards of the states, (rows,): of routed experts or of dense parameters; 1 without ZeRO."""
+    return np.where(layouts.zero > 0, zero_degree(layouts, routed=routed), 1)
 
 
-def held(job: Job, x: Columns, share: Share) -> Held:
-    """The parameters that `share` of the model has on a rank of every row."""
-    first, index = distinct(x.tp, x.ep, x.expert_tp, divided(x), np.minimum(x.zero, 1) + (x.zero == 3), x.tiles)
-    rows, kinds = x.take(first), kind_ops(job.model)
-    layers = [elements(job, ops, rows).take(index) for ops in kinds]
-    at_once = layers
-    if (x.tiles > 1).any():
-        at_once = [elements(job, ops, rows, at_once=True).take(index) for ops in kinds]
-    none = Elements(*(np.zeros(len(x)) for _ in fields(Elements)))
+def rank_params(job: Job, layouts: LayoutBatch, share: Share) -> RankParams:
+    """Return the parameters of the model's `share` on a rank of every row."""
+    zero_kind = np.minimum(layouts.zero, 1) + (layouts.zero == 3)
+    first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, num_shards(layouts), zero_kind, layouts.tiles)
+    unique, kinds = layouts.take(first), kind_ops(job.model)
+    layers = [param_shards(job, ops, unique).take(index) for ops in kinds]
+    gathered_layers = layers
+    if (layouts.tiles > 1).any():
+        gathered_layers = [param_shards(job, ops, unique, one_tile=True).take(index) for ops in kinds]
+    none = ParamShards.zero(len(layouts))
     ends = {"embedding": none, "root": none}
-    for name, ops, count in _ends(job.model, share):
-        ends[name] = ends[name] + elements(job, ops, rows).take(index).times(count)
-    root, embedding, layer = ends["root"], ends["embedding"], none
+    for name, ops, count in _end_units(job.model, share):
+        ends[name] = ends[name] + param_shards(job, ops, unique).take(index).times(count)
+    root, embedding, largest = ends["root"], ends["embedding"], none
     total = root + embedding
-    for one, passing, count in zip(layers, at_once, share.layers, strict=True):
-        total = total + one.times(count)
-        layer = layer.largest(passing.times(np.minimum(count, 1.0)))
-    return Held(total, root, layer, embedding)
+    for layer, gathered, count in zip(layers, gathered_layers, share.layers, strict=True):
+        total = total + layer.times(count)
+        largest = largest.largest(gathered.times(np.minimum(count, 1.0)))
+    return RankParams(total, root, largest, embedding)
 
 
-def _ends(model: ModelSpec, share: Share) -> Iterator[tuple[str, list[Op], Floats]]:
-    """The FSDP units of the embedding and of the head in memory: their names, operations, and 1 for every row that has
-    these. A table that is also the head is the root's on either stage, for it stays gathered."""
+def _end_units(model: ModelSpec, share: Share) -> Iterator[tuple[str, list[Op], Floats]]:
+    """Yield the FSDP units of the embedding and the head as (name, operations, 1 in rows that have the unit, else 0).
+
+    A tied table belongs to the root on both end stages, because it stays gathered.
+    """
     embedding, head = embedding_ops(model), head_ops(model)
     for unit in units((*embedding, *head)):
         first = [op for op in unit.ops if op in embedding]
         last = [op for op in unit.ops if op in head]
         if first and last and model.tie_word_embeddings:
-            # A head that shares the token table is one tensor with it; on another stage it is a copy.
+            # The table and the head are one tensor; the last stage has a copy of it.
             yield unit.name, first, np.maximum(share.head, share.embedding)
         elif first:
             yield unit.name, first, share.embedding
@@ -120,27 +143,35 @@ def _ends(model: ModelSpec, share: Share) -> Iterator[tuple[str, list[Op], Float
             yield unit.name, last, share.head
 
 
-def elements(job: Job, ops: Iterable[Op], x: Columns, *, at_once: bool = False) -> Elements:
-    """`Elements` of the parameters of `ops`, for every row of `x`; `at_once`: of a tile where ZeRO-3 gathers tiles."""
-    found = Elements(*(np.zeros(len(x)) for _ in fields(Elements)))
+def param_shards(job: Job, ops: Iterable[Op], layouts: LayoutBatch, *, one_tile: bool = False) -> ParamShards:
+    """Return the sizes of the parameters of `ops`.
+
+    With `one_tile`, count one tile of the tiled matrices where ZeRO-3 gathers tile by tile.
+    """
+    total = ParamShards.zero(len(layouts))
     for op in ops:
         for param in op.params:
-            # Frozen matrices lie in the dtype that they are multiplied in.
+            # Frozen matrices are stored in the dtype of their matmuls, and need no cast.
             matrix = op.kind in ("linear", "lora") and is_hidden(param) and len(param.dims) > 1 and not param.frozen
             tiled = matrix and is_tiled(job.model, op)
-            # Tiles are cast one by one, and none is kept.
-            one = _of_param(job, param, x, np.where(x.tiles > 1, 0.0, 1.0) if tiled else np.full(len(x), float(matrix)))
-            found = found + (one.times(np.where(x.zero == 3, 1.0 / x.tiles, 1.0)) if tiled and at_once else one)
-    return found
+            # Tiles are cast one at a time, and no cast is kept.
+            cast = np.where(layouts.tiles > 1, 0.0, 1.0) if tiled else np.full(len(layouts), float(matrix))
+            sizes = _shards_of_param(job, param, layouts, cast)
+            if tiled and one_tile:
+                sizes = sizes.times(np.where(layouts.zero == 3, 1.0 / layouts.tiles, 1.0))
+            total = total + sizes
+    return total
 
 
-def padded_elements(unit: Unit, x: Columns) -> tuple[Floats, Floats]:
-    """Elements of the parameters of `unit` as they travel, and of those that are trained, (rows,) each: cut by tp and
-    ep, and padded so that all ranks that divide them have equally many."""
-    every, trained = np.zeros(len(x)), np.zeros(len(x))
+def padded_elements(unit: Unit, layouts: LayoutBatch) -> tuple[Floats, Floats]:
+    """Return the padded elements of all parameters of `unit`, and of the trainable parameters, (rows,) each.
+
+    These are the sizes that collectives move: after tp and ep sharding, rounded up to equal ZeRO shards.
+    """
+    every, trained = np.zeros(len(layouts)), np.zeros(len(layouts))
     for param in unit.params:
         routed = is_routed(param)
-        shape, degree = _local_shape(param, x), divided(x, routed=routed)
+        shape, degree = _tp_shape(param, layouts), num_shards(layouts, routed=routed)
         shape[routed] = -(-shape[routed] // degree) * degree
         size = prod(shape)
         every = every + size
@@ -148,131 +179,137 @@ def padded_elements(unit: Unit, x: Columns) -> tuple[Floats, Floats]:
     return every, trained
 
 
-def _local_shape(param: Param, x: Columns) -> list[Ints]:
-    return [np.broadcast_to(np.asarray(size), len(x)) for size in cut_shape(param, x.tp, x.ep, x.expert_tp)]
+def _tp_shape(param: Param, layouts: LayoutBatch) -> list[Ints]:
+    """Return the shape of `param` on a rank before ZeRO shards it, an array (rows,) for each dim."""
+    shape = cut_shape(param, layouts.tp, layouts.ep, layouts.expert_tp)
+    return [np.broadcast_to(np.asarray(size), len(layouts)) for size in shape]
 
 
-def _of_param(job: Job, param: Param, x: Columns, matrix: Floats) -> Elements:
-    """`Elements` of one parameter. Dense tensors are divided by dim 0, experts' by the dim after "experts"."""
-    routed = is_routed(param)
-    shape = _local_shape(param, x)
-    degree = divided(x, routed=routed)
-    whole = np.asarray(prod(shape), np.float64)
-    part = _part_numel(param, x, degree)
-    states = np.zeros(len(x))
+def _shards_of_param(job: Job, param: Param, layouts: LayoutBatch, cast: Floats) -> ParamShards:
+    """Return the sizes of one parameter; `cast` is 1 where it is a matrix that is cast for matmuls, else 0.
+
+    ZeRO shards dense tensors along dim 0, and experts along the dim after "experts".
+    """
+    degree, none = num_shards(layouts, routed=is_routed(param)), np.zeros(len(layouts))
+    unsharded = np.asarray(prod(_tp_shape(param, layouts)), np.float64)
+    shard = _shard_numel(param, layouts, degree)
+    padded, weights = shard * degree, unsharded * cast
+    optimizer = none
     for state in states_of(job.optim, param):
         itemsize = ITEMSIZE[state.dtype or job.precision.param]
-        states = states + itemsize * _part_numel(state.tensor, x, degree if state.sharded else 1)
-    if param.frozen:
-        each, none = job.precision.itemsize(frozen=True, quantized=param.quantized), np.zeros(len(x))
-        return Elements(whole, part * degree, part, whole * matrix, none, none, none, none, each * whole, each * part)
-    none = np.zeros(len(x))
-    return Elements(whole, part * degree, part, whole * matrix, states, whole, part * degree, part, none, none)
+        optimizer = optimizer + itemsize * _shard_numel(state.tensor, layouts, degree if state.sharded else 1)
+    if not param.frozen:
+        return ParamShards(unsharded, padded, shard, weights, optimizer, unsharded, padded, shard, none, none)
+    size = job.precision.itemsize(frozen=True, quantized=param.quantized)
+    return ParamShards(unsharded, padded, shard, weights, none, none, none, none, size * unsharded, size * shard)
 
 
-def _part_numel(tensor: Param, x: Columns, degree: Ints | int) -> Floats:
-    """Elements of the largest part of `tensor` where ZeRO shards its first dim, experts aside, over `degree` ranks."""
-    shape = _local_shape(tensor, x)
+def _shard_numel(tensor: Param, layouts: LayoutBatch, degree: Ints | int) -> Floats:
+    """Return the elements of the largest of `degree` ZeRO shards of `tensor`."""
+    shape = _tp_shape(tensor, layouts)
     if shape:
         shape[is_routed(tensor)] = -(-shape[is_routed(tensor)] // degree)
-    return np.broadcast_to(np.asarray(prod(shape), np.float64), len(x))
+    return np.broadcast_to(np.asarray(prod(shape), np.float64), len(layouts))
 
 
-def is_pure(job: Job) -> bool:
-    """Whether there are no masters: parameters are updated in the dtype they are used in."""
+def _updates_in_compute_dtype(job: Job) -> bool:
+    """Return True if there are no master weights: parameters are updated in the dtype of the matmuls."""
     return job.precision.param == job.precision.compute
 
 
-def state_bytes(job: Job, x: Columns, own: Held) -> dict[str, Floats]:
-    """Bytes of "params", "grads" and "optimizer" (masters included) that stay through the step.
+def resident_state_bytes(job: Job, layouts: LayoutBatch, params: RankParams) -> dict[str, Floats]:
+    """Return the resident bytes of "params", "grads" and "optimizer" (master weights included), (rows,) each.
 
-    Without `half_weights` (FSDP2's way), ZeRO of any stage divides all three at rest; with it, stage by stage.
+    Without `half_weights`, as in FSDP2, every ZeRO stage shards all three. With it, each stage shards one more.
     """
-    total, engine = own.total, job.engine
+    total, engine = params.total, job.engine
     param, compute = ITEMSIZE[job.precision.param], job.itemsize
-    part = np.where(x.zero > 0, total.part, total.whole)
     if not engine.half_weights:
-        trained = param * np.where(x.zero > 0, total.trained_part, total.trained)
-        frozen = np.where(x.zero > 0, total.frozen_part, total.frozen)
-        return {"params": trained + frozen, "grads": trained, "optimizer": total.states}
-    grad = compute if is_pure(job) else engine.grad_itemsize
-    grads = grad * np.where(x.zero >= 2, total.part, total.whole)
-    if engine.half_grads and not is_pure(job):
-        grads = grads + compute * np.where(x.zero >= 2, 0.0, total.whole)
-    masters = 0 if is_pure(job) else param
+        trained = param * np.where(layouts.zero > 0, total.trained_shard, total.trained)
+        frozen = np.where(layouts.zero > 0, total.frozen_shard_bytes, total.frozen_bytes)
+        return {"params": trained + frozen, "grads": trained, "optimizer": total.optimizer_bytes}
+    no_masters = _updates_in_compute_dtype(job)
+    grads = (compute if no_masters else engine.grad_itemsize) * np.where(
+        layouts.zero >= 2, total.shard, total.unsharded
+    )
+    if engine.half_grads and not no_masters:
+        grads = grads + compute * np.where(layouts.zero >= 2, 0.0, total.unsharded)
+    masters = 0 if no_masters else param
     return {
-        "params": compute * np.where(x.zero == 3, total.part, total.whole),
+        "params": compute * np.where(layouts.zero == 3, total.shard, total.unsharded),
         "grads": grads,
-        "optimizer": total.states + masters * part,
+        "optimizer": total.optimizer_bytes + masters * np.where(layouts.zero > 0, total.shard, total.unsharded),
     }
 
 
-def update_bytes(job: Job, x: Columns, own: Held) -> Floats:
-    """Bytes that the update copies of a rank's part in passing."""
-    trained = np.where(x.zero > 0, own.total.trained_part, own.total.trained)
+def update_copy_bytes(job: Job, layouts: LayoutBatch, params: RankParams) -> Floats:
+    """Return the bytes of the transient copy of a rank's shard that the optimizer update makes, (rows,)."""
+    trained = np.where(layouts.zero > 0, params.total.trained_shard, params.total.trained)
     return np.asarray(job.engine.update_itemsize * trained)
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """Bytes that the forward and backward passes hold beside the states, at most, (rows,) each.
+class UnshardedBytes:
+    """Peak transient bytes of sharded states in the forward and backward passes, (rows,) each.
 
-    `params`: parameters put together from all ranks. `accumulated`: whole gradients that wait for the last microbatch.
-    `grads`: whole gradients of the microbatch at hand, on their way to be divided.
+    By kind:
+    `params`: all-gathered parameters.
+    `accumulated`: unsharded gradients that wait for the last microbatch.
+    `grads`: unsharded gradients of the current microbatch, before they are reduced.
 
-    Of these, `loss` are there when the loss is computed, `layer` in the backward of a layer, the buffers in which its
-    gradients are summed included, and `end` in that of the embedding, when the root's gradients are summed, too.
+    By moment, all kinds together with their communication buffers:
+    `at_loss`: when the loss is computed.
+    `at_layer`: in the backward pass of a layer, while its gradients are reduced.
+    `at_end`: in the backward pass of the embedding, while the root's gradients are reduced.
     """
 
     params: Floats
     accumulated: Floats
     grads: Floats
-    loss: Floats
-    layer: Floats
-    end: Floats
+    at_loss: Floats
+    at_layer: Floats
+    at_end: Floats
 
 
-def gathered(job: Job, x: Columns, own: Held, microbatches: Ints) -> Gathered:
-    """What dividing states costs in passing, on any rank; all zero where nothing is divided.
+def unsharded_bytes(job: Job, layouts: LayoutBatch, params: RankParams, microbatches: Ints) -> UnshardedBytes:
+    """Return the transient bytes of sharded states on a rank; zero where states are not sharded.
 
-    ZeRO-1 and 2 keep every unit whole from its first use in a step to its last; ZeRO-3 keeps the root and one other,
-    while the next one is on its way. Gradients are whole for the root and one other unit, in the compute dtype; where
-    there is more than one microbatch, ZeRO-1 also accumulates those of all units, in the dtype they are reduced in.
-    Engines with weights in the compute dtype gather nothing before ZeRO-3.
+    ZeRO-1 and 2 keep every unit gathered from its first use in a step to its last. ZeRO-3 keeps the root and one other
+    unit gathered, and prefetches the next. Gradients are unsharded for the root and one other unit, in the compute
+    dtype. With more than one microbatch, ZeRO-1 also accumulates unsharded gradients of all units in the dtype of the
+    reduction. Engines with weights in the compute dtype gather nothing before ZeRO-3.
     """
     compute, reduce = job.itemsize, ITEMSIZE[job.precision.reduce]
-    root, layer, shards = own.root, own.layer, x.zero == 3
-    every = compute * own.total.padded
-    kept = reduce * np.where((x.zero == 1) & (microbatches > 1), own.total.trained, 0.0)
-    # Summed from one buffer into another, in the dtype of the reduction.
-    summed = reduce * (1 + 1 / np.maximum(1, divided(x)))
-    in_loss = np.where(shards, compute * (root.padded + layer.padded), every)
-    # The buffer that the last layer came in goes when another unit comes, and that of the unit whose gradients were
-    # summed last when others are.
-    came, again = shards | (microbatches == 1), (x.zero >= 2) & (microbatches > 1)
-    summed_last = np.where(
-        own.embedding.trained_padded > 0,
-        own.embedding.trained_padded,
-        np.maximum(root.trained_padded, layer.trained_padded),
+    root, layer, embedding, zero3 = params.root, params.layer, params.embedding, layouts.zero == 3
+    gathered = compute * params.total.padded
+    accumulated = reduce * np.where((layouts.zero == 1) & (microbatches > 1), params.total.trained, 0.0)
+    # A reduce-scatter reads an unsharded buffer and writes a sharded buffer, both in the dtype of the reduction.
+    reduce_buffers = reduce * (1 + 1 / np.maximum(1, num_shards(layouts)))
+    loss = np.where(zero3, compute * (root.padded + layer.padded), gathered)
+    # FSDP keeps two communication buffers until the next collective replaces them: the all-gather buffer of the last
+    # layer, and the input of the last reduce-scatter of the previous microbatch.
+    keeps_gather, keeps_reduce = zero3 | (microbatches == 1), (layouts.zero >= 2) & (microbatches > 1)
+    last_reduced = np.where(
+        embedding.trained_padded > 0, embedding.trained_padded, np.maximum(root.trained_padded, layer.trained_padded)
     )
-    waiting = compute * np.where(came, layer.padded, 0.0) + reduce * np.where(again, summed_last, 0.0)
-    in_layer = in_loss + compute * (np.where(shards, layer.padded, 0.0) + root.trained + layer.trained)
+    buffers = compute * np.where(keeps_gather, layer.padded, 0.0) + reduce * np.where(keeps_reduce, last_reduced, 0.0)
+    backward = loss + compute * (np.where(zero3, layer.padded, 0.0) + root.trained + layer.trained)
     if not job.engine.head_stays:
-        in_layer = in_layer - compute * (np.where(shards, root.padded, 0.0) + root.trained)
-    last = np.maximum(root.trained_padded, own.embedding.trained_padded)
-    whole_grads = compute * (root.trained + own.embedding.trained)
-    at_end = np.where(shards, compute * root.padded, every) + whole_grads + summed * last
-    active = (divided(x) > 1) & (shards | (not job.engine.half_weights))
-    return Gathered(
+        backward = backward - compute * (np.where(zero3, root.padded, 0.0) + root.trained)
+    end_reduced = np.maximum(root.trained_padded, embedding.trained_padded)
+    end_grads = compute * (root.trained + embedding.trained)
+    end = np.where(zero3, compute * root.padded, gathered) + end_grads + reduce_buffers * end_reduced
+    active = (num_shards(layouts) > 1) & (zero3 | (not job.engine.half_weights))
+    return UnshardedBytes(
         *(
             np.where(active, size, 0.0)
             for size in (
-                np.where(shards, compute * (root.padded + own.largest_padded), every),
-                kept,
-                compute * (root.trained + own.largest_trained),
-                in_loss + kept + waiting,
-                in_layer + kept + summed * layer.trained_padded,
-                at_end + kept,
+                np.where(zero3, compute * (root.padded + params.largest_padded), gathered),
+                accumulated,
+                compute * (root.trained + params.largest_trained),
+                loss + accumulated + buffers,
+                backward + accumulated + reduce_buffers * layer.trained_padded,
+                end + accumulated,
             )
         )
     )

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from kumi.plan.layout_batch import Columns, Floats, Ints
+from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.pipeline.timeline import in_flight
 from kumi.spec.ledger import kind_ops
 from kumi.spec.model import ModelSpec
@@ -38,7 +38,7 @@ class Share:
         return Share(self.layers[:, index], *ends, self.last[:, index])
 
 
-def share(model: ModelSpec, x: Columns, rank: Ints, m: Ints, stage_layers: Sequence[int] = ()) -> Share:
+def share(model: ModelSpec, x: LayoutBatch, rank: Ints, m: Ints, stage_layers: Sequence[int] = ()) -> Share:
     """What pp rank `rank` of every row holds in steps of `m` microbatches.
 
     Layers are divided evenly, or, where it is not empty, as `stage_layers` says, which must then fit every row.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kumi.errors import LayoutError
-from kumi.plan.layout_batch import WORDS, Bools, Columns, Ints, columns, joined
+from kumi.plan.layout_batch import CHOICES, Bools, Ints, LayoutBatch, batch_layouts, concat_layouts
 from kumi.spec.checks import divisors, rules
 from kumi.spec.job import Job
 from kumi.spec.ledger import kind_ops
@@ -28,7 +28,7 @@ CHUNK = 1 << 16
 Pins = Mapping[str, Any]
 
 
-def bases(job: Job, pinned: Pins) -> Columns:
+def bases(job: Job, pinned: Pins) -> LayoutBatch:
     """All legal layouts of `job` that agree with `pinned`, with nothing recomputed and nothing offloaded.
 
     What pins keep out is not built, so that a search with everything pinned takes no time. Tensor parallelism comes
@@ -36,10 +36,10 @@ def bases(job: Job, pinned: Pins) -> Columns:
     which works with any number of heads, unless they are pinned otherwise.
     """
     found = [chunk for _, chunk in chunks(job, pinned, CHUNK)]
-    return joined(found) if found else columns([])
+    return concat_layouts(found) if found else batch_layouts([])
 
 
-def chunks(job: Job, pinned: Pins, most: int) -> Iterator[tuple[float, Columns]]:
+def chunks(job: Job, pinned: Pins, most: int) -> Iterator[tuple[float, LayoutBatch]]:
     """`bases`, at most `most` rows at a time, with the share of the arrangements that are done then.
 
     Devices and batches with many divisors have more layouts than should be held at once. Raises LayoutError where there
@@ -63,7 +63,7 @@ def chunks(job: Job, pinned: Pins, most: int) -> Iterator[tuple[float, Columns]]
             parts, rows = [], 0
 
 
-def _legal(job: Job, parts: list[dict[str, Ints]]) -> Columns:
+def _legal(job: Job, parts: list[dict[str, Ints]]) -> LayoutBatch:
     """The legal rows of `parts`, with nothing recomputed and nothing offloaded."""
     named = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     rows = len(named["pp"])
@@ -72,11 +72,11 @@ def _legal(job: Job, parts: list[dict[str, Ints]]) -> Columns:
         "offload": np.zeros(rows, np.int64),
         "recompute_layers": np.full(rows, -1),
     }
-    found = Columns(**named, **plain)
+    found = LayoutBatch(**named, **plain)
     return found.take(legal(job, found))
 
 
-def legal(job: Job, x: Columns) -> Bools:
+def legal(job: Job, x: LayoutBatch) -> Bools:
     """Return whether each row of `x` keeps all rules of `kumi.spec.checks`, (rows,)."""
     result = np.zeros(len(x), np.bool_)
     rows, legal_rows = np.arange(len(x)), np.ones(len(x), np.bool_)
@@ -151,7 +151,7 @@ def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]
         for pair in pairs
         if all(pinned.get(name, value) == value for name, value in zip(("schedule", "stages"), pair, strict=True))
     ]
-    return [(WORDS["schedule"].index(name), stages) for name, stages in allowed]
+    return [(CHOICES["schedule"].index(name), stages) for name, stages in allowed]
 
 
 def _stages(schedule: Schedule, most: int) -> Sequence[int]:
@@ -163,7 +163,7 @@ def _pinned(name: str, values: list[int], pinned: Pins) -> list[int]:
     """`values`, or the one that is pinned."""
     if name not in pinned:
         return values
-    return [WORDS[name].index(pinned[name]) if name in WORDS else int(pinned[name])]
+    return [CHOICES[name].index(pinned[name]) if name in CHOICES else int(pinned[name])]
 
 
 def _grid(mesh: dict[str, int], inner: dict[str, Any]) -> dict[str, Ints]:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kumi.plan.estimate import positions, share_of
-from kumi.plan.layout_batch import WORDS, Columns, Floats, Ints
+from kumi.plan.estimate import rank_share, representative_ranks
+from kumi.plan.layout_batch import CHOICES, Floats, Ints, LayoutBatch
 from kumi.plan.memory import device_memory
 from kumi.plan.pipeline.stages import Share
 from kumi.plan.search.candidates import Pins
 from kumi.spec.job import Job
 
-NONE, ACTIVATIONS = 0, WORDS["offload"].index("activations")
+NONE, ACTIVATIONS = 0, CHOICES["offload"].index("activations")
 
 Mask = NDArray[np.bool_]
 
@@ -29,10 +29,10 @@ class Bases:
     """
 
     job: Job
-    x: Columns
-    every: Columns
+    x: LayoutBatch
+    every: LayoutBatch
     part: Share
-    known: device_memory.Content
+    known: device_memory.InvariantMemory
     layers: Floats
     most: Ints
 
@@ -56,9 +56,9 @@ class Bases:
             return np.ones(len(self.x), np.bool_)
         host, each = self.job.cluster.host, self.job.cluster.devices_per_node
         fits = self.host_bytes(offload) <= host.memory / each
-        word = WORDS["offload"][offload]
+        word = CHOICES["offload"][offload]
         if word.endswith("-nvme"):
-            fits &= self.host_bytes(WORDS["offload"].index(word.removesuffix("-nvme"))) <= host.nvme / each
+            fits &= self.host_bytes(CHOICES["offload"].index(word.removesuffix("-nvme"))) <= host.nvme / each
         return fits
 
 
@@ -79,18 +79,18 @@ class Variant:
     layers: int | None = None
 
 
-def bases_of(job: Job, x: Columns) -> Bases:
+def bases_of(job: Job, x: LayoutBatch) -> Bases:
     """`x` with what the pp ranks hold that are looked at."""
-    ranks = positions(job.model, x)[0]
+    ranks = representative_ranks(job.model, x)[0]
     every = x.take(np.tile(np.arange(len(x)), len(ranks)))
-    part = share_of(job, every, ranks.ravel())
+    part = rank_share(job, every, ranks.ravel())
     layers = part.layers.sum(axis=0).reshape(ranks.shape)
     return Bases(
         job,
         x,
         every,
         part,
-        device_memory.content(job, every, part),
+        device_memory.invariant_memory(job, every, part),
         layers,
         np.maximum(layers.max(axis=0), 1).astype(np.int64),
     )
@@ -101,7 +101,7 @@ def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
 
     What offloading states saves does not depend on what is recomputed, so that the bytes of most combinations are sums.
     """
-    modes, plain = _allowed("recompute", WORDS["recompute"], pinned), rows.bytes(NONE, -1, NONE)
+    modes, plain = _allowed("recompute", CHOICES["recompute"], pinned), rows.bytes(NONE, -1, NONE)
     layers = pinned_layers(pinned)
     if layers is not None and layers > 0:
         modes = [mode for mode in modes if mode]
@@ -112,7 +112,7 @@ def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
     saved = {"none": np.zeros_like(plain)}
     for offload in _allowed("offload", offloads(rows.job), pinned):
         held = rows.held(offload)
-        word = WORDS["offload"][offload]
+        word = CHOICES["offload"][offload]
         # The device does not see whether what left it went on to a drive.
         saving = saved.get(word.removesuffix("-nvme"))
         if saving is None:
@@ -135,7 +135,7 @@ def pinned_layers(pinned: Pins) -> int | None:
 
 
 def _allowed(name: str, words: Sequence[str], pinned: Pins) -> list[int]:
-    return [WORDS[name].index(word) for word in words if pinned.get(name, word) == word]
+    return [CHOICES[name].index(word) for word in words if pinned.get(name, word) == word]
 
 
 def offloads(job: Job) -> list[str]:
@@ -143,7 +143,7 @@ def offloads(job: Job) -> list[str]:
     host = job.cluster.host
     if not (host.memory and host.device_bandwidth):
         return ["none"]
-    return [word for word in WORDS["offload"] if not word.endswith("-nvme") or (host.nvme and host.nvme_bandwidth)]
+    return [word for word in CHOICES["offload"] if not word.endswith("-nvme") or (host.nvme and host.nvme_bandwidth)]
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _fixed(rows: Bases, one: Variant, layers: int, capacity: float) -> Fit:
     return Fit(fits, count, peak, int(legal.sum()), int(fits.sum()), least)
 
 
-def picked(rows: Bases, one: Variant, found: Fit, index: Ints) -> Columns:
+def picked(rows: Bases, one: Variant, found: Fit, index: Ints) -> LayoutBatch:
     """The rows numbered `index`, as they are under variant `one` with the fewest layers recomputed."""
     layers = found.layers[index]
     all_of_them = (layers >= rows.most[index]) & (one.layers in (None, -1)) | (one.recompute == NONE)

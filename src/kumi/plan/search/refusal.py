@@ -74,7 +74,7 @@ def does_not_fit(job: Job, pinned: Pins, found: Found, fixed: Pins = MappingProx
             f"a node and {format_bytes(host.nvme)} on drives; offload less, or use more nodes"
         )
     least = estimate(job, found.smallest)
-    need, have = format_bytes(least.peak_memory), format_bytes(device_memory.usable(job.cluster.device))
+    need, have = format_bytes(least.peak_memory), format_bytes(device_memory.usable_memory(job.cluster.device))
     changes = remedies(job, pinned, least, fixed)
     pins = f" with {written(pinned)}" if pinned else ""
     return (

@@ -12,15 +12,15 @@ from operator import attrgetter
 
 import numpy as np
 
-from kumi.plan.estimate import estimate, positions
+from kumi.plan.estimate import estimate, representative_ranks
 from kumi.plan.estimates import Estimate
-from kumi.plan.layout_batch import WORDS, Columns, Floats, joined
+from kumi.plan.layout_batch import CHOICES, Floats, LayoutBatch, concat_layouts
 from kumi.plan.memory import device_memory
 from kumi.plan.pipeline.stages import balanced
 from kumi.plan.search.candidates import CHUNK, Pins, chunks
 from kumi.plan.search.fitting import NONE, Bases, Fit, Variant, bases_of, fit, picked, pinned_layers, variants
-from kumi.plan.time.step_time import step
-from kumi.plan.unique_rows import distinct
+from kumi.plan.time.step_time import step_times
+from kumi.plan.unique_rows import unique_rows
 from kumi.spec.checks import problems
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -83,21 +83,21 @@ def search(
     return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
 
-def _look(job: Job, pinned: Pins, chunk: Columns) -> tuple[_Best, _Tally]:
+def _look(job: Job, pinned: Pins, chunk: LayoutBatch) -> tuple[_Best, _Tally]:
     """What is best of `chunk`."""
     best, tally = _Best(), _Tally()
     found = list(_candidates(bases_of(job, chunk), pinned, tally))
     if found:
-        rows, peak = joined([rows for rows, _ in found]), np.concatenate([peak for _, peak in found])
+        rows, peak = concat_layouts([rows for rows, _ in found]), np.concatenate([peak for _, peak in found])
         tally.timed += len(rows)
-        best.add(rows, step(job, rows, *positions(job.model, rows)).seconds, peak)
+        best.add(rows, step_times(job, rows, *representative_ranks(job.model, rows)).seconds, peak)
     return best, tally
 
 
-def _candidates(rows: Bases, pinned: Pins, tally: _Tally) -> Iterator[tuple[Columns, Floats]]:
+def _candidates(rows: Bases, pinned: Pins, tally: _Tally) -> Iterator[tuple[LayoutBatch, Floats]]:
     """What must be timed of every base, with its peak bytes: of each way to recompute and offload the one that fits
     and recomputes least. A base that fits as it is has no faster variant."""
-    capacity = device_memory.usable(rows.job.cluster.device)
+    capacity = device_memory.usable_memory(rows.job.cluster.device)
     done = np.zeros(len(rows.x), np.bool_)
     for variant in variants(rows, pinned):
         found = fit(rows, variant, capacity)
@@ -116,7 +116,7 @@ def smallest(job: Job, pinned: Pins) -> Estimate | None:
     for _, chunk in chunks(job, pinned, CHUNK):
         rows = bases_of(job, chunk)
         for variant in variants(rows, pinned):
-            tally.add(chunk, variant, fit(rows, variant, device_memory.usable(job.cluster.device)))
+            tally.add(chunk, variant, fit(rows, variant, device_memory.usable_memory(job.cluster.device)))
     return None if tally.smallest is None else estimate(job, tally.smallest)
 
 
@@ -128,13 +128,13 @@ class _Tally:
         self.smallest: Layout | None = None
         self.least = np.inf
 
-    def add(self, x: Columns, variant: Variant, found: Fit) -> None:
+    def add(self, x: LayoutBatch, variant: Variant, found: Fit) -> None:
         self.count += found.count
         self.fitting += found.fitting
         index = int(np.argmin(found.least))
         if found.least[index] < self.least:
             self.least = float(found.least[index])
-            words = {name: WORDS[name][getattr(variant, name)] for name in ("recompute", "offload")}
+            words = {name: CHOICES[name][getattr(variant, name)] for name in ("recompute", "offload")}
             layers = None if variant.layers in (None, -1) else variant.layers
             self.smallest = replace(x.row(index), recompute_layers=layers, **words)
 
@@ -152,11 +152,11 @@ class _Best:
         self.rows: dict[tuple[object, ...], tuple[float, Layout]] = {}
         self.on_front: list[tuple[float, float, Layout]] = []
 
-    def add(self, x: Columns, seconds: Floats, peak: Floats) -> None:
+    def add(self, x: LayoutBatch, seconds: Floats, peak: Floats) -> None:
         """Takes in rows that take `seconds` and `peak` bytes. Ties go to the row that came first."""
         order = np.argsort(seconds, kind="stable")
         apart = [(getattr(x, name)[order] > 1).astype(np.int64) for name in ("cp", "dp_replicate", "dp_shard")]
-        firsts, _ = distinct(*(getattr(x, name)[order] for name in KEPT), *apart)
+        firsts, _ = unique_rows(*(getattr(x, name)[order] for name in KEPT), *apart)
         worth = seconds[order[np.sort(firsts)]] <= WORTH * seconds[order[0]]
         for index in order[np.sort(firsts)][worth]:
             self._keep(float(seconds[index]), x.row(int(index)))

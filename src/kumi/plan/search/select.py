@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 from kumi.errors import FitError, LayoutError
 from kumi.plan.estimate import estimate
 from kumi.plan.estimates import Estimate
-from kumi.plan.layout_batch import WORDS, columns
-from kumi.plan.memory.device_memory import usable
+from kumi.plan.layout_batch import CHOICES, batch_layouts
+from kumi.plan.memory.device_memory import usable_memory
 from kumi.plan.search.candidates import Pins
 from kumi.plan.search.fitting import bases_of
 from kumi.plan.search.refusal import does_not_fit, from_pins, leading, why_illegal
@@ -91,7 +91,7 @@ def pinned_layout(job: Job, pinned: Pins) -> Layout | None:
 def alone(job: Job, layout: Layout) -> Found:
     """What a search of one layout finds."""
     one = estimate(job, layout)
-    held = bases_of(job, columns([layout])).held(WORDS["offload"].index(layout.offload))[0]
+    held = bases_of(job, batch_layouts([layout])).held(CHOICES["offload"].index(layout.offload))[0]
     fits = one.fits and bool(held)
     return Found((one,) if fits else (), (), 1, int(fits), 1, layout if held else None)
 
@@ -107,7 +107,7 @@ def unable(job: Job, layout: Layout, *, memory: bool) -> list[str]:
     if wrong or not memory or alone(job := _timed_job(job), layout).plans:
         return wrong
     need, device = format_bytes(estimate(job, layout).peak_memory), job.cluster.device
-    return [f"the layout needs {need} a device, and {device.name} has {format_bytes(usable(device))} usable"]
+    return [f"the layout needs {need} a device, and {device.name} has {format_bytes(usable_memory(device))} usable"]
 
 
 def _timed_job(job: Job) -> Job:

@@ -1,1 +1,1 @@
-"""Seconds of a training step: operations, collectives, gradients and the optimizer."""
+"""Step time: operations, collectives, gradient reduction and the optimizer update."""

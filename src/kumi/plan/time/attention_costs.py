@@ -1,47 +1,51 @@
-"""What attention and the scan of a Mamba mixer cost a rank."""
+"""Costs of attention and of the scan of a Mamba mixer on a rank."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from kumi.plan.layout_batch import Floats
-from kumi.plan.time.kernel_times import alignment, matmul_seconds, peak_flops
-from kumi.plan.time.op_costs import PASSES, Cost, Rows
-from kumi.plan.time.scan_costs import AGAIN, kernels, product_seconds, score_seconds
+from kumi.plan.time.kernel_times import alignment_efficiency, matmul_seconds, peak_flops
+from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, MicrobatchCost
+from kumi.plan.time.scan_costs import BACKWARD_MATMULS, scan_kernels, scan_matmul_seconds, scan_score_seconds
 from kumi.spec.ledger import Op
 
-# Speed of fused attention relative to its second version; kernels made for processors before Hopper reach this share of
-# what kernels made for it do (FlashAttention-3, arXiv:2407.08608, figure 5: 370 against 600 TFLOP/s forward).
-FLASH = {"flash": 1.0, "flash-1": 0.6, "flash-3": 1.0}
-BEFORE_HOPPER = 0.65
-# Share of the peak that batched products of scores reach; and that which they reach where a head's width is no multiple
-# of 8, so that tensor cores cannot read it (BigScience's chronicles: 134 TFLOP/s with 64 heads of 216, 100 with 128
-# heads of 108). Both fitted to vTrain's and BLOOM's searches on A100.
-ODD_HEADS = 0.08
-SCORES = 0.42
-# Speed of fused attention over a part of the keys at a time on a GPU, whose results are merged, relative to one over
-# all of them. Fitted to NVIDIA's runs with context parallelism on H100 (DGX Cloud benchmarks).
-RING = 0.8
+# Speed of fused attention relative to FlashAttention-2. Kernels made for processors before Hopper reach this share of
+# the speed of kernels made for Hopper (FlashAttention-3, arXiv:2407.08608, figure 5: 370 against 600 TFLOP/s forward).
+_FLASH_SPEED = {"flash": 1.0, "flash-1": 0.6, "flash-3": 1.0}
+_BEFORE_HOPPER = 0.65
+# Share of the peak that batched matmuls of scores reach, and the share where the head size is not a multiple of 8, so
+# that tensor cores cannot read it (BigScience's chronicles: 134 TFLOP/s with 64 heads of 216, 100 with 128 heads of
+# 108). Both fitted to vTrain's and BLOOM's searches on A100.
+_UNALIGNED_HEADS = 0.08
+_SCORE_MATMULS = 0.42
+# Speed of ring attention, which computes one block of keys at a time and merges the results, relative to fused
+# attention over all keys on a GPU. Fitted to NVIDIA's runs with context parallelism on H100 (DGX Cloud benchmarks).
+_RING_SPEED = 0.8
 
 
-def attention(rows: Rows, cost: Cost, op: Op) -> None:
-    seq_len = rows.job.batch.seq_len
-    each = rows.tokens * (op.source.size + op.target.size) / rows.tp
-    if rows.engine.attention in FLASH:
-        _flash(rows, cost, op, 2.0 * each * op.reach(seq_len))
+def add_attention(sizes: LayoutSizes, cost: MicrobatchCost, op: Op) -> None:
+    """Add the cost of an attention `op` to `cost`."""
+    seq_len = sizes.job.batch.seq_len
+    width = sizes.tokens * (op.source.size + op.target.size) / sizes.tp
+    if sizes.engine.attention in _FLASH_SPEED:
+        _add_flash(sizes, cost, op, 2.0 * width * op.reach(seq_len))
     else:
-        _scores(rows, cost, op, 2.0 * each * seq_len, rows.tokens * seq_len * op.heads / rows.tp)
+        _add_unfused(sizes, cost, op, 2.0 * width * seq_len, sizes.tokens * seq_len * op.heads / sizes.tp)
 
 
-def _flash(rows: Rows, cost: Cost, op: Op, flops: Floats) -> None:
-    """Fused attention does 2.5 times the forward's products in its backward, scores computed again."""
-    speed = peak_flops(rows.device, rows.job.precision.compute) * FLASH[rows.engine.attention]
-    if "float8" in rows.device.dtypes and rows.engine.attention != "flash-3":
-        speed *= BEFORE_HOPPER
-    forward, backward = (speed * share for share in rows.device.attention)
-    # A head narrower than 128 leaves part of each processor's products idle.
+def _add_flash(sizes: LayoutSizes, cost: MicrobatchCost, op: Op, flops: Floats) -> None:
+    """Add fused attention with `flops` in the forward pass.
+
+    The backward pass has 2.5 times as many, because it recomputes the scores.
+    """
+    speed = peak_flops(sizes.device, sizes.job.precision.compute) * _FLASH_SPEED[sizes.engine.attention]
+    if "float8" in sizes.device.dtypes and sizes.engine.attention != "flash-3":
+        speed *= _BEFORE_HOPPER
+    forward, backward = (speed * share for share in sizes.device.attention)
+    # With heads narrower than 128 a part of each processor's matmul units is idle.
     narrow = min(1.0, max(0.6, (op.source.size / max(1, op.heads) / 128) ** 0.25))
-    flops = flops / np.where((rows.cp > 1) & rows.gpu, RING, 1.0)
+    flops = flops / np.where((sizes.cp > 1) & sizes.gpu, _RING_SPEED, 1.0)
     seconds = flops / (forward * narrow)
     cost.attention += seconds
     cost.core += seconds
@@ -51,49 +55,56 @@ def _flash(rows: Rows, cost: Cost, op: Op, flops: Floats) -> None:
     cost.kernels_backward += 3
 
 
-def _scores(rows: Rows, cost: Cost, op: Op, flops: Floats, scores: Floats) -> None:
-    """Attention that writes the scores: four batched products of half the FLOPs each way, and the softmax."""
+def _add_unfused(sizes: LayoutSizes, cost: MicrobatchCost, op: Op, flops: Floats, scores: Floats) -> None:
+    """Add attention that materializes `scores`: two batched matmuls forward, four backward, and the softmax.
+
+    `flops` counts both forward matmuls.
+    """
     width = op.source.size / op.heads
-    length = rows.job.batch.seq_len
-    dtype = rows.job.precision.compute
+    length = sizes.job.batch.seq_len
+    dtype = sizes.job.precision.compute
     shapes = (
-        (length / rows.cp, np.asarray(width), np.asarray(length)),
-        (length / rows.cp, np.asarray(length), np.asarray(width)),
+        (length / sizes.cp, np.asarray(width), np.asarray(length)),
+        (length / sizes.cp, np.asarray(length), np.asarray(width)),
     )
-    # Products of one head are dealt out together with those of the others: a head alone is the least it can take.
-    alone = np.asarray(sum(matmul_seconds(rows.device, dtype, *shape) for shape in shapes))
-    aligned = float(alignment(np.asarray(width))) if width % 8 == 0 else ODD_HEADS
-    speed = peak_flops(rows.device, dtype) * SCORES * aligned
-    one = np.maximum(alone, flops / speed)
-    cost.attention += one
-    cost.cheap += one
-    cost.forward += one
-    cost.backward += 2 * one
-    kind = "fused-softmax" if rows.engine.attention == "fused-softmax" else "eager"
+    # The heads' matmuls run as one batch: the time of a single head's matmuls is the lower bound.
+    one_head = np.asarray(sum(matmul_seconds(sizes.device, dtype, *shape) for shape in shapes))
+    aligned = float(alignment_efficiency(np.asarray(width))) if width % 8 == 0 else _UNALIGNED_HEADS
+    speed = peak_flops(sizes.device, dtype) * _SCORE_MATMULS * aligned
+    seconds = np.maximum(one_head, flops / speed)
+    cost.attention += seconds
+    cost.cheap += seconds
+    cost.forward += seconds
+    cost.backward += 2 * seconds
+    softmax = "fused-softmax" if sizes.engine.attention == "fused-softmax" else "eager"
     before = cost.forward.copy()
-    rows.passes(cost, PASSES["softmax"][kind], scores)
-    if rows.engine.dropout:
-        rows.passes(cost, PASSES["dropout"]["eager"], scores)
+    sizes.add_passes(cost, MEMORY_PASSES["softmax"][softmax], scores)
+    if sizes.engine.dropout:
+        sizes.add_passes(cost, MEMORY_PASSES["dropout"]["eager"], scores)
     cost.attention += cost.forward - before
     cost.kernels_forward += 2
     cost.kernels_backward += 4
 
 
-def scan(rows: Rows, cost: Cost, op: Op) -> None:
-    """Products of chunks; besides, a fused kernel reads what goes in and writes what comes out, others scores."""
-    products(rows, cost, op)
-    if rows.engine.kernels != "eager":
-        rows.passes(cost, PASSES["gated_norm"]["fused"], rows.elements_of(op))
+def add_scan(sizes: LayoutSizes, cost: MicrobatchCost, op: Op) -> None:
+    """Add the cost of a scan `op` to `cost`: the matmuls of its chunks and its memory traffic.
+
+    A fused kernel reads its inputs and writes its outputs; unfused kernels also read and write the scores.
+    """
+    add_scan_matmuls(sizes, cost, op)
+    if sizes.engine.kernels != "eager":
+        sizes.add_passes(cost, MEMORY_PASSES["gated_norm"]["fused"], sizes.output_elements(op))
         return
-    forward, backward = score_seconds(rows.job, op, rows.tokens, rows.tp)
-    kernels_forward, kernels_backward = kernels(rows.job, op)
+    forward, backward = scan_score_seconds(sizes.job, op, sizes.tokens, sizes.tp)
+    kernels_forward, kernels_backward = scan_kernels(sizes.job, op)
     cost.forward += forward
     cost.backward += backward
     cost.kernels_forward += kernels_forward
     cost.kernels_backward += kernels_backward
 
 
-def products(rows: Rows, cost: Cost, op: Op) -> None:
-    seconds = product_seconds(rows.job, op, rows.sequences, rows.tp)
+def add_scan_matmuls(sizes: LayoutSizes, cost: MicrobatchCost, op: Op) -> None:
+    """Add the matmuls of a scan or convolution `op` to `cost`."""
+    seconds = scan_matmul_seconds(sizes.job, op, sizes.sequences, sizes.tp)
     cost.forward += seconds
-    cost.backward += AGAIN * seconds
+    cost.backward += BACKWARD_MATMULS * seconds

@@ -1,4 +1,4 @@
-"""How long a collective takes on the links that its group crosses."""
+"""Seconds of collectives on the links that their process group crosses."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ import numpy as np
 from kumi.plan.layout_batch import Floats, Numbers
 from kumi.spec.cluster import ClusterSpec
 
-# Seconds that a pass of a collective takes besides its bytes and its latency: what ranks that computed the same for not
-# quite the same time wait for each other, and what fills the copies' pipeline. Fitted to tensor-parallel runs on A100
-# (SC'21, Hagemann, vTrain), where it is as much with NVLink of half the speed; one for GPUs of all kinds. Processes on
-# CPUs have their own share of it in what is measured as latency.
-WAIT = {"cuda": 1.0e-4, "cpu": 0.0}
+# Fixed seconds per pass of a collective, beyond bandwidth and latency: ranks wait for the slowest rank, and the copy
+# pipeline fills. Fitted to tensor-parallel runs on A100 (SC'21, Hagemann, vTrain), where NVLink of half the speed needs
+# the same; used for all GPUs. On CPUs the measured latency includes it.
+_PASS_SECONDS = {"cuda": 1.0e-4, "cpu": 0.0}
 
 
-def members(stride: Floats, degree: Floats, span: float) -> Floats:
-    """How many of a group's `degree` ranks, `stride` apart, share an aligned block of `span` ranks."""
+def ranks_in_block(stride: Floats, degree: Floats, span: float) -> Floats:
+    """Return how many of a group's `degree` ranks, `stride` apart, share an aligned block of `span` ranks."""
     return np.clip(np.floor(span / stride), 1.0, degree)
 
 
-def ring(cluster: ClusterSpec, stride: Floats, degree: Floats) -> tuple[Floats, Floats]:
-    """Bytes/s that a ring through the group moves, and mean seconds of latency from a rank to the next.
+def ring_bandwidth_latency(cluster: ClusterSpec, stride: Floats, degree: Floats) -> tuple[Floats, Floats]:
+    """Return the bytes/s of a ring through the group, and the mean seconds of latency per hop.
 
-    A ring enters and leaves each node once for every network card its ranks there have, so that ranks of one node add
-    their shares of the network up; its pace is that of its slowest link.
+    A ring crosses a node's border once per network card of the ranks in that node, so that their bandwidths add up.
+    The slowest link sets the bandwidth of the ring.
     """
     bandwidth, latency = np.full_like(degree, np.inf), np.zeros_like(degree)
     inside = np.ones_like(degree)
     for link in cluster.links:
-        reach = members(stride, degree, link.span)
+        reach = ranks_in_block(stride, degree, link.span)
         crossed = reach > inside
         speed = link.bandwidth * link.efficiency * inside
         bandwidth = np.where(crossed, np.minimum(bandwidth, speed), bandwidth)
-        # Of every `reach` hops, those that stay inside a smaller block were counted before.
+        # One hop in `inside` leaves the smaller block; the others have the mean latency inside it.
         latency = np.where(crossed, latency + (link.latency - latency) / inside, latency)
         inside = np.maximum(inside, reach)
     return bandwidth, latency
@@ -48,13 +47,15 @@ def collective_seconds(
     *,
     copies: int = 1,
 ) -> Floats:
-    """Seconds of one collective of `kind` over `size` bytes (the whole tensor) in groups of `degree` ranks.
+    """Return the seconds of one collective of `kind` over `size` bytes in groups of `degree` ranks.
 
-    `stride` is the distance of neighbours in ranks. all_gather and reduce_scatter run as rings (Patarasuk and Yuan,
-    2009), all_reduce as the better of a ring and a double binary tree; all_to_all sends from every rank to every other,
-    `size` being what one rank sends in all; send goes to the next rank. Where `size` is cut into several `messages`,
-    one after another, each has its own latency. Where an all-to-all sends every element to `copies` ranks, those
-    beyond a link share the one that crosses it.
+    `size`: bytes of the unsharded tensor; for all_to_all and send, the bytes that one rank sends.
+    `stride`: distance in ranks between neighbours of the group.
+    `messages`: number of messages that `size` is split into, one after another, each with its own latency.
+    `copies`: ranks that an all_to_all sends each element to; ranks behind the same link share one transfer.
+
+    all_gather and reduce_scatter run as rings (Patarasuk and Yuan, 2009), all_reduce as the faster of a ring and a
+    double binary tree, all_to_all directly between all pairs of ranks, and send to the next rank.
     """
     size, degree, stride = (np.asarray(value, np.float64) for value in np.broadcast_arrays(size, degree, stride))
     if not cluster.links:
@@ -64,56 +65,58 @@ def collective_seconds(
     if kind == "all_to_all":
         seconds = _all_to_all(cluster, size, degree, stride, copies)
     else:
-        bandwidth, latency = ring(cluster, stride, degree)
+        bandwidth, latency = ring_bandwidth_latency(cluster, stride, degree)
         passes = 2.0 if kind == "all_reduce" else 1.0
         moved = passes * size * (degree - 1) / degree
-        wait = WAIT[cluster.device.kind]
-        seconds = messages * passes * (degree - 1) * latency + moved / bandwidth + passes * wait
+        fixed = _PASS_SECONDS[cluster.device.kind]
+        seconds = messages * passes * (degree - 1) * latency + moved / bandwidth + passes * fixed
         if kind == "all_reduce":
-            tree = 2 * np.ceil(np.log2(np.maximum(degree, 2))) * _longest(cluster, stride, degree)
-            seconds = np.minimum(seconds, messages * tree + 2 * size / bandwidth + 2 * wait)
+            tree = 2 * np.ceil(np.log2(np.maximum(degree, 2))) * _max_latency(cluster, stride, degree)
+            seconds = np.minimum(seconds, messages * tree + 2 * size / bandwidth + 2 * fixed)
     return np.where((degree > 1) & (size > 0), seconds, 0.0)
 
 
 def _send(cluster: ClusterSpec, size: Floats, degree: Floats, stride: Floats) -> Floats:
-    """Seconds to send `size` bytes to the next rank of the group, where that is slowest: all wait for it."""
+    """Return the seconds to send `size` bytes to the next rank over the slowest link, which all ranks wait for."""
     seconds, inside = np.zeros_like(size), np.ones_like(size)
     for link in cluster.links:
-        reach = members(stride, degree, link.span)
-        own = link.latency + size / (link.bandwidth * link.efficiency)
-        seconds = np.where(reach > inside, np.maximum(seconds, own), seconds)
+        reach = ranks_in_block(stride, degree, link.span)
+        on_link = link.latency + size / (link.bandwidth * link.efficiency)
+        seconds = np.where(reach > inside, np.maximum(seconds, on_link), seconds)
         inside = np.maximum(inside, reach)
     return seconds
 
 
 def _all_to_all(cluster: ClusterSpec, size: Floats, degree: Floats, stride: Floats, copies: int) -> Floats:
-    """Every rank sends an equal part to every other; what crosses each link goes over it at the same time. Of `copies`
-    that go anywhere, one is sent to each block behind a link that has some: `once` is the share of them that is left.
+    """Return the seconds in which every rank sends equal parts to all others, with all links in use at the same time.
+
+    An element routed to `copies` ranks crosses a link once per block of ranks behind it: the crossing share is the
+    expected number of distinct blocks / `copies`.
     """
     seconds, inside = np.zeros_like(size), np.ones_like(size)
     for link in cluster.links:
-        reach = members(stride, degree, link.span)
+        reach = ranks_in_block(stride, degree, link.span)
         blocks = degree / inside
-        once = blocks * (1 - (1 - 1 / blocks) ** copies) / copies
-        part = once * size * (reach - inside) / degree
-        own = link.latency * np.log2(np.maximum(reach, 2)) + part / (link.bandwidth * link.efficiency)
-        seconds = np.where(reach > inside, np.maximum(seconds, own), seconds)
+        crossing_share = blocks * (1 - (1 - 1 / blocks) ** copies) / copies
+        sent = crossing_share * size * (reach - inside) / degree
+        on_link = link.latency * np.log2(np.maximum(reach, 2)) + sent / (link.bandwidth * link.efficiency)
+        seconds = np.where(reach > inside, np.maximum(seconds, on_link), seconds)
         inside = np.maximum(inside, reach)
     return seconds
 
 
-def _longest(cluster: ClusterSpec, stride: Floats, degree: Floats) -> Floats:
-    """Latency of the slowest link that the group crosses."""
+def _max_latency(cluster: ClusterSpec, stride: Floats, degree: Floats) -> Floats:
+    """Return the largest latency of the links that the group crosses."""
     latency, inside = np.zeros_like(degree), np.ones_like(degree)
     for link in cluster.links:
-        reach = members(stride, degree, link.span)
+        reach = ranks_in_block(stride, degree, link.span)
         latency = np.where(reach > inside, np.maximum(latency, link.latency), latency)
         inside = np.maximum(inside, reach)
     return latency
 
 
 def link_name(cluster: ClusterSpec, stride: int, degree: int) -> str:
-    """Name of the slowest link that a group crosses; empty where nothing is known of links or nothing is sent."""
+    """Return the name of the slowest link that a group crosses, empty without links or with a single rank."""
     if degree <= 1 or not cluster.links:
         return ""
     return cluster.links[cluster.level(stride, degree)].name

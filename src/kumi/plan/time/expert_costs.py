@@ -1,19 +1,18 @@
-"""What it costs a rank to bring tokens to their experts, and back."""
+"""Cost of dispatching tokens to experts and combining the results, without communication."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kumi.plan.time.op_costs import Cost, Rows
+from kumi.plan.time.op_costs import LayoutSizes, MicrobatchCost
 from kumi.spec.ledger import Op
 
-# What bringing tokens to experts, or back, moves besides the exchange, in elements of them: sorted, padded, weighted,
-# counted; the host waits for the counts, and starts so many kernels. Fitted to Megatron-Bridge's tables.
-EXCHANGE = (6.5, 6.5, 75, 75)
+# Memory passes over the tokens and kernel launches of a dispatch or a combine, as in `op_costs.MEMORY_PASSES`: tokens
+# are counted, sorted, padded and weighted, and the host waits for the counts. Fitted to Megatron-Bridge's tables.
+_EXCHANGE_PASSES = (6.5, 6.5, 75, 75)
 
 
-def exchange(rows: Rows, cost: Cost, op: Op) -> None:
-    """Around the messages (`kumi.plan.time.layer_collectives`), on the way there (dispatch) as on the way back
-    (combine)."""
-    tokens = rows.tokens * op.passes / np.where(rows.parallel, rows.tp, 1.0)
-    rows.passes(cost, EXCHANGE, tokens * rows.job.model.hidden_size)
+def add_token_exchange(sizes: LayoutSizes, cost: MicrobatchCost, op: Op) -> None:
+    """Add the cost of a dispatch or combine `op` to `cost`, without its collectives."""
+    tokens = sizes.tokens * op.passes / np.where(sizes.sequence_parallel, sizes.tp, 1.0)
+    sizes.add_passes(cost, _EXCHANGE_PASSES, tokens * sizes.job.model.hidden_size)

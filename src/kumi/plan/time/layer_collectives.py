@@ -1,13 +1,13 @@
-"""The messages of a step, but for gradients and parameters, for columns of layouts.
+"""The collectives of a step, except for parameters and gradients, for a batch of layouts.
 
-    layer_messages(rows, ops)    tensor, context and expert parallelism in one layer
-    embedding_messages(rows)     where the token table is cut
-    head_messages(rows, op)      where the logits are
-    stage_message(job, x)        what a pipeline stage sends on
-    norm_message(x)              the gradient norm, once a step
+    layer_collectives(sizes, ops)   tensor, context and expert parallelism in one layer
+    embedding_collectives(sizes)    the vocab-parallel embedding
+    head_collectives(sizes, op)     the vocab-parallel head
+    stage_transfer(job, layouts)    activations between pipeline stages
+    norm_all_reduce(layouts)        the gradient norm, once a step
 
-The step's seconds are sums of their prices (`kumi.plan.time.layer_costs`); the list of one layout counts them
-(`kumi.plan.time.traffic`). Counts are those of one microbatch.
+`kumi.plan.time.layer_costs` sums their seconds for the step time; `kumi.plan.time.traffic` lists them for one layout.
+Counts are per microbatch.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ from typing import Any
 
 import numpy as np
 
-from kumi.plan.context_traffic import dealt_elements, gradient_itemsize, kv_elements
-from kumi.plan.layout_batch import Columns, Floats
+from kumi.plan.context_traffic import kv_elements, kv_grad_itemsize, ulysses_elements
+from kumi.plan.layout_batch import Floats, LayoutBatch
 from kumi.plan.time.collective_times import collective_seconds
-from kumi.plan.time.op_costs import Rows
-from kumi.plan.time.tensor_traffic import regions
+from kumi.plan.time.op_costs import LayoutSizes
+from kumi.plan.time.tensor_traffic import tensor_traffic
 from kumi.spec.job import Job
 from kumi.spec.ledger import Op, logit_chunk
 from kumi.spec.process_groups import process_group, splits_gradients
 from kumi.spec.sharding import AXIS, style
 
-INT64 = 8.0
+_INT64_BYTES = 8.0
 
-# The seconds of a step that messages of a process group count as.
+# The kind of step time that the collectives of a process group count as.
 TIME_KIND = {"tp": "tp", "cp": "cp", "ep": "ep", "expert_tp": "ep", "pp": "pp"}
 
 
 @dataclass(frozen=True)
-class Message:
-    """One collective of every row: its `kind`, the process group that takes part and the bytes of the whole tensor.
+class CollectiveBatch:
+    """One collective in a batch of layouts.
 
-    `counts` says how many there are in each phase of a microbatch: "forward", "backward", "recompute" (where the layer
-    is recomputed whole) and "selective" (where it is recomputed in part). `behind` is the computation that hides the
-    message: "attention", "products", or "" for none. Where an all-to-all sends every element to several ranks, those
-    `copies` that cross a link share it.
+    `kind`, `what`: as in `kumi.plan.estimates.Collective`.
+    `group`: name of its process group (see `kumi.spec.process_groups`).
+    `bytes`: size of the unsharded tensor; for all_to_all and send, the bytes that one rank sends, (rows,).
+    `counts`: occurrences in a microbatch by phase: "forward", "backward", "recompute" (with full recomputation) and
+        "selective" (with selective recomputation). A number or (rows,).
+    `hidden_by`: the computation that can hide it: "attention", "matmuls" or "".
+    `copies`: ranks that an all_to_all sends each element to; ranks behind the same link share one transfer.
     """
 
     kind: str
@@ -50,91 +53,100 @@ class Message:
     bytes: Floats
     counts: dict[str, Any]
     what: str
-    behind: str = ""
+    hidden_by: str = ""
     copies: int = 1
 
 
-def message_seconds(job: Job, x: Columns, message: Message) -> Floats:
-    """Seconds of one such message in every row."""
-    group = process_group(x, message.group)
-    return collective_seconds(job.cluster, message.kind, message.bytes, *group, copies=message.copies)
+def seconds_each(job: Job, layouts: LayoutBatch, collective: CollectiveBatch) -> Floats:
+    """Return the seconds of one occurrence of `collective`, (rows,)."""
+    group = process_group(layouts, collective.group)
+    return collective_seconds(job.cluster, collective.kind, collective.bytes, *group, copies=collective.copies)
 
 
-def layer_messages(rows: Rows, ops: Sequence[Op]) -> Iterator[Message]:
-    """The messages of a layer with operations `ops`."""
-    if (rows.tp > 1).any():
-        yield from _regions(rows, ops)
-        yield from _adapters(rows, ops)
+def layer_collectives(sizes: LayoutSizes, ops: Sequence[Op]) -> Iterator[CollectiveBatch]:
+    """Yield the collectives of a layer with operations `ops`."""
+    if (sizes.tp > 1).any():
+        yield from _tensor_parallel(sizes, ops)
+        yield from _adapters(sizes, ops)
     for op in ops:
-        if op.kind == "attention" and (rows.cp > 1).any():
-            yield from _context(rows, op)
-        elif op.kind == "dispatch" and (rows.ep * rows.expert_tp > 1).any():
-            yield from _experts(rows, op, max(op.experts for op in ops))
+        if op.kind == "attention" and (sizes.cp > 1).any():
+            yield from _context_parallel(sizes, op)
+        elif op.kind == "dispatch" and (sizes.ep * sizes.expert_tp > 1).any():
+            yield from _expert_parallel(sizes, op, max(op.experts for op in ops))
 
 
-def _regions(rows: Rows, ops: Sequence[Op]) -> Iterator[Message]:
-    """What enters and leaves the tensor-parallel regions of a layer (see `kumi.plan.time.tensor_traffic`): an
-    all-reduce for each forward and backward (Shoeybi et al., 2019); with sequence parallelism their halves, and what
-    enters gathered again for the weights' gradients (Korthikanti et al., 2022, section 4.2).
+def _tensor_parallel(sizes: LayoutSizes, ops: Sequence[Op]) -> Iterator[CollectiveBatch]:
+    """Yield the tensor-parallel collectives of a layer (see `kumi.plan.time.tensor_traffic`).
 
-    Selective recomputation keeps what came of messages, but for what a region only reads.
+    An all-reduce in the forward and one in the backward pass (Shoeybi et al., 2019). With sequence parallelism they are
+    split into reduce-scatter and all-gather, and inputs are gathered a second time for the weight gradients
+    (Korthikanti et al., 2022, section 4.2). Selective recomputation saves the results of collectives except for
+    `shared_inputs`.
     """
-    layer, behind = regions(ops), "products" if rows.engine.overlap_tp else ""
-    enter, share, leave = Counter(layer.enter), Counter(layer.share), Counter(layer.leave)
-    # What ends a layer gives nothing that its backward pass reads.
-    ends = Counter(layer.leave[-1:] if layer.ends and not rows.engine.recompute_whole else ())
-    for width in sorted(enter | share | leave):
-        entering, leaving, again = enter[width] + share[width], leave[width], leave[width] - ends[width]
-        yield from _halves(
-            rows,
+    layer, hidden_by = tensor_traffic(ops), "matmuls" if sizes.engine.overlap_tp else ""
+    inputs, shared = Counter(layer.column_inputs), Counter(layer.shared_inputs)
+    outputs = Counter(layer.row_outputs)
+    # The backward pass does not read the output of a layer's last matrix.
+    skip_last = layer.ends_with_row and not sizes.engine.recompute_whole
+    not_recomputed = Counter(layer.row_outputs[-1:] if skip_last else ())
+    for width in sorted(inputs | shared | outputs):
+        gathers, scatters = inputs[width] + shared[width], outputs[width]
+        yield from _gather_scatter_pair(
+            sizes,
             width,
-            {"forward": entering, "recompute": entering, "backward": leaving, "selective": share[width]},
-            {"forward": leaving, "recompute": again, "backward": entering},
-            behind=behind,
+            {"forward": gathers, "recompute": gathers, "backward": scatters, "selective": shared[width]},
+            {"forward": scatters, "recompute": scatters - not_recomputed[width], "backward": gathers},
+            hidden_by=hidden_by,
         )
-        if rows.job.model.lora is None:
-            yield _inputs(rows, width, enter[width], behind)
+        if sizes.job.model.lora is None:
+            yield _inputs_of_weight_gradients(sizes, width, inputs[width], hidden_by)
     if layer.norms:
         counts = dict.fromkeys(("forward", "backward", "recompute"), layer.norms)
-        yield Message("all_reduce", "tp", rows.wide * rows.tokens, counts, "norms", behind)
+        yield CollectiveBatch("all_reduce", "tp", sizes.wide_itemsize * sizes.tokens, counts, "norms", hidden_by)
 
 
-def _halves(
-    rows: Rows,
+def _gather_scatter_pair(
+    sizes: LayoutSizes,
     width: float,
     gathers: dict[str, int],
     scatters: dict[str, int],
     what: str = "activations",
-    behind: str = "",
-) -> Iterator[Message]:
-    """`width` elements of every token: gathered and scattered under sequence parallelism, else all-reduced where they
-    would be scattered."""
-    size, parallel = rows.tokens * rows.size * width, rows.parallel
-    yield Message("all_gather", "tp", size, _where(parallel, gathers), what, behind)
-    yield Message("reduce_scatter", "tp", size, _where(parallel, scatters), what, behind)
-    yield Message("all_reduce", "tp", size, _where(~parallel, scatters), what, behind)
+    hidden_by: str = "",
+) -> Iterator[CollectiveBatch]:
+    """Yield the collectives of activations of `width` elements per token.
+
+    With sequence parallelism these are `gathers` all-gathers and `scatters` reduce-scatters by phase, else `scatters`
+    all-reduces.
+    """
+    size, parallel = sizes.tokens * sizes.itemsize * width, sizes.sequence_parallel
+    yield CollectiveBatch("all_gather", "tp", size, _counts_where(parallel, gathers), what, hidden_by)
+    yield CollectiveBatch("reduce_scatter", "tp", size, _counts_where(parallel, scatters), what, hidden_by)
+    yield CollectiveBatch("all_reduce", "tp", size, _counts_where(~parallel, scatters), what, hidden_by)
 
 
-def _inputs(rows: Rows, width: float, count: int, behind: str = "") -> Message:
-    """What enters, gathered again for the gradients of the weights."""
-    size = rows.tokens * rows.size * width
-    return Message(
-        "all_gather", "tp", size, _where(rows.parallel, {"backward": count}), "inputs of weight gradients", behind
-    )
+def _inputs_of_weight_gradients(sizes: LayoutSizes, width: float, count: int, hidden_by: str = "") -> CollectiveBatch:
+    """Return the all-gathers of inputs for the weight gradients under sequence parallelism."""
+    size = sizes.tokens * sizes.itemsize * width
+    counts = _counts_where(sizes.sequence_parallel, {"backward": count})
+    return CollectiveBatch("all_gather", "tp", size, counts, "inputs of weight gradients", hidden_by)
 
 
-def _where(rows: Any, counts: dict[str, int]) -> dict[str, Any]:
+def _counts_where(rows: Any, counts: dict[str, int]) -> dict[str, Any]:
+    """Return the counts by phase that are not 0, as arrays that are 0 outside the mask `rows`."""
     return {phase: rows * count for phase, count in counts.items() if count}
 
 
-def _adapters(rows: Rows, ops: Sequence[Op]) -> Iterator[Message]:
-    """What adapters beside matrices cut by columns make of the tokens between regions, gathered once for all that read
-    the same input: thin. And, for DoRA, squares of rows of which each rank has some columns."""
+def _adapters(sizes: LayoutSizes, ops: Sequence[Op]) -> Iterator[CollectiveBatch]:
+    """Yield the collectives of adapters.
+
+    Beside column-parallel matrices, the low-rank activations are gathered once for all adapters with the same input.
+    DoRA also all-reduces the squared row norms of matrices with sharded columns.
+    """
     for op in ops:
         if op.kind == "lora" and len(op.params) > 2 and AXIS.get(op.source.name) == "tp":
-            squares = np.full_like(rows.tp, rows.wide * op.target.size)
+            squares = np.full_like(sizes.tp, sizes.wide_itemsize * op.target.size)
             counts = {"forward": 1, "recompute": 1}
-            yield Message("all_reduce", "tp", squares, counts, "norms of adapted matrices")
+            yield CollectiveBatch("all_reduce", "tp", squares, counts, "norms of adapted matrices")
     ranks, widths = {op.name.removesuffix(".lora"): op.rank for op in ops if op.kind == "lora"}, list[int]()
     before = None
     for op in ops if ranks else ():
@@ -144,89 +156,96 @@ def _adapters(rows: Rows, ops: Sequence[Op]) -> Iterator[Message]:
             widths[-1] += ranks.get(op.name, 0)
         before = op if style(op) == "column" else None
     for width, count in Counter(widths).items():
-        size = rows.tokens * rows.size * width
+        size = sizes.tokens * sizes.itemsize * width
         gathers, scatters = {"forward": count, "recompute": count}, {"backward": count}
-        yield Message("all_gather", "tp", size, _where(rows.parallel, gathers), "adapters")
-        yield Message("reduce_scatter", "tp", size, _where(rows.parallel, scatters), "adapters")
+        parallel = sizes.sequence_parallel
+        yield CollectiveBatch("all_gather", "tp", size, _counts_where(parallel, gathers), "adapters")
+        yield CollectiveBatch("reduce_scatter", "tp", size, _counts_where(parallel, scatters), "adapters")
 
 
-def _context(rows: Rows, op: Op) -> Iterator[Message]:
-    """Keys and values go round the ring, in the backward with their gradients, or heads are dealt out (see
-    `kumi.plan.context_traffic`)."""
-    if not rows.ulysses.all():
-        hops = np.where(rows.ulysses, 0.0, rows.cp - 1)
-        elements = rows.tokens * kv_elements(op, rows.tp)
+def _context_parallel(sizes: LayoutSizes, op: Op) -> Iterator[CollectiveBatch]:
+    """Yield the collectives of ring attention or Ulysses (see `kumi.plan.context_traffic`)."""
+    if not sizes.ulysses.all():
+        hops = np.where(sizes.ulysses, 0.0, sizes.cp - 1)
+        elements = sizes.tokens * kv_elements(op, sizes.tp)
         every = dict.fromkeys(("forward", "backward", "recompute"), hops)
-        yield Message("send", "cp", rows.size * elements, every, "keys and values", "attention")
-        size = gradient_itemsize(rows.job) * elements
-        yield Message("send", "cp", size, {"backward": hops}, "gradients of keys and values", "attention")
-    if rows.ulysses.any():
-        sizes = dealt_elements(op, rows.tp, rows.cp)
-        for elements, what in zip(sizes, ("queries, keys and values", "results"), strict=True):
-            size = rows.tokens * rows.size * elements
-            counts = _where(rows.ulysses, {"forward": 1, "recompute": 1})
-            yield Message("all_to_all", "cp", size, counts, what)
-            yield Message("all_to_all", "cp", size, _where(rows.ulysses, {"backward": 1}), f"gradients of {what}")
+        yield CollectiveBatch("send", "cp", sizes.itemsize * elements, every, "keys and values", "attention")
+        size = kv_grad_itemsize(sizes.job) * elements
+        yield CollectiveBatch("send", "cp", size, {"backward": hops}, "gradients of keys and values", "attention")
+    if sizes.ulysses.any():
+        dealt = ulysses_elements(op, sizes.tp, sizes.cp)
+        for elements, what in zip(dealt, ("queries, keys and values", "results"), strict=True):
+            size = sizes.tokens * sizes.itemsize * elements
+            forward = _counts_where(sizes.ulysses, {"forward": 1, "recompute": 1})
+            backward = _counts_where(sizes.ulysses, {"backward": 1})
+            yield CollectiveBatch("all_to_all", "cp", size, forward, what)
+            yield CollectiveBatch("all_to_all", "cp", size, backward, f"gradients of {what}")
 
 
-def _experts(rows: Rows, op: Op, experts: int) -> Iterator[Message]:
-    """Tokens go to their experts and come back: an all-to-all among the ranks that share `experts`, after word of how
-    many come.
+def _expert_parallel(sizes: LayoutSizes, op: Op, experts: int) -> Iterator[CollectiveBatch]:
+    """Yield the collectives that dispatch tokens to `experts` experts and combine the results.
 
-    Ranks that have parts of the same experts gather each other's tokens, choices and weights before, and divide the
-    sums after; backward the reverse, without the choices.
+    An all-to-all over ep each way, and one for the numbers of tokens. Ranks that shard experts along expert_tp also
+    all-gather each other's tokens, choices and weights before, and reduce-scatter the results after; the backward pass
+    does the reverse, without the choices.
     """
-    tokens, parts = rows.tokens / np.where(rows.parallel, rows.tp, 1.0), rows.expert_tp
-    hidden = rows.size * tokens * rows.job.model.hidden_size * parts
-    copies = round(op.passes) if rows.engine.tokens_once else 1
+    tokens = sizes.tokens / np.where(sizes.sequence_parallel, sizes.tp, 1.0)
+    hidden = sizes.itemsize * tokens * sizes.job.model.hidden_size * sizes.expert_tp
+    copies = round(op.passes) if sizes.engine.tokens_once else 1
     sent = hidden * op.passes
-    yield Message("all_to_all", "ep", sent, {"forward": 2, "recompute": 2}, "tokens", copies=copies)
-    yield Message("all_to_all", "ep", sent, {"backward": 2}, "gradients of tokens", copies=copies)
-    there = {"forward": 1, "recompute": 1}
-    yield Message("all_to_all", "ep", np.full_like(rows.tp, INT64 * experts), there, "counts")
-    if (parts == 1).all():
+    yield CollectiveBatch("all_to_all", "ep", sent, {"forward": 2, "recompute": 2}, "tokens", copies=copies)
+    yield CollectiveBatch("all_to_all", "ep", sent, {"backward": 2}, "gradients of tokens", copies=copies)
+    forward, backward = {"forward": 1, "recompute": 1}, {"backward": 1}
+    yield CollectiveBatch("all_to_all", "ep", np.full_like(sizes.tp, _INT64_BYTES * experts), forward, "counts")
+    if (sizes.expert_tp == 1).all():
         return
-    each = tokens * parts * op.passes
-    yield Message("all_gather", "expert_tp", hidden, there, "tokens")
-    yield Message("all_gather", "expert_tp", each * rows.wide, there, "weights")
-    yield Message("all_gather", "expert_tp", each * INT64, there, "choices")
-    yield Message("reduce_scatter", "expert_tp", hidden, {"forward": 1}, "sums")
-    yield Message("reduce_scatter", "expert_tp", hidden, {"backward": 1}, "tokens")
-    yield Message("reduce_scatter", "expert_tp", each * rows.wide, {"backward": 1}, "weights")
-    yield Message("all_gather", "expert_tp", hidden, {"backward": 1}, "sums")
+    routed = tokens * sizes.expert_tp * op.passes
+    yield CollectiveBatch("all_gather", "expert_tp", hidden, forward, "tokens")
+    yield CollectiveBatch("all_gather", "expert_tp", routed * sizes.wide_itemsize, forward, "weights")
+    yield CollectiveBatch("all_gather", "expert_tp", routed * _INT64_BYTES, forward, "choices")
+    yield CollectiveBatch("reduce_scatter", "expert_tp", hidden, {"forward": 1}, "sums")
+    yield CollectiveBatch("reduce_scatter", "expert_tp", hidden, backward, "tokens")
+    yield CollectiveBatch("reduce_scatter", "expert_tp", routed * sizes.wide_itemsize, backward, "weights")
+    yield CollectiveBatch("all_gather", "expert_tp", hidden, backward, "sums")
 
 
-def embedding_messages(rows: Rows, width: int) -> Iterator[Message]:
-    """Rows of `width` elements that each rank finds of some tokens only are summed."""
-    if (rows.tp > 1).any():
-        trained = rows.job.model.lora is None
-        yield from _halves(rows, width, {"backward": int(trained)}, {"forward": 1}, "embedding")
+def embedding_collectives(sizes: LayoutSizes, width: int) -> Iterator[CollectiveBatch]:
+    """Yield the collectives of a vocab-parallel embedding with `width` elements per token.
+
+    Each rank looks up the tokens in its part of the vocabulary; the results are summed over tp.
+    """
+    if (sizes.tp > 1).any():
+        trained = sizes.job.model.lora is None
+        yield from _gather_scatter_pair(sizes, width, {"backward": int(trained)}, {"forward": 1}, "embedding")
 
 
-def head_messages(rows: Rows, op: Op) -> Iterator[Message]:
-    """The head forms its gradient at once, and sends two numbers a token besides, in messages of as many tokens as
-    logits are formed of at a time."""
-    if not (rows.tp > 1).any():
+def head_collectives(sizes: LayoutSizes, op: Op) -> Iterator[CollectiveBatch]:
+    """Yield the collectives of the head, which forms its gradient in the forward pass.
+
+    The loss also all-gathers two numbers per token, in one message for each chunk of tokens.
+    """
+    if not (sizes.tp > 1).any():
         return
-    yield from _halves(rows, op.source.size, {"forward": 1}, {"backward": 1}, "head")
-    if rows.engine.recompute_whole:
-        yield _inputs(rows, op.source.size, 1)
-    columns = np.ceil(op.target.size / rows.tp).astype(np.int64)
-    chunk = np.minimum(np.vectorize(logit_chunk)(columns, rows.device.kind), rows.tokens)
-    each, whole = 2.0 * rows.tp * rows.wide, np.floor(rows.tokens / chunk)
-    yield Message("all_gather", "tp", each * chunk, {"forward": whole}, "log-probs")
-    yield Message("all_gather", "tp", each * (rows.tokens - whole * chunk), {"forward": 1}, "log-probs")
+    yield from _gather_scatter_pair(sizes, op.source.size, {"forward": 1}, {"backward": 1}, "head")
+    if sizes.engine.recompute_whole:
+        yield _inputs_of_weight_gradients(sizes, op.source.size, 1)
+    columns = np.ceil(op.target.size / sizes.tp).astype(np.int64)
+    chunk = np.minimum(np.vectorize(logit_chunk)(columns, sizes.device.kind), sizes.tokens)
+    per_token, chunks = 2.0 * sizes.tp * sizes.wide_itemsize, np.floor(sizes.tokens / chunk)
+    remainder = sizes.tokens - chunks * chunk
+    yield CollectiveBatch("all_gather", "tp", per_token * chunk, {"forward": chunks}, "log-probs")
+    yield CollectiveBatch("all_gather", "tp", per_token * remainder, {"forward": 1}, "log-probs")
 
 
-def stage_message(job: Job, x: Columns) -> Message:
-    """The activations of one microbatch that a pipeline stage sends on, or their gradients on the way back."""
-    tokens = x.microbatch * job.batch.seq_len / x.cp
-    parts = np.where(x.sequence_parallel.astype(bool) | job.engine.scatter_sends, x.tp, 1)
-    size = job.itemsize * tokens * job.model.hidden_size / parts
+def stage_transfer(job: Job, layouts: LayoutBatch) -> CollectiveBatch:
+    """Return the send of one microbatch's activations to the next pipeline stage, or of their gradients back."""
+    tokens = layouts.microbatch * job.batch.seq_len / layouts.cp
+    shards = np.where(layouts.sequence_parallel.astype(bool) | job.engine.scatter_sends, layouts.tp, 1)
+    size = job.itemsize * tokens * job.model.hidden_size / shards
     counts = {"forward": 1, "backward": 1}
-    return Message("send", "pp", np.where(x.pp > 1, size, 0.0), counts, "activations")
+    return CollectiveBatch("send", "pp", np.where(layouts.pp > 1, size, 0.0), counts, "activations")
 
 
-def norm_message(x: Columns) -> Message:
-    """The square of each rank's part of the gradient's norm, one float32; nothing where ranks have the same part."""
-    return Message("all_reduce", "norm", 4.0 * splits_gradients(x), {"update": 1}, "norm")
+def norm_all_reduce(layouts: LayoutBatch) -> CollectiveBatch:
+    """Return the all-reduce of the squared gradient norm, one float32; 0 bytes where ranks have equal gradients."""
+    return CollectiveBatch("all_reduce", "norm", 4.0 * splits_gradients(layouts), {"update": 1}, "norm")

@@ -1,4 +1,4 @@
-"""What one microbatch costs a rank in one layer of each kind, in the embedding and in the head."""
+"""Cost of a microbatch on a rank: of one layer of each kind, of the embedding and of the head."""
 
 from __future__ import annotations
 
@@ -7,237 +7,245 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kumi.plan.layout_batch import Columns, Floats, Ints
-from kumi.plan.time.attention_costs import attention, products, scan
-from kumi.plan.time.expert_costs import exchange
+from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
+from kumi.plan.time.attention_costs import add_attention, add_scan, add_scan_matmuls
+from kumi.plan.time.expert_costs import add_token_exchange
 from kumi.plan.time.kernel_times import matmul_seconds, stream_seconds
 from kumi.plan.time.layer_collectives import (
     TIME_KIND,
-    Message,
-    embedding_messages,
-    head_messages,
-    layer_messages,
-    message_seconds,
+    CollectiveBatch,
+    embedding_collectives,
+    head_collectives,
+    layer_collectives,
+    seconds_each,
 )
-from kumi.plan.time.op_costs import COLLECTIVE_LAUNCHES, PASSES, Cost, Rows
-from kumi.plan.unique_rows import distinct
+from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, MicrobatchCost
+from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.ledger import Op, embedding_ops, head_ops, kind_ops
 
-# What decides a layer's cost on a rank; layouts that agree in these share one row of the table.
-KEYS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel", "context")
+# The fields of a layout that determine a layer's cost on a rank: layouts that agree in these share a row of the table.
+_COST_FIELDS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel", "context")
 
-ROUNDED = ("float8", "float4")
+_ROUNDED_DTYPES = ("float8", "float4")
 
-# Bytes moved for an element on its way into a product in float8 or float4: it is read in two bytes and written rounded;
-# what is transposed for the backward pass besides is mostly part of other kernels.
-ROUNDING_BYTES = 3.0
+# Bytes of memory traffic to round one element for a float8 or float4 matmul: two bytes are read, and the rounded
+# element is written. The transposed copies for the backward pass are mostly part of other kernels.
+_ROUNDING_BYTES = 3.0
 
-# Speed of many small products, one for each expert, relative to one large one on a GPU. Fitted to Megatron-Bridge's
-# tables.
-GROUPED = 0.75
+# Speed of a grouped matmul over experts relative to one large matmul on a GPU. Fitted to Megatron-Bridge's tables.
+_GROUPED_MATMUL_SPEED = 0.75
 
-# Bytes held for a logit from which on some of them are a float32 copy.
-FLOAT_LOGITS = 8.0
+# From this many bytes per logit on, the loss has float32 copies of the logits.
+_FLOAT32_LOGIT_BYTES = 8.0
 
-# Where what is sent in each phase is added up.
-PHASES = {
+# Launch intervals that the host spends on a collective: bookkeeping of the library, and kernels that rearrange data.
+_COLLECTIVE_LAUNCHES = 4.4
+
+# The fields of `MicrobatchCost` that sum the exposed communication of each phase.
+_COMM_FIELDS = {
     "forward": "comm_forward",
     "backward": "comm_backward",
-    "recompute": "comm_again",
+    "recompute": "comm_full",
     "selective": "comm_selective",
 }
 
-# Share of tensor-parallel traffic that pipelined products hide, where the trainer overlaps them.
-TP_HIDDEN = 0.6
+# Share of tensor-parallel communication that matmuls hide, if the trainer overlaps them.
+_TP_OVERLAP = 0.6
 
 
 @dataclass(frozen=True)
-class Table:
-    """`Cost` of each distinct combination of `KEYS`: of every kind of layer, of the embedding and of the head."""
+class CostTable:
+    """Costs of a microbatch for each distinct combination of `_COST_FIELDS`: per kind of layer, embedding, and head."""
 
-    layers: tuple[Cost, ...]
-    embedding: Cost
-    head: Cost
+    layers: tuple[MicrobatchCost, ...]
+    embedding: MicrobatchCost
+    head: MicrobatchCost
 
 
-def table(job: Job, x: Columns) -> tuple[Table, Ints]:
-    """The costs of all combinations in `x`, and for every row of `x` its row in them."""
-    first, index = distinct(*(getattr(x, name) for name in KEYS))
-    rows = _Work(job, x.take(first))
-    layers = tuple(rows.total(ops, layer_messages(rows, ops)) for ops in kind_ops(job.model))
+def cost_table(job: Job, layouts: LayoutBatch) -> tuple[CostTable, Ints]:
+    """Return the costs for the distinct combinations of `_COST_FIELDS`, and the row of each layout in them, (rows,)."""
+    first, index = unique_rows(*(getattr(layouts, name) for name in _COST_FIELDS))
+    costs = _OpCosts(job, layouts.take(first))
     head = head_ops(job.model)
-    return Table(
-        layers,
-        rows.total(embedding_ops(job.model), embedding_messages(rows, job.model.hidden_size)),
-        rows.total(head, head_messages(rows, head[-1])),
-    ), index
+    table = CostTable(
+        layers=tuple(costs.total(ops, layer_collectives(costs, ops)) for ops in kind_ops(job.model)),
+        embedding=costs.total(embedding_ops(job.model), embedding_collectives(costs, job.model.hidden_size)),
+        head=costs.total(head, head_collectives(costs, head[-1])),
+    )
+    return table, index
 
 
-def fused(ops: Iterable[Op]) -> list[Op]:
-    """`ops` with linears that read the same input, one after another, joined to one: query, key and value, or the two
-    halves of a gated layer."""
-    found: list[Op] = []
+def _fuse_linears(ops: Iterable[Op]) -> list[Op]:
+    """Return `ops` with consecutive linears of the same input merged: q, k and v, or gate and up projection."""
+    merged: list[Op] = []
     for op in ops:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last and op.kind == last.kind == "linear" and op.source == last.source and op.experts == last.experts:
             target = replace(last.target, size=last.target.size + op.target.size)
-            found[-1] = replace(last, target=target, params=last.params + op.params)
+            merged[-1] = replace(last, target=target, params=last.params + op.params)
         else:
-            found.append(op)
-    return found
+            merged.append(op)
+    return merged
 
 
-class _Work(Rows):
-    """What each op of the rows costs."""
+class _OpCosts(LayoutSizes):
+    """Costs of operations, (rows,) each."""
 
-    def total(self, ops: Sequence[Op], messages: Iterable[Message]) -> Cost:
-        """The cost of `ops` and their `messages` together."""
-        cost = Cost.zero(len(self.tp))
-        for op in fused(ops) if self.engine.kernels == "fused" else ops:
+    def total(self, ops: Sequence[Op], collectives: Iterable[CollectiveBatch]) -> MicrobatchCost:
+        """Return the cost of `ops` and their collectives."""
+        cost = MicrobatchCost.zero(len(self.tp))
+        for op in _fuse_linears(ops) if self.engine.kernels == "fused" else ops:
             self._add(cost, op)
-        self._communicate(cost, messages)
+        self._add_communication(cost, collectives)
         return cost
 
-    def _add(self, cost: Cost, op: Op) -> None:
+    def _add(self, cost: MicrobatchCost, op: Op) -> None:
+        """Add the cost of `op` to `cost`."""
         if op.kind in ("linear", "router"):
-            self._linear(cost, op)
+            self._add_linear(cost, op)
         elif op.kind == "lora":
-            self._adapter(cost, op)
+            self._add_adapter(cost, op)
         elif op.kind == "attention":
-            attention(self, cost, op)
+            add_attention(self, cost, op)
         elif op.kind == "log_prob":
-            self._head(cost, op)
+            self._add_head(cost, op)
         elif op.kind in ("dispatch", "combine"):
-            exchange(self, cost, op)
+            add_token_exchange(self, cost, op)
         elif op.kind == "embedding":
-            self._embedding(cost, op)
+            self._add_embedding(cost, op)
         elif op.kind == "scan":
-            scan(self, cost, op)
-        elif op.kind in PASSES:
-            self.elements(cost, op.kind, self.elements_of(op))
+            add_scan(self, cost, op)
+        elif op.kind in MEMORY_PASSES:
+            self.add_elementwise(cost, op.kind, self.output_elements(op))
             if op.kind == "convolution":
-                products(self, cost, op)
+                add_scan_matmuls(self, cost, op)
 
-    def matmul_dtype(self, op: Op) -> str:
+    def _matmul_dtype(self, op: Op) -> str:
+        """Return the dtype in which the matmul of `op` runs."""
         return self.job.precision.matmul_dtype if op.kind == "linear" else self.job.precision.compute
 
-    def _linear(self, cost: Cost, op: Op) -> None:
-        """A product forward and two backward; an expert's rows are its share of the tokens."""
-        weight_columns = np.ceil(op.target.size / self.cut(op.target.name, op))
-        inner = np.ceil(op.source.size / self.cut(op.source.name, op))
-        rows, dtype, repeats = self.rows_of(op), self.matmul_dtype(op), np.ones_like(self.tp)
+    def _add_linear(self, cost: MicrobatchCost, op: Op) -> None:
+        """Add the matmuls of a linear layer: one forward, two backward. Tokens are balanced over experts."""
+        weight_columns = np.ceil(op.target.size / self.shard_degree(op.target.name, op))
+        inner = np.ceil(op.source.size / self.shard_degree(op.source.name, op))
+        rows, dtype, repeats = self.op_tokens(op), self._matmul_dtype(op), np.ones_like(self.tp)
         if op.experts:
-            # The tokens of all ranks that share the experts meet; each expert gets an equal part.
+            # An expert's rank has tokens of all ep ranks; each expert gets an equal part.
             repeats = op.experts / self.ep
             rows = rows / repeats
         shapes = ((rows, inner, weight_columns), (rows, weight_columns, inner), (weight_columns, rows, inner))
-        slower = GROUPED if op.experts and self.gpu else 1.0
-        one = [matmul_seconds(self.device, dtype, *shape) / slower for shape in shapes]
-        cost.forward += repeats * one[0]
-        cost.backward += repeats * one[1]
+        speed = _GROUPED_MATMUL_SPEED if op.experts and self.gpu else 1.0
+        forward, backward, weight = (matmul_seconds(self.device, dtype, *shape) / speed for shape in shapes)
+        cost.forward += repeats * forward
+        cost.backward += repeats * backward
         cost.kernels_forward += 1
         cost.kernels_backward += 1
         if op.frozen:
-            self._unpack(cost, op, inner * weight_columns)
+            self._add_unpacking(cost, op, inner * weight_columns)
             return
-        cost.weight += repeats * one[2]
+        cost.weight += repeats * weight
         cost.weight += stream_seconds(self.device, 2 * self.engine.grad_itemsize * repeats * inner * weight_columns)
         cost.kernels_backward += 1
         if len(op.params) > 1:
-            # The gradient of a bias is summed over the rows.
-            cost.weight += stream_seconds(self.device, self.size * rows * repeats * weight_columns)
+            # The gradient of a bias is a sum over rows.
+            cost.weight += stream_seconds(self.device, self.itemsize * rows * repeats * weight_columns)
             cost.kernels_backward += 1
             if op.experts:
-                # Products of experts leave the bias to a kernel of its own.
-                cost.forward += stream_seconds(self.device, 2 * self.size * rows * repeats * weight_columns)
+                # Grouped matmuls add the bias in a separate kernel.
+                cost.forward += stream_seconds(self.device, 2 * self.itemsize * rows * repeats * weight_columns)
                 cost.kernels_forward += 1
-        entering, leaving = rows * repeats * inner, rows * repeats * weight_columns
-        self._casts(cost, op, entering, leaving, repeats * inner * weight_columns)
+        inputs, outputs = rows * repeats * inner, rows * repeats * weight_columns
+        self._add_casts(cost, op, inputs, outputs, repeats * inner * weight_columns)
 
-    def _unpack(self, cost: Cost, op: Op, elements: Floats) -> None:
-        """What is kept in few bits is unpacked in the forward and again in the backward pass."""
+    def _add_unpacking(self, cost: MicrobatchCost, op: Op, elements: Floats) -> None:
+        """Add the unpacking of `elements` of a quantized weight, once in the forward and once in the backward pass."""
         if op.params[0].quantized:
             packed = self.job.precision.itemsize(quantized=op.params[0].quantized)
-            seconds = stream_seconds(self.device, (packed + self.size) * elements)
+            seconds = stream_seconds(self.device, (packed + self.itemsize) * elements)
             cost.forward += seconds
             cost.backward += seconds
             cost.kernels_forward += 1
             cost.kernels_backward += 1
 
-    def _adapter(self, cost: Cost, op: Op) -> None:
-        """Two thin products, and what they give added to what the matrix does, in DoRA multiplied besides."""
+    def _add_adapter(self, cost: MicrobatchCost, op: Op) -> None:
+        """Add an adapter: two low-rank matmuls, the addition to the matrix's output, and in DoRA a scaling."""
         a, b, *more = op.params
         for source, target, param in ((op.source, a.dims[0], a), (b.dims[1], op.target, b)):
-            self._linear(cost, Op(param.name, "linear", source, target, (param,)))
-        leaving = self.rows_of(op) * np.ceil(op.target.size / self.cut(op.target.name, op))
+            self._add_linear(cost, Op(param.name, "linear", source, target, (param,)))
+        outputs = self.op_tokens(op) * np.ceil(op.target.size / self.shard_degree(op.target.name, op))
         for kind in ("add", *(["gate"] if more else [])):
-            self.elements(cost, kind, leaving)
+            self.add_elementwise(cost, kind, outputs)
 
-    def _casts(self, cost: Cost, op: Op, entering: Floats, leaving: Floats, weights: Floats) -> None:
-        """Products in float8 and float4 read rounded copies, of the gradient that comes back, too; float32 weights are
-        cast where they are used."""
-        if self.matmul_dtype(op) in ROUNDED:
-            cost.forward += stream_seconds(self.device, ROUNDING_BYTES * entering)
-            cost.backward += stream_seconds(self.device, ROUNDING_BYTES * leaving)
+    def _add_casts(self, cost: MicrobatchCost, op: Op, inputs: Floats, outputs: Floats, weights: Floats) -> None:
+        """Add the casts of a matmul's operands; `inputs`, `outputs` and `weights` are numbers of elements.
+
+        Float8 and float4 matmuls read rounded copies of the input and the output gradient. Float32 weights are cast to
+        the compute dtype.
+        """
+        if self._matmul_dtype(op) in _ROUNDED_DTYPES:
+            cost.forward += stream_seconds(self.device, _ROUNDING_BYTES * inputs)
+            cost.backward += stream_seconds(self.device, _ROUNDING_BYTES * outputs)
             cost.kernels_forward += 1
             cost.kernels_backward += 1
         if not self.engine.half_weights and self.job.precision.compute != self.job.precision.param:
             cost.forward += stream_seconds(self.device, 6.0 * weights)
             cost.kernels_forward += 1
 
-    def _embedding(self, cost: Cost, op: Op) -> None:
-        """A gather forward; backward a sum into a table of gradients that is written whole."""
+    def _add_embedding(self, cost: MicrobatchCost, op: Op) -> None:
+        """Add the embedding: a lookup in the forward pass; the backward pass writes the full table of gradients."""
         elements = self.tokens * op.target.size
-        cost.forward += stream_seconds(self.device, 2 * self.size * elements)
+        cost.forward += stream_seconds(self.device, 2 * self.itemsize * elements)
         table = self.engine.grad_itemsize * np.ceil(op.source.size / self.tp) * op.target.size
         cost.kernels_forward += 2
         if not op.frozen:
-            cost.weight += stream_seconds(self.device, 3 * self.size * elements + 2 * table)
+            cost.weight += stream_seconds(self.device, 3 * self.itemsize * elements + 2 * table)
             cost.kernels_backward += 4
         if self.engine.dropout:
-            self.elements(cost, "dropout", elements)
+            self.add_elementwise(cost, "dropout", elements)
 
-    def _head(self, cost: Cost, op: Op) -> None:
+    def _add_head(self, cost: MicrobatchCost, op: Op) -> None:
+        """Add the head's three matmuls and the loss."""
         columns = np.ceil(op.target.size / self.tp)
         shapes = (
             (self.tokens, op.source.size, columns),
             (self.tokens, columns, op.source.size),
             (columns, self.tokens, op.source.size),
         )
-        one = [matmul_seconds(self.device, self.job.precision.compute, *map(np.asarray, shape)) for shape in shapes]
-        cost.forward += one[0]
-        cost.backward += one[1]
-        cost.weight += one[2] * (not op.frozen)
+        dtype = self.job.precision.compute
+        forward, backward, weight = (matmul_seconds(self.device, dtype, *map(np.asarray, shape)) for shape in shapes)
+        cost.forward += forward
+        cost.backward += backward
+        cost.weight += weight * (not op.frozen)
         cost.kernels_forward += 1
         cost.kernels_backward += 2
-        # A loss that keeps float32 copies of the logits makes them one operation after another.
-        how = "eager" if self.engine.logit_bytes >= FLOAT_LOGITS else self.engine.kernels
-        self.passes(cost, PASSES["logits"][how], self.tokens * columns)
+        # A loss with float32 copies of the logits runs op by op.
+        kernels = "eager" if self.engine.logit_bytes >= _FLOAT32_LOGIT_BYTES else self.engine.kernels
+        self.add_passes(cost, MEMORY_PASSES["logits"][kernels], self.tokens * columns)
 
-    def _communicate(self, cost: Cost, messages: Iterable[Message]) -> None:
-        """Adds what nothing hides of `messages`, by axis, and what the host does for them."""
+    def _add_communication(self, cost: MicrobatchCost, collectives: Iterable[CollectiveBatch]) -> None:
+        """Add the exposed seconds of `collectives` by axis, and their launches. `cost` must have all compute before."""
         seconds: dict[tuple[str, str, str], Floats] = {}
-        calls = np.where(self.tp > 1, COLLECTIVE_LAUNCHES, 0.0)
-        for message in messages:
-            each = message_seconds(self.job, self.layouts, message)
-            for phase, count in message.counts.items():
-                key = phase, TIME_KIND[message.group], message.behind
+        launches = np.where(self.tp > 1, _COLLECTIVE_LAUNCHES, 0.0)
+        for collective in collectives:
+            each = seconds_each(self.job, self.layouts, collective)
+            for phase, count in collective.counts.items():
+                key = phase, TIME_KIND[collective.group], collective.hidden_by
                 seconds[key] = seconds.get(key, 0.0) + count * each
-            if message.group == "tp":
-                cost.kernels_forward += calls * message.counts.get("forward", 0)
-                cost.kernels_backward += calls * message.counts.get("backward", 0)
-        for (phase, axis, behind), sent in seconds.items():
-            comm: dict[str, Floats] = getattr(cost, PHASES[phase])
-            comm[axis] = comm.get(axis, 0.0) + self._exposed(cost, sent, phase, behind)
+            if collective.group == "tp":
+                cost.kernels_forward += launches * collective.counts.get("forward", 0)
+                cost.kernels_backward += launches * collective.counts.get("backward", 0)
+        for (phase, axis, hidden_by), total in seconds.items():
+            comm: dict[str, Floats] = getattr(cost, _COMM_FIELDS[phase])
+            comm[axis] = comm.get(axis, 0.0) + self._exposed(cost, total, phase, hidden_by)
 
-    def _exposed(self, cost: Cost, sent: Floats, phase: str, behind: str) -> Floats:
-        """What of `sent` seconds the computation `behind` them does not hide."""
-        if behind == "products":
+    def _exposed(self, cost: MicrobatchCost, seconds: Floats, phase: str, hidden_by: str) -> Floats:
+        """Return the part of `seconds` of communication that the computation `hidden_by` does not hide."""
+        if hidden_by == "matmuls":
             compute = cost.backward if phase == "backward" else cost.forward
-            return sent - np.minimum(TP_HIDDEN * sent, 0.5 * compute)
-        if behind == "attention":
-            # The part of the attention that reads the keys and values of other ranks.
+            return seconds - np.minimum(_TP_OVERLAP * seconds, 0.5 * compute)
+        if hidden_by == "attention":
+            # Attention over the keys and values of other ranks.
             compute = cost.attention * (1 - 1 / self.cp) * (2.5 if phase == "backward" else 1.0)
-            return np.maximum(0.0, sent - compute)
-        return sent
+            return np.maximum(0.0, seconds - compute)
+        return seconds

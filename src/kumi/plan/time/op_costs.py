@@ -1,4 +1,4 @@
-"""What one microbatch costs a rank in one part of a model, and what every kind of work needs to say so."""
+"""The cost of a microbatch on a rank, and the sizes that the cost of every operation depends on."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from kumi.plan.layout_batch import Columns, Floats
+from kumi.plan.layout_batch import Floats, LayoutBatch
 from kumi.plan.time.kernel_times import stream_seconds
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT
 from kumi.spec.ledger import Op
 
-# Passes over an op's elements going forward and backward, in elements read or written, and kernels launched, for
-# kernels that run op by op ("eager"), fused by hand and compiled. Eager norms and rotations compute in float32.
-PASSES: dict[str, dict[str, tuple[float, float, int, int]]] = {
+# Memory traffic and kernels of elementwise operations, as (elements read or written per element in the forward pass,
+# in the backward pass, kernels launched in the forward pass, in the backward pass), for kernels that run op by op
+# ("eager"), are fused by hand, or are compiled. Eager norms and rotations compute in float32.
+MEMORY_PASSES: dict[str, dict[str, tuple[float, float, int, int]]] = {
     "norm": {"eager": (15, 24, 6, 12), "fused": (2, 4, 1, 2), "compiled": (2, 4, 1, 2)},
     "rope": {"eager": (10, 10, 8, 8), "fused": (2, 2, 1, 1), "compiled": (2, 2, 1, 1)},
     "gated_norm": {"eager": (20, 33, 8, 16), "fused": (3, 6, 1, 2), "compiled": (3, 6, 1, 2)},
@@ -27,18 +28,18 @@ PASSES: dict[str, dict[str, tuple[float, float, int, int]]] = {
     "softmax": {"eager": (12, 8, 4, 3), "fused-softmax": (2, 3, 1, 1)},
 }
 
-# Launch intervals that the host spends on a collective: the library's own bookkeeping, and the rearranging around it.
-COLLECTIVE_LAUNCHES = 4.4
-
 
 @dataclass
-class Cost:
-    """What a rank spends on one microbatch, (rows,) each.
+class MicrobatchCost:
+    """Cost of one microbatch on a rank, (rows,) each.
 
-    Seconds of computing forward, for the input gradients and for the weight gradients; kernels launched; the parts of
-    the forward that attention takes (its softmax included), that fused attention takes ("core") and that cheap,
-    element-wise work and unfused attention take; communication that nothing hides, by axis: of the forward, of the
-    backward, and what a forward sends again that is recomputed whole, or selectively.
+    `forward`, `backward`, `weight`: compute seconds of the forward pass, input gradients and weight gradients.
+    `kernels_forward`, `kernels_backward`: kernel launches.
+    `attention`: the part of `forward` in attention, softmax included.
+    `core`: the part of `forward` in fused attention kernels.
+    `cheap`: the part of `forward` in elementwise operations and unfused attention.
+    `comm_forward`, `comm_backward`: exposed communication seconds by axis.
+    `comm_full`, `comm_selective`: exposed communication seconds by axis that full and selective recomputation repeat.
     """
 
     forward: Floats
@@ -51,57 +52,71 @@ class Cost:
     cheap: Floats
     comm_forward: dict[str, Floats]
     comm_backward: dict[str, Floats]
-    comm_again: dict[str, Floats]
+    comm_full: dict[str, Floats]
     comm_selective: dict[str, Floats]
 
     @classmethod
-    def zero(cls, rows: int) -> Cost:
-        empty = {one.name: np.zeros(rows) for one in fields(cls) if not one.name.startswith("comm")}
-        forward, backward, again = ({axis: np.zeros(rows) for axis in ("tp", "cp", "ep")} for _ in range(3))
-        return cls(**empty, comm_forward=forward, comm_backward=backward, comm_again=again, comm_selective={})
+    def zero(cls, rows: int) -> MicrobatchCost:
+        """Return a cost of zero for `rows` rows."""
+        empty = {field.name: np.zeros(rows) for field in fields(cls) if not field.name.startswith("comm")}
+        forward, backward, full = ({axis: np.zeros(rows) for axis in ("tp", "cp", "ep")} for _ in range(3))
+        return cls(**empty, comm_forward=forward, comm_backward=backward, comm_full=full, comm_selective={})
 
 
-class Rows:
-    """The distinct rows of a table, as floats, with what every op needs of them."""
+class LayoutSizes:
+    """Degrees of a batch of layouts as floats, and sizes of a microbatch on a rank, (rows,) each.
 
-    def __init__(self, job: Job, x: Columns) -> None:
-        self.job, self.device, self.engine, self.layouts = job, job.cluster.device, job.engine, x
+    `tokens`: tokens of a microbatch on a rank.
+    `sequence_parallel`: True where tp ranks also shard activations along the sequence.
+    `itemsize`: bytes per element in the compute dtype.
+    `wide_itemsize`: bytes per element in float32, or in the compute dtype if that is wider.
+    """
+
+    def __init__(self, job: Job, layouts: LayoutBatch) -> None:
+        self.job, self.device, self.engine, self.layouts = job, job.cluster.device, job.engine, layouts
         self.gpu = self.device.kind == "cuda"
-        self.tp, self.cp, self.ep = (column.astype(np.float64) for column in (x.tp, x.cp, x.ep))
-        self.expert_tp = x.expert_tp.astype(np.float64)
-        self.ulysses = x.context == CONTEXT.index("ulysses")
-        self.parallel = x.sequence_parallel.astype(bool) & (x.tp > 1)
-        self.tokens = x.microbatch * job.batch.seq_len / self.cp
-        self.sequences = x.microbatch.astype(np.float64)
-        self.size, self.wide = job.itemsize, max(4, job.itemsize)
+        self.tp, self.cp, self.ep = (degree.astype(np.float64) for degree in (layouts.tp, layouts.cp, layouts.ep))
+        self.expert_tp = layouts.expert_tp.astype(np.float64)
+        self.ulysses = layouts.context == CONTEXT.index("ulysses")
+        self.sequence_parallel = layouts.sequence_parallel.astype(bool) & (layouts.tp > 1)
+        self.tokens = layouts.microbatch * job.batch.seq_len / self.cp
+        self.sequences = layouts.microbatch.astype(np.float64)
+        self.itemsize, self.wide_itemsize = job.itemsize, max(4, job.itemsize)
 
-    def cut(self, dim_name: str, op: Op) -> Floats:
-        """How many ranks share `dim_name` of `op` among them."""
+    def shard_degree(self, dim_name: str, op: Op) -> Floats:
+        """Return the number of ranks that shard the dim `dim_name` of `op`."""
         if dim_name not in ("heads", "kv_heads", "groups", "ffn", "vocab"):
             return np.ones_like(self.tp)
         return self.expert_tp if op.experts else self.tp
 
-    def rows_of(self, op: Op) -> Floats:
-        """Tokens that pass through `op` on a rank. Experts see those of a rank's share of the sequence, `top_k` times,
-        and where experts are cut themselves, those of all ranks that hold a part."""
+    def op_tokens(self, op: Op) -> Floats:
+        """Return the tokens that pass through `op` on a rank.
+
+        Each token passes through `top_k` experts. An expert sharded over expert_tp gets the tokens of all its ranks.
+        """
         return self.tokens * op.passes * (self.expert_tp / self.tp if op.experts else 1.0)
 
-    def elements_of(self, op: Op) -> Floats:
-        """Elements of what `op` returns on a rank; between the tensor-parallel regions divided only under SP."""
-        cut = np.where(self.parallel, self.tp, 1.0)
+    def output_elements(self, op: Op) -> Floats:
+        """Return the elements of the output of `op` on a rank.
+
+        Between tensor-parallel matmuls activations are sharded only under sequence parallelism.
+        """
+        degree = np.where(self.sequence_parallel, self.tp, 1.0)
         if op.target.name in ("heads", "kv_heads", "groups", "ffn"):
-            cut = self.cut(op.target.name, op)
-        extra = op.kv_size / 2 if op.kind == "rope" else 0
-        return self.rows_of(op) * (op.target.size + extra) / cut
+            degree = self.shard_degree(op.target.name, op)
+        keys = op.kv_size / 2 if op.kind == "rope" else 0
+        return self.op_tokens(op) * (op.target.size + keys) / degree
 
-    def elements(self, cost: Cost, kind: str, elements: Floats) -> None:
-        self.passes(cost, PASSES[kind][self.engine.kernels], elements)
+    def add_elementwise(self, cost: MicrobatchCost, kind: str, elements: Floats) -> None:
+        """Add to `cost` an elementwise operation of `kind` with the engine's kernels."""
+        self.add_passes(cost, MEMORY_PASSES[kind][self.engine.kernels], elements)
 
-    def passes(self, cost: Cost, passes: tuple[float, float, int, int], elements: Floats) -> None:
+    def add_passes(self, cost: MicrobatchCost, passes: tuple[float, float, int, int], elements: Floats) -> None:
+        """Add to `cost` the memory traffic and kernels of `passes` (see `MEMORY_PASSES`) over `elements`."""
         forward, backward, kernels_forward, kernels_backward = passes
-        seconds = stream_seconds(self.device, forward * self.size * elements)
+        seconds = stream_seconds(self.device, forward * self.itemsize * elements)
         cost.forward += seconds
         cost.cheap += seconds
-        cost.backward += stream_seconds(self.device, backward * self.size * elements)
+        cost.backward += stream_seconds(self.device, backward * self.itemsize * elements)
         cost.kernels_forward += kernels_forward
         cost.kernels_backward += kernels_backward

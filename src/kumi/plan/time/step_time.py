@@ -1,4 +1,4 @@
-"""Seconds of a training step: the stages' work, the pipeline around it, gradients, parameters and the optimizer."""
+"""Seconds of a training step: the compute of pipeline stages, the schedule, and the update."""
 
 from __future__ import annotations
 
@@ -7,32 +7,45 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kumi.plan.layout_batch import Columns, Floats, Ints
-from kumi.plan.memory.device_memory import host_memory, microbatches_of, recomputed_share
+from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
+from kumi.plan.memory.device_memory import host_memory, num_microbatches, recomputed_share
 from kumi.plan.pipeline.closed_forms import closed_form
 from kumi.plan.pipeline.stages import Share, end_units, share
-from kumi.plan.time.layer_collectives import message_seconds, stage_message
-from kumi.plan.time.layer_costs import Table, table
-from kumi.plan.time.op_costs import Cost
-from kumi.plan.time.update_time import HIDES, divided_elements, hidden_share, parameters, slowing, unit_seconds, update
+from kumi.plan.time.layer_collectives import seconds_each, stage_transfer
+from kumi.plan.time.layer_costs import CostTable, cost_table
+from kumi.plan.time.op_costs import MicrobatchCost
+from kumi.plan.time.update_time import (
+    MAX_OVERLAP,
+    data_parallel_params,
+    overlap_share,
+    sharded_elements,
+    slowed_seconds,
+    unit_collective_seconds,
+    update_seconds,
+)
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE
 from kumi.spec.ledger import kind_ops
 from kumi.spec.sharding import units
 
-SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
-ACTIVATIONS = OFFLOAD.index("activations")
-STATES_ON_DRIVES = OFFLOAD.index("states-nvme")
-STATES = (OFFLOAD.index("states"), STATES_ON_DRIVES)
+_SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+_ACTIVATIONS = OFFLOAD.index("activations")
+_STATES_ON_NVME = OFFLOAD.index("states-nvme")
+_STATES = (OFFLOAD.index("states"), _STATES_ON_NVME)
 
-SIDES = ("forward", "backward", "weight")
-PER_MICROBATCH = ("forward", "backward", "recompute", "tp", "cp", "ep", "dp", "offload", "host")
+# The fields of `StageTimes` in the order of the durations of a schedule's actions.
+PASS_FIELDS = ("forward", "backward", "weight")
+# The kinds of step time that are spent in microbatches.
+_MICROBATCH_KINDS = ("forward", "backward", "recompute", "tp", "cp", "ep", "dp", "offload", "host")
 
 
 @dataclass
-class Stage:
-    """One pp rank's seconds for a microbatch, (rows,): going forward, for input and for weight gradients, with what of
-    the communication is exposed; and the same seconds by kind."""
+class StageTimes:
+    """Seconds of a microbatch on a pp rank, (rows,) each, with exposed communication.
+
+    `forward`, `backward`, `weight`: the forward pass, input gradients and weight gradients.
+    `kinds`: the same seconds by kind.
+    """
 
     forward: Floats
     backward: Floats
@@ -45,140 +58,169 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Seconds of a step and what they are made of, (rows,) each; `work` is each looked-at pp rank's for a microbatch,
-    (ranks, rows)."""
+class StepTimes:
+    """Seconds of a step.
+
+    `seconds`: the step, (rows,).
+    `kinds`: the same seconds by kind, (rows,) each.
+    `work`: seconds of a microbatch on each evaluated pp rank, (ranks, rows).
+    """
 
     seconds: Floats
     kinds: dict[str, Floats]
     work: Floats
 
 
-def step(
+def step_times(
     job: Job,
-    x: Columns,
+    layouts: LayoutBatch,
     ranks: Ints,
     counts: Floats,
     stage_layers: Sequence[int] = (),
-    known: tuple[Table, Ints] | None = None,
-) -> Step:
-    """The step of every row of `x`, from pp ranks `ranks`, each standing for `counts` like it, (ranks, rows).
+    costs: tuple[CostTable, Ints] | None = None,
+) -> StepTimes:
+    """Return the step times of `layouts`, evaluated on the pp ranks `ranks`, (ranks, rows).
 
-    `stage_layers` are the layers of every stage, for all rows, where they are not divided evenly; `known` is what
-    `table` says of `x` where that is at hand.
+    `counts`: the number of pp ranks that each entry of `ranks` represents, (ranks, rows).
+    `stage_layers`: the layers of every stage, in all rows, where stages are uneven.
+    `costs`: the result of `cost_table`, computed here if not given.
     """
-    costs, index = known or table(job, x)
-    microbatches, repeated = microbatches_of(job, x), np.tile(np.arange(len(x)), len(ranks))
-    every, rank = x.take(repeated), ranks.ravel()
-    part = share(job.model, every, rank, microbatches[repeated], stage_layers)
-    work = stage(job, every, part, costs, index[repeated])
+    table, index = costs or cost_table(job, layouts)
+    microbatches, repeated = num_microbatches(job, layouts), np.tile(np.arange(len(layouts)), len(ranks))
+    every, rank = layouts.take(repeated), ranks.ravel()
+    rank_share = share(job.model, every, rank, microbatches[repeated], stage_layers)
+    work = stage_times(job, every, rank_share, table, index[repeated])
     total = work.total.reshape(ranks.shape)
     slowest = np.argmax(total, axis=0)
-    busy, send = microbatches * pick(total, slowest), send_seconds(job, x)
-    length = pipeline_seconds(job, x, work, counts, slowest, send, microbatches)
-    kinds = {kind: microbatches * pick(seconds.reshape(ranks.shape), slowest) for kind, seconds in work.kinds.items()}
-    kinds["pp"], kinds["bubble"] = waits(x, length, busy, send)
-    ends = update(job, every, rank, part, work.forward, work.backward + work.weight)
-    worst = np.argmax(np.asarray(sum(ends.values())).reshape(ranks.shape), axis=0)
-    for kind, seconds in ends.items():
-        kinds[kind] = kinds.get(kind, 0.0) + pick(seconds.reshape(ranks.shape), worst)
-    return Step(np.asarray(sum(kinds.values())), kinds, total)
+    busy, send = microbatches * pick_per_row(total, slowest), stage_transfer_seconds(job, layouts)
+    length = _pipeline_seconds(job, layouts, work, counts, slowest, send, microbatches)
+    kinds = {
+        kind: microbatches * pick_per_row(seconds.reshape(ranks.shape), slowest) for kind, seconds in work.kinds.items()
+    }
+    kinds["pp"], kinds["bubble"] = split_idle(layouts, length, busy, send)
+    update = update_seconds(job, every, rank, rank_share, work.forward, work.backward + work.weight)
+    last = np.argmax(np.asarray(sum(update.values())).reshape(ranks.shape), axis=0)
+    for kind, seconds in update.items():
+        kinds[kind] = kinds.get(kind, 0.0) + pick_per_row(seconds.reshape(ranks.shape), last)
+    return StepTimes(np.asarray(sum(kinds.values())), kinds, total)
 
 
-def waits(x: Columns, length: Floats, busy: Floats, send: Floats) -> tuple[Floats, Floats]:
-    """What of a pipeline's `length` its slowest rank waits: for messages on their way, and for other ranks."""
-    idle = np.maximum(length - busy, 0.0)
-    messages = np.minimum(idle, 2 * (x.pp - 1) * x.stages * send)
-    return messages, idle - messages
+def split_idle(layouts: LayoutBatch, length: Floats, busy: Floats, send: Floats) -> tuple[Floats, Floats]:
+    """Split the idle time of the slowest pp rank into (waiting for transfers, pipeline bubble).
 
-
-def pick(values: Floats, index: Ints) -> Floats:
-    """`values[index[i], i]` for every row i."""
-    found: Floats = np.take_along_axis(values, index[None, :], axis=0)[0]
-    return found
-
-
-def stage(job: Job, x: Columns, part: Share, costs: Table, index: Ints, layers: Floats | None = None) -> Stage:
-    """What a rank that holds `part` does in one microbatch; of `layers` in all, where `part` is one of its stages."""
-    empty = [np.zeros(len(x)) for _ in range(3)]
-    found = Stage(empty[0], empty[1], empty[2], {kind: np.zeros(len(x)) for kind in PER_MICROBATCH})
-    again = recomputed_share(x, part.layers.sum(axis=0) if layers is None else layers)
-    for kind, cost in enumerate(costs.layers):
-        _add_work(job, x, found, cost, index, part.layers[kind], again)
-        _add_gathers(job, x, found, kind, part, cost, index, again)
-    _add_work(job, x, found, costs.head, index, part.head, np.zeros(len(x)))
-    _add_end_gathers(job, x, found, part)
-    _add_work(job, x, found, costs.embedding, index, part.embedding, np.zeros(len(x)))
-    _add_offload(job, x, found, part)
-    return found
-
-
-def _add_offload(job: Job, x: Columns, found: Stage, part: Share) -> None:
-    """What moves between host and device in every microbatch, beside its forward and its backward."""
-    away = np.flatnonzero(x.offload)
-    if not len(away):
-        return
-    rows = x.take(away)
-    bandwidth, drives = job.cluster.host.device_bandwidth, job.cluster.host.nvme_bandwidth
-    # States on drives pass through a host that has room for two units only: the slower of the two links sets the pace.
-    through = (rows.offload == STATES_ON_DRIVES) & job.engine.nvme_params
-    pace = np.where(through, min(bandwidth, drives), bandwidth)
-    for side, moved in zip((found.forward, found.backward), moved_bytes(job, rows, part.take(away)), strict=True):
-        exposed = np.maximum(0.0, moved / pace - HIDES * side[away])
-        side[away] += exposed
-        found.kinds["offload"][away] += exposed
-
-
-def moved_bytes(job: Job, x: Columns, part: Share) -> tuple[Floats, Floats]:
-    """Bytes that a microbatch sends between device and host, or drives, in its forward and in its backward.
-
-    Activations go and come back. Offloaded states bring their weights in both, the rank's part of them under ZeRO-3,
-    and their gradients leave.
+    `length`: seconds of the pipeline; `busy`: seconds that the rank computes; `send`: seconds of a stage transfer.
     """
-    forward, backward = np.zeros(len(x)), np.zeros(len(x))
-    kept = np.flatnonzero(x.offload == ACTIVATIONS)
-    if len(kept):
-        held = part.take(kept)
-        forward[kept] = backward[kept] = host_memory(job, x.take(kept), held) / held.in_flight
-    states = np.flatnonzero(np.isin(x.offload, STATES))
+    idle = np.maximum(length - busy, 0.0)
+    transfers = np.minimum(idle, 2 * (layouts.pp - 1) * layouts.stages * send)
+    return transfers, idle - transfers
+
+
+def pick_per_row(values: Floats, index: Ints) -> Floats:
+    """Return `values[index[i], i]` for every row i."""
+    picked: Floats = np.take_along_axis(values, index[None, :], axis=0)[0]
+    return picked
+
+
+def stage_times(
+    job: Job, layouts: LayoutBatch, share: Share, table: CostTable, index: Ints, layers: Floats | None = None
+) -> StageTimes:
+    """Return the seconds of a microbatch on a rank with the `share` of the model.
+
+    `index`: the rows of `table`.
+    `layers`: the number of layers on the rank, where `share` is only one of its stages.
+    """
+    none = np.zeros(len(layouts))
+    kinds = {kind: none.copy() for kind in _MICROBATCH_KINDS}
+    times = StageTimes(none.copy(), none.copy(), none.copy(), kinds)
+    recomputed = recomputed_share(layouts, share.layers.sum(axis=0) if layers is None else layers)
+    for kind, cost in enumerate(table.layers):
+        _add_compute(job, layouts, times, cost, index, share.layers[kind], recomputed)
+        _add_layer_collectives(job, layouts, times, kind, share, cost, index, recomputed)
+    _add_compute(job, layouts, times, table.head, index, share.head, none)
+    _add_end_collectives(job, layouts, times, share)
+    _add_compute(job, layouts, times, table.embedding, index, share.embedding, none)
+    _add_offload(job, layouts, times, share)
+    return times
+
+
+def _add_offload(job: Job, layouts: LayoutBatch, times: StageTimes, share: Share) -> None:
+    """Add the exposed transfers between host and device of a microbatch, which overlap with both passes."""
+    offloaded = np.flatnonzero(layouts.offload)
+    if not len(offloaded):
+        return
+    rows = layouts.take(offloaded)
+    device_bandwidth, nvme_bandwidth = job.cluster.host.device_bandwidth, job.cluster.host.nvme_bandwidth
+    # Parameters on NVMe pass through a host that has room for two units only: the slower link limits the transfer.
+    through_host = (rows.offload == _STATES_ON_NVME) & job.engine.nvme_params
+    bandwidth = np.where(through_host, min(device_bandwidth, nvme_bandwidth), device_bandwidth)
+    traffic = offload_traffic(job, rows, share.take(offloaded))
+    for seconds, moved in zip((times.forward, times.backward), traffic, strict=True):
+        exposed = np.maximum(0.0, moved / bandwidth - MAX_OVERLAP * seconds[offloaded])
+        seconds[offloaded] += exposed
+        times.kinds["offload"][offloaded] += exposed
+
+
+def offload_traffic(job: Job, layouts: LayoutBatch, share: Share) -> tuple[Floats, Floats]:
+    """Return the bytes that a microbatch moves between device and host, or NVMe: (forward pass, backward pass).
+
+    Offloaded activations are written in the forward pass and read in the backward pass. Offloaded parameters are read
+    in both, the rank's shard under ZeRO-3, and gradients are written in the backward pass.
+    """
+    forward, backward = np.zeros(len(layouts)), np.zeros(len(layouts))
+    activations = np.flatnonzero(layouts.offload == _ACTIVATIONS)
+    if len(activations):
+        rows, row_share = layouts.take(activations), share.take(activations)
+        forward[activations] = backward[activations] = host_memory(job, rows, row_share) / row_share.in_flight
+    states = np.flatnonzero(np.isin(layouts.offload, _STATES))
     if len(states):
-        rows = x.take(states)
-        own = parameters(job, rows, part.take(states))
-        weights = job.itemsize * divided_elements(rows, own.elements, 3)
+        rows = layouts.take(states)
+        params = data_parallel_params(job, rows, share.take(states))
+        weights = job.itemsize * sharded_elements(rows, params.elements, 3)
         forward[states] += weights
-        backward[states] += weights + job.engine.grad_itemsize * divided_elements(rows, own.elements, 2)
+        backward[states] += weights + job.engine.grad_itemsize * sharded_elements(rows, params.elements, 2)
     return forward, backward
 
 
-def _add_work(job: Job, x: Columns, found: Stage, cost: Cost, index: Ints, count: Floats, part: Floats) -> None:
-    """Adds `count` times `cost` to `found`, recomputation in a share `part` and the host's own pace included."""
+def _add_compute(
+    job: Job,
+    layouts: LayoutBatch,
+    times: StageTimes,
+    cost: MicrobatchCost,
+    index: Ints,
+    count: Floats,
+    recomputed: Floats,
+) -> None:
+    """Add `count` times `cost` to `times`, with a share `recomputed` of it recomputed in the backward pass.
+
+    Where the host launches kernels more slowly than the device runs them, the difference counts as kind "host".
+    """
     launch = job.cluster.device.launch * job.engine.dispatch
-    forward, backward, weight = (getattr(cost, name)[index] for name in ("forward", "backward", "weight"))
+    forward, backward, weight = (getattr(cost, name)[index] for name in PASS_FIELDS)
     comm_forward = {axis: seconds[index] for axis, seconds in cost.comm_forward.items()}
     comm_backward = {axis: seconds[index] for axis, seconds in cost.comm_backward.items()}
-    full, selective = part * (x.recompute == FULL), part * (x.recompute == SELECTIVE)
-    again = full * forward + selective * spared(job, cost)[index]
-    kernels_again = full * cost.kernels_forward[index] + selective * cost.kernels_forward[index] / 2
-    comm_again = {axis: full * seconds[index] for axis, seconds in cost.comm_again.items()}
+    full, selective = recomputed * (layouts.recompute == _FULL), recomputed * (layouts.recompute == _SELECTIVE)
+    recompute = full * forward + selective * selective_recompute_seconds(job, cost)[index]
+    kernels = full * cost.kernels_forward[index] + selective * cost.kernels_forward[index] / 2
+    comm_recompute = {axis: full * seconds[index] for axis, seconds in cost.comm_full.items()}
     for axis, seconds in cost.comm_selective.items():
-        comm_again[axis] = comm_again[axis] + selective * seconds[index]
-    slack_forward = np.maximum(0.0, launch * cost.kernels_forward[index] - forward - sum(comm_forward.values()))
-    host_backward = launch * (cost.kernels_backward[index] + kernels_again)
-    busy_backward = backward + weight + again + sum(comm_backward.values()) + sum(comm_again.values())
-    slack_backward = np.maximum(0.0, host_backward - busy_backward)
-    found.forward += count * (forward + sum(comm_forward.values()) + slack_forward)
-    found.backward += count * (busy_backward - weight + slack_backward)
-    found.weight += count * weight
-    found.kinds["forward"] += count * forward
-    found.kinds["backward"] += count * (backward + weight)
-    found.kinds["recompute"] += count * again
-    found.kinds["host"] += count * (slack_forward + slack_backward)
+        comm_recompute[axis] = comm_recompute[axis] + selective * seconds[index]
+    host_forward = np.maximum(0.0, launch * cost.kernels_forward[index] - forward - sum(comm_forward.values()))
+    launches_backward = launch * (cost.kernels_backward[index] + kernels)
+    busy_backward = backward + weight + recompute + sum(comm_backward.values()) + sum(comm_recompute.values())
+    host_backward = np.maximum(0.0, launches_backward - busy_backward)
+    times.forward += count * (forward + sum(comm_forward.values()) + host_forward)
+    times.backward += count * (busy_backward - weight + host_backward)
+    times.weight += count * weight
+    times.kinds["forward"] += count * forward
+    times.kinds["backward"] += count * (backward + weight)
+    times.kinds["recompute"] += count * recompute
+    times.kinds["host"] += count * (host_forward + host_backward)
     for axis in comm_forward:
-        found.kinds[axis] += count * (comm_forward[axis] + comm_backward[axis] + comm_again[axis])
+        times.kinds[axis] += count * (comm_forward[axis] + comm_backward[axis] + comm_recompute[axis])
 
 
-def spared(job: Job, cost: Cost) -> Floats:
-    """Seconds of a layer's forward pass that selective recomputation does again (see `Engine.selective`)."""
+def selective_recompute_seconds(job: Job, cost: MicrobatchCost) -> Floats:
+    """Return the seconds of a layer's forward pass that selective recomputation repeats (see `Engine.selective`)."""
     if job.engine.selective == "attention":
         return cost.attention
     if job.engine.selective == "half-products":
@@ -186,58 +228,72 @@ def spared(job: Job, cost: Cost) -> Floats:
     return cost.cheap
 
 
-def _add_gathers(
-    job: Job, x: Columns, stage: Stage, kind: int, share: Share, cost: Cost, index: Ints, part: Floats
+def _add_layer_collectives(
+    job: Job,
+    layouts: LayoutBatch,
+    times: StageTimes,
+    kind: int,
+    share: Share,
+    cost: MicrobatchCost,
+    index: Ints,
+    recomputed: Floats,
 ) -> None:
-    """ZeRO-3 gathers each layer before its forward and, all but a rank's last, again before its backward, and reduces
-    its gradients after it, in every microbatch; each hides behind the layer before it as far as that lasts, were it the
-    host that takes that long. ZeRO-2 only reduces."""
-    if not (x.zero >= 2).any():
+    """Add the exposed all-gathers and reduce-scatters of layers of one kind in a microbatch.
+
+    ZeRO-3 all-gathers each layer before its forward pass and, except for the rank's last layer, before its backward
+    pass. ZeRO-2 and 3 reduce-scatter its gradients after the backward pass. Each collective overlaps with the
+    neighbouring layer's compute, or with its launches where the host is slower.
+    """
+    if not (layouts.zero >= 2).any():
         return
     count = share.layers[kind]
-    gather, scatter = unit_seconds(job, x, units(kind_ops(job.model)[kind]))
-    hides_gather, hides_scatter = (
-        hidden_share(job, on) for on in (job.engine.overlap_params, job.engine.overlap_grads)
+    gather, scatter = unit_collective_seconds(job, layouts, units(kind_ops(job.model)[kind]))
+    gather_overlap, scatter_overlap = (
+        overlap_share(job, overlaps) for overlaps in (job.engine.overlap_params, job.engine.overlap_grads)
     )
     launch = job.cluster.device.launch * job.engine.dispatch
     forward = np.maximum(cost.forward, launch * cost.kernels_forward)[index]
     backward = np.maximum(cost.backward + cost.weight, launch * cost.kernels_backward)[index]
-    exposed_forward = slowing(gather, np.maximum(0.0, gather - hides_gather * forward))
-    again = part * (x.recompute == FULL) * forward
+    exposed_forward = slowed_seconds(gather, np.maximum(0.0, gather - gather_overlap * forward))
+    recompute = recomputed * (layouts.recompute == _FULL) * forward
     freed = 1 - share.last[kind] / np.maximum(1.0, count)
-    both, behind = freed * gather + scatter, min(hides_gather, hides_scatter) * (backward + again)
-    exposed_backward = slowing(both, np.maximum(0.0, both - behind))
-    stage.forward += count * exposed_forward
-    stage.backward += count * exposed_backward
-    stage.kinds["dp"] += count * (exposed_forward + exposed_backward)
+    both, hidden = freed * gather + scatter, min(gather_overlap, scatter_overlap) * (backward + recompute)
+    exposed_backward = slowed_seconds(both, np.maximum(0.0, both - hidden))
+    times.forward += count * exposed_forward
+    times.backward += count * exposed_backward
+    times.kinds["dp"] += count * (exposed_forward + exposed_backward)
 
 
-def _add_end_gathers(job: Job, x: Columns, stage: Stage, part: Share) -> None:
-    """The same of the embedding and the head, once each way: they are needed first, when there is nothing to hide their
-    gathering behind, and reduced last, but for a head that the engine frees before the layers' backward."""
-    if not (x.zero >= 2).any():
+def _add_end_collectives(job: Job, layouts: LayoutBatch, times: StageTimes, share: Share) -> None:
+    """Add the exposed all-gathers and reduce-scatters of the embedding and the head in a microbatch.
+
+    They are gathered first and reduced last, when there is nothing to overlap with. The exception is an untied head
+    that the engine frees before the backward pass of the layers: its reduction overlaps with that pass.
+    """
+    if not (layouts.zero >= 2).any():
         return
-    frees = not (job.engine.head_stays or job.model.tie_word_embeddings)
-    behind = hidden_share(job, job.engine.overlap_grads) * stage.backward
-    for unit, count in end_units(job.model, part):
-        gather, scatter = unit_seconds(job, x, [unit])
-        hidden = behind if frees and unit.name == "root" else 0.0
-        scatter = slowing(scatter, np.maximum(0.0, scatter - hidden))
-        stage.forward += count * gather
-        stage.backward += count * scatter
-        stage.kinds["dp"] += count * (gather + scatter)
+    frees_head = not (job.engine.head_stays or job.model.tie_word_embeddings)
+    backward = overlap_share(job, job.engine.overlap_grads) * times.backward
+    for unit, count in end_units(job.model, share):
+        gather, scatter = unit_collective_seconds(job, layouts, [unit])
+        hidden = backward if frees_head and unit.name == "root" else 0.0
+        scatter = slowed_seconds(scatter, np.maximum(0.0, scatter - hidden))
+        times.forward += count * gather
+        times.backward += count * scatter
+        times.kinds["dp"] += count * (gather + scatter)
 
 
-def send_seconds(job: Job, x: Columns) -> Floats:
-    """Seconds to send one microbatch's activations to the next stage."""
-    return message_seconds(job, x, stage_message(job, x))
+def stage_transfer_seconds(job: Job, layouts: LayoutBatch) -> Floats:
+    """Return the seconds to send one microbatch's activations to the next stage, (rows,)."""
+    return seconds_each(job, layouts, stage_transfer(job, layouts))
 
 
-def pipeline_seconds(
-    job: Job, x: Columns, work: Stage, counts: Floats, slowest: Ints, send: Floats, microbatches: Ints
+def _pipeline_seconds(
+    job: Job, layouts: LayoutBatch, work: StageTimes, counts: Floats, slowest: Ints, send: Floats, microbatches: Ints
 ) -> Floats:
-    """Seconds from the first forward to the last backward, by every schedule's closed form."""
-    sides = [getattr(work, side).reshape(counts.shape) for side in SIDES]
-    sums, most = [(counts * side).sum(axis=0) for side in sides], [pick(side, slowest) for side in sides]
+    """Return the seconds from the first forward to the last backward pass, by the closed form of each schedule."""
+    passes = [getattr(work, name).reshape(counts.shape) for name in PASS_FIELDS]
+    sums = [(counts * seconds).sum(axis=0) for seconds in passes]
+    most = [pick_per_row(seconds, slowest) for seconds in passes]
     blocking = not job.engine.overlap_pp
-    return closed_form(x.schedule, x.pp, x.stages, microbatches, sums, most, send, blocking=blocking)
+    return closed_form(layouts.schedule, layouts.pp, layouts.stages, microbatches, sums, most, send, blocking=blocking)

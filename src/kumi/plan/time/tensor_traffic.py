@@ -1,5 +1,7 @@
-"""What tensor-parallel ranks send each other around the matrices of a layer: read off the ledger, as the trainer's own
-regions are (`kumi.parallel.tensor_parallel`)."""
+"""Tensor-parallel communication of a layer, derived from the ledger.
+
+The trainer (`kumi.parallel.tensor_parallel`) places its collectives by the same rules.
+"""
 
 from __future__ import annotations
 
@@ -12,44 +14,48 @@ from kumi.spec.sharding import AXIS, style
 
 
 @dataclass(frozen=True)
-class Regions:
-    """Elements a token of every message of a layer going forward: what regions take in for matrices cut by columns
-    (`enter`), what they read without one (`share`), and what matrices cut by rows give back (`leave`); how many norms
-    there are whose mean is taken over ranks (`norms`); and whether the layer ends with one of these (`ends`).
+class TensorTraffic:
+    """Sizes of a layer's tensor-parallel collectives in the forward pass, in elements per token.
 
-    With sequence parallelism what enters is gathered, its gradient scattered, and it is gathered once more for the
-    gradients of the weights; what leaves is scattered and its gradient gathered. Without, all that leaves is summed
-    going forward, and the gradients of all that enters going backward.
+    `column_inputs`: inputs of column-parallel matrices, one entry for all matrices with the same input.
+    `shared_inputs`: tensors that all ranks read without a matrix.
+    `row_outputs`: outputs of row-parallel matrices.
+    `norms`: the number of norms whose mean is taken over tp ranks.
+    `ends_with_row`: True if the layer's last matrix is row-parallel and no norm reads its output.
+
+    With sequence parallelism inputs are all-gathered and their gradients reduce-scattered, and the inputs of matrices
+    are all-gathered a second time for the weight gradients; outputs are reduce-scattered and their gradients
+    all-gathered. Without, outputs are all-reduced in the forward pass and gradients of inputs in the backward pass.
     """
 
-    enter: tuple[int, ...]
-    share: tuple[int, ...]
-    leave: tuple[int, ...]
+    column_inputs: tuple[int, ...]
+    shared_inputs: tuple[int, ...]
+    row_outputs: tuple[int, ...]
     norms: int
-    ends: bool
+    ends_with_row: bool
 
 
-def regions(ops: Sequence[Op]) -> Regions:
-    """The messages of a layer with these operations; routed experts have their own (`expert_tp`)."""
+def tensor_traffic(ops: Sequence[Op]) -> TensorTraffic:
+    """Return the communication of a layer with operations `ops`, without routed experts, which use expert_tp."""
     dense = [op for op in ops if not op.experts]
-    enter: list[int] = []
+    inputs: list[int] = []
     before = None
     for op in dense:
         if style(op) == "column" and (before is None or style(before) != "column" or before.source != op.source):
-            enter.append(op.source.size)
+            inputs.append(op.source.size)
         before = op
     norms = [op for op in dense if op.kind == "norm" and AXIS.get(op.params[0].dims[0].name) == "tp"]
-    leave = tuple(op.target.size for op in dense if style(op) == "row")
-    # A norm of what the last matrix gives reads it going backward.
+    outputs = tuple(op.target.size for op in dense if style(op) == "row")
+    # The backward pass of a norm behind the last matrix reads the matrix's output.
     last = [op for op in ops if op.kind in ("linear", "combine", "norm")][-1]
-    return Regions(tuple(enter), tuple(_shared(dense)), leave, len(norms), style(last) == "row")
+    return TensorTraffic(tuple(inputs), tuple(_shared_inputs(dense)), outputs, len(norms), style(last) == "row")
 
 
-def _shared(ops: Sequence[Op]) -> list[int]:
-    """Of what a projection to a latent gives, the part that the norm after it leaves out goes straight to all heads."""
+def _shared_inputs(ops: Sequence[Op]) -> list[int]:
+    """Return the parts of latent projections that bypass the norm after them and go to all heads (MLA's RoPE keys)."""
     return [
-        one.target.size - after.source.size
-        for one, after in pairwise(ops)
-        if one.kind == "linear" and style(one) == "replicated" and after.kind == "norm"
-        if one.target.name == after.source.name and one.target.size > after.source.size
+        op.target.size - after.source.size
+        for op, after in pairwise(ops)
+        if op.kind == "linear" and style(op) == "replicated" and after.kind == "norm"
+        if op.target.name == after.source.name and op.target.size > after.source.size
     ]

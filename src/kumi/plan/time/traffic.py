@@ -1,4 +1,4 @@
-"""Every collective that one rank takes part in during a step, with its bytes, its link and its seconds."""
+"""All collectives that a rank takes part in during a step, with bytes, link and seconds."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from functools import cached_property
 import numpy as np
 
 from kumi.plan.estimates import Collective
-from kumi.plan.layout_batch import columns
+from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.time.collective_times import link_name
 from kumi.plan.time.layer_collectives import (
     TIME_KIND,
-    Message,
-    embedding_messages,
-    head_messages,
-    layer_messages,
-    message_seconds,
-    norm_message,
-    stage_message,
+    CollectiveBatch,
+    embedding_collectives,
+    head_collectives,
+    layer_collectives,
+    norm_all_reduce,
+    seconds_each,
+    stage_transfer,
 )
-from kumi.plan.time.op_costs import Rows
-from kumi.plan.time.unit_collectives import UnitMessages, data_group, train_seconds, unit_messages
+from kumi.plan.time.op_costs import LayoutSizes
+from kumi.plan.time.unit_collectives import UnitCollectives, back_to_back_seconds, grad_sync_group, unit_collectives
 from kumi.spec.job import Job
 from kumi.spec.layout import AXES as MESH_AXES
 from kumi.spec.layout import Layout
@@ -34,38 +34,55 @@ from kumi.spec.schedule import placement
 from kumi.spec.shard_slices import summed_over_tp, tp_copies
 from kumi.spec.sharding import Unit, held_params, local_numel, stage_bounds, stage_ops, style, units
 
-# The axes that process groups are listed as, where these differ: of dense parameters and of routed experts, of the
-# norm, and of a tied table.
-AXES = {"data": "dp", "expert_data": "dp", "zero": "dp_shard", "expert_dp": "dp_shard", "norm": "world", "ends": "pp"}
-# What is sent once a step along an axis whose traffic is otherwise every microbatch's: too little to be charged.
-ALIKE, TIED = "gradients held alike", "gradients of the tied table"
+# The axis under which a process group is listed, where it is not the group's name: groups of dense parameters and of
+# routed experts, of the gradient norm, and of a tied table.
+LISTED_AXES = {
+    "data": "dp",
+    "expert_data": "dp",
+    "zero": "dp_shard",
+    "expert_dp": "dp_shard",
+    "norm": "world",
+    "ends": "pp",
+}
+# `what` of collectives that run once a step along an axis with much more traffic per microbatch. They are too small to
+# count in the step time.
+PARTIAL_GRADS, TIED_GRADS = "gradients of replicated parameters", "gradients of the tied table"
 
 
-def traffic(job: Job, layout: Layout, exposed: dict[str, float], pp_rank: int = 0) -> tuple[Collective, ...]:
-    """The collectives of a rank of pipeline rank `pp_rank`; what is `exposed` of each kind of seconds is dealt out to
-    them by how long they take."""
-    priced = collectives(job, layout, pp_rank)
+def exposed_collectives(
+    job: Job, layout: Layout, exposed: dict[str, float], pp_rank: int = 0
+) -> tuple[Collective, ...]:
+    """Return the collectives of a rank of pipeline rank `pp_rank`, with their shares of the exposed seconds.
+
+    `exposed` has the exposed seconds of a step by kind. Each kind is distributed in proportion to `seconds`.
+    """
+    listed = collectives(job, layout, pp_rank)
     totals: dict[str, float] = {}
-    for one in priced:
-        totals[_kind(one)] = totals.get(_kind(one), 0.0) + one.seconds
+    for entry in listed:
+        totals[_time_kind(entry)] = totals.get(_time_kind(entry), 0.0) + entry.seconds
     return tuple(
-        replace(one, exposed=one.seconds * min(1.0, exposed.get(_kind(one), 0.0) / totals[_kind(one)]))
-        if totals[_kind(one)]
-        else one
-        for one in priced
+        replace(
+            entry, exposed=entry.seconds * min(1.0, exposed.get(_time_kind(entry), 0.0) / totals[_time_kind(entry)])
+        )
+        if totals[_time_kind(entry)]
+        else entry
+        for entry in listed
     )
 
 
 def collectives(job: Job, layout: Layout, pp_rank: int = 0) -> tuple[Collective, ...]:
-    """What a rank of pipeline rank `pp_rank` sends in a step, nothing hidden: the same message is listed once, with how
-    often it is sent."""
-    own = _Own(job, layout, pp_rank)
+    """Return the collectives of a rank of pipeline rank `pp_rank` in a step, with `exposed` 0.
+
+    Collectives that differ only in count and seconds are merged.
+    """
+    rank = _Rank(job, layout, pp_rank)
     counts: dict[Collective, int] = {}
     seconds: dict[Collective, float] = {}
-    for entry in (*_data(own), *_layers(own), *_alike(own), *_pipeline(own), *_tied(own)):
-        alike = replace(entry, count=0, seconds=0.0)
-        counts[alike] = counts.get(alike, 0) + entry.count
-        seconds[alike] = seconds.get(alike, 0.0) + entry.seconds
+    every = (*_data_parallel(rank), *_model_parallel(rank), *_partial_grads(rank), *_pipeline(rank), *_tied_grads(rank))
+    for entry in every:
+        key = replace(entry, count=0, seconds=0.0)
+        counts[key] = counts.get(key, 0) + entry.count
+        seconds[key] = seconds.get(key, 0.0) + entry.seconds
     return tuple(
         replace(entry, count=count, seconds=seconds[entry])
         for entry, count in counts.items()
@@ -73,196 +90,216 @@ def collectives(job: Job, layout: Layout, pp_rank: int = 0) -> tuple[Collective,
     )
 
 
-class _Own:
-    """What a pipeline rank holds: its operations in units of layers, and the sizes that messages are made of."""
+class _Rank:
+    """A pipeline rank: its stages, its layers, and the sizes that its collectives depend on.
+
+    `layers`: one entry per layer of the rank: the index of the first layer of the same kind in the model.
+    `has_first`, `has_last`: True if the rank has the first (last) stage of the pipeline.
+    """
 
     def __init__(self, job: Job, layout: Layout, pp_rank: int) -> None:
         self.job, self.layout, self.pp_rank = job, layout, pp_rank
         self.microbatches = job.batch.microbatches(layout)
-        where, self.chunks = (
-            stage_bounds(layout, job.model.num_hidden_layers),
-            placement(layout.schedule, layout.pp, layout.stages)[pp_rank],
-        )
+        bounds = stage_bounds(layout, job.model.num_hidden_layers)
+        self.stages = placement(layout.schedule, layout.pp, layout.stages)[pp_rank]
         kinds, of_layer = job.model.layer_kinds()
+        # Layers of a kind have equal operations, so that the first of the kind stands for all.
         first = [of_layer.index(kind) for kind in range(len(kinds))]
-        # Layers of a kind have equal operations: of each, the first such layer's are looked at.
-        self.layers = [first[of_layer[layer]] for chunk in self.chunks for layer in range(*where[chunk])]
-        self.first = 0 in self.chunks
-        self.last = layout.pp * layout.stages - 1 in self.chunks
-        self.x = columns([layout])
-        self.rows = Rows(job, self.x)
+        self.layers = [first[of_layer[layer]] for stage in self.stages for layer in range(*bounds[stage])]
+        self.has_first = 0 in self.stages
+        self.has_last = layout.pp * layout.stages - 1 in self.stages
+        self.layouts = batch_layouts([layout])
+        self.sizes = LayoutSizes(job, self.layouts)
 
     @cached_property
-    def units_of_layers(self) -> dict[int, tuple[Unit, ...]]:
-        """The FSDP units of the layers that are looked at."""
+    def layer_units(self) -> dict[int, tuple[Unit, ...]]:
+        """FSDP units by layer, for the distinct entries of `layers`."""
         return {layer: units(layer_ops(self.job.model, layer)) for layer in dict.fromkeys(self.layers)}
 
     @cached_property
     def units(self) -> list[Unit]:
-        """The FSDP units of all stages of the rank, the roots last."""
+        """FSDP units of all stages of the rank, the roots last."""
         last = self.layout.pp * self.layout.stages - 1
         ends = [
             unit
-            for chunk in self.chunks
+            for stage in self.stages
             for unit in units(
-                stage_ops(self.job.model, (), embedding=chunk == 0, head=chunk == last, shared=self.first)
+                stage_ops(self.job.model, (), embedding=stage == 0, head=stage == last, shared=self.has_first)
             )
         ]
-        inner = [unit for layer in self.layers for unit in self.units_of_layers[layer]]
+        inner = [unit for layer in self.layers for unit in self.layer_units[layer]]
         tables, roots = ([unit for unit in ends if (unit.name == "root") == root] for root in (False, True))
         return [*tables, *inner, *roots]
 
 
-# An FSDP unit, how many like it a rank has, and the messages of one.
-Counted = tuple[Unit, int, UnitMessages]
+# An FSDP unit, the number of equal units on the rank, and the collectives of one unit.
+_CountedUnit = tuple[Unit, int, UnitCollectives]
 
 
-def _data(own: _Own) -> Iterator[Collective]:
-    """Gradients and parameters over the data axes, unit by unit; plain data parallelism reduces all at once."""
-    counts = Counter(map(id, own.units))
-    every = [(unit, counts[key]) for key, unit in {id(unit): unit for unit in own.units}.items()]
-    counted = [(unit, count, unit_messages(own.job, own.x, unit)) for unit, count in every]
+def _data_parallel(rank: _Rank) -> Iterator[Collective]:
+    """Yield the collectives of gradients and parameters over the data axes.
+
+    ZeRO communicates unit by unit; plain data parallelism reduces all gradients at once.
+    """
+    counts = Counter(map(id, rank.units))
+    every = [(unit, counts[key]) for key, unit in {id(unit): unit for unit in rank.units}.items()]
+    counted = [(unit, count, unit_collectives(rank.job, rank.layouts, unit)) for unit, count in every]
     for routed, what in ((False, "gradients"), (True, "experts")):
-        parts = [part for part in counted if (part[0].name == "experts") == routed]
-        if own.layout.zero:
-            yield from _divided(own, parts)
+        matching = [entry for entry in counted if (entry[0].name == "experts") == routed]
+        if rank.layout.zero:
+            yield from _zero(rank, matching)
         else:
-            size = sum((count * sent.reduce.bytes for _, count, sent in parts), np.zeros(1))
-            message = Message("all_reduce", data_group(routed=routed), size, {}, what)
-            yield from _once(own, [(message, 1)], "backward")
-    yield _collective(own, norm_message(own.x), 1, "update")
+            size = sum((count * sent.reduce.bytes for _, count, sent in matching), np.zeros(1))
+            grads = CollectiveBatch("all_reduce", grad_sync_group(routed=routed), size, {}, what)
+            yield from _once_per_step(rank, [(grads, 1)], "backward")
+    yield _collective(rank, norm_all_reduce(rank.layouts), 1, "update")
 
 
-def _divided(own: _Own, parts: Sequence[Counted]) -> Iterator[Collective]:
-    """The messages of units that ZeRO divides: what is sent in every microbatch one by one, what is sent once a step
-    together."""
-    zero, times = own.layout.zero, own.microbatches
+def _zero(rank: _Rank, counted: Sequence[_CountedUnit]) -> Iterator[Collective]:
+    """Yield the collectives of sharded FSDP units.
+
+    Collectives that run in every microbatch are timed separately; collectives that run once a step, back to back.
+    """
+    zero, microbatches = rank.layout.zero, rank.microbatches
     if zero == 3:
-        for unit, count, sent in parts:
-            again = _gathered_again(own, unit, count)
-            yield _collective(own, sent.gather, times * (count + again), "forward+backward")
+        for unit, count, sent in counted:
+            gathers = count + _backward_gathers(rank, unit, count)
+            yield _collective(rank, sent.gather, microbatches * gathers, "forward+backward")
     else:
-        yield from _once(own, [(sent.gather, count) for _, count, sent in parts], "forward")
+        yield from _once_per_step(rank, [(sent.gather, count) for _, count, sent in counted], "forward")
     if zero > 1:
-        yield from (_collective(own, sent.reduce, times * count, "backward") for _, count, sent in parts)
+        yield from (_collective(rank, sent.reduce, microbatches * count, "backward") for _, count, sent in counted)
     else:
-        yield from _once(own, [(sent.reduce, count) for _, count, sent in parts], "backward")
-    yield from _once(own, [(sent.copies, count) for _, count, sent in parts], "backward")
+        yield from _once_per_step(rank, [(sent.reduce, count) for _, count, sent in counted], "backward")
+    yield from _once_per_step(rank, [(sent.replicas, count) for _, count, sent in counted], "backward")
 
 
-def _gathered_again(own: _Own, unit: Unit, count: int) -> int:
-    """How many of `count` units like `unit` are gathered in the backward, too: those of layers but for the rank's last,
-    which is not freed before it. The gradient of a lookup needs no weights, and the root stays."""
+def _backward_gathers(rank: _Rank, unit: Unit, count: int) -> int:
+    """Return how many of `count` units equal to `unit` ZeRO-3 gathers a second time, in the backward pass.
+
+    These are all layers except the rank's last, which stays gathered. The gradient of an embedding needs no weights,
+    and the root stays gathered.
+    """
     if unit.name not in ("layer", "experts"):
         return 0
-    return count - any(unit is kept for kept in own.units_of_layers[own.layers[-1]])
+    return count - any(unit is last for last in rank.layer_units[rank.layers[-1]])
 
 
-def _once(own: _Own, train: Sequence[tuple[Message, int]], when: str) -> Iterator[Collective]:
-    """Messages of one kind that are sent one after another once a step, each so many times: ranks wait for each other
-    once, and where the engine sends them in messages of its own size, these are as many."""
-    alone = [count * float(message_seconds(own.job, own.x, message)[0]) for message, count in train]
-    if not sum(alone):
-        yield from (_collective(own, message, count, when, 0.0) for message, count in train)
+def _once_per_step(rank: _Rank, train: Sequence[tuple[CollectiveBatch, int]], when: str) -> Iterator[Collective]:
+    """Yield collectives of one kind that run back to back once a step, as (collective, count).
+
+    Their total time is `back_to_back_seconds`, distributed in proportion to their separate times.
+    """
+    separate = [count * float(seconds_each(rank.job, rank.layouts, sent)[0]) for sent, count in train]
+    if not sum(separate):
+        yield from (_collective(rank, sent, count, when, 0.0) for sent, count in train)
         return
-    total = np.asarray(sum(message.bytes * count for message, count in train))
-    every = np.array([float(sum(count for _, count in train))])
-    together = float(train_seconds(own.job, own.x, replace(train[0][0], bytes=total), every)[0])
-    for (message, count), seconds in zip(train, alone, strict=True):
-        yield _collective(own, message, count, when, together * seconds / sum(alone))
+    size = np.asarray(sum(sent.bytes * count for sent, count in train))
+    total_count = np.array([float(sum(count for _, count in train))])
+    merged = replace(train[0][0], bytes=size)
+    together = float(back_to_back_seconds(rank.job, rank.layouts, merged, total_count)[0])
+    for (sent, count), seconds in zip(train, separate, strict=True):
+        yield _collective(rank, sent, count, when, together * seconds / sum(separate))
 
 
-def _layers(own: _Own) -> Iterator[Collective]:
-    """What ranks that share the layers, the embedding and the head send each other."""
-    model, every = own.job.model, max(1, len(own.layers))
-    for layer, count in Counter(own.layers).items():
-        again = count * _recomputed_layers(own) / every
-        yield from _listed(own, layer_messages(own.rows, layer_ops(model, layer)), count, again)
-    yield from _frozen_input(own)
-    if own.first:
-        yield from _listed(own, embedding_messages(own.rows, model.hidden_size))
-    if own.last:
-        yield from _listed(own, head_messages(own.rows, head_ops(model)[-1]))
+def _model_parallel(rank: _Rank) -> Iterator[Collective]:
+    """Yield the tensor, context and expert-parallel collectives of the layers, the embedding and the head."""
+    model, num_layers = rank.job.model, max(1, len(rank.layers))
+    for layer, count in Counter(rank.layers).items():
+        recomputed = count * _recomputed_layers(rank) / num_layers
+        yield from _in_step(rank, layer_collectives(rank.sizes, layer_ops(model, layer)), count, recomputed)
+    yield from _skipped_input_gradient(rank)
+    if rank.has_first:
+        yield from _in_step(rank, embedding_collectives(rank.sizes, model.hidden_size))
+    if rank.has_last:
+        yield from _in_step(rank, head_collectives(rank.sizes, head_ops(model)[-1]))
 
 
-def _listed(own: _Own, messages: Iterable[Message], count: int = 1, again: float = 0.0) -> Iterator[Collective]:
-    """The `messages` of a microbatch in `count` layers, `again` of which are recomputed, in a whole step."""
-    recomputed = {"recompute": "full", "selective": "selective"}
-    for message in messages:
-        for phase, each in message.counts.items():
-            layers = again if own.layout.recompute == recomputed.get(phase) else 0 if phase in recomputed else count
-            often = round(float(np.max(each)) * own.microbatches * layers)
-            when = "recompute" if phase in recomputed else phase
-            yield _collective(own, message, often, when)
+def _in_step(
+    rank: _Rank, sent: Iterable[CollectiveBatch], count: int = 1, recomputed: float = 0.0
+) -> Iterator[Collective]:
+    """Yield the collectives of `count` equal layers in a step; `recomputed` of the layers are recomputed."""
+    recomputations = {"recompute": "full", "selective": "selective"}
+    for collective in sent:
+        for phase, each in collective.counts.items():
+            if phase in recomputations:
+                layers, when = recomputed if rank.layout.recompute == recomputations[phase] else 0, "recompute"
+            else:
+                layers, when = count, phase
+            yield _collective(rank, collective, round(float(np.max(each)) * rank.microbatches * layers), when)
 
 
-def _frozen_input(own: _Own) -> Iterator[Collective]:
-    """Above a frozen embedding the first region needs no gradient of what it takes in: it is not sent."""
-    model, layout = own.job.model, own.layout
-    if layout.tp == 1 or model.lora is None or not own.first or not own.layers:
+def _skipped_input_gradient(rank: _Rank) -> Iterator[Collective]:
+    """Yield a negative count for the gradient of the first layer's input above a frozen embedding: it is not needed."""
+    model, layout = rank.job.model, rank.layout
+    if layout.tp == 1 or model.lora is None or not rank.has_first or not rank.layers:
         return
     column = next((op for op in layer_ops(model, 0) if style(op) == "column"), None)
     if column is not None and column.source.name == "embed":
         kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
-        size = own.job.itemsize * own.rows.tokens * column.source.size
-        yield _collective(own, Message(kind, "tp", size, {}, "activations"), -own.microbatches, "backward")
+        size = rank.job.itemsize * rank.sizes.tokens * column.source.size
+        yield _collective(rank, CollectiveBatch(kind, "tp", size, {}, "activations"), -rank.microbatches, "backward")
 
 
-def _alike(own: _Own) -> Iterator[Collective]:
-    """Gradients of what tp ranks hold alike and of which each has a part, in one message. Where several ranks hold one
-    of more key-value heads, all heads have their place in it."""
-    job, layout = own.job, own.layout
+def _partial_grads(rank: _Rank) -> Iterator[Collective]:
+    """Yield the all-reduce over tp of the partial gradients of replicated parameters, in one message.
+
+    The message has a place for every key-value head, also where several ranks share a head.
+    """
+    job, layout = rank.job, rank.layout
     if layout.tp == 1:
         return
-    wanted = set(summed_over_tp(job.model, layout))
+    names = set(summed_over_tp(job.model, layout))
+    global_rank = layout.rank({**dict.fromkeys(MESH_AXES, 0), "pp": rank.pp_rank})
     elements = 0
-    for param in held_params(job.model, layout, layout.rank({**dict.fromkeys(MESH_AXES, 0), "pp": own.pp_rank})):
-        if param.name in wanted:
-            parts = layout.tp // tp_copies(param, layout).degree
-            elements += parts * local_numel(param, layout, 0)
+    for param in held_params(job.model, layout, global_rank):
+        if param.name in names:
+            elements += layout.tp // tp_copies(param, layout).degree * local_numel(param, layout, 0)
     size = np.array([float(ITEMSIZE[job.precision.param] * elements)])
-    yield _collective(own, Message("all_reduce", "tp", size, {}, ALIKE), 1, "backward")
+    yield _collective(rank, CollectiveBatch("all_reduce", "tp", size, {}, PARTIAL_GRADS), 1, "backward")
 
 
-def _recomputed_layers(own: _Own) -> int:
-    some = own.layout.recompute_layers
-    return len(own.layers) if some is None else min(some, len(own.layers))
+def _recomputed_layers(rank: _Rank) -> int:
+    """Return the number of layers that the rank recomputes, if it recomputes."""
+    limit = rank.layout.recompute_layers
+    return len(rank.layers) if limit is None else min(limit, len(rank.layers))
 
 
-def _pipeline(own: _Own) -> Iterator[Collective]:
-    """Activations to the next stage and their gradients back, for every stage but the last and the first."""
-    message = stage_message(own.job, own.x)
-    last = own.layout.pp * own.layout.stages - 1
-    forward = sum(chunk != last and chunk + 1 not in own.chunks for chunk in own.chunks)
-    backward = sum(chunk != 0 and chunk - 1 not in own.chunks for chunk in own.chunks)
-    for count, when, what in ((forward, "forward", message.what), (backward, "backward", "gradients")):
-        yield _collective(own, replace(message, what=what), own.microbatches * count, when)
+def _pipeline(rank: _Rank) -> Iterator[Collective]:
+    """Yield the sends of activations to the next stage and of gradients to the previous one, if on another rank."""
+    transfer = stage_transfer(rank.job, rank.layouts)
+    last = rank.layout.pp * rank.layout.stages - 1
+    forward = sum(stage != last and stage + 1 not in rank.stages for stage in rank.stages)
+    backward = sum(stage != 0 and stage - 1 not in rank.stages for stage in rank.stages)
+    for count, when, what in ((forward, "forward", transfer.what), (backward, "backward", "gradients")):
+        yield _collective(rank, replace(transfer, what=what), rank.microbatches * count, when)
 
 
-def _tied(own: _Own) -> Iterator[Collective]:
-    """The gradients of a table that the first and the last stage hold, where these are on two ranks."""
-    model, layout = own.job.model, own.layout
-    if model.tie_word_embeddings and own.first != own.last and model.lora is None:
+def _tied_grads(rank: _Rank) -> Iterator[Collective]:
+    """Yield the all-reduce of a tied table's gradients if first and last stage are on different ranks."""
+    model, layout = rank.job.model, rank.layout
+    if model.tie_word_embeddings and rank.has_first != rank.has_last and model.lora is None:
         elements = local_numel(embedding_ops(model)[0].params[0], layout, 0)
-        size = np.array([float(ITEMSIZE[own.job.precision.param] * elements)])
-        yield _collective(own, Message("all_reduce", "ends", size, {}, TIED), 1, "backward")
+        size = np.array([float(ITEMSIZE[rank.job.precision.param] * elements)])
+        yield _collective(rank, CollectiveBatch("all_reduce", "ends", size, {}, TIED_GRADS), 1, "backward")
 
 
-def stride_of(layout: Layout, axis: str) -> int:
-    """Return the distance in ranks between neighbours of the group that is listed as `axis`, of dense parameters."""
-    group = next((group for group, name in AXES.items() if name == axis and group != "ends"), axis)
+def listed_stride(layout: Layout, axis: str) -> int:
+    """Return the distance in ranks between neighbours of the group listed as `axis`, for dense parameters."""
+    group = next((group for group, name in LISTED_AXES.items() if name == axis and group != "ends"), axis)
     return int(process_group(layout, group)[1])
 
 
-def _collective(own: _Own, message: Message, count: int, when: str, seconds: float | None = None) -> Collective:
-    """`count` times the message `message`, which take `seconds`, or each as long as alone."""
-    degree, stride = process_group(own.layout, message.group)
+def _collective(rank: _Rank, sent: CollectiveBatch, count: int, when: str, seconds: float | None = None) -> Collective:
+    """Return `count` occurrences of `sent` as a `Collective`; `seconds` is by default `count` x `seconds_each`."""
+    degree, stride = process_group(rank.layout, sent.group)
     if seconds is None:
-        seconds = count * float(message_seconds(own.job, own.x, message)[0])
-    link = link_name(own.job.cluster, stride, degree)
-    size, axis = float(message.bytes[0]), AXES.get(message.group, message.group)
-    return Collective(message.kind, axis, degree, size, count, when, message.what, link, seconds)
+        seconds = count * float(seconds_each(rank.job, rank.layouts, sent)[0])
+    link = link_name(rank.job.cluster, stride, degree)
+    size, axis = float(sent.bytes[0]), LISTED_AXES.get(sent.group, sent.group)
+    return Collective(sent.kind, axis, degree, size, count, when, sent.what, link, seconds)
 
 
-def _kind(entry: Collective) -> str:
-    return "" if entry.what in (ALIKE, TIED) else TIME_KIND.get(entry.axis, "dp")
+def _time_kind(entry: Collective) -> str:
+    """Return the kind of step time that `entry` counts as, empty for none."""
+    return "" if entry.what in (PARTIAL_GRADS, TIED_GRADS) else TIME_KIND.get(entry.axis, "dp")

@@ -1,4 +1,4 @@
-"""The messages that carry gradients and parameters between data-parallel ranks, for columns of layouts."""
+"""The collectives of parameters and gradients between data-parallel ranks, for a batch of layouts."""
 
 from __future__ import annotations
 
@@ -6,50 +6,56 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kumi.plan.layout_batch import Columns, Floats
+from kumi.plan.layout_batch import Floats, LayoutBatch
 from kumi.plan.memory.states import padded_elements
 from kumi.plan.time.collective_times import collective_seconds
-from kumi.plan.time.layer_collectives import Message
+from kumi.plan.time.layer_collectives import CollectiveBatch
 from kumi.spec.job import Job
 from kumi.spec.process_groups import process_group
 from kumi.spec.sharding import Unit, zero_group
 
 
 @dataclass(frozen=True)
-class UnitMessages:
-    """What is sent of one FSDP unit: its parameters gathered, its gradients reduced and divided, and the divided
-    gradients summed over whole replicas."""
+class UnitCollectives:
+    """The collectives of one FSDP unit.
 
-    gather: Message
-    reduce: Message
-    copies: Message
+    `gather`: the all-gather of its parameters.
+    `reduce`: the reduce-scatter of its gradients.
+    `replicas`: the all-reduce of the sharded gradients over model replicas.
+    """
 
-
-def unit_messages(job: Job, x: Columns, unit: Unit) -> UnitMessages:
-    """The messages of `unit` in every row of `x`."""
-    routed = unit.name == "experts"
-    group = zero_group(routed=routed)
-    every, trained = padded_elements(unit, x)
-    gather = Message("all_gather", group, job.itemsize * every, {}, unit.name)
-    reduce = Message("reduce_scatter", group, job.engine.grad_reduce_itemsize * trained, {}, unit.name)
-    return UnitMessages(gather, reduce, copies_message(x, reduce))
+    gather: CollectiveBatch
+    reduce: CollectiveBatch
+    replicas: CollectiveBatch
 
 
-def copies_message(x: Columns, reduce: Message) -> Message:
-    """The sum over whole replicas of what `reduce` has divided."""
-    degree, _ = process_group(x, reduce.group)
-    return Message("all_reduce", "dp_replicate", reduce.bytes / degree, {}, reduce.what)
+def unit_collectives(job: Job, layouts: LayoutBatch, unit: Unit) -> UnitCollectives:
+    """Return the collectives of `unit` in every row of `layouts`."""
+    group = zero_group(routed=unit.name == "experts")
+    every, trained = padded_elements(unit, layouts)
+    gather = CollectiveBatch("all_gather", group, job.itemsize * every, {}, unit.name)
+    reduce = CollectiveBatch("reduce_scatter", group, job.engine.grad_reduce_itemsize * trained, {}, unit.name)
+    return UnitCollectives(gather, reduce, replica_all_reduce(layouts, reduce))
 
 
-def data_group(*, routed: bool) -> str:
-    """Name of the process group that sums whole gradients, where nothing is divided."""
+def replica_all_reduce(layouts: LayoutBatch, reduce: CollectiveBatch) -> CollectiveBatch:
+    """Return the all-reduce over model replicas of the shards that `reduce` leaves."""
+    degree, _ = process_group(layouts, reduce.group)
+    return CollectiveBatch("all_reduce", "dp_replicate", reduce.bytes / degree, {}, reduce.what)
+
+
+def grad_sync_group(*, routed: bool) -> str:
+    """Return the name of the process group that all-reduces gradients without ZeRO."""
     return "expert_data" if routed else "data"
 
 
-def train_seconds(job: Job, x: Columns, message: Message, count: Floats) -> Floats:
-    """Seconds of `count` messages with the bytes of `message` in all, sent one after another: ranks wait for each other
-    once, and each message has its own latency. They are as many as the engine's size of messages makes, if it has one.
+def back_to_back_seconds(job: Job, layouts: LayoutBatch, collective: CollectiveBatch, count: Floats) -> Floats:
+    """Return the seconds of `count` collectives with the bytes of `collective` in total, one after another.
+
+    Ranks wait for each other once, and each collective has its own latency. An engine with `message_bytes` sends
+    messages of that size instead of `count`.
     """
-    each = job.engine.message_bytes
-    count = np.maximum(1.0, np.ceil(message.bytes / each) if each else count)
-    return collective_seconds(job.cluster, message.kind, message.bytes, *process_group(x, message.group), count)
+    message = job.engine.message_bytes
+    count = np.maximum(1.0, np.ceil(collective.bytes / message) if message else count)
+    group = process_group(layouts, collective.group)
+    return collective_seconds(job.cluster, collective.kind, collective.bytes, *group, count)

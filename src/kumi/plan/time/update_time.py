@@ -1,4 +1,4 @@
-"""Seconds around the microbatches of a step: gradients reduced, weights updated, gathered and moved."""
+"""Seconds outside the microbatches of a step: gradient reduction, optimizer update, parameter all-gather, offload."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kumi.plan.layout_batch import Columns, Floats, Ints
+from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.memory.states import padded_elements
 from kumi.plan.pipeline.stages import Share, end_units
 from kumi.plan.time.kernel_times import stream_seconds
-from kumi.plan.time.layer_collectives import Message, message_seconds, norm_message
-from kumi.plan.time.unit_collectives import copies_message, data_group, train_seconds, unit_messages
-from kumi.plan.unique_rows import distinct
+from kumi.plan.time.layer_collectives import CollectiveBatch, norm_all_reduce, seconds_each
+from kumi.plan.time.unit_collectives import back_to_back_seconds, grad_sync_group, replica_all_reduce, unit_collectives
+from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD
 from kumi.spec.ledger import kind_ops
@@ -22,29 +22,45 @@ from kumi.spec.precision import ITEMSIZE
 from kumi.spec.schedules import IN_ROUNDS
 from kumi.spec.sharding import Unit, units, zero_degree, zero_group
 
-# Share of a computation's seconds that communication can hide behind it: kernels of both compete for the processors
-# and the memory.
-HIDES = 0.85
+# Share of a computation's seconds that communication can overlap with: the kernels of both compete for processors and
+# memory bandwidth.
+MAX_OVERLAP = 0.85
 
-# Seconds that computing takes longer for every second of communication that it hides: NCCL's kernels hold about an
-# eighth of an H100's processors and a share of its memory's bandwidth. Fitted to NVIDIA's runs on H100 (DGX Cloud
-# benchmarks).
-SLOWS = 0.2
-
+# Seconds by which one second of overlapped communication slows the computation: NCCL's kernels occupy about an eighth
+# of an H100's processors and a share of its memory bandwidth. Fitted to NVIDIA's runs on H100 (DGX Cloud benchmarks).
+_OVERLAP_SLOWDOWN = 0.2
 
 # Bytes/s of host memory that one device's share of a node's processors moves in an optimizer update.
-HOST_BANDWIDTH = 20e9
+_HOST_BANDWIDTH = 20e9
 
-OFFLOADED = tuple(name for name in OFFLOAD if name not in ("none", "activations"))
+# The values of `Layout.offload` with which the host updates the parameters.
+_HOST_UPDATE = tuple(name for name in OFFLOAD if name not in ("none", "activations"))
 
-# Rows that agree in these update alike.
-SAME_UPDATE = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "expert_tp", "zero", "schedule", "stages", "offload")
+# The fields of a layout that determine its update time on a pp rank.
+_UPDATE_FIELDS = (
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "expert_tp",
+    "zero",
+    "schedule",
+    "stages",
+    "offload",
+)
 
 
 @dataclass(frozen=True)
-class Held:
-    """Parameters on a pp rank, dense and of routed experts, (rows,) each: elements that are gathered, before ZeRO
-    divides them, those of them that are trained, and how many FSDP units they are; and the rank's layers."""
+class DataParallelParams:
+    """Parameters on a pp rank that data-parallel ranks communicate, as (dense, routed experts), (rows,) each.
+
+    `elements`: padded elements before ZeRO shards them.
+    `trained`: padded trainable elements.
+    `units`: the number of FSDP units.
+    `layers`: the number of layers on the rank, (rows,).
+    """
 
     elements: tuple[Floats, Floats]
     trained: tuple[Floats, Floats]
@@ -52,112 +68,134 @@ class Held:
     layers: Floats
 
 
-def parameters(job: Job, x: Columns, part: Share) -> Held:
-    """Parameters of a rank that holds `part`."""
-    pieces = [(unit, count) for ops, count in zip(kind_ops(job.model), part.layers, strict=True) for unit in units(ops)]
-    pieces += end_units(job.model, part)
-    every, trained, counts = ([np.zeros(len(x)), np.zeros(len(x))] for _ in range(3))
-    for unit, count in pieces:
+def data_parallel_params(job: Job, layouts: LayoutBatch, share: Share) -> DataParallelParams:
+    """Return the parameters of a rank with the `share` of the model."""
+    counted = [
+        (unit, count) for ops, count in zip(kind_ops(job.model), share.layers, strict=True) for unit in units(ops)
+    ]
+    counted += end_units(job.model, share)
+    elements, trained, counts = ([np.zeros(len(layouts)), np.zeros(len(layouts))] for _ in range(3))
+    for unit, count in counted:
         routed = unit.name == "experts"
-        own, own_trained = padded_elements(unit, x)
-        every[routed] = every[routed] + count * own
-        trained[routed] = trained[routed] + count * own_trained
+        unit_elements, unit_trained = padded_elements(unit, layouts)
+        elements[routed] = elements[routed] + count * unit_elements
+        trained[routed] = trained[routed] + count * unit_trained
         counts[routed] = counts[routed] + count
-    return Held((every[0], every[1]), (trained[0], trained[1]), (counts[0], counts[1]), part.layers.sum(axis=0))
-
-
-def divided_elements(x: Columns, elements: tuple[Floats, Floats], least: int) -> Floats:
-    """Dense elements and those of routed experts on a rank, divided where ZeRO's stage is `least` or more."""
-    shares = (zero_degree(x, routed=routed) for routed in (False, True))
-    return np.asarray(
-        sum(own / np.where(x.zero >= least, share, 1) for own, share in zip(elements, shares, strict=True))
+    return DataParallelParams(
+        (elements[0], elements[1]), (trained[0], trained[1]), (counts[0], counts[1]), share.layers.sum(axis=0)
     )
 
 
-def unit_seconds(job: Job, x: Columns, units: Iterable[Unit]) -> tuple[Floats, Floats]:
-    """Seconds to gather `units` one after the other under ZeRO-3, and to reduce their gradients under ZeRO-2 and 3."""
-    first, index = distinct(x.dp_shard, x.cp, x.tp, x.ep, x.expert_tp, x.zero)
-    rows = x.take(first)
-    gather = scatter = np.zeros(len(rows))
-    for unit in units:
-        sent = unit_messages(job, rows, unit)
-        gather = gather + message_seconds(job, rows, sent.gather)
-        scatter = scatter + message_seconds(job, rows, sent.reduce)
-    return np.where(rows.zero == 3, gather, 0.0)[index], np.where(rows.zero >= 2, scatter, 0.0)[index]
+def sharded_elements(layouts: LayoutBatch, elements: tuple[Floats, Floats], from_zero: int) -> Floats:
+    """Return the (dense, routed) `elements` per rank, in total, sharded where the ZeRO stage is `from_zero` or more."""
+    degrees = (zero_degree(layouts, routed=routed) for routed in (False, True))
+    return np.asarray(
+        sum(
+            size / np.where(layouts.zero >= from_zero, degree, 1)
+            for size, degree in zip(elements, degrees, strict=True)
+        )
+    )
 
 
-def update(job: Job, x: Columns, rank: Ints, part: Share, forward: Floats, backward: Floats) -> dict[str, Floats]:
-    """Seconds at the end (and the beginning) of a step by kind: gradients reduced, weights updated and gathered.
+def unit_collective_seconds(job: Job, layouts: LayoutBatch, units: Iterable[Unit]) -> tuple[Floats, Floats]:
+    """Return the seconds of all-gathers and of reduce-scatters of `units` in a microbatch, (rows,) each.
 
-    `part` is what pp rank `rank` of every row holds. `forward` and `backward` are those of a microbatch, beside which
-    the first weights and the last gradients travel. Where microbatches go in rounds, each stage begins and ends with as
-    many of them as the pipeline has ranks, while the gradients of those after it travel already.
+    Only ZeRO-3 all-gathers in every microbatch, and only ZeRO-2 and 3 reduce-scatter.
     """
-    beside = np.where(x.one_of("schedule", IN_ROUNDS), np.minimum(x.pp, job.batch.microbatches(x)), 1)
-    first, index = distinct(rank, *(getattr(x, name) for name in SAME_UPDATE))
-    rows = x.take(first)
-    own = parameters(job, rows, part.take(first))
-    reduce, gather = exchange_seconds(job, rows, own)
-    seconds, moved = optimizer_seconds(job, rows, own)
-    pieces = np.maximum(1.0, own.layers)[index]
-    exposed = _exposed(reduce[index], beside * backward, pieces, hidden_share(job, job.engine.overlap_grads))
-    exposed = exposed + _exposed(gather[index], beside * forward, pieces, hidden_share(job, job.engine.overlap_params))
-    # The update cannot begin before the norm of all gradients is known.
-    norm = message_seconds(job, rows, norm_message(rows))
+    first, index = unique_rows(layouts.dp_shard, layouts.cp, layouts.tp, layouts.ep, layouts.expert_tp, layouts.zero)
+    unique = layouts.take(first)
+    gather = scatter = np.zeros(len(unique))
+    for unit in units:
+        sent = unit_collectives(job, unique, unit)
+        gather = gather + seconds_each(job, unique, sent.gather)
+        scatter = scatter + seconds_each(job, unique, sent.reduce)
+    return np.where(unique.zero == 3, gather, 0.0)[index], np.where(unique.zero >= 2, scatter, 0.0)[index]
+
+
+def update_seconds(
+    job: Job, layouts: LayoutBatch, rank: Ints, share: Share, forward: Floats, backward: Floats
+) -> dict[str, Floats]:
+    """Return the seconds outside the microbatches of a step, by kind: "dp" (exposed), "optimizer" and "offload".
+
+    `share` is the share of the model on pp rank `rank` of every row. `forward` and `backward` are seconds of a
+    microbatch: the all-gather of parameters overlaps with the first forward pass, and the reduction of gradients with
+    the last backward pass. In schedules that process microbatches in rounds, both overlap with one round of each stage,
+    pp microbatches.
+    """
+    rounds = layouts.one_of("schedule", IN_ROUNDS)
+    overlapped = np.where(rounds, np.minimum(layouts.pp, job.batch.microbatches(layouts)), 1)
+    first, index = unique_rows(rank, *(getattr(layouts, name) for name in _UPDATE_FIELDS))
+    unique = layouts.take(first)
+    params = data_parallel_params(job, unique, share.take(first))
+    reduce, gather = _reduce_and_gather_seconds(job, unique, params)
+    update, offload = _optimizer_seconds(job, unique, params)
+    pieces = np.maximum(1.0, params.layers)[index]
+    exposed = _exposed(reduce[index], overlapped * backward, pieces, overlap_share(job, job.engine.overlap_grads))
+    exposed = exposed + _exposed(
+        gather[index], overlapped * forward, pieces, overlap_share(job, job.engine.overlap_params)
+    )
+    # The update waits for the norm of all gradients.
+    norm = seconds_each(job, unique, norm_all_reduce(unique))
     exposed = exposed + norm[index]
-    return {"dp": exposed, "optimizer": seconds[index], "offload": moved[index]}
+    return {"dp": exposed, "optimizer": update[index], "offload": offload[index]}
 
 
-def exchange_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
-    """Seconds in which gradients are reduced once a step, and updated weights gathered: copies of everything all at
-    once over all ranks that have one, what is divided unit by unit."""
-    reduce = gather = np.zeros(len(x))
-    for routed, elements, trained, count in zip((False, True), own.elements, own.trained, own.units, strict=True):
+def _reduce_and_gather_seconds(job: Job, layouts: LayoutBatch, params: DataParallelParams) -> tuple[Floats, Floats]:
+    """Return the seconds of gradient reduction, and of the all-gather of updated parameters, once a step.
+
+    Without ZeRO all gradients are reduced in one message, with ZeRO unit by unit.
+    """
+    reduce = gather = np.zeros(len(layouts))
+    for routed, elements, trained, count in zip(
+        (False, True), params.elements, params.trained, params.units, strict=True
+    ):
         if not elements.any():
             continue
         group, size = zero_group(routed=routed), job.engine.grad_reduce_itemsize * trained
-        once = Message("all_reduce", data_group(routed=routed), size, {}, "gradients")
-        cut = Message("reduce_scatter", group, size, {}, "gradients")
-        whole = Message("all_gather", group, job.itemsize * elements, {}, "parameters")
-        every, copies = np.ones(len(x)), train_seconds(job, x, copies_message(x, cut), count)
-        reduced = [train_seconds(job, x, once, every), train_seconds(job, x, cut, count) + copies]
-        reduce = reduce + np.select([x.zero == 0, x.zero == 1], reduced, copies)
-        gathered = train_seconds(job, x, whole, count)
-        gather = gather + np.where((x.zero == 1) | (x.zero == 2), gathered, 0.0)
+        all_reduce = CollectiveBatch("all_reduce", grad_sync_group(routed=routed), size, {}, "gradients")
+        reduce_scatter = CollectiveBatch("reduce_scatter", group, size, {}, "gradients")
+        all_gather = CollectiveBatch("all_gather", group, job.itemsize * elements, {}, "parameters")
+        replicas = back_to_back_seconds(job, layouts, replica_all_reduce(layouts, reduce_scatter), count)
+        unsharded = back_to_back_seconds(job, layouts, all_reduce, np.ones(len(layouts)))
+        zero1 = back_to_back_seconds(job, layouts, reduce_scatter, count) + replicas
+        reduce = reduce + np.select([layouts.zero == 0, layouts.zero == 1], [unsharded, zero1], replicas)
+        gathers = back_to_back_seconds(job, layouts, all_gather, count)
+        gather = gather + np.where((layouts.zero == 1) | (layouts.zero == 2), gathers, 0.0)
     return reduce, gather
 
 
-def _exposed(seconds: Floats, beside: Floats, pieces: Floats, hides: float) -> Floats:
-    """What of `seconds`, sent in `pieces`, a share `hides` of `beside` does not hide: never the last piece."""
-    return slowing(seconds, np.maximum(seconds / pieces, seconds - hides * beside)) if hides else seconds
+def _exposed(seconds: Floats, compute: Floats, pieces: Floats, overlap: float) -> Floats:
+    """Return the step time that communication adds if it overlaps with a share `overlap` of `compute` seconds.
+
+    `seconds` of communication come in `pieces`; the last piece has nothing to overlap with.
+    """
+    return slowed_seconds(seconds, np.maximum(seconds / pieces, seconds - overlap * compute)) if overlap else seconds
 
 
-def slowing(seconds: Floats, exposed: Floats) -> Floats:
-    """What communication of `seconds`, all but `exposed` of it hidden, makes the computation beside it longer."""
-    return exposed + SLOWS * (seconds - exposed)
+def slowed_seconds(seconds: Floats, exposed: Floats) -> Floats:
+    """Return the step time that `seconds` of communication add: the exposed seconds, and the slowdown of compute."""
+    return exposed + _OVERLAP_SLOWDOWN * (seconds - exposed)
 
 
-def hidden_share(job: Job, overlaps: bool) -> float:
-    """Share of a computation that communication can hide behind: none on a CPU, whose cores do both."""
-    return HIDES if overlaps and job.cluster.device.kind != "cpu" else 0.0
+def overlap_share(job: Job, overlaps: bool) -> float:
+    """Return the share of a computation that communication can overlap with, 0 on a CPU, whose cores do both."""
+    return MAX_OVERLAP if overlaps and job.cluster.device.kind != "cpu" else 0.0
 
 
-def optimizer_seconds(job: Job, x: Columns, own: Held) -> tuple[Floats, Floats]:
-    """Seconds of the update on the device (or, where the states are on the host, there), and of moving to and fro."""
-    elements = divided_elements(x, own.trained, 1)
+def _optimizer_seconds(job: Job, layouts: LayoutBatch, params: DataParallelParams) -> tuple[Floats, Floats]:
+    """Return the seconds of the update on the device, and of offloading: transfers, and the update on the host."""
+    elements = sharded_elements(layouts, params.trained, 1)
     state = bytes_per_element(job.optim, 4)
-    # Gradients are read for their norm and again for the update, and cleared; weights and states are read and written.
+    # Gradients are read for the norm, read for the update, and zeroed; weights and states are read and written.
     touched = elements * (3 * job.engine.grad_itemsize + 2 * 4 + 2 * state + 2 * job.engine.half_weights)
     device = stream_seconds(job.cluster.device, touched)
-    names = np.array(OFFLOAD)[x.offload]
-    on_host, on_nvme = np.isin(names, OFFLOADED), np.char.endswith(names, "-nvme")
-    host = job.cluster.host
-    # Masters that are the parameters come and go; else only what is computed with goes back.
+    names = np.array(OFFLOAD)[layouts.offload]
+    on_host, on_nvme = np.isin(names, _HOST_UPDATE), np.char.endswith(names, "-nvme")
+    host, unknown = job.cluster.host, np.full(len(layouts), np.inf)
+    # Without separate master weights the parameters travel both ways; with them only the new compute weights return.
     weights = job.itemsize if job.engine.half_weights else 2 * ITEMSIZE[job.precision.param]
     moved = elements * (job.engine.grad_itemsize + weights)
-    away = (
-        moved / host.device_bandwidth + touched / HOST_BANDWIDTH if host.device_bandwidth else np.full(len(x), np.inf)
-    )
-    drives = elements * 2 * (4 + state) / host.nvme_bandwidth if host.nvme_bandwidth else np.full(len(x), np.inf)
-    offload = np.where(on_host, away, 0.0) + np.where(on_nvme, drives, 0.0)
+    update = moved / host.device_bandwidth + touched / _HOST_BANDWIDTH if host.device_bandwidth else unknown
+    nvme = elements * 2 * (4 + state) / host.nvme_bandwidth if host.nvme_bandwidth else unknown
+    offload = np.where(on_host, update, 0.0) + np.where(on_nvme, nvme, 0.0)
     return np.where(on_host, 0.0, device), offload
