@@ -17,7 +17,7 @@ from kumi.parallel.data_parallel import bare
 from kumi.parallel.mesh import Place, build_mesh, init_distributed
 from kumi.parallel.optim.adamw import init_adamw
 from kumi.plan.estimate import estimate
-from kumi.plan.search.select import timed
+from kumi.plan.search.select import with_peak_flops
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.job import Job
@@ -57,7 +57,7 @@ def make_run(
     cluster = replace(cluster_spec(written.cluster), devices_per_node=layout.world_size)
     optim = choose_optim(written.optim, 1)
     job = Job(families.from_hf(config), cluster, BatchSpec(seq_len, tokens), PRECISIONS[precision], optim)
-    device = timed(cluster.device, job.precision.matmul_dtype)
+    device = with_peak_flops(cluster.device, job.precision.matmul_dtype)
     layout = replace(layout, microbatch=microbatch, recompute=recompute)
     found = estimate(replace(job, cluster=replace(cluster, device=device)), layout)
     return ResolvedRun(written, config, None, job, found)

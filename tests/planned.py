@@ -7,7 +7,7 @@ import numpy as np
 from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.memory.device_memory import num_microbatches
 from kumi.plan.memory.states import UnshardedBytes, rank_params, unsharded_bytes
-from kumi.plan.pipeline.stages import share
+from kumi.plan.pipeline.stages import rank_stages
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.engine import KUMI
@@ -27,7 +27,7 @@ def job_of(model, *, seq_len=2048, sequences=64, kind="bf16", engine=KUMI, optim
 def share_of(job, layout, rank=0):
     """Return `layout` as a batch, and the share of the model on pipeline rank `rank`."""
     x = batch_layouts([layout])
-    return x, share(job.model, x, np.array([rank]), num_microbatches(job, x), layout.stage_layers)
+    return x, rank_stages(job.model, x, np.array([rank]), num_microbatches(job, x), layout.stage_layers)
 
 
 def gathered_of(model, layout, kind, microbatches) -> UnshardedBytes:

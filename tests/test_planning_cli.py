@@ -184,7 +184,7 @@ def test_sizes_as_json(run, capsys):
         (["--out", "somewhere"], "name a trainer with --export"),
         (["--tokens", "1T", "--days", "2", "--html", "plan.html"], "--html is for one plan"),
         (["--tokens", "1T", "--days", "2", "--trainable", "precision.kind=bf16-pure"], "precision.kind='bf16-pure'"),
-        (["--export", "nanotron", "layout.cp=2", "--out", "somewhere"], "nanotron's Llama has no such axis"),
+        (["--export", "nanotron", "layout.cp=2", "--out", "somewhere"], "nanotron's Llama does not support it"),
         (["--engine", "deepspeed", "layout.pp=2"], "PipelineModule"),
         (["--html", "."], "is a folder; name a file"),
         (["--svg", __file__], "is a file; name a folder"),

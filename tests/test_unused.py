@@ -30,7 +30,7 @@ ALLOWED = {
         "output_dir",
     ],
     "benchmarks/planner_scores.py calls it": ["memory_reading"],
-    "tests/agreement/test_state_bytes.py compares it with memory as measured": ["accumulated"],
+    "tests of pipeline timelines read it": ["longest_rank_seconds"],
     "a parameter of a protocol, whose implementations use it": ["condition"],
 }
 

@@ -65,13 +65,13 @@ def test_a_layout_stays_where_a_search_would_choose_another():
             machines(reserved=reserved)
             run = resolve(config(), begun=begun)
             assert (run.layout, run.change, run.pinned) == (begun.plan.layout, "", {})
-            assert run.estimate == select.estimate_of(run.job, run.layout)
+            assert run.estimate == select.estimate_for_training(run.job, run.layout)
 
 
 def test_nothing_is_searched_for_a_layout_that_stays(monkeypatch):
     machines()
     begun = began()
-    monkeypatch.setattr("kumi.config.decide_layout.choose_layout", None)
+    monkeypatch.setattr("kumi.config.decide_layout.select_layout", None)
     assert resolve(config(), begun=begun).layout == begun.plan.layout
 
 
@@ -101,7 +101,7 @@ def test_on_machines_where_it_cannot_run_another_is_chosen_and_the_change_is_sai
     machines(memory="1.1 MiB")
     run = resolve(config(), begun=begun)
     assert run.layout.microbatch < 8
-    assert re.search(r"because the layout needs 1.\d+ MiB a device, and a CPU has 1.08 MiB usable;", run.change)
+    assert re.search(r"because the layout needs 1.\d+ MiB per device, and a CPU has 1.08 MiB usable;", run.change)
     with pytest.raises(FitError):
         resolve(config(layout__microbatch=8), begun=begun)
 

@@ -4,7 +4,7 @@ import pytest
 
 from kumi.errors import FitError, LayoutError
 from kumi.plan.memory.device_memory import rank_memory
-from kumi.plan.search.select import choose_layout, unasked
+from kumi.plan.search.select import select_layout, unsupported_by_kumi
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device, Host, Link
 from kumi.spec.job import Job
@@ -27,25 +27,25 @@ def job(devices, memory_gib):
 
 
 def choose(devices, memory_gib, **pinned):
-    return choose_layout(job(devices, memory_gib), pinned).layout
+    return select_layout(job(devices, memory_gib), pinned).layout
 
 
-def test_plain_data_parallelism_is_taken_where_it_fits_and_nothing_is_faster():
-    found = choose_layout(job(8, 288), {})
-    layout = found.layout
+def test_plain_data_parallelism_is_chosen_if_it_fits_and_nothing_is_faster():
+    plan = select_layout(job(8, 288), {})
+    layout = plan.layout
     assert (layout.dp_replicate, layout.dp_shard, layout.zero) == (8, 1, 0)
-    assert found.memory[0].params == 4 * 8_030_261_248
+    assert plan.memory[0].params == 4 * 8_030_261_248
 
 
-def test_states_are_divided_where_they_must_be():
+def test_states_are_sharded_if_they_must_be():
     layout = choose(8, 80)
     assert layout.dp_shard > 1
     assert layout.zero > 0
 
 
-def test_only_what_is_trained_is_chosen():
+def test_only_trainable_layouts_are_chosen():
     with_links = replace(job(8, 80), cluster=replace(job(8, 80).cluster, links=(Link("slow", 8, 1e9, 1e-5),)))
-    layout = choose_layout(with_links, {}).layout
+    layout = select_layout(with_links, {}).layout
     assert (layout.tp, layout.ep, layout.offload) == (1, 1, "none")
 
 
@@ -53,43 +53,45 @@ HOST = Host(2**41, 25e9, 4e9, 2**43)
 
 
 def adapted(host, **pinned):
-    """The chosen layout of adapters beside a model that fills two devices, whose activations can go to `host`."""
+    """Return the plan for adapters on a model that fills two devices; `host` can take offloaded activations."""
     device = Device("GPU", "cuda", 12 * 2**30, ("bfloat16",), (("bfloat16", 3e14),))
     cluster = ClusterSpec("test", device, 2, links=(Link("link", 2, 3e11, 1e-5),), host=host)
     model = with_adapters(LLAMA_8B, Lora())
-    return choose_layout(Job(model, cluster, BatchSpec(8192, 8192 * 8), PRECISIONS["bf16"], Optim()), pinned)
+    return select_layout(Job(model, cluster, BatchSpec(8192, 8192 * 8), PRECISIONS["bf16"], Optim()), pinned)
 
 
 def test_the_search_offloads_where_that_is_faster_than_recomputation():
-    kept, offloaded = adapted(Host()), adapted(HOST)
-    assert kept.layout.offload == "none" != offloaded.layout.offload
-    assert offloaded.step_seconds < kept.step_seconds
-    assert adapted(HOST, offload="none").step_seconds == kept.step_seconds
+    without, with_host = adapted(Host()), adapted(HOST)
+    assert without.layout.offload == "none" != with_host.layout.offload
+    assert with_host.step_seconds < without.step_seconds
+    assert adapted(HOST, offload="none").step_seconds == without.step_seconds
 
 
-def test_drives_are_written_to_only_where_that_is_pinned():
+def test_offloading_to_drives_must_be_pinned():
     small = Host(2**36, HOST.device_bandwidth, HOST.nvme_bandwidth, HOST.nvme)
-    wanted = replace(job(2, 24), cluster=replace(job(2, 24).cluster, host=small))
+    tight = replace(job(2, 24), cluster=replace(job(2, 24).cluster, host=small))
     with pytest.raises(LayoutError, match="offload='states-nvme'"):
-        choose_layout(wanted, {})
+        select_layout(tight, {})
     drives = replace(Layout(), offload="optimizer-nvme")
-    assert unasked({})(wanted, drives)[0].endswith("writes to drives in every step; pin layout.offload to have it")
-    assert unasked({"offload": "optimizer-nvme"})(wanted, drives) == []
-    assert choose_layout(wanted, {"offload": "states-nvme"}).layout.zero == 3, "the search still chooses the rest"
+    assert unsupported_by_kumi({})(tight, drives)[0].endswith(
+        "writes to drives in every step; pin layout.offload to have it"
+    )
+    assert unsupported_by_kumi({"offload": "optimizer-nvme"})(tight, drives) == []
+    assert select_layout(tight, {"offload": "states-nvme"}).layout.zero == 3, "the search still chooses the rest"
 
 
-def test_no_more_layers_recompute_than_must():
+def test_as_few_layers_as_possible_recompute():
     layout = choose(8, 80, zero=3, dp_shard=8, microbatch=4)
     assert (layout.recompute, layout.recompute_layers) == ("full", 24)
 
 
-def test_what_is_pinned_stays():
+def test_pinned_fields_stay():
     layout = choose(8, 80, zero=3, microbatch=1, recompute="full", dp_replicate=2)
     assert layout == Layout(dp_replicate=2, dp_shard=4, zero=3, microbatch=1, recompute="full")
 
 
-def test_what_cannot_fit_is_refused_with_the_closest_try():
-    with pytest.raises(FitError, match=r"the leanest needs .* a device, and GPU has .* usable; .*use devices of"):
+def test_a_model_that_cannot_fit_is_refused_with_the_smallest_layout():
+    with pytest.raises(FitError, match=r"the smallest needs .* per device, and GPU has .* usable; .*use devices of"):
         choose(2, 24)
 
 
@@ -104,7 +106,7 @@ def test_more_shards_need_less_memory(zero):
     assert totals == sorted(totals, reverse=True)
 
 
-def test_recomputing_more_keeps_less():
+def test_more_recomputation_needs_less_memory():
     none, selective, full = (
         rank_memory(job_of(LLAMA_8B), Layout(recompute=how)).activations for how in ("none", "selective", "full")
     )

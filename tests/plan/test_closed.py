@@ -1,4 +1,4 @@
-"""The closed forms against lists of actions carried out in time."""
+"""The closed forms agree with simulations of the action lists."""
 
 import numpy as np
 import pytest
@@ -18,22 +18,22 @@ NUMBER = CHOICES["schedule"].index
 
 @some.composite
 def shapes(draw, least=1):
-    """(schedule, pp, stages, microbatches), with at least `least` x pp microbatches where it is not one of few."""
+    """Draw (schedule, pp, stages, microbatches), with at least `least` x pp microbatches."""
     schedule = draw(some.sampled_from(sorted(SCHEDULES)))
-    one = SCHEDULES[schedule]
-    stages = one.stages + (draw(some.integers(0, 2)) if one.more_stages else 0)
+    record = SCHEDULES[schedule]
+    stages = record.stages + (draw(some.integers(0, 2)) if record.more_stages else 0)
     pp = draw(some.integers(1, 7))
-    least = pp * max(least, one.least_per_rank, 1)
-    step = pp if one.in_rounds else 1
+    least = pp * max(least, record.least_per_rank, 1)
+    step = pp if record.in_rounds else 1
     return schedule, pp, stages, least + step * draw(some.integers(0, 20))
 
 
 def closed(shape, durations, transfer=0.0, *, blocking=False):
     schedule, pp, stages, microbatches = shape
-    ranks = [np.sum([durations[stage] for stage in held], axis=0) for held in placement(schedule, pp, stages)]
+    ranks = [np.sum([durations[stage] for stage in own], axis=0) for own in placement(schedule, pp, stages)]
     codes = [np.array([number]) for number in (NUMBER(schedule), pp, stages, microbatches)]
-    sums, most = np.sum(ranks, axis=0)[:, None], max(ranks, key=sum)[:, None]
-    return closed_form(*codes, sums, most, np.array([transfer]), blocking=blocking)[0]
+    all_ranks, busiest = np.sum(ranks, axis=0)[:, None], max(ranks, key=sum)[:, None]
+    return closed_form(*codes, all_ranks, busiest, np.array([transfer]), blocking=blocking)[0]
 
 
 @given(shapes(least=2), SECONDS, SECONDS, SECONDS, some.floats(0, 1 / 3))
@@ -54,7 +54,7 @@ def test_equal_stages_are_exact_with_few_microbatches_for_all_but_zb_v(shape, fo
 
 
 @given(shapes(least=2), RATIO, RATIO, RATIO, RATIO, some.floats(0, 0.2))
-def test_a_first_and_a_last_stage_of_their_own_are_within_a_sixth(shape, inputs, weights, first, last, transfer):
+def test_unequal_first_and_last_stages_are_within_a_sixth(shape, inputs, weights, first, last, transfer):
     schedule, pp, stages, microbatches = shape
     inner = np.array([1.0, inputs, weights])
     durations = [first * inner, *[inner] * (pp * stages - 2), last * inner][: pp * stages]
@@ -78,12 +78,12 @@ def test_links_slower_than_the_stages_are_within_a_quarter(shape, transfer):
     assert closed(shape, durations, transfer) == pytest.approx(expected, rel=0.25)
 
 
-def test_rows_of_different_schedules_are_told_apart():
+def test_rows_may_have_different_schedules():
     shapes = [("1f1b", 4, 1, 8), ("zb-v", 2, 2, 8), ("gpipe", 1, 1, 3), ("1f1b", 2, 1, 4), ("interleaved", 4, 2, 8)]
     codes = np.array([(NUMBER(name), *rest) for name, *rest in shapes]).T
     ones = [np.ones(5), np.ones(5), np.ones(5)]
-    found = closed_form(*codes, [one * codes[1] for one in ones], ones, np.full(5, 0.1))
-    for shape, seconds in zip(shapes, found, strict=True):
+    times = closed_form(*codes, [side * codes[1] for side in ones], ones, np.full(5, 0.1))
+    for shape, seconds in zip(shapes, times, strict=True):
         assert seconds == pytest.approx(closed(shape, [(1 / shape[2],) * 3] * (shape[1] * shape[2]), 0.1))
 
 

@@ -1,11 +1,11 @@
-"""Every rule means the same of columns as of one layout."""
+"""Every rule has the same result for a batch of layouts as for one layout."""
 
 from dataclasses import replace
 
 import pytest
 
 from kumi.plan.layout_batch import batch_layouts
-from kumi.plan.search.candidates import legal
+from kumi.plan.search.candidates import legal_mask
 from kumi.spec.batch import BatchSpec
 from kumi.spec.checks import problems
 from kumi.spec.cluster import ClusterSpec, Device, Host
@@ -32,7 +32,7 @@ MODELS = {
 MODELS["four bits"] = with_adapters(MODELS["dense"], Lora(quantize="nf4"))
 BATCH = BatchSpec(96, 96 * 48)
 HOSTS = [Host(), Host(2**40, 1e10), Host(2**40, 1e10, 1e9, 2**40)]
-# Legal layouts with 48 sequences of 96 tokens; changed in a few fields, some still are.
+# Legal layouts with 48 sequences of 96 tokens. With one field changed, some are still legal.
 LEGAL = {
     "dense": [
         Layout(),
@@ -75,7 +75,7 @@ def job(model, devices, host=HOSTS[1], batch=BATCH):
 @pytest.mark.parametrize("name", MODELS)
 def test_each_single_change_of_legal_layouts(name):
     for base in LEGAL[name]:
-        assert legal(job(name, base.world_size), batch_layouts([base])).all(), base
+        assert legal_mask(job(name, base.world_size), batch_layouts([base])).all(), base
         changed = [replace(base, **{field: value}) for field, values in CHANGES.items() for value in values]
         for host in HOSTS:
             check(job(name, base.world_size, host), changed)
@@ -84,17 +84,17 @@ def test_each_single_change_of_legal_layouts(name):
             check(job(name, layout.world_size, batch=BatchSpec(100, 4800)), [layout])
 
 
-def check(work, found):
-    expected = [problems(work.model, layout, work.cluster, work.batch) for layout in found]
-    for layout, said, mask in zip(found, expected, legal(work, batch_layouts(found)), strict=True):
-        assert mask == (not said), (layout, said)
+def check(work, layouts):
+    expected = [problems(work.model, layout, work.cluster, work.batch) for layout in layouts]
+    for layout, reasons, legal in zip(layouts, expected, legal_mask(work, batch_layouts(layouts)), strict=True):
+        assert legal == (not reasons), (layout, reasons)
 
 
-def test_nothing_is_legal_with_a_batch_that_is_not():
+def test_no_layout_is_legal_with_an_illegal_batch():
     for batch in (BatchSpec(1024, 1024), BatchSpec(96, 100)):
         check(job("dense", 1, batch=batch), [Layout()])
 
 
-def test_impossible_degrees_are_no_division_by_zero():
+def test_a_degree_of_zero_divides_nothing():
     names = ("pp", "tp", "ep", "expert_tp", "stages", "microbatch")
     check(job("experts", 1), [Layout(), *(Layout(**{name: 0}) for name in names)])

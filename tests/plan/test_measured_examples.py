@@ -1,7 +1,7 @@
-"""Figures that were measured on machines, and layouts that guides recommend, against the planner's estimates.
+"""The planner's estimates against measured figures and against layouts that guides recommend.
 
-docs/worked-examples.md has them beside each other. Where an estimate misses, its test says by how much, so that it
-fails once that changes.
+docs/worked-examples.md compares them. If an estimate misses a figure, its test states the error, and fails when that
+changes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kumi.spec.layout import Layout
 
 
 def guided(model, nodes, seq_len, guide, within):
-    """The planner's best layout, and the fastest that fits with the guide's degrees: at most `within` slower."""
-    wanted = planned(model, "aws-p5", nodes, seq_len, 4 * 2**20 // seq_len)
+    """Return the best layout, and the fastest with the guide's degrees. It must take at most `within` times as long."""
+    task = planned(model, "aws-p5", nodes, seq_len, 4 * 2**20 // seq_len)
     lean = {"cp": 1, "dp_replicate": 1, "offload": "none"}
-    best = search(wanted, lean, top=1).plans[0]
-    theirs = search(wanted, lean | guide, top=1).plans
+    best = search(task, lean, top=1).plans[0]
+    theirs = search(task, lean | guide, top=1).plans
     assert theirs, f"{guide} does not fit"
     assert theirs[0].step_seconds <= within * best.step_seconds
     return best.layout, theirs[0].layout
@@ -50,22 +50,20 @@ def test_a_70b_on_32_devices_fits_as_tp_8_x_fsdp_4_and_is_faster_with_less_tenso
     assert best.tp < 8
 
 
-def test_a_405b_on_256_devices_fits_as_tp_8_x_pp_4_only_where_data_ranks_divide_the_weights():
-    """The guide's TP 8, PP 4, DP 8 with the optimizer divided alone needs more than 80 GB."""
-    wanted = planned("llama-3.1-405b", "aws-p5", 32, 8192, 512)
+def test_a_405b_on_256_devices_fits_as_tp_8_x_pp_4_only_with_zero_3():
+    """The guide's TP 8, PP 4, DP 8 with only the optimizer states sharded needs more than 80 GB."""
+    task = planned("llama-3.1-405b", "aws-p5", 32, 8192, 512)
     megatron = Layout(tp=8, pp=4, dp_shard=8, zero=1, recompute="full", schedule="1f1b")
-    assert not problems(wanted.model, megatron, wanted.cluster, wanted.batch)
-    assert not estimate(wanted, megatron).fits
-    assert estimate(wanted, replace(megatron, zero=3)).fits
+    assert not problems(task.model, megatron, task.cluster, task.batch)
+    assert not estimate(task, megatron).fits
+    assert estimate(task, replace(megatron, zero=3)).fits
 
 
 def test_a_405b_on_1024_devices_fits_as_tp_8_x_pp_16_x_dp_8():
-    wanted = planned("llama-3.1-405b", "aws-p5", 128, 8192, 512)
-    theirs = search(wanted, {"tp": 8, "pp": 16, "cp": 1, "dp_replicate": 1, "zero": 1, "offload": "none"}, top=1).plans[
-        0
-    ]
+    task = planned("llama-3.1-405b", "aws-p5", 128, 8192, 512)
+    theirs = search(task, {"tp": 8, "pp": 16, "cp": 1, "dp_replicate": 1, "zero": 1, "offload": "none"}, top=1).plans[0]
     assert theirs.layout.dp_shard == 8
-    sharded = estimate(wanted, Layout(tp=2, dp_shard=512, zero=3, recompute="full"))
+    sharded = estimate(task, Layout(tp=2, dp_shard=512, zero=3, recompute="full"))
     assert sharded.fits
     assert 0.7 < theirs.step_seconds / sharded.step_seconds < 1.4
 
@@ -79,8 +77,8 @@ META = [
 
 
 def meta(devices, seq_len, layout, recompute):
-    """The estimate of a row of the table: 16 M tokens a step, eight stages a rank (the paper does not say how many)."""
-    wanted = planned(
+    """Return the estimate of a row of the table: 16 M tokens per step, eight stages per rank (not in the paper)."""
+    task = planned(
         "llama-3.1-405b",
         "h100-sxm",
         devices // 8,
@@ -89,18 +87,20 @@ def meta(devices, seq_len, layout, recompute):
         network="roce-3200",
         engine=ENGINES["torchtitan"],
     )
-    return estimate(wanted, replace(layout, schedule="interleaved", stages=8, recompute=recompute))
+    return estimate(task, replace(layout, schedule="interleaved", stages=8, recompute=recompute))
 
 
 @pytest.mark.parametrize(("devices", "seq_len", "layout", "published"), META)
 def test_llama_3_405b_as_it_was_trained(devices, seq_len, layout, published):
-    """Without recomputation, as the paper says; that it fits at all owes to what the paper does besides, freeing
-    tensors early and keeping fewer microbatches in flight. With the planner's own schedules it does not. Attention, at
-    131,072 tokens more than half of the work, is counted in full; the paper does not say how it counts.
+    """Without recomputation, as in the paper.
+
+    In the paper it fits because tensors are freed early and fewer microbatches are in flight; with the planner's
+    schedules it does not fit. Attention is counted in full, more than half of the work at 131,072 tokens; the paper
+    does not state how it counts.
     """
-    found = meta(devices, seq_len, layout, "none")
-    assert found.mfu == pytest.approx(published, rel=0.1)
-    assert not found.fits
+    result = meta(devices, seq_len, layout, "none")
+    assert result.mfu == pytest.approx(published, rel=0.1)
+    assert not result.fits
     lean = meta(devices, seq_len, layout, "selective")
     assert lean.fits
     assert lean.mfu == pytest.approx(published, rel=0.2)
@@ -109,8 +109,8 @@ def test_llama_3_405b_as_it_was_trained(devices, seq_len, layout, published):
 # Llama 2 on ABCI: nodes of eight A100-40GB with four cards of InfiniBand HDR
 
 
-# Megatron-LM of 2023 as the authors ran it: norm, rotation and gated activation op by op, attention by FlashAttention-2
-# (which selective recomputation leaves alone), nothing sent beside compute. Read in rioyokotalab/Megatron-Llama2:
+# Megatron-LM of 2023 as the authors ran it: eager norms, rotary embeddings and gated activations, FlashAttention-2
+# (which selective recomputation does not affect), no overlap of communication. Read in rioyokotalab/Megatron-Llama2:
 # scripts/abci/*/llama-2-*-dp*-tp*-pp*.sh and megatron/model/transformer.py.
 SWALLOW = replace(
     ENGINES["megatron-lm"],
@@ -125,7 +125,7 @@ SWALLOW = replace(
 # The authors' fork of llama-recipes: FSDP1 around transformers' blocks, activations checkpointed (kotoba-tech/
 # kotoba-recipes, scripts/abci/*b/*.sh).
 RECIPES = replace(ENGINES["accelerate-fsdp"], name="llama-recipes")
-# Sends when nothing is computed: the least that FSDP can reach.
+# Without any overlap: the slowest that FSDP can be.
 IN_TURN = replace(RECIPES, overlap_grads=False, overlap_params=False)
 ABCI = {
     "llama-2-7b": (64, Layout(tp=2, pp=2, dp_shard=16, zero=1), 134, 4, 134),
@@ -135,11 +135,11 @@ ABCI = {
 
 
 def printed_flops(model, tokens, seq_len, *, megatron):
-    """FLOPs of a step as the authors' programs count them.
+    """Return the FLOPs of a step as the authors' programs count them.
 
-    The script that made their paper's figures of the Megatron runs (okoge-kaz/swallow-project-parper-graph, flops-7b.py
-    and so on) counts query, key and value as if there were no groups, and attention once instead of in every layer, but
-    twice. Their FSDP runs' log counts two matrices of the feed-forward part instead of three, and recomputation.
+    The script for the Megatron figures of their paper (okoge-kaz/swallow-project-parper-graph, flops-7b.py and others)
+    counts query, key and value without grouped queries, and attention twice in one layer instead of once in every
+    layer. The log of their FSDP runs counts two matrices of the MLP instead of three, and recomputation.
     """
     hidden, layers, vocab = model.hidden_size, model.num_hidden_layers, model.vocab_size
     layer = model.layers[0]
@@ -153,13 +153,13 @@ def printed_flops(model, tokens, seq_len, *, megatron):
 
 
 def abci(name, engine, layout):
-    """TFLOP/s a device as the authors' program would print it for the estimated step."""
+    """Return TFLOP/s per device as the authors' program would print it for the estimated step."""
     devices = ABCI[name][0]
-    wanted = planned(name, "abci-a", devices // 8, 4096, 1024, engine=engine)
-    found = estimate(wanted, layout)
-    assert found.fits
-    flops = printed_flops(wanted.model, wanted.batch.tokens_per_step, 4096, megatron=engine is SWALLOW)
-    return flops / found.step_seconds / devices / 1e12
+    task = planned(name, "abci-a", devices // 8, 4096, 1024, engine=engine)
+    result = estimate(task, layout)
+    assert result.fits
+    flops = printed_flops(task.model, task.batch.tokens_per_step, 4096, megatron=engine is SWALLOW)
+    return flops / result.step_seconds / devices / 1e12
 
 
 def three_d(name):
@@ -173,38 +173,42 @@ def sharded(name, engine=RECIPES):
 
 @pytest.mark.parametrize("name", ABCI)
 def test_llama_2_on_abci_with_3d_parallelism(name):
-    """Each within 12 %: 134, 143 and 158 TFLOP/s a device."""
+    """Published: 134, 143 and 158 TFLOP/s per device; each estimate is within 12 %."""
     assert three_d(name) == pytest.approx(ABCI[name][2], rel=0.12)
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-13b"])
 def test_llama_2_on_abci_with_fsdp(name):
-    """Each within 12 %: 134 and 135 TFLOP/s a device."""
+    """Published: 134 and 135 TFLOP/s per device; each estimate is within 12 %."""
     assert sharded(name) == pytest.approx(ABCI[name][4], rel=0.12)
 
 
 def test_the_70b_with_fsdp_on_abci_is_not_explained():
-    """Published: 87 TFLOP/s a device. Even if nothing hid what it sends the estimate is a third above; the authors'
-    script for it also moved the weights to the host, on another number of devices."""
+    """Published: 87 TFLOP/s per device. Even without any overlap, the estimate is a third above.
+
+    The authors' script for it also offloaded the weights to the host, on another number of devices.
+    """
     slowest = sharded("llama-2-70b", IN_TURN)
     assert 1.2 * 87 < slowest < 1.6 * 87
     assert sharded("llama-2-70b") > slowest
 
 
 def test_the_order_of_the_six_figures_on_abci():
-    """3D parallelism gains with size and FSDP loses, where FSDP sends in turn: that it hides much of it, as in other
-    published runs, does not agree with the fall from 135 to 87."""
+    """3D parallelism gains with size, and FSDP without overlap loses.
+
+    FSDP with overlap, as in other published runs, does not agree with the fall from 135 to 87.
+    """
     figures = {("3d", name): three_d(name) for name in ABCI} | {("fsdp", name): sharded(name, IN_TURN) for name in ABCI}
     published = {("3d", name): row[2] for name, row in ABCI.items()} | {
         ("fsdp", name): row[4] for name, row in ABCI.items()
     }
-    for one, first in published.items():
-        for other, second in published.items():
+    for faster, first in published.items():
+        for slower, second in published.items():
             if first > 1.02 * second:
-                assert figures[one] > figures[other], (one, other)
+                assert figures[faster] > figures[slower], (faster, slower)
 
 
-# Several sites joined by an optical link of 100 Gb/s, or by one like the internet
+# Several sites joined by an optical link of 100 Gb/s, or by a link like the internet
 
 
 # The link that makes two sites take 4.7 times as long: the source describes it as TCP.
@@ -228,20 +232,22 @@ sources = { "bandwidth, latency, efficiency" = "assumed: RDMA, as over the optic
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory):
-    """`sites(count, link)`: seconds of a step of Llama-2-7B on two H100 at each of `count` sites, which have a pipeline
-    stage each, over those that the same machines take side by side."""
+    """Return `ratio(count, link)`: the step time at `count` sites over that of the same machines at one site.
+
+    The model is Llama-2-7B, with one pipeline stage on two H100 per site.
+    """
     folder = tmp_path_factory.mktemp("links")
     files = {name: folder / f"{name}.toml" for name in ("tcp", "near")}
     files["tcp"].write_text(LIKE_THE_INTERNET)
     files["near"].write_text(SIDE_BY_SIDE)
 
     def seconds(count, **section):
-        wanted = planned(
+        task = planned(
             "llama-2-7b", "h100-sxm", count, 4096, 192, engine=ENGINES["megatron-bridge"], devices_per_node=2, **section
         )
-        found = estimate(wanted, Layout(tp=2, pp=count, recompute="selective"))
-        assert found.fits
-        return found.step_seconds
+        result = estimate(task, Layout(tp=2, pp=count, recompute="selective"))
+        assert result.fits
+        return result.step_seconds
 
     def ratio(count, link):
         link = str(files.get(link, link))
@@ -264,7 +270,7 @@ def test_sites_joined_by_something_like_the_internet_are_not(sites):
     assert 1.2 < sites(2, "internet") < 2.5
 
 
-# Headline figures of picotron: kernels of its own, attention fused
+# Headline figures of picotron, which has its own kernels and fused attention
 
 SMOLLM = {
     "model_type": "llama",
@@ -286,12 +292,12 @@ SMOLLM = {
 def test_picotron_s_figures_lie_between_op_by_op_and_compiled_kernels():
     """50 % MFU of SmolLM-1.7B on 8 H100, 38 % of Llama-2-7B on 64; layouts and batches are not printed."""
     jobs = [planned(SMOLLM, "h100-sxm", 1, 2048, 512, engine=ENGINES[name]) for name in ("nanotron", "torchtitan")]
-    slow, fast = (search(wanted, {"dp_replicate": 8}, top=1).plans[0].mfu for wanted in jobs)
+    slow, fast = (search(task, {"dp_replicate": 8}, top=1).plans[0].mfu for task in jobs)
     assert slow < 0.50 < 1.05 * fast
-    wanted = planned("llama-2-7b", "h100-sxm", 8, 4096, 1024, engine=ENGINES["nanotron"])
-    cut = estimate(wanted, Layout(tp=4, dp_shard=16, zero=1)).mfu
-    whole = estimate(wanted, Layout(dp_shard=64, zero=2, microbatch=2)).mfu
-    assert cut < 0.38 < whole
+    task = planned("llama-2-7b", "h100-sxm", 8, 4096, 1024, engine=ENGINES["nanotron"])
+    tp4 = estimate(task, Layout(tp=4, dp_shard=16, zero=1)).mfu
+    dp64 = estimate(task, Layout(dp_shard=64, zero=2, microbatch=2)).mfu
+    assert tp4 < 0.38 < dp64
 
 
 # gpt2 on two TITAN RTX, 200 steps of 2 x 4 sequences of 1,024 tokens in float32 (transformers' page on several GPUs)
@@ -325,13 +331,18 @@ GPT2 = {
 
 
 def test_gpt2_on_two_devices_with_and_without_nvlink():
-    """Published: 101.9 s with NVLink, 131.4 s without. Each comes out within 20 %, but not the gap: an all-reduce of
-    0.5 GB over PCIe would hide behind the backward pass. DataParallel (110.6 s) is no layout that kumi plans."""
+    """Published: 101.9 s with NVLink, 131.4 s without. Each estimate is within 20 %, but not the gap.
+
+    In the estimate, an all-reduce of 0.5 GB over PCIe overlaps with the backward pass. kumi does not plan DataParallel
+    (110.6 s).
+    """
     eager = replace(ENGINES["accelerate-fsdp"], attention="eager", grad_reduce_itemsize=4, dropout=True)
-    wanted = planned(GPT2, "aws-p5", 1, 1024, 8, engine=eager, kind="fp32", devices_per_node=2)
-    took = []
+    task = planned(GPT2, "aws-p5", 1, 1024, 8, engine=eager, kind="fp32", devices_per_node=2)
+    seconds = []
     for link in (Link("two bridges of NVLink", 2, 50e9, 3e-6), Link("PCIe 3, through the host", 2, 6e9, 10e-6)):
-        cluster = replace(wanted.cluster, device=TITAN, links=(link,))
-        took.append(200 * estimate(replace(wanted, cluster=cluster), Layout(dp_replicate=2, microbatch=4)).step_seconds)
-    assert took == [pytest.approx(101.9, rel=0.2), pytest.approx(131.4, rel=0.2)]
-    assert took[0] < took[1] < 1.1 * took[0]
+        cluster = replace(task.cluster, device=TITAN, links=(link,))
+        seconds.append(
+            200 * estimate(replace(task, cluster=cluster), Layout(dp_replicate=2, microbatch=4)).step_seconds
+        )
+    assert seconds == [pytest.approx(101.9, rel=0.2), pytest.approx(131.4, rel=0.2)]
+    assert seconds[0] < seconds[1] < 1.1 * seconds[0]

@@ -21,7 +21,7 @@ from kumi.plan.memory.device_memory import (
     usable_memory,
 )
 from kumi.plan.memory.states import rank_params, resident_state_bytes
-from kumi.plan.pipeline.stages import share
+from kumi.plan.pipeline.stages import rank_stages
 from kumi.spec.cluster import Device
 from kumi.spec.engine import KUMI, Engine
 from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
@@ -235,7 +235,7 @@ def random_layouts(count):
 def test_many_layouts_at_once_are_each_by_itself(model, engine):
     layouts, job = list(random_layouts(60)), job_of(model, engine=engine)
     x = batch_layouts(layouts)
-    part = share(model, x, np.zeros(len(x), np.int64), num_microbatches(job, x))
+    part = rank_stages(model, x, np.zeros(len(x), np.int64), num_microbatches(job, x))
     result, hosts = stage_memory(job, x, part), host_memory(job, x, part)
     assert set(result) == set(asdict(MemoryEstimate(*[0] * 7)))
     for index, layout in enumerate(layouts):

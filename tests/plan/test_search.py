@@ -1,4 +1,4 @@
-"""The search finds what trying every layout one by one finds."""
+"""The search agrees with estimating every layout one by one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kumi.plan.estimate import estimate, estimate_many
 from kumi.plan.layout_batch import CHOICES
 from kumi.plan.memory import device_memory
 from kumi.plan.search import search_layouts as searching
-from kumi.plan.search.candidates import bases
-from kumi.plan.search.fitting import bases_of, fit, offloads, variants
-from kumi.plan.search.search_layouts import HAIR, effort, search, smallest
+from kumi.plan.search.candidates import layout_grid
+from kumi.plan.search.fitting import fit_variant, make_candidates, possible_offloads, variants
+from kumi.plan.search.search_layouts import TIE_TOLERANCE, complexity, estimate_smallest, search
 from kumi.spec.checks import problems
 from kumi.spec.layout import Layout
 
@@ -25,94 +25,100 @@ SMALL = {"nodes": 1, "sequences": 8, "seq_len": 8192}
 
 @pytest.fixture(scope="module")
 def tried():
-    """Every layout of the small job that agrees with `PINNED`, with its estimate, made one by one."""
-    wanted = job(**SMALL)
-    return [estimate(wanted, layout) for layout in every_layout(wanted, **PINNED)]
+    """Return the estimates of all layouts of the small job that agree with `PINNED`, made one by one."""
+    small = job(**SMALL)
+    return [estimate(small, layout) for layout in every_layout(small, **PINNED)]
 
 
 def with_memory(usable):
-    """The small job on devices of which `usable` bytes may be filled."""
+    """Return the small job on devices with `usable` bytes that a plan may fill."""
     return job(**SMALL, memory=np.ceil(usable / device_memory.USABLE_SHARE))
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1.0])
 def test_the_best_of_all_layouts_that_fit(tried, share):
-    """The best time within the model's own tie rule, and the same decisions about what fits but for a few layouts whose
-    memory, between one recomputed layer and all, is taken to be a straight line."""
-    usable = float(np.quantile([one.peak_memory for one in tried], share))
-    wanted = with_memory(usable)
-    found = search(wanted, PINNED, top=4)
-    fitting = [one for one in tried if one.peak_memory <= device_memory.usable_memory(wanted.cluster.device)]
-    looked_at = [one for one in tried if one.layout.schedule != "gpipe"]
-    fit = sum(one.layout.schedule != "gpipe" for one in fitting)
-    assert found.count == len(looked_at)
-    assert 0.97 * fit <= found.fitting <= fit
-    least = min(one.step_seconds for one in fitting)
-    # Neighbours that the space leaves out, such as unequal stages, may be faster still.
-    assert min(one.step_seconds for one in found.plans) <= least * (1 + 1e-9)
-    assert found.plans[0].step_seconds <= least * (1 + HAIR)
-    assert all(one.fits for one in found.plans)
+    """The best time agrees within the tie tolerance.
+
+    The layouts that fit agree, too, except for a few: the search takes memory to be linear between one recomputed layer
+    and all.
+    """
+    usable = float(np.quantile([item.peak_memory for item in tried], share))
+    limited = with_memory(usable)
+    result = search(limited, PINNED, top=4)
+    fitting = [item for item in tried if item.peak_memory <= device_memory.usable_memory(limited.cluster.device)]
+    searched = [item for item in tried if item.layout.schedule != "gpipe"]
+    fit = sum(item.layout.schedule != "gpipe" for item in fitting)
+    assert result.count == len(searched)
+    assert 0.97 * fit <= result.fitting <= fit
+    least = min(item.step_seconds for item in fitting)
+    # Neighbours outside the search, such as unequal stages, may be even faster.
+    assert min(item.step_seconds for item in result.plans) <= least * (1 + 1e-9)
+    assert result.plans[0].step_seconds <= least * (1 + TIE_TOLERANCE)
+    assert all(item.fits for item in result.plans)
 
 
 def test_gpipe_is_never_better_than_1f1b(tried):
-    """Why the search looks at it only where it is pinned."""
-    known = {one.layout: one for one in tried}
-    pairs = [(one, known[replace(one.layout, schedule="1f1b")]) for one in tried if one.layout.schedule == "gpipe"]
+    """So the search includes it only if it is pinned."""
+    estimates = {item.layout: item for item in tried}
+    pairs = [
+        (item, estimates[replace(item.layout, schedule="1f1b")]) for item in tried if item.layout.schedule == "gpipe"
+    ]
     assert len(pairs) > 5
-    assert all(other.step_seconds <= one.step_seconds * (1 + 1e-9) for one, other in pairs)
-    assert all(other.peak_memory <= one.peak_memory for one, other in pairs)
+    assert all(other.step_seconds <= gpipe.step_seconds * (1 + 1e-9) for gpipe, other in pairs)
+    assert all(other.peak_memory <= gpipe.peak_memory for gpipe, other in pairs)
 
 
 def test_the_simplest_of_equally_fast_layouts_comes_first(tried):
-    found = search(with_memory(1 << 34), PINNED, top=1)
-    least = min(one.step_seconds for one in tried)
-    near = [one for one in tried if one.step_seconds <= (1 + HAIR) * least]
+    result = search(with_memory(1 << 34), PINNED, top=1)
+    least = min(item.step_seconds for item in tried)
+    near = [item for item in tried if item.step_seconds <= (1 + TIE_TOLERANCE) * least]
     assert len(near) > 1
-    assert effort(found.plans[0].layout) == min(effort(one.layout) for one in near)
-    found = search(with_memory(1 << 34), PINNED, top=8)
-    rest = [one.step_seconds for one in found.plans[1:]]
+    assert complexity(result.plans[0].layout) == min(complexity(item.layout) for item in near)
+    result = search(with_memory(1 << 34), PINNED, top=8)
+    rest = [item.step_seconds for item in result.plans[1:]]
     assert rest == sorted(rest)
 
 
-def test_what_few_can_run_takes_more_effort():
+def test_rare_techniques_are_more_complex():
     plain = Layout(pp=4, recompute="full", zero=1, dp_shard=2)
-    assert effort(plain) < effort(replace(plain, recompute="none", offload="activations"))
-    assert effort(replace(plain, stages=2, schedule="interleaved")) < effort(replace(plain, schedule="zb-h1"))
+    assert complexity(plain) < complexity(replace(plain, recompute="none", offload="activations"))
+    assert complexity(replace(plain, stages=2, schedule="interleaved")) < complexity(replace(plain, schedule="zb-h1"))
 
 
-def test_the_leanest_layout_is_the_leanest_of_all(tried):
-    least = min(one.peak_memory for one in tried)
-    found = smallest(job(**SMALL), PINNED)
-    assert found is not None
-    assert found.peak_memory == pytest.approx(least, rel=1e-6)
+def test_the_smallest_estimate_is_the_smallest_of_all(tried):
+    least = min(item.peak_memory for item in tried)
+    result = estimate_smallest(job(**SMALL), PINNED)
+    assert result is not None
+    assert result.peak_memory == pytest.approx(least, rel=1e-6)
     assert not search(with_memory(0.99 * least), PINNED).plans
     assert search(with_memory(1.001 * least), PINNED).plans
 
 
-def test_the_front_of_time_and_memory_is_beaten_by_nothing(tried):
-    """Of all that recomputes nothing, as everything fits here: what recomputes is looked at where the rest does not
-    fit."""
+def test_no_layout_beats_the_front_of_time_and_memory(tried):
+    """Compared without recomputation: all layouts fit here, and the search recomputes only in those that do not."""
     front = search(with_memory(1 << 34), PINNED).pareto
     assert len(front) > 2
-    for one in front:
-        leaner = [
-            other for other in tried if other.peak_memory < 0.999 * one.peak_memory and other.layout.recompute == "none"
+    for plan in front:
+        smaller = [
+            item for item in tried if item.peak_memory < 0.999 * plan.peak_memory and item.layout.recompute == "none"
         ]
-        assert all(other.step_seconds > 0.98 * one.step_seconds for other in leaner)
+        assert all(item.step_seconds > 0.98 * plan.step_seconds for item in smaller)
 
 
 @pytest.mark.parametrize("of", [model(3), model(4, experts=4)], ids=["dense", "experts"])
-def test_the_space_is_all_that_is_legal(of):
-    wanted = job(of=of, sequences=8)
-    rows = bases(wanted, {})
-    found = [rows.row(index) for index in range(len(rows))]
-    assert len(set(found)) == len(found)
-    assert all(not problems(of, one, wanted.cluster, wanted.batch) for one in found[::7])
-    dense = {one for one in found if one.ep == one.expert_tp == 1}
-    plain = {one for one in every_layout(wanted) if one.recompute == "none" and one.schedule != "gpipe"}
+def test_the_grid_has_all_legal_layouts(of):
+    task = job(of=of, sequences=8)
+    rows = layout_grid(task, {})
+    result = [rows.row(index) for index in range(len(rows))]
+    assert len(set(result)) == len(result)
+    assert all(not problems(of, item, task.cluster, task.batch) for item in result[::7])
+    dense = {item for item in result if item.ep == item.expert_tp == 1}
+    plain = {item for item in every_layout(task) if item.recompute == "none" and item.schedule != "gpipe"}
     assert dense == plain
     assert (
-        any(one.ep > 1 for one in found) == any(one.expert_tp > 1 for one in found) == ("experts" in str(of.layers[0]))
+        any(item.ep > 1 for item in result)
+        == any(item.expert_tp > 1 for item in result)
+        == ("experts" in str(of.layers[0]))
     )
 
 
@@ -131,27 +137,27 @@ def test_the_space_is_all_that_is_legal(of):
         {"dp_replicate": 8, "zero": 0, "recompute": "none", "offload": "none"},
     ],
 )
-def test_what_is_pinned_holds_in_every_plan(pinned):
-    wanted = job(of=model(8), sequences=8, host=HOST)
-    found = search(wanted, pinned, top=6)
-    assert found.plans
-    for one in (*found.plans, *found.pareto):
-        assert {name: getattr(one.layout, name) for name in pinned} == pinned
-        assert not problems(wanted.model, one.layout, wanted.cluster, wanted.batch)
-        assert one == estimate(wanted, one.layout)
-    assert 0 < found.count < 46_380
+def test_every_plan_has_the_pinned_fields(pinned):
+    task = job(of=model(8), sequences=8, host=HOST)
+    result = search(task, pinned, top=6)
+    assert result.plans
+    for item in (*result.plans, *result.pareto):
+        assert {name: getattr(item.layout, name) for name in pinned} == pinned
+        assert not problems(task.model, item.layout, task.cluster, task.batch)
+        assert item == estimate(task, item.layout)
+    assert 0 < result.count < 46_380
 
 
-def test_nothing_is_found_where_pins_contradict_each_other():
-    found = search(job(), {"tp": 4, "dp_shard": 4})
-    assert (found.plans, found.count, found.smallest) == ((), 0, None)
-    assert smallest(job(), {"tp": 3}) is None
+def test_contradicting_pins_have_no_plan():
+    result = search(job(), {"tp": 4, "dp_shard": 4})
+    assert (result.plans, result.count, result.smallest) == ((), 0, None)
+    assert estimate_smallest(job(), {"tp": 3}) is None
 
 
 @pytest.mark.parametrize("chunk", [50, 1 << 16])
-def test_the_answer_does_not_depend_on_how_the_work_is_cut(chunk, monkeypatch):
+def test_the_result_does_not_depend_on_the_size_of_chunks(chunk, monkeypatch):
     expected = search(job(host=HOST), {"microbatch": 1}, top=5)
-    monkeypatch.setattr(searching, "CHUNK", chunk)
+    monkeypatch.setattr(searching, "CHUNK_ROWS", chunk)
     assert search(job(host=HOST), {"microbatch": 1}, top=5) == expected
 
 
@@ -160,78 +166,80 @@ def test_the_answer_does_not_depend_on_how_the_work_is_cut(chunk, monkeypatch):
     "of", [model(8), model(8, experts=4, dense=3), model(6, vocab=60000)], ids=["dense", "mixed", "head"]
 )
 def test_memory_between_few_and_all_layers_recomputed_is_never_too_low(of, offload):
-    """Straight lines between one layer and all; what the search takes to fit does fit.
+    """Memory is taken to be linear between one layer and all; the layouts that fit in the search do fit.
 
-    What leaves for the host leaves another moment of the step the fullest, which moves a few bytes.
+    Offloaded states move the peak to another moment of the step, which changes it by a few bytes.
     """
     near = 1 + (0.01 if offload == "states" else 1e-9)
-    wanted = job(1, of=of, sequences=8, seq_len=8192, host=HOST, kind="bf16")
-    rows = bases_of(wanted, bases(wanted, {"cp": 1, "microbatch": 2}))
-    for one in variants(rows, {"offload": offload}):
-        if not one.recompute:
+    task = job(1, of=of, sequences=8, seq_len=8192, host=HOST, kind="bf16")
+    candidates = make_candidates(task, layout_grid(task, {"cp": 1, "microbatch": 2}))
+    for variant in variants(candidates, {"offload": offload}):
+        if not variant.recompute:
             continue
-        for capacity in np.quantile(one.first.max(axis=0), [0.0, 0.3, 0.7]):
-            found = fit(rows, one, capacity)
-            index = np.flatnonzero(found.fits & one.held)
+        for capacity in np.quantile(variant.bytes_one.max(axis=0), [0.0, 0.3, 0.7]):
+            fit = fit_variant(candidates, variant, capacity)
+            index = np.flatnonzero(fit.fits & variant.fits_host)
             layouts = [
                 replace(
-                    rows.x.row(int(row)),
-                    recompute=CHOICES["recompute"][one.recompute],
+                    candidates.layouts.row(int(row)),
+                    recompute=CHOICES["recompute"][variant.recompute],
                     offload=offload,
-                    recompute_layers=int(found.layers[row]),
+                    recompute_layers=int(fit.layers[row]),
                 )
                 for row in index
             ]
             if layouts:
-                exact = estimate_many(wanted, layouts).memory
-                assert (exact <= found.peak[index] * near).all()
+                exact = estimate_many(task, layouts).memory
+                assert (exact <= fit.peak[index] * near).all()
                 assert (exact <= capacity * near).all()
 
 
-def test_states_leave_for_the_host_where_nothing_else_helps():
-    """Each device's share of the host holds what leaves; a small host holds nothing."""
-    assert offloads(job()) == ["none"]
-    assert offloads(job(host=HOST))[:2] == ["none", "optimizer"]
-    assert not any(name.endswith("nvme") for name in offloads(job(host=replace(HOST, nvme=0))))
+def test_states_are_offloaded_if_nothing_else_fits():
+    """Not to a host that is too small for the share of each device."""
+    assert possible_offloads(job()) == ["none"]
+    assert possible_offloads(job(host=HOST))[:2] == ["none", "optimizer"]
+    assert not any(name.endswith("nvme") for name in possible_offloads(job(host=replace(HOST, nvme=0))))
     big = model(4, hidden=2048)
-    least = smallest(job(1, of=big), {"dp_replicate": 4})
+    least = estimate_smallest(job(1, of=big), {"dp_replicate": 4})
     assert least is not None
     tight = job(1, of=big, memory=0.9 * least.peak_memory, host=HOST)
-    found = search(tight, {"dp_replicate": 4})
-    assert found.plans
-    assert all(one.layout.offload != "none" for one in found.plans)
+    result = search(tight, {"dp_replicate": 4})
+    assert result.plans
+    assert all(item.layout.offload != "none" for item in result.plans)
     assert not search(
         replace(tight, cluster=replace(tight.cluster, host=replace(HOST, memory=1 << 20))), {"dp_replicate": 4}
     ).plans
 
 
-def test_stages_are_unequal_where_the_head_is_large():
-    """A head of 120,000 words weighs as much as several of the layers: the last stage gets fewer."""
-    wanted = job(of=model(16, vocab=120000), sequences=64)
+def test_stages_are_unequal_if_the_head_is_large():
+    """A head of 120,000 tokens takes as long as several layers: the last stage gets fewer."""
+    task = job(of=model(16, vocab=120000), sequences=64)
     pinned = {"pp": 4, "dp_replicate": 2, "schedule": "1f1b", "microbatch": 1}
-    best = search(wanted, pinned).plans[0]
+    best = search(task, pinned).plans[0]
     layers = best.layout.stage_layers
     assert sum(layers) == 16
     assert layers[3] < min(layers[:3])
-    even = estimate(wanted, replace(best.layout, stage_layers=()))
+    even = estimate(task, replace(best.layout, stage_layers=()))
     assert best.step_seconds < 0.95 * even.step_seconds
-    # With a small one they are even.
+    # With a small head they are even.
     small = search(job(of=model(16, vocab=100), sequences=64), pinned).plans[0].layout
     assert small.stage_layers == () or max(small.stage_layers) - min(small.stage_layers) <= 1
 
 
 def test_progress_ends_at_one():
-    told = []
-    search(job(), {}, progress=told.append)
-    assert told == sorted(told)
-    assert told[-1] == 1.0
+    fractions = []
+    search(job(), {}, progress=fractions.append)
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
 
 
-def test_experts_are_divided_where_they_fill_the_devices():
-    """Routed experts are cut by ep; tensor parallelism would cut them as well."""
+def test_experts_are_sharded_if_they_fill_the_devices():
+    """ep shards routed experts; tensor parallelism, pinned to 1 here, would as well."""
     of, pinned = model(8, experts=64, hidden=2048), {"zero": 1, "pp": 1, "tp": 1, "offload": "none"}
-    whole, least = (smallest(job(of=of), pinned | pin) for pin in ({"ep": 1}, {}))
-    assert least.peak_memory < 0.9 * whole.peak_memory
-    found = search(job(of=of, memory=(whole.peak_memory + least.peak_memory) / 2 / device_memory.USABLE_SHARE), pinned)
-    assert found.plans
-    assert all(one.layout.ep > 1 for one in found.plans)
+    unsharded, least = (estimate_smallest(job(of=of), pinned | pin) for pin in ({"ep": 1}, {}))
+    assert least.peak_memory < 0.9 * unsharded.peak_memory
+    result = search(
+        job(of=of, memory=(unsharded.peak_memory + least.peak_memory) / 2 / device_memory.USABLE_SHARE), pinned
+    )
+    assert result.plans
+    assert all(item.layout.ep > 1 for item in result.plans)

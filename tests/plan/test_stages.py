@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from kumi.plan.layout_batch import batch_layouts
-from kumi.plan.pipeline.stages import balanced, share
+from kumi.plan.pipeline.stages import balance_stages, rank_stages
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.schedule import actions, placement
@@ -35,13 +35,13 @@ def sizes(layers, layout):
         (3, 2, [2, 1]),
     ],
 )
-def test_what_does_not_go_up_evenly_goes_to_inner_stages_first_and_never_to_the_last(layers, stages, expected):
+def test_remaining_layers_go_to_inner_stages_first_and_never_to_the_last(layers, stages, expected):
     assert sizes(layers, Layout(pp=stages)) == expected
 
 
 def test_llama_3_405b_has_126_layers_on_128_stages_the_first_and_last_of_which_have_none():
-    found = sizes(126, Layout(pp=16, stages=8, schedule="interleaved"))
-    assert found == [0, *[1] * 126, 0]
+    result = sizes(126, Layout(pp=16, stages=8, schedule="interleaved"))
+    assert result == [0, *[1] * 126, 0]
 
 
 def test_given_stages_are_taken_as_they_are():
@@ -54,43 +54,43 @@ def test_given_stages_are_taken_as_they_are():
     some.integers(2, 4),
     some.lists(some.booleans(), min_size=24, max_size=30),
 )
-def test_shares_are_what_the_stages_of_each_rank_hold(schedule, pp, stages, wide):
+def test_rank_stages_are_the_sum_of_the_stages_of_each_rank(schedule, pp, stages, wide):
     stages = stages if SCHEDULES[schedule].more_stages else SCHEDULES[schedule].stages
     layout, m = Layout(pp=pp, schedule=schedule, stages=stages), 4 * pp
-    for layers in ([SLIM] * len(wide), [WIDE if one else SLIM for one in wide]):
+    for layers in ([SLIM] * len(wide), [WIDE if flag else SLIM for flag in wide]):
         spec = model(layers)
-        check_share(spec, layout, m, ())
-        check_share(spec, layout, m, uneven(len(layers), pp * stages))
+        check_rank_stages(spec, layout, m, ())
+        check_rank_stages(spec, layout, m, uneven(len(layers), pp * stages))
 
 
 def uneven(layers, stages):
-    """Something else than the even division: all that is possible on the second stage."""
+    """Return an uneven division: as many layers as possible on the second stage."""
     return (1, layers - stages + 1, *[1] * (stages - 2)) if stages > 1 else (layers,)
 
 
-def test_few_microbatches_keep_no_more_than_there_are():
+def test_a_step_of_few_microbatches_has_no_more_in_flight():
     for schedule, stages in (("1f1b", 1), ("gpipe", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)):
         for pp in (2, 3, 6):
             for m in range(pp if schedule == "interleaved" else 1, 3 * pp, pp if schedule == "interleaved" else 1):
-                check_share(model([SLIM] * 18), Layout(pp=pp, schedule=schedule, stages=stages), m, ())
+                check_rank_stages(model([SLIM] * 18), Layout(pp=pp, schedule=schedule, stages=stages), m, ())
 
 
-def check_share(spec, layout, m, stage_layers):
+def check_rank_stages(spec, layout, m, stage_layers):
     kinds, of_layer = spec.layer_kinds()
     limits = stage_bounds(Layout(**{**vars(layout), "stage_layers": stage_layers}), spec.num_hidden_layers)
-    x = batch_layouts([layout] * layout.pp)
-    found = share(spec, x, np.arange(layout.pp), np.full(layout.pp, m), stage_layers)
-    for rank, held in enumerate(placement(layout.schedule, layout.pp, layout.stages)):
-        mine = [of_layer[index] for stage in held for index in range(*limits[stage])]
-        assert [mine.count(kind) for kind in range(len(kinds))] == found.layers[:, rank].tolist()
-        assert found.embedding[rank] == (0 in held)
-        assert found.head[rank] == (layout.pp * layout.stages - 1 in held)
+    layouts = batch_layouts([layout] * layout.pp)
+    result = rank_stages(spec, layouts, np.arange(layout.pp), np.full(layout.pp, m), stage_layers)
+    for rank, own in enumerate(placement(layout.schedule, layout.pp, layout.stages)):
+        mine = [of_layer[index] for stage in own for index in range(*limits[stage])]
+        assert [mine.count(kind) for kind in range(len(kinds))] == result.layers[:, rank].tolist()
+        assert result.embedding[rank] == (0 in own)
+        assert result.head[rank] == (layout.pp * layout.stages - 1 in own)
         listed = actions(layout.schedule, layout.pp, layout.stages, m)[rank]
-        assert found.in_flight[rank] == pytest.approx(alive(listed) / layout.stages)
+        assert result.in_flight[rank] == pytest.approx(alive(listed) / layout.stages)
 
 
 def alive(listed):
-    """The most (stage, microbatch) pairs between the start of their forward and the end of what needs it last."""
+    """Return the peak number of (stage, microbatch) pairs with activations."""
     now = most = 0
     for action in listed:
         now += action.kind == "F"
@@ -99,18 +99,20 @@ def alive(listed):
     return most
 
 
-def test_rows_of_different_layouts_are_told_apart():
+def test_rows_may_have_different_layouts():
     layouts = [
         Layout(),
         Layout(pp=4),
         Layout(pp=2, stages=3, schedule="interleaved"),
         Layout(pp=2, stages=2, schedule="zb-v"),
     ]
-    found = share(model([SLIM, WIDE] * 6), batch_layouts(layouts), np.array([0, 3, 1, 0]), np.array([4, 4, 4, 4]))
-    assert found.layers.tolist() == [[6, 1, 3, 3], [6, 2, 3, 3]]
-    assert found.embedding.tolist() == [1, 0, 0, 1]
-    assert found.head.tolist() == [1, 1, 1, 1]
-    assert found.in_flight.tolist() == [1, 1, 5 / 3, 2]
+    result = rank_stages(
+        model([SLIM, WIDE] * 6), batch_layouts(layouts), np.array([0, 3, 1, 0]), np.array([4, 4, 4, 4])
+    )
+    assert result.layers.tolist() == [[6, 1, 3, 3], [6, 2, 3, 3]]
+    assert result.embedding.tolist() == [1, 0, 0, 1]
+    assert result.head.tolist() == [1, 1, 1, 1]
+    assert result.in_flight.tolist() == [1, 1, 5 / 3, 2]
 
 
 @given(
@@ -121,9 +123,9 @@ def test_rows_of_different_layouts_are_told_apart():
 )
 def test_balanced_stages_are_the_best_of_all(costs, stages, first, last):
     stages = min(stages, len(costs))
-    found = balanced(costs, stages, first, last)
-    assert sum(found) == len(costs)
-    assert dearest(costs, found, first, last) == min(
+    result = balance_stages(costs, stages, first, last)
+    assert sum(result) == len(costs)
+    assert dearest(costs, result, first, last) == min(
         dearest(costs, division, first, last) for division in divisions(len(costs), stages)
     )
 
@@ -137,7 +139,7 @@ def dearest(costs, division, first, last):
 
 
 def divisions(layers, stages, number=0):
-    """Every division of `layers` in which only the first and the last stage may be empty."""
+    """Yield every division of `layers` with only the first and the last stage empty, if any."""
     if number == stages - 1:
         yield (layers,)
         return
@@ -148,6 +150,6 @@ def divisions(layers, stages, number=0):
 
 
 def test_a_heavy_head_lightens_the_last_stage_and_equal_layers_stay_even():
-    assert balanced([1.0] * 8, 4) == (2, 2, 2, 2)
-    assert balanced([1.0] * 13, 4, first=0.1, last=2.4) == (4, 4, 4, 1)
-    assert balanced([1.0] * 78, 12, first=0.0, last=1.0) == (6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 6)
+    assert balance_stages([1.0] * 8, 4) == (2, 2, 2, 2)
+    assert balance_stages([1.0] * 13, 4, first_extra=0.1, last_extra=2.4) == (4, 4, 4, 1)
+    assert balance_stages([1.0] * 78, 12, first_extra=0.0, last_extra=1.0) == (6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 6)

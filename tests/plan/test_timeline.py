@@ -11,33 +11,33 @@ SMALL = some.integers(1, 6)
 
 
 def run(schedule, pp, stages, microbatches, durations, transfer=0.0, **how):
-    lists, held = actions(schedule, pp, stages, microbatches), placement(schedule, pp, stages)
-    return simulate(lists, held, durations, transfer, **how)
+    lists, stages_of_rank = actions(schedule, pp, stages, microbatches), placement(schedule, pp, stages)
+    return simulate(lists, stages_of_rank, durations, transfer, **how)
 
 
 def test_two_ranks_by_hand():
-    """Rank 0: F0 0-1, F1 1-2, then waits for B0, which rank 1 has done at 1.5 + 2 + 4 and sent half a second later."""
-    found = run("1f1b", 2, 1, 2, [(1, 2, 1), (2, 3, 1)], 0.5)
-    assert [(*span.action, span.start, span.end) for span in found.spans[0]] == [
+    """Rank 0 runs F0 at 0-1 and F1 at 1-2, then waits for B0: rank 1 ends it at 1.5 + 2 + 4 and sends it in 0.5 s."""
+    timeline = run("1f1b", 2, 1, 2, [(1, 2, 1), (2, 3, 1)], 0.5)
+    assert [(*span.action, span.start, span.end) for span in timeline.spans[0]] == [
         ("F", 0, 0, 0, 1),
         ("F", 0, 1, 1, 2),
         ("B", 0, 0, 8, 11),
         ("B", 0, 1, 14, 17),
     ]
-    assert [(span.start, span.end) for span in found.spans[1]] == [(1.5, 3.5), (3.5, 7.5), (7.5, 9.5), (9.5, 13.5)]
-    assert (found.seconds, found.busy, found.idle, found.longest) == (17, (8, 12), (9, 5), 17)
+    assert [(span.start, span.end) for span in timeline.spans[1]] == [(1.5, 3.5), (3.5, 7.5), (7.5, 9.5), (9.5, 13.5)]
+    assert (timeline.seconds, timeline.busy, timeline.idle, timeline.longest_rank_seconds) == (17, (8, 12), (9, 5), 17)
 
 
-def test_what_one_rank_sends_to_another_goes_one_after_the_other():
-    found = run("gpipe", 2, 1, 3, [(1, 1, 1)] * 2, 2.0)
-    assert [span.start for span in found.spans[1]] == [3, 5, 7, 8, 10, 12]
+def test_messages_between_two_ranks_are_sent_one_at_a_time():
+    timeline = run("gpipe", 2, 1, 3, [(1, 1, 1)] * 2, 2.0)
+    assert [span.start for span in timeline.spans[1]] == [3, 5, 7, 8, 10, 12]
 
 
-def test_blocking_transfers_keep_the_sender_from_its_work():
-    beside = run("gpipe", 2, 1, 3, [(1, 1, 1)] * 2, 1.0)
-    instead = run("gpipe", 2, 1, 3, [(1, 1, 1)] * 2, 1.0, blocking=True)
-    assert [span.start for span in beside.spans[0]] == [0, 1, 2, 8, 10, 12]
-    assert [span.start for span in instead.spans[0]] == [0, 2, 4, 10, 13, 16]
+def test_blocking_transfers_delay_the_computation_of_the_sender():
+    overlapped = run("gpipe", 2, 1, 3, [(1, 1, 1)] * 2, 1.0)
+    blocking = run("gpipe", 2, 1, 3, [(1, 1, 1)] * 2, 1.0, blocking=True)
+    assert [span.start for span in overlapped.spans[0]] == [0, 1, 2, 8, 10, 12]
+    assert [span.start for span in blocking.spans[0]] == [0, 2, 4, 10, 13, 16]
 
 
 def test_nothing_is_sent_within_a_rank():
@@ -45,7 +45,7 @@ def test_nothing_is_sent_within_a_rank():
     assert run("zb-v", 2, 2, 1, durations, [5, 100, 7]).seconds == run("zb-v", 2, 2, 1, durations, [5, 0, 7]).seconds
 
 
-def test_one_transfer_a_boundary_is_asked_for():
+def test_each_boundary_needs_a_transfer():
     with pytest.raises(ValueError, match="2 transfers for the 3 boundaries of 4 stages"):
         run("zb-v", 2, 2, 1, [(1, 1, 1)] * 4, [1.0, 2.0])
 
@@ -59,44 +59,44 @@ def test_one_transfer_a_boundary_is_asked_for():
 )
 def test_lists_that_cannot_be_run_are_refused(lists, words):
     with pytest.raises(ValueError, match=words):
-        simulate([[Action(*one) for one in rank] for rank in lists], [[0], [1]], [(1, 1, 1)] * 2)
+        simulate([[Action(*fields) for fields in rank] for rank in lists], [[0], [1]], [(1, 1, 1)] * 2)
 
 
-# The bubbles of the papers: seconds that a step takes beyond a rank's own work, with F, I and W of a stage.
+# The bubbles in the papers: seconds of a step beyond the work of a rank, as functions of a stage's F, I and W.
 
 
 @pytest.mark.parametrize(("forward", "inputs", "weights"), [(1, 1, 1), (3, 2, 2), (2, 2, 3), (2, 4, 1)])
 @pytest.mark.parametrize("pp", [2, 4, 6])
-def test_bubbles_are_those_of_the_papers(forward, inputs, weights, pp):
-    one, m = forward + inputs + weights, 4 * pp
+def test_bubbles_agree_with_the_papers(forward, inputs, weights, pp):
+    work, m = forward + inputs + weights, 4 * pp
 
     def bubble(schedule, stages=1, longest=False):
         durations = [(forward / stages, inputs / stages, weights / stages)] * (pp * stages)
-        found = run(schedule, pp, stages, m, durations)
-        return (found.longest if longest else found.seconds) - m * one
+        timeline = run(schedule, pp, stages, m, durations)
+        return (timeline.longest_rank_seconds if longest else timeline.seconds) - m * work
 
-    assert bubble("gpipe") == pytest.approx((pp - 1) * one)
-    assert bubble("1f1b") == pytest.approx((pp - 1) * one)
-    assert bubble("interleaved", 3) == pytest.approx((pp - 1) * one / 3)
+    assert bubble("gpipe") == pytest.approx((pp - 1) * work)
+    assert bubble("1f1b") == pytest.approx((pp - 1) * work)
+    assert bubble("interleaved", 3) == pytest.approx((pp - 1) * work / 3)
     # The zero-bubble papers count from a rank's first action to its last.
     assert bubble("zb-h1", longest=True) == pytest.approx((pp - 1) * max(forward, inputs, forward + inputs - weights))
     assert bubble("zb-h2", longest=True) == pytest.approx((pp - 1) * max(0, forward + inputs - 2 * weights))
 
 
 @pytest.mark.parametrize("pp", [2, 4, 7])
-def test_v_shaped_schedules_have_next_to_no_bubble_where_all_actions_are_equally_long(pp):
+def test_v_shaped_schedules_have_almost_no_bubble_if_all_actions_are_equally_long(pp):
     durations, m = [(0.5, 0.5, 0.5)] * (2 * pp), 4 * pp
-    assert run("zb-v", pp, 2, m, durations).longest == pytest.approx(3 * m)
+    assert run("zb-v", pp, 2, m, durations).longest_rank_seconds == pytest.approx(3 * m)
     # (PP / 2 - 1) (F&B + B - 3 W) over PP = 2 pp stages, where a pair's backward waits for its forward, is the most.
     assert 3 * m < run("dualpipe", pp, 2, m, durations).seconds <= 3 * m + (pp - 1) * (1.5 + 1.0 - 1.5)
 
 
 def test_the_bubble_of_four_ranks_and_eight_microbatches_is_27_percent_of_the_step():
-    found = run("1f1b", 4, 1, 8, [(1, 1, 1)] * 4)
-    assert sum(found.idle) / (4 * found.seconds) == pytest.approx(0.273, abs=5e-4)
+    timeline = run("1f1b", 4, 1, 8, [(1, 1, 1)] * 4)
+    assert sum(timeline.idle) / (4 * timeline.seconds) == pytest.approx(0.273, abs=5e-4)
 
 
-# Skipping what only repeats.
+# Repeated blocks are skipped.
 
 
 @some.composite
@@ -125,7 +125,7 @@ def test_the_length_of_unequal_stages_and_transfers_is_that_of_the_timeline(shap
 
 
 def test_a_slow_stage_that_overtakes_another_late_is_waited_for():
-    """For thirty microbatches the second rank's short work and long way decide, then the first rank's slower pace."""
+    """For thirty microbatches the second rank's short work and long path decide, then the first rank's slower pace."""
     durations = [(1.02, 1.0, 0.0), (1.0, 1.0, 0.0), (1.0, 1.0, 0.0), (0.2, 0.2, 0.0)]
     for microbatches in (10, 40, 400):
         expected = run("1f1b", 4, 1, microbatches, durations, 0.004).seconds
@@ -134,21 +134,23 @@ def test_a_slow_stage_that_overtakes_another_late_is_waited_for():
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in FORWARDS_FIRST])
 def test_no_action_of_a_block_needs_more_than_the_blocks_it_may_reach_back(schedule):
-    one = SCHEDULES[schedule]
+    record = SCHEDULES[schedule]
     for pp in range(2, 7):
-        for stages in range(one.stages, one.stages + 1 + one.more_stages):
-            assert reach(schedule, pp, stages, 8 * pp) <= one.reach
+        for stages in range(record.stages, record.stages + 1 + record.more_stages):
+            assert reach(schedule, pp, stages, 8 * pp) <= record.reach
 
 
 def reach(schedule, pp, stages, microbatches):
-    """How many blocks before its own the farthest action is that one in a block, or after all of them, waits for;
-    all that is before the first block counts as one."""
+    """Return how many blocks back the farthest dependency of any action in or after the blocks is.
+
+    All actions before the first block count as one block.
+    """
     patterns = [pattern(schedule, pp, stages, microbatches, rank) for rank in range(pp)]
-    least = min(one.repeats for one in patterns)
+    least = min(program.repeats for program in patterns)
     block, last = {}, pp * stages - 1
-    for one, listed in zip(patterns, actions(schedule, pp, stages, microbatches), strict=True):
+    for program, listed in zip(patterns, actions(schedule, pp, stages, microbatches), strict=True):
         for position, (kind, *pair) in enumerate(listed):
-            number = (position - len(one.warm)) // len(one.block)
+            number = (position - len(program.warm)) // len(program.block)
             block["B" if kind == "I" else kind, *pair] = max(-1, min(number, least))
     far = 0
     for (kind, stage, microbatch), number in block.items():

@@ -77,12 +77,12 @@ def test_machines_without_links_are_said_to_send_for_nothing():
 
 
 def test_a_device_that_holds_next_to_nothing_is_too_small():
-    with pytest.raises(FitError, match=r"the model does not fit: .* needs .* a device, and GPU has 0 B usable"):
+    with pytest.raises(FitError, match=r"the model does not fit: .* needs .* per device, and GPU has 0 B usable"):
         plan(job(memory=1), {"pp": 1, "cp": 1, "tp": 1})
 
 
 def test_more_devices_than_anyone_has_are_refused_at_once():
-    assert "has 4000000000000 devices, and layouts are searched for 1048576 at most" in refused(job(10**12), {})
+    assert "has 4000000000000 devices, and a search takes at most 1048576" in refused(job(10**12), {})
 
 
 def faster(wanted, name):

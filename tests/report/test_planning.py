@@ -17,8 +17,8 @@ from small import GPU, HOST, LINKS, job, model
 from kumi.errors import FitError, LayoutError
 from kumi.plan.estimate import estimate
 from kumi.plan.memory.device_memory import USABLE_SHARE
-from kumi.plan.search.remedies import fits
-from kumi.plan.search.search_layouts import search, smallest
+from kumi.plan.search.diagnose import any_layout_fits
+from kumi.plan.search.search_layouts import estimate_smallest, search
 from kumi.plan.session import plan
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.layout import Layout
@@ -60,7 +60,7 @@ def test_where_everything_is_pinned_that_layout_is_taken_however_slow():
 
 def test_a_pinned_layout_that_does_not_fit_is_refused_with_its_bytes():
     pinned = {"pp": 4, "dp_replicate": 2, "stage_layers": (2, 2, 2, 2)}
-    with pytest.raises(FitError, match=r"of 1 layouts with layout\.pp=4.*needs .* a device"):
+    with pytest.raises(FitError, match=r"of 1 layouts with layout\.pp=4.*needs .* per device"):
         plan(job(of=BIG, memory=1 << 30), pinned)
 
 
@@ -92,7 +92,7 @@ def refused_with(wanted, pinned, **fields):
 
 def tight(share, of=BIG, seq_len=4096):
     """A job on one node of devices with `share` of the least memory that it needs."""
-    least = smallest(job(1, of=of, seq_len=seq_len), {})
+    least = estimate_smallest(job(1, of=of, seq_len=seq_len), {})
     assert least is not None
     return job(1, of=of, seq_len=seq_len, memory=share * least.peak_memory / USABLE_SHARE)
 
@@ -104,8 +104,8 @@ def test_what_is_advised_where_nothing_fits_makes_something_fit():
     assert "the model does not fit" in said
     nodes = int(re.search(r"set cluster\.nodes=(\d+)", said)[1])
     more = replace(wanted, cluster=grow(wanted.cluster.device, nodes))
-    assert fits(more, {})
-    assert not fits(replace(wanted, cluster=grow(wanted.cluster.device, nodes // 2)), {})
+    assert any_layout_fits(more, {})
+    assert not any_layout_fits(replace(wanted, cluster=grow(wanted.cluster.device, nodes // 2)), {})
     card = parse_bytes(re.search(r"use devices of (.*?) or more", said)[1])
     larger = replace(wanted, cluster=replace(wanted.cluster, device=replace(wanted.cluster.device, memory=card)))
     assert plan(larger, {}).best.fits
@@ -116,10 +116,10 @@ def test_what_is_advised_where_nothing_fits_makes_something_fit():
 @pytest.mark.parametrize("pinned", [{}, {"zero": 1}, {"zero": 3}, {"pp": 2}, {"tp": 2, "cp": 2}, {"dp_replicate": 2}])
 def test_whether_anything_fits_is_decided_as_by_a_search(pinned):
     """With the smallest microbatches alone, where these need the least."""
-    least = smallest(job(of=BIG, seq_len=4096), pinned)
+    least = estimate_smallest(job(of=BIG, seq_len=4096), pinned)
     for share, enough in ((1.001, True), (0.999, False)):
         wanted = job(of=BIG, seq_len=4096, memory=share * least.peak_memory / USABLE_SHARE)
-        assert fits(wanted, pinned) == enough
+        assert any_layout_fits(wanted, pinned) == enough
 
 
 def test_shorter_sequences_are_advised_where_they_are_enough():
@@ -127,8 +127,8 @@ def test_shorter_sequences_are_advised_where_they_are_enough():
     said = refused_with(wanted, {"offload": "none"})
     length = int(re.search(r"shorten batch\.seq_len from 8192 to (\d+)", said)[1])
     assert length < 8192
-    assert fits(replace(wanted, batch=replace(wanted.batch, seq_len=length)), {})
-    assert not fits(replace(wanted, batch=replace(wanted.batch, seq_len=2 * length)), {})
+    assert any_layout_fits(replace(wanted, batch=replace(wanted.batch, seq_len=length)), {})
+    assert not any_layout_fits(replace(wanted, batch=replace(wanted.batch, seq_len=2 * length)), {})
 
 
 def test_the_pin_that_is_in_the_way_is_named():
@@ -137,19 +137,19 @@ def test_the_pin_that_is_in_the_way_is_named():
     said = refused_with(wanted, pinned)
     names = re.findall(r"do not pin layout\.(\w+)=", said)
     for name in names:
-        assert fits(wanted, {key: value for key, value in pinned.items() if key != name})
+        assert any_layout_fits(wanted, {key: value for key, value in pinned.items() if key != name})
     one = {"recompute": "none", "zero": 3}
     name = re.search(r"do not pin layout\.(\w+)=", refused_with(wanted, one))
     assert name is not None
-    assert fits(wanted, {key: value for key, value in one.items() if key != name[1]})
+    assert any_layout_fits(wanted, {key: value for key, value in one.items() if key != name[1]})
 
 
 def test_hosts_that_are_too_small_for_what_is_pinned_to_them_are_named():
     wanted = job(of=BIG, host=replace(HOST, memory=1 << 20))
     said = refused_with(wanted, {"offload": "states"})
-    assert "layout.offload=states moves more than the hosts hold, 1 MiB of memory a node" in said
+    assert "layout.offload=states needs more than the hosts have, 1 MiB of memory per node" in said
     whole = {"offload": "states", "pp": 4, "dp_replicate": 2, "stage_layers": (2, 2, 2, 2)}
-    assert "moves more than the hosts hold" in refused_with(wanted, whole)
+    assert "needs more than the hosts have" in refused_with(wanted, whole)
 
 
 def test_only_what_is_supported_is_planned():
@@ -157,7 +157,7 @@ def test_only_what_is_supported_is_planned():
         return [] if layout.tp == 2 else [f"tp={layout.tp}: set tp = 2"]
 
     assert plan(job(of=BIG), {}, unsupported=one_way).best.layout.tp == 2
-    with pytest.raises(LayoutError, match=r"cannot carry this out in any layout: tp=4: set tp = 2"):
+    with pytest.raises(LayoutError, match=r"supports no layout of this job: tp=4: set tp = 2"):
         plan(job(of=BIG), {"tp": 4}, unsupported=one_way)
     few = plan(job(of=BIG), {}, unsupported=lambda _, layout: ["dp > 2"] * (layout.dp > 2)).best.layout
     assert few.dp <= 2, "what is said of all devices' copies is not said of every layout"

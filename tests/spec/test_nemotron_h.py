@@ -11,7 +11,7 @@ from kumi.errors import ModelError
 from kumi.export import TRAINERS
 from kumi.plan.estimate import estimate
 from kumi.plan.layout_batch import batch_layouts
-from kumi.plan.search.candidates import legal
+from kumi.plan.search.candidates import legal_mask
 from kumi.spec import families
 from kumi.spec.checks import problems
 from kumi.spec.layout import Layout
@@ -164,7 +164,7 @@ def test_layouts_that_are_refused(layout, words):
     job = job_of(families.from_hf(NANO_9B), seq_len=4096, sequences=8)
     job = replace(job, cluster=replace(job.cluster, devices_per_node=layout.world_size, nodes=1))
     assert words in problems(job.model, layout, job.cluster, job.batch)
-    assert not legal(job, batch_layouts([layout]))[0]
+    assert not legal_mask(job, batch_layouts([layout]))[0]
 
 
 def test_a_plan_counts_every_kind_of_layer():

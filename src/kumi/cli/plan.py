@@ -12,7 +12,7 @@ from kumi.errors import OK, ConfigError
 if TYPE_CHECKING:
     from kumi.config import PlanConfig
     from kumi.plan.report import Report
-    from kumi.plan.search.supported import Unsupported
+    from kumi.plan.search.diagnose import UnsupportedFn
     from kumi.spec.engine import Engine
 
 
@@ -137,7 +137,7 @@ def _engine(arguments: Namespace) -> Engine:
     return ENGINES[name]
 
 
-def _unsupported(arguments: Namespace) -> Unsupported | None:
+def _unsupported(arguments: Namespace) -> UnsupportedFn | None:
     """Return what keeps the named trainer from carrying a layout out; None where no trainer is named or modelled."""
     from kumi import export
 

@@ -87,9 +87,9 @@ def _exported(arguments: Namespace, config: PlanConfig, report: Report) -> Itera
     if arguments.export:
         from kumi.config.optim_section import choose_optim
         from kumi.export import export
-        from kumi.export.common import STEPS
+        from kumi.export.common import DEFAULT_STEPS
 
-        steps = STEPS if config.train is None else config.train.steps
+        steps = DEFAULT_STEPS if config.train is None else config.train.steps
         job = replace(report.job, optim=choose_optim(config.optim, steps))  # the schedule of exactly these steps
         for name, text in export(job, report.best.layout, arguments.export, steps).items():
             yield _write(Path(_folder(arguments)) / name, text)

@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kumi.plan.search.candidates import Pins
-    from kumi.plan.search.sizing import Size
-    from kumi.plan.search.supported import Unsupported
+    from kumi.plan.search.diagnose import UnsupportedFn
+    from kumi.plan.search.sizing import ClusterSize
     from kumi.spec.job import Job
 
 
-def print_sizes(arguments: Namespace, job: Job, pinned: Pins, unsupported: Unsupported | None) -> int:
+def print_sizes(arguments: Namespace, job: Job, pinned: Pins, unsupported: UnsupportedFn | None) -> int:
     """Print how many nodes train `--tokens` tokens in `--days` days. Returns the exit code."""
-    from kumi.plan.search.select import trained, unasked
-    from kumi.plan.search.sizing import sizes
+    from kumi.plan.search.select import trainable_pins, unsupported_by_kumi
+    from kumi.plan.search.sizing import search_cluster_sizes
 
     if arguments.trainable:
-        pinned, unsupported = trained(job, pinned), unasked(pinned)
+        pinned, unsupported = trainable_pins(job, pinned), unsupported_by_kumi(pinned)
     with showing("trying numbers of nodes", 1.0):
-        tried = sizes(job, pinned, arguments.tokens, arguments.days, unsupported)
+        tried = search_cluster_sizes(job, pinned, arguments.tokens, arguments.days, unsupported)
     if arguments.json:
         arguments.write_json([_plain(size) for size in tried])
         return OK
@@ -39,12 +39,12 @@ def print_sizes(arguments: Namespace, job: Job, pinned: Pins, unsupported: Unsup
     return OK
 
 
-def _plain(one: Size) -> dict[str, Any]:
+def _plain(one: ClusterSize) -> dict[str, Any]:
     fields = {name: getattr(one, name) for name in ("nodes", "devices", "days", "device_hours", "cost", "energy")}
     return fields | {"best": one.best.as_dict()}
 
 
-def _table(found: Sequence[Size]) -> Any:
+def _table(found: Sequence[ClusterSize]) -> Any:
     """One row for each number of nodes that was tried."""
     from rich.table import Table
 

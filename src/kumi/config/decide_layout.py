@@ -16,7 +16,7 @@ from kumi.config.pinned_run import spelled
 from kumi.config.run_plan import RunPlan, made_for
 from kumi.plan.estimates import Estimate
 from kumi.plan.search.candidates import Pins
-from kumi.plan.search.select import choose_layout, estimate_of, unable
+from kumi.plan.search.select import estimate_for_training, select_layout, training_problems
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
@@ -36,12 +36,12 @@ def decide(asked: PlanInput, before: RunPlan | None) -> Decision:
     Raise LayoutError or FitError where one must be chosen and none can be.
     """
     if before is None:
-        return Decision(choose_layout(asked.job, asked.pinned), asked.pinned)
+        return Decision(select_layout(asked.job, asked.pinned), asked.pinned)
     pinned = before.pinned if asked.pinned == spelled(before.layout) else asked.pinned
     reason = _why_anew(asked.job, pinned, before)
     if not reason:
-        return Decision(estimate_of(asked.job, before.layout), pinned)
-    estimate = choose_layout(asked.job, pinned)
+        return Decision(estimate_for_training(asked.job, before.layout), pinned)
+    estimate = select_layout(asked.job, pinned)
     return Decision(estimate, pinned, _change(before.layout, estimate.layout, reason))
 
 
@@ -55,7 +55,7 @@ def _why_anew(job: Job, pinned: Pins, before: RunPlan) -> str:
     if others:
         return f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} pinned now"
     same = made_for(job) == before.made_for
-    reasons = unable(job, before.layout, memory=not same)
+    reasons = training_problems(job, before.layout, memory=not same)
     return reasons[0].partition("; ")[0] if reasons else ""
 
 

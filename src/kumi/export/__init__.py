@@ -1,9 +1,9 @@
-"""The plan as another trainer's configuration, or in sentences why that trainer cannot carry it out.
+"""Export of a plan as another trainer's configuration, or the reasons why that trainer does not support it.
 
     export(job, layout, "megatron-lm")       ->  {"megatron_lm.sh": text}
-    unsupported(job, layout, "torchtitan")   ->  every reason why not; empty when it can
+    unsupported(job, layout, "torchtitan")   ->  all reasons; empty if it is supported
 
-Each trainer is one module with two pure functions: `unsupported(job, layout)` and `files(job, layout, steps)`.
+Each trainer is a module with two pure functions: `unsupported(job, layout)` and `files(job, layout, steps)`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 
 from kumi.errors import ConfigError, LayoutError
 from kumi.export import accelerate_fsdp, deepspeed, megatron_bridge, megatron_lm, nanotron, torchtitan
-from kumi.export.common import STEPS, deals_heads, unbalanced
+from kumi.export.common import DEFAULT_STEPS, unsupported_by_every_export, unsupported_sizes
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
@@ -27,20 +27,24 @@ TRAINERS: dict[str, ModuleType] = {
 
 
 def unsupported(job: Job, layout: Layout, trainer: str) -> list[str]:
-    """Every reason why `trainer` cannot carry out `layout`, with what it can do instead; empty when it can."""
-    return [*unbalanced(job, layout), *deals_heads(layout), *_module(trainer).unsupported(job, layout)]
+    """Return all reasons why `trainer` does not support `layout`, each with a remedy; empty if it does."""
+    return [
+        *unsupported_sizes(job, layout),
+        *unsupported_by_every_export(layout),
+        *_module(trainer).unsupported(job, layout),
+    ]
 
 
-def export(job: Job, layout: Layout, trainer: str, steps: int = STEPS) -> dict[str, str]:
-    """The files, name to text, that make `trainer` train `job` with `layout` for `steps` optimizer steps.
+def export(job: Job, layout: Layout, trainer: str, steps: int = DEFAULT_STEPS) -> dict[str, str]:
+    """Return the files (name -> text) with which `trainer` trains `job` with `layout` for `steps` optimizer steps.
 
-    Raises LayoutError with every reason where `trainer` cannot, ConfigError for a trainer that is not known.
+    Raise LayoutError with all reasons if `trainer` does not support the plan, ConfigError for an unknown trainer.
     """
     reasons = unsupported(job, layout, trainer)
     if reasons:
-        raise LayoutError(f"{trainer} cannot carry out this plan: {'; '.join(reasons)}")
-    found: dict[str, str] = _module(trainer).files(job, layout, steps)
-    return found
+        raise LayoutError(f"{trainer} does not support this plan: {'; '.join(reasons)}")
+    files: dict[str, str] = _module(trainer).files(job, layout, steps)
+    return files
 
 
 def _module(trainer: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""What every export needs: the words at the head of a file, the launch line, and what all trainers refuse alike."""
+"""Helpers of all exports: the text at the head of a file, the launch command, and limits that all trainers share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kumi.spec.job import Job
 from kumi.spec.layout import AXES, Layout
 from kumi.spec.optim import Optim
 
-# A plan fixes the model, the machines and the step; data and the number of steps belong to a run.
-STEPS = 1000
+# The number of steps if the run file has none: it belongs to a run, not to a plan.
+DEFAULT_STEPS = 1000
 
-MADE_UP = (
-    "Data, tokenizer, checkpoints and the number of steps are not part of a plan: as it stands it trains on made-up "
-    "tokens, which measures the step time."
+SYNTHETIC_DATA = (
+    "Data, tokenizer, checkpoints and the number of steps are not part of a plan: as it is, it trains on synthetic "
+    "tokens, to measure the step time."
 )
-OFFLOADS = {
+_OFFLOADS = {
     "optimizer": "optimizer states on the host",
     "states": "all states on the host",
     "activations": "activations on the host",
@@ -24,8 +24,8 @@ OFFLOADS = {
 }
 
 
-def title(job: Job, layout: Layout, trainer: str) -> str:
-    """One line that says what was planned, for the head of a file."""
+def plan_title(job: Job, layout: Layout, trainer: str) -> str:
+    """Return one line that describes the plan, for the head of a file."""
     degrees = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in (*AXES, "ep") if getattr(layout, axis) > 1)
     return (
         f"{trainer}: {job.model.family}, {job.model.num_hidden_layers} layers of {job.model.hidden_size}, on "
@@ -34,15 +34,15 @@ def title(job: Job, layout: Layout, trainer: str) -> str:
     )
 
 
-def machines(job: Job, layout: Layout) -> tuple[int, int]:
-    """How many nodes, and processes on each."""
+def nodes_and_devices(job: Job, layout: Layout) -> tuple[int, int]:
+    """Return the number of nodes and of processes per node."""
     per_node = min(job.cluster.devices_per_node, layout.world_size)
     return -(-layout.world_size // per_node), per_node
 
 
-def torchrun(job: Job, layout: Layout) -> str:
-    """The beginning of a launch line: torchrun over the nodes, their number and address left to the environment."""
-    nodes, per_node = machines(job, layout)
+def torchrun_command(job: Job, layout: Layout) -> str:
+    """Return the torchrun part of a launch command; environment variables give the node's rank and the address."""
+    nodes, per_node = nodes_and_devices(job, layout)
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node {per_node}"
     return (
@@ -51,16 +51,19 @@ def torchrun(job: Job, layout: Layout) -> str:
     )
 
 
-def unbalanced(job: Job, layout: Layout) -> Iterator[str]:
-    """What does not go up: sequences of a step over data-parallel ranks and microbatches, ranks over nodes."""
-    share = layout.dp * layout.microbatch
-    if job.batch.tokens_per_step % (job.batch.seq_len * share):
+# Each of these functions yields the reasons why a trainer does not support the job or the layout.
+
+
+def unsupported_sizes(job: Job, layout: Layout) -> Iterator[str]:
+    """Check that microbatches divide the step's tokens, and that the ranks fill the nodes."""
+    sequences = layout.dp * layout.microbatch
+    if job.batch.tokens_per_step % (job.batch.seq_len * sequences):
         yield (
-            f"tokens_per_step={job.batch.tokens_per_step}: {share} sequences of {job.batch.seq_len} tokens (dp "
+            f"tokens_per_step={job.batch.tokens_per_step}: {sequences} sequences of {job.batch.seq_len} tokens (dp "
             f"{layout.dp} x microbatch {layout.microbatch}) do not divide it; use a multiple of "
-            f"{job.batch.seq_len * share}"
+            f"{job.batch.seq_len * sequences}"
         )
-    nodes, per_node = machines(job, layout)
+    nodes, per_node = nodes_and_devices(job, layout)
     if nodes * per_node != layout.world_size:
         yield (
             f"the layout's {layout.world_size} ranks do not fill nodes of {per_node} devices; "
@@ -68,48 +71,47 @@ def unbalanced(job: Job, layout: Layout) -> Iterator[str]:
         )
 
 
-def deals_heads(layout: Layout) -> Iterator[str]:
-    """Why a layout with Ulysses or tiles cannot be exported."""
+def unsupported_by_every_export(layout: Layout) -> Iterator[str]:
+    """Check for Ulysses and tiles, which kumi exports to no trainer."""
     if layout.cp > 1 and layout.context != "ring":
-        yield f"context='{layout.context}': exports know the ring only; set context = 'ring'"
+        yield f"context='{layout.context}': exports support ring attention only; set context = 'ring'"
     if layout.tiles > 1:
-        yield f"tiles={layout.tiles}: exports know no tiles; set tiles = 1"
+        yield f"tiles={layout.tiles}: exports do not support tiles; set tiles = 1"
 
 
-def only(name: str, value: object, allowed: Iterable[object], trainer: str, why: str) -> Iterator[str]:
-    """A sentence when `value` is none of `allowed`: what the trainer does not do, why, and what it does."""
-    choices = [str(choice) for choice in allowed]
+def unsupported_value(name: str, value: object, supported: Iterable[object], trainer: str, why: str) -> Iterator[str]:
+    """Yield a sentence if `value` is not in `supported`, with the reason `why` and the supported values."""
+    choices = [str(choice) for choice in supported]
     if str(value) not in choices:
         listed = choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
         yield f"{name}={value}: {trainer} {why}; use {listed}"
 
 
-def reduces_in_half(job: Job) -> bool:
-    """Whether the plan has gradients travel in two bytes an element, as its engine or its precision says."""
+def unsupported_precision(job: Job, trainer: str, computes: Iterable[str]) -> Iterator[str]:
+    """Check the precision for a trainer that computes in the dtypes `computes`, with float32 master weights."""
+    choices, precision = tuple(computes), job.precision
+    yield from unsupported_value("precision.compute", precision.compute, choices, trainer, "does not compute in it")
+    yield from unsupported_value("precision.param", precision.param, ["float32"], trainer, "has float32 master weights")
+
+
+def unsupported_offload(layout: Layout, trainer: str, kinds: Iterable[str]) -> Iterator[str]:
+    """Check the offloading for a trainer that supports `kinds`."""
+    why = f"does not keep {_OFFLOADS.get(layout.offload, layout.offload)}"
+    yield from unsupported_value("offload", layout.offload, ("none", *kinds), trainer, why)
+
+
+def unsupported_optimizer(job: Job, kinds: Iterable[str], trainer: str) -> Iterator[str]:
+    """Check the optimizer for a trainer that has `kinds`."""
+    yield from unsupported_value("optim.kind", job.optim.kind, kinds, trainer, "does not have it")
+
+
+def reduces_in_16_bits(job: Job) -> bool:
+    """Return whether the plan reduces gradients in two bytes per element, because of its engine or its precision."""
     return job.precision.compute != "float32" and (
         job.precision.reduce != "float32" or job.engine.grad_reduce_itemsize == 2
     )
 
 
-def precision(job: Job, trainer: str, computes: Iterable[str]) -> Iterator[str]:
-    """What of the job's number formats `trainer`, which computes in `computes` over float32 masters, does not do."""
-    choices = tuple(computes)
-    yield from only("precision.compute", job.precision.compute, choices, trainer, "does not compute in it")
-    yield from only("precision.param", job.precision.param, ["float32"], trainer, "keeps float32 master weights")
-
-
-def offload(layout: Layout, trainer: str, does: Iterable[str]) -> Iterator[str]:
-    """What `trainer`, which moves `does` off the device, does not move."""
-    choices = ("none", *does)
-    what = OFFLOADS.get(layout.offload, "that")
-    yield from only("offload", layout.offload, choices, trainer, f"does not keep {what}")
-
-
-def floor(optim: Optim) -> float:
-    """The learning rate at the last step, without the digits that only rounding made."""
+def min_learning_rate(optim: Optim) -> float:
+    """Return the learning rate of the last step, without digits that come from rounding."""
     return float(f"{optim.lr * optim.min_lr_ratio:.12g}")
-
-
-def optimizer(job: Job, kinds: Iterable[str], trainer: str) -> Iterator[str]:
-    """What `trainer`, which has the optimizers `kinds`, lacks."""
-    yield from only("optim.kind", job.optim.kind, kinds, trainer, "does not have it")

@@ -1,6 +1,6 @@
-"""What training with transformers' Trainer shares, whether DeepSpeed or accelerate carries it: its arguments.
+"""Arguments of transformers' Trainer, shared by the exports to DeepSpeed and accelerate.
 
-`HfArgumentParser` reads them for TrainingArguments. Read in transformers 4.57 and 5.23.
+`HfArgumentParser` reads them for TrainingArguments. Checked against transformers 4.57 and 5.23.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kumi.export.common import floor, only
-from kumi.export.text import arguments, bash_array
+from kumi.export.common import min_learning_rate, unsupported_value
+from kumi.export.text import bash_array, command_line_options
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw-8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd"}
-SCHEDULES = {
+_SCHEDULES = {
     "constant": "constant_with_warmup",
     "cosine": "cosine_with_min_lr",
     "linear": "polynomial",
@@ -23,25 +23,28 @@ SCHEDULES = {
 }
 
 
-def problems(layout: Layout, trainer: str) -> Iterator[str]:
-    """What transformers' models do not do, whoever divides them."""
-    yield from only("recompute", layout.recompute, ("none", "full"), "transformers", "recomputes whole layers")
+def unsupported_by_transformers(layout: Layout, trainer: str) -> Iterator[str]:
+    """Yield why transformers' models do not support `layout`, whichever `trainer` shards them."""
+    yield from unsupported_value(
+        "recompute", layout.recompute, ("none", "full"), "transformers", "recomputes whole layers"
+    )
     if layout.recompute == "full" and layout.recompute_layers is not None:
         yield f"recompute_layers={layout.recompute_layers}: transformers recomputes all layers or none"
     if layout.tp > 1 and layout.sequence_parallel:
         yield (
-            f"sequence_parallel with tp={layout.tp}: {trainer} keeps whole sequences between the tensor-parallel "
+            f"sequence_parallel with tp={layout.tp}: {trainer} does not shard sequences between the tensor-parallel "
             f"regions of transformers' models; set sequence_parallel = false"
         )
 
 
 def shell_arguments(job: Job, layout: Layout, steps: int) -> str:
-    """A bash array of the arguments of a script that has TrainingArguments, such as transformers' run_clm.py."""
-    return bash_array("ARGS", {"TrainingArguments": arguments(training_arguments(job, layout, steps))})
+    """Return a bash array of arguments for a script with TrainingArguments, such as transformers' run_clm.py."""
+    options = command_line_options(training_arguments(job, layout, steps))
+    return bash_array("ARGS", {"TrainingArguments": options})
 
 
 def training_arguments(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
-    """Fields of TrainingArguments: batch, precision, optimizer and recomputation of the plan."""
+    """Return fields of TrainingArguments: the plan's batch, precision, optimizer and recomputation."""
     optim = job.optim
     return {
         "output_dir": "out",
@@ -59,7 +62,7 @@ def training_arguments(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
         "adam_epsilon": optim.eps,
         "max_grad_norm": optim.grad_clip,
         "warmup_steps": optim.warmup_steps,
-        "lr_scheduler_type": SCHEDULES[optim.schedule],
+        "lr_scheduler_type": _SCHEDULES[optim.schedule],
         "lr_scheduler_kwargs": _schedule_options(job),
         "logging_steps": 1,
     }
@@ -71,17 +74,17 @@ def _truth(value: bool) -> str:
 
 def _schedule_options(job: Job) -> str | None:
     optim = job.optim
-    own: dict[str, dict[str, Any]] = {
-        "cosine": {"min_lr": floor(optim)},
-        "linear": {"lr_end": floor(optim), "power": 1.0},
+    options: dict[str, dict[str, Any]] = {
+        "cosine": {"min_lr": min_learning_rate(optim)},
+        "linear": {"lr_end": min_learning_rate(optim), "power": 1.0},
         "wsd": {"num_decay_steps": optim.decay_steps, "decay_type": "linear", "min_lr_ratio": optim.min_lr_ratio},
     }
-    return json.dumps(own[optim.schedule]) if optim.schedule in own else None
+    return json.dumps(options[optim.schedule]) if optim.schedule in options else None
 
 
-def momentum(job: Job) -> Iterator[str]:
-    """A sentence where transformers' SGD, which has none by itself, would need a momentum."""
+def unsupported_momentum(job: Job) -> Iterator[str]:
+    """Yield a sentence if the job needs SGD with momentum, which transformers' Trainer does not have."""
     if job.optim.kind == "sgd" and job.optim.betas[0]:
-        yield from only(
+        yield from unsupported_value(
             "optim.betas[0]", job.optim.betas[0], [0.0], "transformers' Trainer", "has sgd without momentum"
         )

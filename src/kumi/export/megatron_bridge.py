@@ -1,7 +1,8 @@
-"""Megatron-Bridge's recipe: a Python file with a function that returns the ConfigContainer, and runs it.
+"""Export to Megatron-Bridge: a recipe, a Python file with a function that returns a ConfigContainer and runs it.
 
-The model is given by its numbers, as a GPTModelProvider (MLAModelProvider for latent attention), which extend
-Megatron-Core's own configuration. Read in megatron-bridge 0.3.1 and 0.6.2: training/config.py, models/gpt_provider.py.
+The model is described by its sizes, as a GPTModelProvider (MLAModelProvider for latent attention), which extends
+Megatron-Core's own configuration. Checked against megatron-bridge 0.3.1 and 0.6.2: training/config.py,
+models/gpt_provider.py.
 """
 
 from __future__ import annotations
@@ -11,62 +12,66 @@ from typing import Any
 import kumi.export.megatron_limits as megatron
 import kumi.megatron.layout_fields as megatron_layout
 import kumi.megatron.model_fields as megatron_model
-from kumi.export.common import MADE_UP, floor, reduces_in_half, title, torchrun
-from kumi.export.text import Code, comment, python_call
+from kumi.export.common import SYNTHETIC_DATA, min_learning_rate, plan_title, reduces_in_16_bits, torchrun_command
+from kumi.export.text import PythonCode, as_comment, python_call
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import LatentAttention
 
-FILE = "megatron_bridge_recipe.py"
-TORCH = {"bfloat16": Code("torch.bfloat16"), "float16": Code("torch.float16"), "float32": Code("torch.float32")}
-ACTIVATIONS = {
-    "silu": Code("torch.nn.functional.silu"),
-    "gelu": Code("torch.nn.functional.gelu"),
-    "squared_relu": Code("squared_relu"),
+_FILE = "megatron_bridge_recipe.py"
+_TORCH_DTYPES = {
+    "bfloat16": PythonCode("torch.bfloat16"),
+    "float16": PythonCode("torch.float16"),
+    "float32": PythonCode("torch.float32"),
+}
+_ACTIVATIONS = {
+    "silu": PythonCode("torch.nn.functional.silu"),
+    "gelu": PythonCode("torch.nn.functional.gelu"),
+    "squared_relu": PythonCode("squared_relu"),
 }
 
 
 def unsupported(job: Job, layout: Layout) -> list[str]:
-    """Every reason why Megatron-Bridge cannot train `job` with `layout`."""
-    found = megatron.unsupported(job, layout)
+    """Return all reasons why Megatron-Bridge does not support `layout` for `job`."""
+    reasons = megatron.unsupported_by_megatron(job, layout)
     if job.optim.kind == "muon":
-        found.append("optim.kind=muon: Megatron-Bridge's recipe takes it as its own optimizer set-up; use adamw or sgd")
-    return found
+        reasons.append("optim.kind=muon: kumi does not write Megatron-Bridge's separate muon setup; use adamw or sgd")
+    return reasons
 
 
 def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
-    """The recipe."""
+    """Return the recipe."""
     head = [
-        title(job, layout, "Megatron-Bridge"),
-        f"$ {torchrun(job, layout)} {FILE}",
-        MADE_UP,
-        *megatron.notes(job, layout),
+        plan_title(job, layout, "Megatron-Bridge"),
+        f"$ {torchrun_command(job, layout)} {_FILE}",
+        SYNTHETIC_DATA,
+        *megatron.megatron_notes(job, layout),
     ]
     provider = "MLAModelProvider" if _latent(job) else "GPTModelProvider"
-    arguments = model_arguments(job, layout)
-    squared = arguments["activation_func"] == ACTIVATIONS["squared_relu"]
-    parts = {name: python_call(kind, values, 8) for name, (kind, values) in _parts(job, layout, steps).items()}
+    arguments = _model_arguments(job, layout)
+    squared = arguments["activation_func"] == _ACTIVATIONS["squared_relu"]
+    sections = {name: python_call(kind, values, 8) for name, (kind, values) in _sections(job, layout, steps).items()}
     text = _TEMPLATE.format(
-        head=comment(head),
+        head=as_comment(head),
         provider=provider,
-        where="mla_provider" if _latent(job) else "gpt_provider",
+        module="mla_provider" if _latent(job) else "gpt_provider",
         squared=_SQUARED if squared else "",
         model=python_call(provider, arguments, 8),
-        **parts,
+        **sections,
     )
-    return {FILE: text}
+    return {_FILE: text}
 
 
 def _latent(job: Job) -> bool:
     return isinstance(job.model.first_attention, LatentAttention)
 
 
-def model_arguments(job: Job, layout: Layout) -> dict[str, Any]:
-    """Keyword arguments of the model provider."""
+def _model_arguments(job: Job, layout: Layout) -> dict[str, Any]:
+    """Return the keyword arguments of the model provider."""
     fields = megatron_model.fields(job.model)
-    fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    fields["activation_func"] = _ACTIVATIONS[fields["activation_func"]]
     parallel = megatron_layout.fields(job, layout)
-    dtype = TORCH[job.precision.compute]
+    dtype = _TORCH_DTYPES[job.precision.compute]
     return {
         **fields,
         **_positions(job),
@@ -87,20 +92,20 @@ def _positions(job: Job) -> dict[str, Any]:
         return {"position_embedding_type": "learned_absolute" if job.model.learned_positions else "none"}
     if _latent(job):
         return {"position_embedding_type": "rope"}
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": rope.rope_theta,
         "rotary_percent": rope.partial_rotary_factor,
     }
     if rope.scaling == "llama3":
-        found |= {"rope_scaling": True, "rope_scaling_factor": rope.factor}
+        fields |= {"rope_scaling": True, "rope_scaling_factor": rope.factor}
     if rope.scaling == "linear":
-        found |= {"seq_len_interpolation_factor": rope.factor}
-    return found
+        fields |= {"seq_len_interpolation_factor": rope.factor}
+    return fields
 
 
-def _parts(job: Job, layout: Layout, steps: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The other sections of the container: name -> (class, keyword arguments)."""
+def _sections(job: Job, layout: Layout, steps: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the other sections of the container: name -> (class, keyword arguments)."""
     return {
         "train": (
             "TrainingConfig",
@@ -136,23 +141,23 @@ def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
     fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": megatron_layout.FSDP.get(layout.zero)}
     gathers = layout.zero > 0 and layout.dp_shard * layout.cp > 1
     overlap = layout.dp * layout.cp > 1 and job.engine.overlap_grads
-    copies = {"num_distributed_optimizer_instances": layout.dp_replicate}
+    replicas = {"num_distributed_optimizer_instances": layout.dp_replicate}
     return {
         "use_distributed_optimizer": layout.zero > 0,
         **(fsdp if layout.zero > 1 else {}),
-        **(copies if layout.zero and layout.dp_replicate > 1 else {}),
-        "grad_reduce_in_fp32": not reduces_in_half(job),
+        **(replicas if layout.zero and layout.dp_replicate > 1 else {}),
+        "grad_reduce_in_fp32": not reduces_in_16_bits(job),
         "overlap_grad_reduce": overlap,
         "overlap_param_gather": overlap and gathers and job.engine.overlap_params,
     }
 
 
 def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
-    optim, moved = job.optim, layout.offload == "optimizer"
+    optim, offloads = job.optim, layout.offload == "optimizer"
     return {
         "optimizer": megatron_layout.OPTIMIZERS[optim.kind],
         "lr": optim.lr,
-        "min_lr": floor(optim),
+        "min_lr": min_learning_rate(optim),
         "weight_decay": optim.weight_decay,
         "clip_grad": optim.grad_clip,
         **(
@@ -162,7 +167,7 @@ def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
         ),
         "bf16": job.precision.compute == "bfloat16",
         "fp16": job.precision.compute == "float16",
-        "params_dtype": TORCH[job.precision.compute],
+        "params_dtype": _TORCH_DTYPES[job.precision.compute],
         "use_distributed_optimizer": layout.zero > 0,
         **(
             {
@@ -170,7 +175,7 @@ def _optimizer(job: Job, layout: Layout) -> dict[str, Any]:
                 "use_precision_aware_optimizer": True,
                 "overlap_cpu_optimizer_d2h_h2d": True,
             }
-            if moved
+            if offloads
             else {}
         ),
     }
@@ -192,7 +197,7 @@ def _scheduler(job: Job, steps: int) -> dict[str, Any]:
 _SQUARED = "from megatron.core.activations import squared_relu\n"
 _TEMPLATE = '''{head}
 import torch
-{squared}from megatron.bridge.models.{where} import {provider}
+{squared}from megatron.bridge.models.{module} import {provider}
 from megatron.bridge.training.config import (
     CheckpointConfig,
     ConfigContainer,

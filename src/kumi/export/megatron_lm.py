@@ -1,6 +1,6 @@
-"""Megatron-LM's command line: a shell file of the arguments of pretrain_gpt.py, with the launch line at its end.
+"""Export to Megatron-LM: a shell file with the arguments of pretrain_gpt.py and the launch command.
 
-Read in megatron/training/arguments.py as megatron-core 0.19.2 ships it.
+Checked against megatron/training/arguments.py in megatron-core 0.19.2.
 """
 
 from __future__ import annotations
@@ -11,60 +11,69 @@ from typing import Any
 import kumi.export.megatron_limits as megatron
 import kumi.megatron.layout_fields as megatron_layout
 import kumi.megatron.model_fields as megatron_model
-from kumi.export.common import MADE_UP, floor, only, reduces_in_half, title, torchrun
-from kumi.export.text import arguments, bash_array, comment
+from kumi.export.common import (
+    SYNTHETIC_DATA,
+    min_learning_rate,
+    plan_title,
+    reduces_in_16_bits,
+    torchrun_command,
+    unsupported_value,
+)
+from kumi.export.text import as_comment, bash_array, command_line_options
 from kumi.megatron.args import ARGUMENTS, BUILT_IN
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import LatentAttention, Rope
 from kumi.spec.uniform_layers import alike, runs
 
-FILE = "megatron_lm.sh"
-# Arguments written as a Python list expression.
-PATTERNS = ("moe_layer_freq", "window_attn_skip_freq")
+_FILE = "megatron_lm.sh"
+# Arguments with one value per layer, written as a Python list expression.
+_LAYER_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq")
 
 
 def unsupported(job: Job, layout: Layout) -> list[str]:
-    """Every reason why Megatron-LM cannot train `job` with `layout`."""
-    return [*megatron.unsupported(job, layout), *_rope_problems(job)]
+    """Return all reasons why Megatron-LM does not support `layout` for `job`."""
+    return [*megatron.unsupported_by_megatron(job, layout), *_rope_problems(job)]
 
 
 def _rope_problems(job: Job) -> Iterator[str]:
-    found = alike(job.model)
-    if found is None or found.attention.rope is None:
+    layers = alike(job.model)
+    if layers is None or layers.attention.rope is None:
         return
-    attention, rope = found.attention, found.attention.rope
+    attention, rope = layers.attention, layers.attention.rope
     if rope.rope_theta != int(rope.rope_theta):
-        yield f"rope_theta={rope.rope_theta}: Megatron-LM's --rotary-base is a whole number"
+        yield f"rope_theta={rope.rope_theta}: Megatron-LM's --rotary-base must be an integer"
     if isinstance(attention, LatentAttention) and rope.scaling == "yarn":
         for name, value in BUILT_IN.items():
-            yield from only(name, getattr(rope, name), [value], "Megatron-LM", "has it built in for latent attention")
+            yield from unsupported_value(
+                name, getattr(rope, name), [value], "Megatron-LM", "has it built in for latent attention"
+            )
 
 
 def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
-    """The shell file."""
+    """Return the shell file."""
     head = [
-        title(job, layout, "Megatron-LM"),
-        "Run it in the folder of Megatron-LM, on every node.",
-        MADE_UP,
-        *megatron.notes(job, layout),
+        plan_title(job, layout, "Megatron-LM"),
+        "Run it in the Megatron-LM folder, on every node.",
+        SYNTHETIC_DATA,
+        *megatron.megatron_notes(job, layout),
     ]
-    groups = {name: arguments(options) for name, options in options(job, layout, steps).items()}
-    launch = f'{torchrun(job, layout)} \\\n    pretrain_gpt.py "${{ARGS[@]}}" "$@"\n'
-    # Megatron orders tensor-parallel kernels by it; Megatron-FSDP overlaps only without it.
+    groups = {name: command_line_options(options) for name, options in argument_groups(job, layout, steps).items()}
+    launch = f'{torchrun_command(job, layout)} \\\n    pretrain_gpt.py "${{ARGS[@]}}" "$@"\n'
+    # One connection orders Megatron's tensor-parallel kernels; Megatron-FSDP overlaps only without this limit.
     connections = "unset CUDA_DEVICE_MAX_CONNECTIONS" if layout.zero > 1 else "export CUDA_DEVICE_MAX_CONNECTIONS=1"
     body = f"set -euo pipefail\n{connections}\n\n{bash_array('ARGS', groups)}\n{launch}"
-    return {FILE: f"#!/usr/bin/env bash\n{comment(head)}{body}"}
+    return {_FILE: f"#!/usr/bin/env bash\n{as_comment(head)}{body}"}
 
 
-def options(job: Job, layout: Layout, steps: int) -> dict[str, dict[str, Any]]:
-    """The arguments by title, each as name and value; True is a bare flag."""
+def argument_groups(job: Job, layout: Layout, steps: int) -> dict[str, dict[str, Any]]:
+    """Return the arguments (name -> value) in groups by title; True is a flag without value."""
     parallel = megatron_layout.fields(job, layout)
     mixed = {name: parallel.pop(name) for name in ("bf16", "fp16")}
     recompute = {name: parallel.pop(name) for name in list(parallel) if name.startswith("recompute")}
     return {
         "model": {**_model(job), **_vocabulary(job)},
-        "parallel arrangement": {**_named(parallel), **_data_parallel(job, layout)},
+        "parallelism": {**_named(parallel), **_data_parallel(job, layout)},
         "recomputation and offload": {**_named(recompute), **_offload(layout)},
         "batch": {
             "seq-length": job.batch.seq_len,
@@ -74,7 +83,7 @@ def options(job: Job, layout: Layout, steps: int) -> dict[str, dict[str, Any]]:
         },
         "precision": {
             **mixed,
-            "grad-reduce-in-bf16": job.precision.compute == "bfloat16" and reduces_in_half(job),
+            "grad-reduce-in-bf16": job.precision.compute == "bfloat16" and reduces_in_16_bits(job),
             "no-gradient-accumulation-fusion": layout.zero > 1 or job.precision.compute == "float32",
         },
         "optimizer": _optimizer(job, steps),
@@ -89,13 +98,13 @@ def options(job: Job, layout: Layout, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def _named(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of TransformerConfig under the names of their arguments."""
-    found = {}
+    """Return fields of TransformerConfig under the names of their command-line arguments."""
+    arguments = {}
     for name, value in fields.items():
-        if name in PATTERNS:
+        if name in _LAYER_PATTERNS:
             value = runs(value)
-        found[ARGUMENTS.get(name, name).replace("_", "-")] = value
-    return found
+        arguments[ARGUMENTS.get(name, name).replace("_", "-")] = value
+    return arguments
 
 
 def _model(job: Job) -> dict[str, Any]:
@@ -122,8 +131,8 @@ def _positions(job: Job) -> dict[str, Any]:
     attention = job.model.first_attention
     if attention.rope is None:
         return {"position-embedding-type": "learned_absolute" if job.model.learned_positions else "none"}
-    found = {"position-embedding-type": "rope", "rotary-base": int(attention.rope.rope_theta)}
-    return found if isinstance(attention, LatentAttention) else found | _scaling(attention.rope)
+    rope = {"position-embedding-type": "rope", "rotary-base": int(attention.rope.rope_theta)}
+    return rope if isinstance(attention, LatentAttention) else rope | _scaling(attention.rope)
 
 
 def _scaling(rope: Rope) -> dict[str, Any]:
@@ -145,7 +154,7 @@ def _vocabulary(job: Job) -> dict[str, Any]:
 
 
 def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
-    """ZeRO-1 is the distributed optimizer, ZeRO-2 and 3 Megatron-FSDP; dp_replicate copies of either."""
+    """Return the distributed optimizer for ZeRO-1, or Megatron-FSDP for ZeRO-2 and 3, with dp_replicate replicas."""
     fsdp, gathers = layout.zero > 1, layout.zero > 0 and layout.dp_shard * layout.cp > 1
     overlap = layout.dp * layout.cp > 1 and job.engine.overlap_grads
     return {
@@ -161,27 +170,27 @@ def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _offload(layout: Layout) -> dict[str, Any]:
-    moved = layout.offload == "optimizer"
+    offloads = layout.offload == "optimizer"
     return {
-        "optimizer-cpu-offload": moved,
-        "use-precision-aware-optimizer": moved,
-        "overlap-cpu-optimizer-d2h-h2d": moved,
+        "optimizer-cpu-offload": offloads,
+        "use-precision-aware-optimizer": offloads,
+        "overlap-cpu-optimizer-d2h-h2d": offloads,
     }
 
 
 def _optimizer(job: Job, steps: int) -> dict[str, Any]:
     optim = job.optim
     adam = {"adam-beta1": optim.betas[0], "adam-beta2": optim.betas[1], "adam-eps": optim.eps}
-    own = {"sgd": {"sgd-momentum": optim.betas[0]}, "muon": {"muon-momentum": optim.betas[0]} | adam}
+    special = {"sgd": {"sgd-momentum": optim.betas[0]}, "muon": {"muon-momentum": optim.betas[0]} | adam}
     wsd = {"lr-wsd-decay-style": "linear", "lr-wsd-decay-iters": optim.decay_steps} if optim.schedule == "wsd" else {}
     return {
         "optimizer": megatron_layout.OPTIMIZERS[optim.kind],
         "lr": optim.lr,
-        "min-lr": floor(optim),
+        "min-lr": min_learning_rate(optim),
         "lr-decay-style": megatron_layout.LR_STYLES[optim.schedule],
         **wsd,
         "lr-warmup-iters": min(optim.warmup_steps, steps - 1),
         "weight-decay": optim.weight_decay,
         "clip-grad": optim.grad_clip,
-        **own.get(optim.kind, adam),
+        **special.get(optim.kind, adam),
     }

@@ -1,6 +1,7 @@
-"""nanotron's YAML, for its repository as it is now (v0.5), and for release 0.4 where that can carry the plan out.
+"""Export to nanotron: YAML for its current repository (v0.5), and for release 0.4 if that supports the plan.
 
-Read in nanotron 0.4 and in huggingface/nanotron: config/{config,parallelism_config,models_config}.py, models/llama.py.
+Checked against nanotron 0.4 and huggingface/nanotron: config/{config,parallelism_config,models_config}.py,
+models/llama.py.
 """
 
 from __future__ import annotations
@@ -8,79 +9,89 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kumi.export.common import MADE_UP, floor, offload, only, optimizer, precision, title, torchrun
+from kumi.export.common import (
+    SYNTHETIC_DATA,
+    min_learning_rate,
+    plan_title,
+    torchrun_command,
+    unsupported_offload,
+    unsupported_optimizer,
+    unsupported_precision,
+    unsupported_value,
+)
 from kumi.export.text import to_yaml
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import Attention, ModelSpec
 from kumi.spec.uniform_layers import Alike, alike, uncommon
 
-NAME = "nanotron"
-FILE, FILE_04 = "nanotron.yaml", "nanotron-0.4.yaml"
-ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
-# The only base that release 0.4 turns with.
-THETA_04 = 10_000.0
+_NAME = "nanotron"
+_FILE, _FILE_04 = "nanotron.yaml", "nanotron-0.4.yaml"
+_ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
+# The only RoPE base of release 0.4.
+_ROPE_THETA_04 = 10_000.0
 
 
 def unsupported(job: Job, layout: Layout) -> list[str]:
-    """Every reason why nanotron cannot train `job` with `layout`."""
+    """Return all reasons why nanotron does not support `layout` for `job`."""
     return [
         *_model(job.model),
-        *only("zero", layout.zero, (0, 1), NAME, "divides optimizer states at most"),
+        *unsupported_value("zero", layout.zero, (0, 1), _NAME, "shards optimizer states at most"),
         *_degrees(layout),
         *_pipeline(layout),
         *_recompute(layout),
-        *offload(layout, NAME, ()),
-        *optimizer(job, ("adamw",), NAME),
-        *precision(job, NAME, ("bfloat16", "float32")),
+        *unsupported_offload(layout, _NAME, ()),
+        *unsupported_optimizer(job, ("adamw",), _NAME),
+        *unsupported_precision(job, _NAME, ("bfloat16", "float32")),
     ]
 
 
 def _model(model: ModelSpec) -> Iterator[str]:
-    found = alike(model)
-    if found is None or found.moe is not None or not isinstance(found.attention, Attention):
+    layers = alike(model)
+    if layers is None or layers.moe is not None or not isinstance(layers.attention, Attention):
         yield (
-            "experts, latent attention, or layers that differ or are not attention with an mlp each: kumi writes "
-            "nanotron's Llama, whose layers are alike"
+            "experts, latent attention, or layers that differ or are not attention with an mlp each: kumi exports to "
+            "nanotron's Llama, with equal layers"
         )
         return
-    wrong = [what for what, there in _foreign(model, found, found.attention).items() if there]
-    if wrong:
-        yield f"nanotron's Llama has no {', '.join(wrong)}"
-    if found.attention.rope is not None and found.attention.rope.scaling is not None:
+    lacking = [
+        feature for feature, present in _unsupported_features(model, layers, layers.attention).items() if present
+    ]
+    if lacking:
+        yield f"nanotron's Llama has no {', '.join(lacking)}"
+    if layers.attention.rope is not None and layers.attention.rope.scaling is not None:
         yield (
-            f"rope_scaling={found.attention.rope.scaling}: nanotron's Llama turns without it; leave it out of "
-            f"config.json where the model is trained from the start"
+            f"rope_scaling={layers.attention.rope.scaling}: nanotron's Llama has plain RoPE; to train from "
+            f"scratch, leave it out of config.json"
         )
 
 
-def _foreign(model: ModelSpec, found: Alike, attention: Attention) -> dict[str, bool]:
-    """Traits that nanotron's Llama lacks, and whether the model has them."""
-    dense, layer = found.dense, found.layer
+def _unsupported_features(model: ModelSpec, layers: Alike, attention: Attention) -> dict[str, bool]:
+    """Return features that nanotron's Llama lacks -> whether the model has them."""
+    dense, layer = layers.dense, layers.layer
     return {
-        "windows": found.window is not None,
+        "sliding windows": layers.window is not None,
         "biases": attention.qkv_bias or attention.out_bias or (dense is not None and dense.bias),
-        "other mlp than SwiGLU": dense is not None and (dense.hidden_act != "silu" or not dense.gated),
+        "mlp other than SwiGLU": dense is not None and (dense.hidden_act != "silu" or not dense.gated),
         "layer norm": model.norm != "rmsnorm",
         "query norms": attention.qk_norm or attention.qk_norm_whole,
         "attention sinks": attention.sinks,
-        "positions but rotary ones": attention.rope is None,
-        "partly turned heads": attention.rotary_dim not in (0, attention.head_dim),
-        "heads of another size than hidden_size / num_attention_heads": attention.head_dim
-        * attention.num_attention_heads
+        "positions other than RoPE": attention.rope is None,
+        "partial RoPE": attention.rotary_dim not in (0, attention.head_dim),
+        "head_dim other than hidden_size / num_attention_heads": attention.head_dim * attention.num_attention_heads
         != model.hidden_size,
         "other order of norms, attention and mlp": layer.parallel or layer.post_norms or model.embedding_norm,
-        **uncommon(model, found),
+        **uncommon(model, layers),
     }
 
 
 def _degrees(layout: Layout) -> Iterator[str]:
     for axis in ("cp", "ep"):
         if getattr(layout, axis) > 1:
-            yield f"{axis}={getattr(layout, axis)}: {NAME}'s Llama has no such axis; set {axis} = 1"
+            yield f"{axis}={getattr(layout, axis)}: {_NAME}'s Llama does not support it; set {axis} = 1"
     if layout.zero and layout.dp_replicate > 1:
         yield (
-            f"dp_replicate={layout.dp_replicate} with zero=1: {NAME} divides states over all data ranks; "
+            f"dp_replicate={layout.dp_replicate} with zero=1: {_NAME} shards states over all data ranks; "
             f"set dp_shard = {layout.dp} and dp_replicate = 1"
         )
 
@@ -88,55 +99,57 @@ def _degrees(layout: Layout) -> Iterator[str]:
 def _pipeline(layout: Layout) -> Iterator[str]:
     if layout.pp == 1:
         return
-    yield from only("schedule", layout.schedule, ENGINES, NAME, "runs one stage a rank, 1F1B or all forwards first")
+    yield from unsupported_value(
+        "schedule", layout.schedule, _ENGINES, _NAME, "has one stage per rank, with 1F1B or GPipe"
+    )
     if layout.stages > 1:
-        yield f"stages={layout.stages}: {NAME} has one stage a rank; set stages = 1"
+        yield f"stages={layout.stages}: {_NAME} has one stage per rank; set stages = 1"
     if layout.stage_layers:
-        yield f"stage_layers={layout.stage_layers}: {NAME} divides layers by its own count of costs; leave it empty"
+        yield f"stage_layers={layout.stage_layers}: {_NAME} divides layers by its own cost model; leave it empty"
 
 
 def _recompute(layout: Layout) -> Iterator[str]:
-    yield from only("recompute", layout.recompute, ("none", "full"), NAME, "recomputes whole layers")
+    yield from unsupported_value("recompute", layout.recompute, ("none", "full"), _NAME, "recomputes whole layers")
     if layout.recompute == "full" and layout.recompute_layers is not None:
-        yield f"recompute_layers={layout.recompute_layers}: {NAME} recomputes all layers or none"
+        yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes all layers or none"
 
 
-def missing_in_04(job: Job, layout: Layout) -> list[str]:
-    """Why release 0.4, older than what `unsupported` speaks of, cannot carry the plan out."""
+def _missing_in_04(job: Job, layout: Layout) -> list[str]:
+    """Return why release 0.4 does not support the plan; `unsupported` is about the current repository."""
     rope = job.model.first_attention.rope
-    found = []
-    if rope is None or rope.rope_theta != THETA_04:
-        found.append(f"rope_theta={None if rope is None else rope.rope_theta} (it has {THETA_04:g} built in)")
+    missing = []
+    if rope is None or rope.rope_theta != _ROPE_THETA_04:
+        missing.append(f"rope_theta={None if rope is None else rope.rope_theta} (it always uses {_ROPE_THETA_04:g})")
     if layout.recompute != "none":
-        found.append(f"recompute={layout.recompute} (it keeps everything)")
-    return found
+        missing.append(f"recompute={layout.recompute} (it recomputes nothing)")
+    return missing
 
 
 def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
-    """The configuration for the repository and, where it can, for release 0.4."""
-    missing = missing_in_04(job, layout)
+    """Return the configuration for the repository and, if it supports the plan, for release 0.4."""
+    missing = _missing_in_04(job, layout)
     head = [
-        title(job, layout, NAME),
-        MADE_UP,
+        plan_title(job, layout, _NAME),
+        SYNTHETIC_DATA,
         *(
-            ["Stages: nanotron divides layers by its own count of costs, which may differ from the plan's."]
+            ["Stages: nanotron divides layers by its own cost model, perhaps not as the plan does."]
             if layout.pp > 1
             else []
         ),
     ]
-    line = f"$ CUDA_DEVICE_MAX_CONNECTIONS=1 {torchrun(job, layout)} run_train.py --config-file"
+    line = f"$ CUDA_DEVICE_MAX_CONNECTIONS=1 {torchrun_command(job, layout)} run_train.py --config-file"
     repository = [
         "For nanotron's repository (v0.5)." + (f" Release 0.4 lacks {' and '.join(missing)}." if missing else "")
     ]
-    found = {FILE: to_yaml(configuration(job, layout, steps), [*head, *repository, f"{line} {FILE}"])}
+    result = {_FILE: to_yaml(_configuration(job, layout, steps), [*head, *repository, f"{line} {_FILE}"])}
     if not missing:
-        old = [*head, "For nanotron 0.4, as released.", f"{line} {FILE_04}"]
-        found[FILE_04] = to_yaml(configuration_04(job, layout, steps), old)
-    return found
+        old = [*head, "For the release nanotron 0.4.", f"{line} {_FILE_04}"]
+        result[_FILE_04] = to_yaml(_configuration_04(job, layout, steps), old)
+    return result
 
 
-def configuration(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
-    """The configuration file as data, as the repository reads it."""
+def _configuration(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
+    """Return the configuration file for the repository, as data."""
     rope = job.model.first_attention.rope
     adam = {"name": "adamW", **_adam(job)}
     model = {**_llama(job.model), "rope_theta": None if rope is None else rope.rope_theta, "rope_interleaved": False}
@@ -152,8 +165,8 @@ def configuration(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
     }
 
 
-def configuration_04(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
-    """The configuration file as data, as release 0.4 reads it."""
+def _configuration_04(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
+    """Return the configuration file for release 0.4, as data."""
     return {
         **_shared(job, layout, steps, _llama(job.model)),
         "parallelism": _parallelism(job, layout),
@@ -189,28 +202,28 @@ def _parallelism(job: Job, layout: Layout) -> dict[str, Any]:
         "pp": layout.pp,
         "tp": layout.tp,
         "expert_parallel_size": 1,
-        "pp_engine": ENGINES.get(layout.schedule, "1f1b"),
+        "pp_engine": _ENGINES.get(layout.schedule, "1f1b"),
         "tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
         "tp_linear_async_communication": job.engine.overlap_tp and layout.sequence_parallel,
     }
 
 
 def _llama(model: ModelSpec) -> dict[str, Any]:
-    found = alike(model)
-    assert found is not None, "unsupported() refuses other models"
-    assert found.dense is not None, "unsupported() refuses other models"
+    layers = alike(model)
+    assert layers is not None, "unsupported() refuses other models"
+    assert layers.dense is not None, "unsupported() refuses other models"
     eos = model.eos_token_id
     return {
         "is_llama_config": True,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
-        "intermediate_size": found.dense.intermediate_size,
+        "intermediate_size": layers.dense.intermediate_size,
         "num_hidden_layers": model.num_hidden_layers,
-        "num_attention_heads": found.attention.num_attention_heads,
-        "num_key_value_heads": found.attention.num_key_value_heads,
+        "num_attention_heads": layers.attention.num_attention_heads,
+        "num_key_value_heads": layers.attention.num_key_value_heads,
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.norm_eps,
-        "hidden_act": found.dense.hidden_act,
+        "hidden_act": layers.dense.hidden_act,
         "initializer_range": model.initializer_range,
         "tie_word_embeddings": model.tie_word_embeddings,
         "bos_token_id": 1 if model.bos_token_id is None else model.bos_token_id,
@@ -251,7 +264,7 @@ def _learning_rate(job: Job, steps: int) -> dict[str, Any]:
         "lr_decay_style": "cosine" if optim.schedule == "cosine" else "linear",
         "lr_decay_starting_step": steps - decay,
         "lr_decay_steps": decay,
-        "min_decay_lr": optim.lr if optim.schedule == "constant" else floor(optim),
+        "min_decay_lr": optim.lr if optim.schedule == "constant" else min_learning_rate(optim),
     }
 
 

@@ -1,4 +1,4 @@
-"""Configurations as text: YAML, JSON and shell, with what the plan says and leaves open in comments."""
+"""Configurations as text: YAML, JSON, shell and Python, with comments about the plan."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-WIDTH = 100
+_WIDTH = 100
 
 
-def comment(lines: Iterable[str]) -> str:
-    """`lines` as comments of a shell, YAML or Python file, folded to `WIDTH` but for commands ("$ ...")."""
-    return "".join(f"# {part}\n" for line in lines for part in ([line] if line.startswith("$") else _fold(line)))
+def as_comment(lines: Iterable[str]) -> str:
+    """Return `lines` as comments of a shell, YAML or Python file, wrapped at `_WIDTH` except commands ("$ ...")."""
+    return "".join(f"# {part}\n" for line in lines for part in ([line] if line.startswith("$") else _wrapped(line)))
 
 
-def _fold(line: str) -> list[str]:
-    found, current = [], ""
+def _wrapped(line: str) -> list[str]:
+    lines, current = [], ""
     for word in line.split(" "):
-        if current and len(current) + 1 + len(word) > WIDTH:
-            found.append(current)
+        if current and len(current) + 1 + len(word) > _WIDTH:
+            lines.append(current)
             current = "  " + word
         else:
             current = f"{current} {word}" if current else word
-    return [*found, current]
+    return [*lines, current]
 
 
 def to_yaml(data: Mapping[str, Any], head: Iterable[str]) -> str:
-    """`data` as YAML in the order given, under the comment `head`."""
-    yaml: Any = import_module("yaml")  # late: the planner need not wait for it
+    """Return `data` as YAML in its order, below the comment `head`."""
+    yaml: Any = import_module("yaml")  # imported late to start the planner faster
 
     dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
-    # YAML 1.1 takes 1e-08 for text: it wants a dot before the exponent.
+    # YAML 1.1 reads 1e-08 as text: a number needs a dot before the exponent.
     dumper.add_representer(float, lambda self, value: self.represent_scalar("tag:yaml.org,2002:float", _number(value)))
-    body: str = yaml.dump(dict(data), Dumper=dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
-    return comment(head) + body
+    body: str = yaml.dump(dict(data), Dumper=dumper, sort_keys=False, default_flow_style=False, width=_WIDTH)
+    return as_comment(head) + body
 
 
 def _number(value: float) -> str:
@@ -44,23 +44,23 @@ def _number(value: float) -> str:
 
 
 def to_json(data: Mapping[str, Any]) -> str:
-    """`data` as JSON in the order given."""
+    """Return `data` as JSON in its order."""
     return json.dumps(data, indent=2) + "\n"
 
 
-def arguments(options: Mapping[str, Any]) -> list[str]:
-    """Command-line options: True is a bare flag, None and False are left out, a list is several values."""
-    found: list[str] = []
+def command_line_options(options: Mapping[str, Any]) -> list[str]:
+    """Return command-line options: True is a flag without value, None and False are left out, lists are spread."""
+    lines: list[str] = []
     for name, value in options.items():
         if value is None or value is False:
             continue
         values = [] if value is True else value if isinstance(value, list | tuple) else [value]
-        found.append(" ".join([f"--{name}", *(shlex.quote(str(item)) for item in values)]))
-    return found
+        lines.append(" ".join([f"--{name}", *(shlex.quote(str(item)) for item in values)]))
+    return lines
 
 
 def bash_array(name: str, groups: Mapping[str, Sequence[str]]) -> str:
-    """A bash array of the arguments in `groups`, each group under its title."""
+    """Return a bash array of the arguments in `groups` (title -> arguments), each group below its title."""
     lines = [f"{name}=("]
     for title, items in groups.items():
         if items:
@@ -69,17 +69,17 @@ def bash_array(name: str, groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def python_call(name: str, values: Mapping[str, Any], indent: int = 0) -> str:
-    """A call of `name` with keyword arguments, one on each line; a value of type `Code` is written as it is."""
+    """Return a call of `name` with the keyword arguments `values`, one on each line."""
     pad = " " * indent
     inside = "".join(f"{pad}    {key}={_literal(value)},\n" for key, value in values.items())
     return f"{name}(\n{inside}{pad})"
 
 
-class Code(str):
-    """A Python expression."""
+class PythonCode(str):
+    """A Python expression, which `python_call` writes without quotes."""
 
     __slots__ = ()
 
 
 def _literal(value: Any) -> str:
-    return str(value) if isinstance(value, Code) else repr(value)
+    return str(value) if isinstance(value, PythonCode) else repr(value)

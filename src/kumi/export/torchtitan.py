@@ -1,7 +1,7 @@
-"""torchtitan's configuration: a Python module with a function that returns a Trainer.Config, as its releases want it.
+"""Export to torchtitan: a Python module with a function that returns a Trainer.Config.
 
-The model is put together from torchtitan's own layers: its Llama 3, or its Qwen 3 where queries are normalised.
-Read in torchtitan 0.3.0: config/configs.py, trainer.py, distributed/, models/{common,llama3,qwen3}; torch 2.13:
+The model is built from torchtitan's own layers: its Llama 3, or its Qwen 3 if the model has QK norm.
+Checked against torchtitan 0.3.0: config/configs.py, trainer.py, distributed/, models/{common,llama3,qwen3}; torch 2.13:
 distributed/pipelining/schedules.py.
 """
 
@@ -10,116 +10,130 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kumi.export.common import offload, only, optimizer, precision, title, torchrun
-from kumi.export.text import Code, comment, python_call
-from kumi.export.torchtitan_model import code as model_code
-from kumi.export.torchtitan_model import problems as model_problems
+from kumi.export.common import (
+    plan_title,
+    torchrun_command,
+    unsupported_offload,
+    unsupported_optimizer,
+    unsupported_precision,
+    unsupported_value,
+)
+from kumi.export.text import PythonCode, as_comment, python_call
+from kumi.export.torchtitan_model import torchtitan_model_code, unsupported_model
 from kumi.spec import schedules
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.sharding import stage_bounds
 
-NAME = "torchtitan"
-FILE = "kumi_torchtitan.py"
-SCHEDULES = {
+_NAME = "torchtitan"
+_FILE = "kumi_torchtitan.py"
+_SCHEDULES = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",
     "interleaved": "Interleaved1F1B",
     "zb-v": "ZBVZeroBubble",
     "dualpipe": "DualPipeV",
 }
-RESHARD = {0: "default", 2: "never", 3: "always"}
-RECOMPUTE = {"none": Code("None"), "selective": Code("SelectiveAC.Config()"), "full": Code("FullAC.Config()")}
+_RESHARD = {0: "default", 2: "never", 3: "always"}
+_RECOMPUTE = {
+    "none": PythonCode("None"),
+    "selective": PythonCode("SelectiveAC.Config()"),
+    "full": PythonCode("FullAC.Config()"),
+}
 
 
 def unsupported(job: Job, layout: Layout) -> list[str]:
-    """Every reason why torchtitan cannot train `job` with `layout`."""
+    """Return all reasons why torchtitan does not support `layout` for `job`."""
     return [
-        *model_problems(job.model),
-        *only("zero", layout.zero, RESHARD, NAME, "divides gradients whenever it divides states (FSDP2)"),
+        *unsupported_model(job.model),
+        *unsupported_value(
+            "zero", layout.zero, _RESHARD, _NAME, "shards gradients whenever it shards optimizer states (FSDP2)"
+        ),
         *_schedule(job, layout),
         *_degrees(job, layout),
         *_recompute(layout),
-        *offload(layout, NAME, ("states",)),
-        *optimizer(job, ("adamw",), NAME),
-        *precision(job, NAME, ("bfloat16", "float32")),
-        *only("precision.reduce", job.precision.reduce, ["float32"], NAME, "reduces gradients in float32"),
+        *unsupported_offload(layout, _NAME, ("states",)),
+        *unsupported_optimizer(job, ("adamw",), _NAME),
+        *unsupported_precision(job, _NAME, ("bfloat16", "float32")),
+        *unsupported_value(
+            "precision.reduce", job.precision.reduce, ["float32"], _NAME, "reduces gradients in float32"
+        ),
     ]
 
 
 def _schedule(job: Job, layout: Layout) -> Iterator[str]:
     if layout.pp == 1:
         return
-    if layout.schedule not in SCHEDULES:
-        yield from only("schedule", layout.schedule, SCHEDULES, NAME, "does not have it")
+    if layout.schedule not in _SCHEDULES:
+        yield from unsupported_value("schedule", layout.schedule, _SCHEDULES, _NAME, "does not have it")
         return
     schedule = schedules.SCHEDULES[layout.schedule]
     if not schedule.more_stages and layout.stages != schedule.stages:
         yield (
-            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} runs it with {schedule.stages} a rank; "
+            f"stages={layout.stages} with schedule={layout.schedule}: {_NAME} runs it with {schedule.stages} per rank; "
             f"set stages = {schedule.stages}"
         )
     elif not schedule.takes_stages(layout.stages):
         yield (
-            f"stages={layout.stages} with schedule={layout.schedule}: {NAME} wants {schedule.stages} or more; "
+            f"stages={layout.stages} with schedule={layout.schedule}: {_NAME} needs {schedule.stages} or more; "
             f"set schedule = '1f1b'"
         )
     yield from _microbatches(job.batch.microbatches(layout), layout)
     if job.model.tie_word_embeddings:
-        yield f"pp={layout.pp} with tied embeddings: {NAME} does not keep them equal over stages; set pp = 1"
+        yield f"pp={layout.pp} with tied embeddings: {_NAME} does not keep them equal on different stages; set pp = 1"
 
 
 def _microbatches(count: int, layout: Layout) -> Iterator[str]:
     rounds = max(1, count // layout.pp)
     if layout.schedule == "interleaved" and count % rounds:
-        yield f"{count} microbatches: {NAME} interleaves {rounds} equal rounds; use a multiple of pp={layout.pp}"
+        yield f"{count} microbatches: {_NAME} interleaves {rounds} equal rounds; use a multiple of pp={layout.pp}"
     if layout.schedule == "dualpipe" and count < 2 * layout.pp:
-        yield f"{count} microbatches: {NAME}'s DualPipeV wants one for each of {2 * layout.pp} stages, or more"
+        yield f"{count} microbatches: {_NAME}'s DualPipeV needs at least one for each of {2 * layout.pp} stages"
 
 
 def _degrees(job: Job, layout: Layout) -> Iterator[str]:
     heads = {layer.attends.num_key_value_heads for layer in job.model.layers if layer.attends is not None}
     if any(count % layout.tp for count in heads):
-        yield f"tp={layout.tp} does not divide num_key_value_heads={min(heads)}, which {NAME} wants; use a divisor"
-    pieces = (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
-    if job.batch.seq_len % pieces:
-        yield f"seq_len={job.batch.seq_len}: {NAME} cuts it into {pieces} pieces; use a multiple"
+        yield f"tp={layout.tp} does not divide num_key_value_heads={min(heads)}, as {_NAME} requires; use a divisor"
+    parts = (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
+    if job.batch.seq_len % parts:
+        yield f"seq_len={job.batch.seq_len}: {_NAME} splits it into {parts} parts; use a multiple"
     if layout.expert_tp > 1:
-        yield f"expert_tp={layout.expert_tp}: {NAME} keeps experts whole; set expert_tp = 1"
+        yield f"expert_tp={layout.expert_tp}: {_NAME} does not shard single experts; set expert_tp = 1"
     if layout.ep > 1 and layout.dp_shard * layout.cp * layout.tp % layout.ep:
         yield (
-            f"ep={layout.ep} does not divide dp_shard x cp x tp = {layout.dp_shard * layout.cp * layout.tp}, whose "
-            f"ranks {NAME} gives experts to"
+            f"ep={layout.ep} does not divide dp_shard x cp x tp = {layout.dp_shard * layout.cp * layout.tp}; "
+            f"{_NAME} distributes experts over these ranks"
         )
 
 
 def _recompute(layout: Layout) -> Iterator[str]:
     if layout.recompute != "none" and layout.recompute_layers is not None:
-        yield f"recompute_layers={layout.recompute_layers}: {NAME} recomputes in all layers or in none"
+        yield f"recompute_layers={layout.recompute_layers}: {_NAME} recomputes in all layers or in none"
 
 
 def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
-    """The module."""
+    """Return the module."""
     head = [
-        title(job, layout, NAME),
-        f"$ {torchrun(job, layout)} -m torchtitan.train --module {FILE.removesuffix('.py')} --config planned",
-        "Run it with this folder on PYTHONPATH. Tokenizer (--hf_assets_path), data (--dataloader.dataset) and steps "
+        plan_title(job, layout, _NAME),
+        f"$ {torchrun_command(job, layout)} -m torchtitan.train --module {_FILE.removesuffix('.py')} --config planned",
+        "Add this folder to PYTHONPATH. Tokenizer (--hf_assets_path), data (--dataloader.dataset) and steps "
         "(--training.steps) are not part of a plan.",
     ]
     sections = {
         "training": ("TrainingConfig", _training(job, layout, steps)),
-        "parallelism": ("ParallelismConfig", parallelism(job.model, layout)),
+        "parallelism": ("ParallelismConfig", _parallelism(job.model, layout)),
         "lr_scheduler": ("LRSchedulersContainer.Config", _learning_rate(job, steps)),
     }
     calls = {name: python_call(kind, values, 8) for name, (kind, values) in sections.items()}
     optim = job.optim
     body = _TEMPLATE.format(
-        head=comment(head),
+        head=as_comment(head),
         recompute=""
         if layout.recompute == "none"
-        else f"from torchtitan.distributed.activation_checkpoint import {RECOMPUTE[layout.recompute].split('.')[0]}\n",
-        model=model_code(job.model),
+        else f"from torchtitan.distributed.activation_checkpoint import {_RECOMPUTE[layout.recompute].split('.')[0]}\n",
+        model=torchtitan_model_code(job.model),
         loss=_CHUNKED if job.engine.logit_bytes == 0 else _PLAIN,
         wrapper="ChunkedLossWrapper, " if job.engine.logit_bytes == 0 else "",
         optimizer=python_call(
@@ -127,18 +141,21 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
             {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay},
             8,
         ),
-        activation_checkpoint=RECOMPUTE[layout.recompute],
+        activation_checkpoint=_RECOMPUTE[layout.recompute],
         compiled=job.engine.kernels == "compiled",
         **calls,
     )
-    return {FILE: body}
+    return {_FILE: body}
 
 
 def _training(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
-    """A pipeline takes all of a rank's sequences at once and cuts them itself; else they are accumulated."""
-    share = layout.microbatch * (job.batch.microbatches(layout) if layout.pp > 1 else 1)
+    """Return the arguments of TrainingConfig.
+
+    A pipeline takes all sequences of a rank and splits them into microbatches; otherwise gradients are accumulated.
+    """
+    sequences = layout.microbatch * (job.batch.microbatches(layout) if layout.pp > 1 else 1)
     return {
-        "local_batch_size": share,
+        "local_batch_size": sequences,
         "global_batch_size": job.batch.sequences,
         "seq_len": job.batch.seq_len,
         "steps": steps,
@@ -150,12 +167,12 @@ def _training(job: Job, layout: Layout, steps: int) -> dict[str, Any]:
     }
 
 
-def parallelism(model: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Keyword arguments of ParallelismConfig."""
-    found: dict[str, Any] = {
+def _parallelism(model: ModelSpec, layout: Layout) -> dict[str, Any]:
+    """Return the keyword arguments of ParallelismConfig."""
+    arguments: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.dp_replicate,
         "data_parallel_shard_degree": layout.dp_shard,
-        "fsdp_reshard_after_forward": RESHARD[layout.zero],
+        "fsdp_reshard_after_forward": _RESHARD[layout.zero],
         "context_parallel_degree": layout.cp,
         "tensor_parallel_degree": layout.tp,
         "enable_sequence_parallel": layout.sequence_parallel,
@@ -163,16 +180,16 @@ def parallelism(model: ModelSpec, layout: Layout) -> dict[str, Any]:
         "pipeline_parallel_degree": layout.pp,
     }
     if layout.pp == 1:
-        return found
-    return found | {
-        "pipeline_parallel_schedule": SCHEDULES[layout.schedule],
+        return arguments
+    return arguments | {
+        "pipeline_parallel_schedule": _SCHEDULES[layout.schedule],
         "pipeline_parallel_microbatch_size": layout.microbatch,
-        "module_fqns_per_model_part": Code(_stage_code(stage_bounds(layout, model.num_hidden_layers))),
+        "module_fqns_per_model_part": PythonCode(_stage_code(stage_bounds(layout, model.num_hidden_layers))),
     }
 
 
 def _stage_code(stages: tuple[tuple[int, int], ...]) -> str:
-    """A list with, for every stage, the names of its modules, written with ranges of layers."""
+    """Return code of a list of the module names of each stage, with layers as ranges."""
     rows = []
     for index, (first, last) in enumerate(stages):
         parts = ["'tok_embeddings'"] if index == 0 else []

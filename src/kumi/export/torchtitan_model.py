@@ -1,6 +1,6 @@
-"""A model as Python code that puts torchtitan's layers together, and what they cannot be.
+"""A model as Python code that builds it from torchtitan's layers, and the models that this does not support.
 
-Read in torchtitan 0.3.0: models/common/{config_utils,decoder,rope}.py, models/llama3, models/qwen3.
+Checked against torchtitan 0.3.0: models/common/{config_utils,decoder,rope}.py, models/llama3, models/qwen3.
 """
 
 from __future__ import annotations
@@ -11,43 +11,44 @@ from kumi.spec.model import Attention, ModelSpec, MoE, Rope
 from kumi.spec.uniform_layers import Alike, alike, uncommon
 
 
-def problems(model: ModelSpec) -> Iterator[str]:
-    """What of `model` torchtitan's Llama 3 and Qwen 3 are not."""
-    found = alike(model)
-    if found is None or (found.moe is not None and found.dense is not None):
+def unsupported_model(model: ModelSpec) -> Iterator[str]:
+    """Yield why torchtitan's Llama 3 and Qwen 3 cannot be `model`."""
+    layers = alike(model)
+    if layers is None or (layers.moe is not None and layers.dense is not None):
         yield (
-            "the layers differ, or are not attention with an mlp each; torchtitan's Llama 3 and Qwen 3, which kumi "
-            "writes, have one kind of layer"
+            "the layers differ, or are not attention with an mlp each; torchtitan's Llama 3 and Qwen 3, to which kumi "
+            "exports, have one kind of layer"
         )
         return
-    if not isinstance(found.attention, Attention):
-        yield "latent attention: kumi writes torchtitan's Llama 3 and Qwen 3, not its DeepSeek-V3"
+    if not isinstance(layers.attention, Attention):
+        yield "latent attention: kumi exports to torchtitan's Llama 3 and Qwen 3, not to its DeepSeek-V3"
         return
-    wrong = [what for what, there in _foreign(model, found, found.attention).items() if there]
-    if wrong:
-        yield f"torchtitan's Llama 3 and Qwen 3 have no {', '.join(wrong)}"
-    yield from _rope_problems(found.attention)
+    lacking = [
+        feature for feature, present in _unsupported_features(model, layers, layers.attention).items() if present
+    ]
+    if lacking:
+        yield f"torchtitan's Llama 3 and Qwen 3 have no {', '.join(lacking)}"
+    yield from _rope_problems(layers.attention)
 
 
-def _foreign(model: ModelSpec, found: Alike, attention: Attention) -> dict[str, bool]:
-    """Traits that torchtitan's layers lack, and whether the model has them."""
-    dense, moe, layer = found.dense, found.moe, found.layer
+def _unsupported_features(model: ModelSpec, layers: Alike, attention: Attention) -> dict[str, bool]:
+    """Return features that torchtitan's layers lack -> whether the model has them."""
+    dense, moe, layer = layers.dense, layers.moe, layers.layer
     return {
-        "windows": found.window is not None,
+        "sliding windows": layers.window is not None,
         "biases": attention.qkv_bias or attention.out_bias or (dense is not None and dense.bias),
-        "other mlp than SwiGLU": dense is not None and (dense.hidden_act != "silu" or not dense.gated),
+        "mlp other than SwiGLU": dense is not None and (dense.hidden_act != "silu" or not dense.gated),
         "layer norm": model.norm != "rmsnorm",
-        "attention beside the mlp": layer.parallel,
+        "attention parallel to the mlp": layer.parallel,
         "norms after attention and mlp": layer.post_norms,
         "norm after the embedding": model.embedding_norm,
-        "positions but rotary ones": attention.rope is None,
-        "partly turned heads": attention.rotary_dim not in (0, attention.head_dim),
-        "norm over all heads at once": attention.qk_norm_whole,
+        "positions other than RoPE": attention.rope is None,
+        "partial RoPE": attention.rotary_dim not in (0, attention.head_dim),
+        "norm over all heads together": attention.qk_norm_whole,
         "attention sinks": attention.sinks,
-        "experts like these (softmax over normalised scores, no shared one, with query norms, as Qwen 3 has)": moe
-        is not None
+        "experts unlike Qwen 3's (softmax of the scores, no shared expert, QK norm)": moe is not None
         and (not _qwen_experts(moe) or not attention.qk_norm),
-        **uncommon(model, found),
+        **uncommon(model, layers),
     }
 
 
@@ -59,47 +60,47 @@ def _qwen_experts(moe: MoE) -> bool:
 def _rope_problems(attention: Attention) -> Iterator[str]:
     scaling = None if attention.rope is None else attention.rope.scaling
     if scaling in ("linear", "longrope"):
-        yield f"positions stretched by '{scaling}': torchtitan has plain, llama3 and yarn ones"
+        yield f"rope scaling '{scaling}': torchtitan has plain RoPE, llama3 and yarn"
     if scaling == "llama3" and attention.qk_norm:
-        yield "llama3 positions with query norms: torchtitan's Qwen 3 has plain and yarn ones"
+        yield "rope scaling 'llama3' with QK norm: torchtitan's Qwen 3 has plain RoPE and yarn"
     if scaling == "yarn" and attention.rope is not None and attention.rope.attention_factor not in (None, 1.0):
-        yield "yarn with an attention_factor: torchtitan's Llama 3 and Qwen 3 turn without it"
+        yield "yarn with an attention_factor: torchtitan's Llama 3 and Qwen 3 do not apply it"
 
 
-def code(model: ModelSpec) -> str:
-    """Imports and a function model_spec() that returns torchtitan's ModelSpec of `model`."""
-    found = alike(model)
-    assert found is not None, "problems() refuses other models"
-    assert isinstance(found.attention, Attention), "problems() refuses other models"
-    qwen = found.attention.qk_norm
+def torchtitan_model_code(model: ModelSpec) -> str:
+    """Return code with imports and a function model_spec() that returns torchtitan's ModelSpec of `model`."""
+    layers = alike(model)
+    assert layers is not None, "unsupported_model() rejects other models"
+    assert isinstance(layers.attention, Attention), "unsupported_model() rejects other models"
+    qwen = layers.attention.qk_norm
     names = {
         "name": "qwen3" if qwen else "llama3",
         "Class": "Qwen3" if qwen else "Llama3",
         "parallelize": "parallelize_qwen3" if qwen else "parallelize_llama",
         "rope": "CosSinRoPE" if qwen else "ComplexRoPE",
-        "hook": "register_moe_load_balancing_hook" if found.moe is not None else "None",
+        "hook": "register_moe_load_balancing_hook" if layers.moe is not None else "None",
     }
     return _TEMPLATE.format(
         **names,
-        hook_import=_HOOK if found.moe is not None else "",
-        moe_imports=_MOE_IMPORTS if found.moe is not None else "",
+        hook_import=_HOOK if layers.moe is not None else "",
+        moe_imports=_MOE_IMPORTS if layers.moe is not None else "",
         dim=model.hidden_size,
         vocab=model.vocab_size,
         layers=model.num_hidden_layers,
         eps=model.norm_eps,
         std=model.initializer_range,
         tied=model.tie_word_embeddings,
-        heads=found.attention.num_attention_heads,
-        kv_heads=found.attention.num_key_value_heads,
-        head_dim=found.attention.head_dim,
+        heads=layers.attention.num_attention_heads,
+        kv_heads=layers.attention.num_key_value_heads,
+        head_dim=layers.attention.head_dim,
         qk_norm="norm(head_dim)" if qwen else "None",
-        rope_options=_rope(found.attention.rope, model),
-        feed_forward=_feed_forward(found),
+        rope_options=_rope(layers.attention.rope, model),
+        feed_forward=_feed_forward(layers),
     )
 
 
 def _rope(rope: Rope | None, model: ModelSpec) -> str:
-    assert rope is not None, "problems() refuses models without"
+    assert rope is not None, "unsupported_model() rejects models without RoPE"
     options: dict[str, object] = {"max_seq_len": model.max_position_embeddings, "theta": rope.rope_theta}
     if rope.scaling == "llama3":
         options |= {
@@ -121,12 +122,12 @@ def _rope(rope: Rope | None, model: ModelSpec) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _feed_forward(found: Alike) -> str:
-    if found.moe is None:
-        assert found.dense is not None
-        size = found.dense.intermediate_size
+def _feed_forward(layers: Alike) -> str:
+    if layers.moe is None:
+        assert layers.dense is not None
+        size = layers.dense.intermediate_size
         return f"feed_forward=make_ffn_config(dim=dim, hidden_dim={size}, w1_param_init=linear, w2w3_param_init=linear)"
-    moe = found.moe
+    moe = layers.moe
     experts = "{name: linear['weight'] for name in ('w1_EFD', 'w2_EDF', 'w3_EFD')}"
     return f"""moe=make_moe_config(
                 num_experts={moe.num_experts},

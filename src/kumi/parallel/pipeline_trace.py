@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kumi.parallel.mesh import Mesh, barrier
-from kumi.plan.pipeline.timeline import Span, Timeline
+from kumi.plan.pipeline.timeline import TimedAction, Timeline
 from kumi.spec.schedules.schedule_record import Action
 
 # A moment: seconds of the host's clock, or an event of the device's.
@@ -60,12 +60,13 @@ def mark(record: Record | None) -> Mark | None:
     return None if record is None else now(record.device)
 
 
-def spans(record: Record) -> tuple[Span, ...]:
+def spans(record: Record) -> tuple[TimedAction, ...]:
     """What was done, in seconds from the record's beginning. Waits for the device."""
     if record.device.type == "cuda":
         torch.cuda.synchronize(record.device)
     return tuple(
-        Span(action, _seconds(record.begun, begin), _seconds(record.begun, end)) for action, begin, end in record.spans
+        TimedAction(action, _seconds(record.begun, begin), _seconds(record.begun, end))
+        for action, begin, end in record.spans
     )
 
 
@@ -80,7 +81,7 @@ def _seconds(first: Mark, second: Mark) -> float:
 def gather(record: Record, mesh: Mesh) -> Timeline | None:
     """What every rank of the pipeline of rank 0 did, on rank 0; None on all others. Every rank must call it."""
     mine, group = spans(record), mesh.group("pp")
-    found: list[tuple[Span, ...]] = [mine]
+    found: list[tuple[TimedAction, ...]] = [mine]
     if group is not None:
         found = [() for _ in range(mesh.layout.pp)]
         dist.all_gather_object(found, mine, group=group)

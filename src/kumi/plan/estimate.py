@@ -15,7 +15,7 @@ from kumi.plan.estimates import Estimate, MemoryEstimate, StageEstimate
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch, batch_layouts
 from kumi.plan.memory import device_memory
 from kumi.plan.memory.device_memory import num_microbatches
-from kumi.plan.pipeline.stages import Share, before_largest, even_first, share
+from kumi.plan.pipeline.stages import RankStages, first_layer_of_stage, layers_before_largest, rank_stages
 from kumi.plan.pipeline.timeline import Timeline, makespan, simulate
 from kumi.plan.time.kernel_times import peak_flops
 from kumi.plan.time.layer_costs import CostTable, cost_table
@@ -139,7 +139,9 @@ def stage_estimates(
     ends_rank = [end > first and stage == max(placed[rank_of[stage]]) for stage, (first, end) in enumerate(bounds)]
     last_kind = np.array([[of_layer[end - 1] == kind for _, end in bounds] for kind in range(len(kinds))])
     last = last_kind * np.array(ends_rank)
-    shares = Share(counts, (stages == 0) * 1.0, (stages == len(bounds) - 1) * 1.0, np.ones(len(bounds)), last * 1.0)
+    shares = RankStages(
+        counts, (stages == 0) * 1.0, (stages == len(bounds) - 1) * 1.0, np.ones(len(bounds)), last * 1.0
+    )
     zeros = np.zeros(len(bounds), np.int64)
     layers = counts.sum(axis=0)
     of_rank = np.array([layers[list(placed[rank_of[stage]])].sum() for stage in range(len(bounds))])
@@ -182,10 +184,10 @@ def representative_ranks(model: ModelSpec, layouts: LayoutBatch) -> tuple[Ints, 
     begins with smaller layers, as many mixtures of experts do, the first rank without such layers.
     """
     first, last = np.zeros_like(layouts.pp), layouts.pp - 1
-    inner, smaller = np.minimum(1, last), before_largest(model)
+    inner, smaller = np.minimum(1, last), layers_before_largest(model)
     # Each of the `smaller` first layers can move the inner rank by one at most.
     for _ in range(smaller):
-        inner = inner + (even_first(model.num_hidden_layers, layouts.pp * layouts.stages, inner) < smaller)
+        inner = inner + (first_layer_of_stage(model.num_hidden_layers, layouts.pp * layouts.stages, inner) < smaller)
     counts = np.stack([np.ones(len(layouts)), np.maximum(0.0, layouts.pp - 2.0), layouts.pp > 1])
     return np.stack([first, np.minimum(inner, last), last]), counts
 
@@ -197,6 +199,6 @@ def memory_by_rank(job: Job, layouts: LayoutBatch, ranks: Ints, stage_layers: Se
     return {kind: size.reshape(ranks.shape) for kind, size in sizes.items()}
 
 
-def rank_share(job: Job, layouts: LayoutBatch, rank: Ints, stage_layers: Sequence[int] = ()) -> Share:
+def rank_share(job: Job, layouts: LayoutBatch, rank: Ints, stage_layers: Sequence[int] = ()) -> RankStages:
     """Return the share of the model on pp rank `rank` of every row."""
-    return share(job.model, layouts, rank, num_microbatches(job, layouts), stage_layers)
+    return rank_stages(job.model, layouts, rank, num_microbatches(job, layouts), stage_layers)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kumi.plan.estimates import Estimate
 from kumi.plan.pipeline.timeline import Timeline
-from kumi.plan.search.sizing import Training
+from kumi.plan.search.sizing import TrainingCost
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params
@@ -54,7 +54,7 @@ class Report:
     timeline: Timeline | None = None
     front: tuple[Estimate, ...] = ()
     lacking: tuple[Estimate, ...] = ()
-    training: Training | None = None
+    training: TrainingCost | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report without its timeline as plain data, for --json; the model as a summary."""

@@ -10,11 +10,23 @@ from kumi.plan.estimate import estimate, estimated_timeline
 from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report, StandardLayout
 from kumi.plan.search.candidates import Pins
-from kumi.plan.search.refusal import does_not_fit, why_illegal
-from kumi.plan.search.search_layouts import Found, search
-from kumi.plan.search.select import TRAINED, alone, pinned_layout, trained, unasked
-from kumi.plan.search.sizing import training
-from kumi.plan.search.supported import Unsupported, accepted, none_supported, refuse_unsupported
+from kumi.plan.search.diagnose import (
+    UnsupportedFn,
+    accept_supported,
+    explain_illegal,
+    explain_no_fit,
+    explain_none_supported,
+    require_supported,
+)
+from kumi.plan.search.search_layouts import SearchResult, search
+from kumi.plan.search.select import (
+    TRAINER_PINS,
+    fully_pinned_layout,
+    search_single,
+    trainable_pins,
+    unsupported_by_kumi,
+)
+from kumi.plan.search.sizing import training_cost
 from kumi.plan.standard_layouts import estimate_standard_layouts
 from kumi.spec.job import Job
 
@@ -26,7 +38,7 @@ def plan(
     top: int = 8,
     trainable: bool = False,
     front: bool = True,
-    unsupported: Unsupported | None = None,
+    unsupported: UnsupportedFn | None = None,
     tokens: float | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
@@ -39,15 +51,15 @@ def plan(
     Raise LayoutError with the reasons if the pinned fields are illegal or unsupported, and FitError with the smallest
     change that would help if nothing fits.
     """
-    only, fixed = pinned_layout(job, pinned), TRAINED if trainable else {}
-    pins = trained(job, pinned) if trainable else pinned
+    only, fixed = fully_pinned_layout(job, pinned), TRAINER_PINS if trainable else {}
+    pins = trainable_pins(job, pinned) if trainable else pinned
     if unsupported is not None:
-        refuse_unsupported(job, pinned, unsupported)
-    unsupported = unasked(pinned) if trainable else unsupported
+        require_supported(job, pinned, unsupported)
+    unsupported = unsupported_by_kumi(pinned) if trainable else unsupported
     result = (
-        alone(job, only)
+        search_single(job, only)
         if only is not None
-        else search(job, pins, top=top + 1, front=front, accept=accepted(job, unsupported), progress=progress)
+        else search(job, pins, top=top + 1, front=front, accept=accept_supported(job, unsupported), progress=progress)
     )
     if not result.plans:
         raise _no_plan(job, pinned, result, fixed, unsupported)
@@ -62,11 +74,11 @@ def plan(
         timeline=estimated_timeline(job, best),
         front=result.pareto,
         lacking=_faster_but_too_large(job, result, best),
-        training=None if tokens is None else training(tokens, best, job.cluster),
+        training=None if tokens is None else training_cost(tokens, best, job.cluster),
     )
 
 
-def _with_support(job: Job, item: StandardLayout, unsupported: Unsupported | None) -> StandardLayout:
+def _with_support(job: Job, item: StandardLayout, unsupported: UnsupportedFn | None) -> StandardLayout:
     """Return `item` with the reasons why the requested trainer does not support it."""
     if item.estimate is None or unsupported is None:
         return item
@@ -74,17 +86,17 @@ def _with_support(job: Job, item: StandardLayout, unsupported: Unsupported | Non
 
 
 def _no_plan(
-    job: Job, pinned: Pins, result: Found, fixed: Pins, unsupported: Unsupported | None
+    job: Job, pinned: Pins, result: SearchResult, fixed: Pins, unsupported: UnsupportedFn | None
 ) -> FitError | LayoutError:
     """Return the error for a search without a plan: no layout is legal, supported, or small enough."""
     if not result.count:
-        return LayoutError(why_illegal(job, pinned))
+        return LayoutError(explain_illegal(job, pinned))
     if unsupported is not None and result.pareto:
-        return LayoutError(none_supported(job, result.pareto[0].layout, unsupported))
-    return FitError(does_not_fit(job, pinned, result, fixed))
+        return LayoutError(explain_none_supported(job, result.pareto[0].layout, unsupported))
+    return FitError(explain_no_fit(job, pinned, result, fixed))
 
 
-def _faster_but_too_large(job: Job, result: Found, best: Estimate) -> tuple[Estimate, ...]:
+def _faster_but_too_large(job: Job, result: SearchResult, best: Estimate) -> tuple[Estimate, ...]:
     """Return at most three layouts that are faster than `best` and do not fit, fastest first.
 
     The candidates are the plans of `result` with recomputation and offloading turned off.

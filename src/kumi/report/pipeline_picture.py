@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kumi.plan.pipeline.timeline import Span, Timeline
+from kumi.plan.pipeline.timeline import TimedAction, Timeline
 from kumi.report import palette, phrases, svg
 from kumi.report.quantities import pick
 
@@ -96,7 +96,7 @@ def _key(kinds: Sequence[str], later: bool) -> tuple[list[str], float]:
     return marks, end + 8
 
 
-def _box(span: Span, x: float, y: float, width: float, later: bool) -> Iterator[str]:
+def _box(span: TimedAction, x: float, y: float, width: float, later: bool) -> Iterator[str]:
     """Draw an action; `later` underlines it, for stages after the rank's first."""
     kind, stage, microbatch = span.action
     fill = palette.ACTION_COLOURS[kind]

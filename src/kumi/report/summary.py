@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report
-from kumi.plan.search.sizing import training
+from kumi.plan.search.sizing import training_cost
 from kumi.report import phrases
 from kumi.report.quantities import fullest
 from kumi.spec.ledger import num_params
@@ -56,7 +56,7 @@ def _host(best: Estimate) -> Iterator[str]:
 def _cost(report: Report) -> Iterator[str]:
     """Yield the device hours, cost and energy of the requested tokens, by default a billion."""
     device = report.job.cluster.device
-    totals = report.training or training(1e9, report.best, report.job.cluster)
+    totals = report.training or training_cost(1e9, report.best, report.job.cluster)
     days = f"{phrases.digits(totals.days)} days, " if report.training else ""
     parts = [f"{phrases.digits(totals.device_hours)} device hours"]
     if totals.cost is not None:

@@ -1,4 +1,4 @@
-"""Jobs and layouts that the exports are tried on, in the sizes of real models: configurations cost nothing to write."""
+"""Jobs and layouts for the tests of exports, with models of real sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LLAMA3_ROPE = Rope(500_000.0, "llama3", 8.0, 8192, 1.0, 4.0)
 
 
 def dense(layers, hidden, heads, kv_heads, ffn, vocab, rope, family="llama", **more):
-    """A model of equal layers, as Llama's."""
+    """Return a model of equal layers, like Llama."""
     attention = Attention(heads, kv_heads, hidden // heads, rope)
     return ModelSpec(family, vocab, hidden, (LayerSpec(attention, MLP(ffn)),) * layers, 1e-5, 131_072, **more)
 
@@ -83,7 +83,7 @@ GPT2_XL = ModelSpec(
 
 
 def job(model, devices, sequences, seq_len=4096, *, precision="bf16", engine="kumi", **optim):
-    """`model` on `devices` H100 in nodes of eight, with `sequences` in a step."""
+    """Return the job of `model` on `devices` H100 in nodes of eight, with `sequences` per step."""
     per_node = min(8, devices)
     cluster = ClusterSpec("h100", Device("H100-SXM", "cuda", 80 << 30), per_node, devices // per_node)
     return Job(
@@ -91,7 +91,7 @@ def job(model, devices, sequences, seq_len=4096, *, precision="bf16", engine="ku
     )
 
 
-# name -> (job, layout, the trainers that can carry it out)
+# name -> (job, layout, the trainers that support it)
 EVERYONE = ("megatron-lm", "megatron-bridge", "deepspeed", "accelerate-fsdp", "torchtitan", "nanotron")
 MEGATRON = EVERYONE[:2]
 EXAMPLES = {

@@ -1,4 +1,4 @@
-"""What an export says, read back without the trainer: degrees, batches, the model, the text itself."""
+"""Exports, read back without the trainers: degrees, batches, the model and the text."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ from export_jobs import EVERYONE, EXAMPLES, LLAMA2_7B, MIXED_WINDOWS, job
 
 from kumi.errors import ConfigError, LayoutError
 from kumi.export import TRAINERS, export, megatron_lm, unsupported
-from kumi.export.text import arguments, comment, to_yaml
+from kumi.export.text import as_comment, command_line_options, to_yaml
 from kumi.plan.engines import ENGINES
 from kumi.spec.layout import Layout
 from kumi.spec.uniform_layers import alike, runs
@@ -27,29 +27,29 @@ def files(name, trainer, **more):
 
 
 def bash_options(text):
-    """The options in the array ARGS of a shell file: name -> values."""
-    found = {}
+    """Return the options in the array ARGS of a shell file: name -> values."""
+    options = {}
     for line in re.search(r"^ARGS=\((.*?)^\)", text, re.M | re.S).group(1).splitlines():
         words = shlex.split(line, comments=True)
         if words:
-            found[words[0].removeprefix("--")] = words[1:]
-    return found
+            options[words[0].removeprefix("--")] = words[1:]
+    return options
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_plan_is_written_for_exactly_the_trainers_that_can_carry_it_out(name):
+def test_a_plan_is_exported_for_exactly_the_trainers_that_support_it(name):
     work, layout, able = EXAMPLES[name]
     assert tuple(trainer for trainer in EVERYONE if not unsupported(work, layout, trainer)) == able
     for trainer in set(EVERYONE) - set(able):
-        with pytest.raises(LayoutError, match=f"{trainer} cannot carry out this plan: "):
+        with pytest.raises(LayoutError, match=f"{trainer} does not support this plan: "):
             export(work, layout, trainer)
 
 
 @pytest.mark.parametrize(("name", "trainer"), ABLE)
 def test_an_export_is_text_that_its_format_reads(name, trainer):
-    found = files(name, trainer)
-    assert found
-    for file, text in found.items():
+    exported = files(name, trainer)
+    assert exported
+    for file, text in exported.items():
         assert text.endswith("\n")
         assert not text.endswith("\n\n")
         assert all(line == line.rstrip() for line in text.splitlines()), file
@@ -109,7 +109,7 @@ def test_megatron_lm_as_a_whole():
     assert "gated products of dense" in " ".join(text.replace("#", "").split())
 
 
-def test_megatron_is_told_of_every_layer_that_differs():
+def test_megatron_s_arguments_list_every_layer_that_differs():
     options = bash_options(files("windows", "megatron-lm")["megatron_lm.sh"])
     assert options["window-size"] == ["1023,0"]
     assert eval(options["window-attn-skip-freq"][0]) == [1, 1, 1, 0] * 9
@@ -152,8 +152,8 @@ def test_gradients_travel_as_the_planned_engine_has_them():
     work, layout, _ = EXAMPLES["zero2"]
     for engine, word in (("kumi", "fp32"), ("deepspeed", "bf16")):
         planned = replace(work, engine=ENGINES[engine])
-        found = json.loads(export(planned, layout, "deepspeed")["ds_config.json"])
-        assert found["communication_data_type"] == word
+        config = json.loads(export(planned, layout, "deepspeed")["ds_config.json"])
+        assert config["communication_data_type"] == word
         note = "# Gradients:" in export(planned, layout, "accelerate-fsdp")["accelerate_fsdp.yaml"]
         assert note == (engine == "kumi")
 
@@ -178,15 +178,15 @@ def test_megatron_bridge_has_the_same_model_and_layout():
 @pytest.mark.parametrize("name", [name for name, (_, _, able) in EXAMPLES.items() if "deepspeed" in able])
 def test_deepspeed_s_batch_multiplies(name):
     work, layout, _ = EXAMPLES[name]
-    found = json.loads(files(name, "deepspeed")["ds_config.json"])
-    ranks = layout.world_size // found.get("tensor_parallel", {}).get("autotp_size", 1)
+    config = json.loads(files(name, "deepspeed")["ds_config.json"])
+    ranks = layout.world_size // config.get("tensor_parallel", {}).get("autotp_size", 1)
     assert ranks == layout.dp
-    share = found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"]
-    assert found["train_batch_size"] == share * ranks == work.batch.sequences
-    assert found["zero_optimization"]["stage"] == layout.zero
+    share = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    assert config["train_batch_size"] == share * ranks == work.batch.sequences
+    assert config["zero_optimization"]["stage"] == layout.zero
     options = bash_options(files(name, "deepspeed")["deepspeed.sh"])
-    assert int(options["per_device_train_batch_size"][0]) == found["train_micro_batch_size_per_gpu"]
-    assert int(options["gradient_accumulation_steps"][0]) == found["gradient_accumulation_steps"]
+    assert int(options["per_device_train_batch_size"][0]) == config["train_micro_batch_size_per_gpu"]
+    assert int(options["gradient_accumulation_steps"][0]) == config["gradient_accumulation_steps"]
 
 
 def test_deepspeed_moves_states_where_the_plan_has_them():
@@ -204,13 +204,13 @@ def test_deepspeed_moves_states_where_the_plan_has_them():
 @pytest.mark.parametrize("name", [name for name, (_, _, able) in EXAMPLES.items() if "accelerate-fsdp" in able])
 def test_accelerate_s_degrees_multiply(name):
     _, layout, _ = EXAMPLES[name]
-    found = yaml.safe_load(files(name, "accelerate-fsdp")["accelerate_fsdp.yaml"])
-    assert found["num_processes"] == layout.world_size
+    config = yaml.safe_load(files(name, "accelerate-fsdp")["accelerate_fsdp.yaml"])
+    assert config["num_processes"] == layout.world_size
     if layout.zero:
-        assert math.prod(found["parallelism_config"].values()) == layout.world_size
-        assert found["fsdp_config"]["fsdp_reshard_after_forward"] == (layout.zero == 3)
+        assert math.prod(config["parallelism_config"].values()) == layout.world_size
+        assert config["fsdp_config"]["fsdp_reshard_after_forward"] == (layout.zero == 3)
     else:
-        assert found["distributed_type"] == ("MULTI_GPU" if layout.world_size > 1 else "NO")
+        assert config["distributed_type"] == ("MULTI_GPU" if layout.world_size > 1 else "NO")
 
 
 def test_layers_are_recomputed_once_not_twice():
@@ -238,7 +238,7 @@ def test_torchtitan_holds_logits_as_the_planned_engine_does():
     assert "loss=CrossEntropyLoss.Config(" in files("zb-v", "torchtitan")["kumi_torchtitan.py"]
 
 
-# The keys of nanotron's repository (v0.5), whose parser refuses others and is in no package.
+# The keys of nanotron's repository (v0.5). Its parser, which no package includes, refuses others.
 NANOTRON = {
     "general": {
         "project",
@@ -299,11 +299,11 @@ NANOTRON = {
 @pytest.mark.parametrize("name", [name for name, (_, _, able) in EXAMPLES.items() if "nanotron" in able])
 def test_nanotron_s_repository_knows_every_key(name):
     work, layout, _ = EXAMPLES[name]
-    found = yaml.safe_load(files(name, "nanotron")["nanotron.yaml"])
-    assert set(found) == {*NANOTRON, "data_stages"}
+    config = yaml.safe_load(files(name, "nanotron")["nanotron.yaml"])
+    assert set(config) == {*NANOTRON, "data_stages"}
     for section, keys in NANOTRON.items():
-        assert set(found[section]) <= keys, section
-    degrees, tokens = found["parallelism"], found["tokens"]
+        assert set(config[section]) <= keys, section
+    degrees, tokens = config["parallelism"], config["tokens"]
     assert degrees["dp"] * degrees["pp"] * degrees["tp"] == layout.world_size
     share = tokens["micro_batch_size"] * tokens["batch_accumulation_per_replica"]
     assert share * degrees["dp"] * tokens["sequence_length"] == work.batch.tokens_per_step
@@ -311,9 +311,9 @@ def test_nanotron_s_repository_knows_every_key(name):
 
 def test_nanotron_s_old_release_gets_a_file_only_where_it_can():
     assert set(files("zero1", "nanotron")) == {"nanotron.yaml", "nanotron-0.4.yaml"}
-    found = files("one", "nanotron")
-    assert set(found) == {"nanotron.yaml"}
-    assert "Release 0.4 lacks rope_theta=500000.0" in found["nanotron.yaml"]
+    exported = files("one", "nanotron")
+    assert set(exported) == {"nanotron.yaml"}
+    assert "Release 0.4 lacks rope_theta=500000.0" in exported["nanotron.yaml"]
 
 
 def test_the_number_of_steps_is_the_run_s():
@@ -322,7 +322,7 @@ def test_the_number_of_steps_is_the_run_s():
     assert "steps=77," in files("ddp", "torchtitan", steps=77)["kumi_torchtitan.py"]
 
 
-def test_an_unknown_trainer_is_refused_with_those_that_are_known():
+def test_an_unknown_trainer_is_refused_with_the_known_trainers():
     work, layout, _ = EXAMPLES["ddp"]
     with pytest.raises(ConfigError, match=r"trainer 'megatron' is unknown; kumi exports to megatron-lm, .*nanotron$"):
         export(work, layout, "megatron")
@@ -340,34 +340,34 @@ def test_every_reason_is_named_at_once():
 @pytest.mark.parametrize(
     ("trainer", "change", "words"),
     [
-        ("megatron-lm", {"zero": 3, "pp": 2, "dp_shard": 4}, "Megatron-FSDP goes with tp, cp and ep, not with pp"),
+        ("megatron-lm", {"zero": 3, "pp": 2, "dp_shard": 4}, "Megatron-FSDP supports tp, cp and ep, not pp"),
         (
             "megatron-lm",
             {"pp": 2, "dp_shard": 4, "zero": 1, "schedule": "interleaved", "stages": 3, "microbatch": 16},
             "1 microbatches: Megatron interleaves them in groups of pp=2; use a multiple of 2",
         ),
-        ("deepspeed", {"cp": 2, "dp_shard": 4, "zero": 3}, "cp=2: DeepSpeed divides sequences"),
-        ("megatron-lm", {"cp": 2, "context": "ulysses"}, "context='ulysses': exports know the ring only"),
-        ("deepspeed", {"ep": 2, "dp_shard": 8, "zero": 3}, "AutoEP knows mixtral, .* not llama; set ep = 1"),
+        ("deepspeed", {"cp": 2, "dp_shard": 4, "zero": 3}, "cp=2: DeepSpeed shards sequences"),
+        ("megatron-lm", {"cp": 2, "context": "ulysses"}, "context='ulysses': exports support ring attention only"),
+        ("deepspeed", {"ep": 2, "dp_shard": 8, "zero": 3}, "AutoEP supports mixtral, .* not llama; set ep = 1"),
         ("deepspeed", {"dp_shard": 4, "dp_replicate": 2, "zero": 1}, "set dp_shard = 8 and dp_replicate = 1"),
         ("accelerate-fsdp", {"pp": 2, "dp_shard": 4, "zero": 3}, "accelerate has no pipeline"),
         ("accelerate-fsdp", {"dp_shard": 8, "zero": 1}, "use 0, 2 or 3"),
         ("torchtitan", {"dp_shard": 8, "zero": 1}, "use 0, 2 or 3"),
         ("torchtitan", {"pp": 4, "dp_shard": 2, "zero": 3, "schedule": "zb-h2"}, "schedule=zb-h2: torchtitan"),
-        ("torchtitan", {"pp": 4, "dp_shard": 2, "zero": 3, "schedule": "zb-v"}, "runs it with 2 a rank"),
+        ("torchtitan", {"pp": 4, "dp_shard": 2, "zero": 3, "schedule": "zb-v"}, "runs it with 2 per rank"),
         (
             "torchtitan",
             {"tp": 8, "dp_shard": 1, "zero": 0, "recompute": "full", "recompute_layers": 3},
             "recompute_layers=3: torchtitan recomputes in all layers or in none",
         ),
-        ("nanotron", {"dp_shard": 8, "zero": 2}, "zero=2: nanotron divides optimizer states at most; use 0 or 1"),
+        ("nanotron", {"dp_shard": 8, "zero": 2}, "zero=2: nanotron shards optimizer states at most; use 0 or 1"),
         ("nanotron", {"pp": 4, "dp_shard": 2, "zero": 1, "stages": 2, "schedule": "interleaved"}, "set stages = 1"),
-        ("nanotron", {"tp": 2, "cp": 2, "dp_shard": 2, "zero": 1}, "cp=2: nanotron's Llama has no such axis"),
+        ("nanotron", {"tp": 2, "cp": 2, "dp_shard": 2, "zero": 1}, "cp=2: nanotron's Llama does not support it"),
         ("nanotron", {"dp_shard": 8, "zero": 1, "offload": "optimizer"}, "offload=optimizer: nanotron does not keep"),
         ("torchtitan", {"dp_replicate": 8, "microbatch": 3}, "24 sequences of 4096 tokens"),
     ],
 )
-def test_what_a_trainer_cannot_do_is_said_with_what_it_can(trainer, change, words):
+def test_unsupported_values_are_refused_with_the_supported(trainer, change, words):
     reasons = unsupported(job(LLAMA2_7B, 8, 64), Layout(**change), trainer)
     assert any(re.search(words, reason) for reason in reasons), reasons
 
@@ -388,18 +388,18 @@ FOREIGN = {
 
 @pytest.mark.parametrize("trainer", ["torchtitan", "nanotron", "megatron-lm", "megatron-bridge"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_a_trainer_s_layers_lack_is_never_dropped(name, trainer):
+def test_features_that_a_trainer_s_layers_lack_are_never_dropped(name, trainer):
     change = dict(FOREIGN[name])
     layer, of_layer, of_rope = LLAMA2_7B.layers[0], change.pop("layer", {}), change.pop("rope", {})
     attention = replace(layer.attention, rope=replace(layer.attention.rope, **of_rope))
     layer = replace(layer, attention=replace(attention, **change.pop("attention", {})), **of_layer)
     layout = Layout(dp_shard=8, zero=1 if trainer == "nanotron" else 3)
-    plain, found = (
-        set(unsupported(job(one, 8, 64), layout, trainer))
-        for one in (LLAMA2_7B, replace(LLAMA2_7B, layers=(layer,) * 32, **change))
+    plain, reasons = (
+        set(unsupported(job(model, 8, 64), layout, trainer))
+        for model in (LLAMA2_7B, replace(LLAMA2_7B, layers=(layer,) * 32, **change))
     )
-    # Megatron-LM has learned positions, and nothing else of these.
-    assert bool(found - plain) == (trainer in ("torchtitan", "nanotron") or name not in ("tables", "positions"))
+    # Of these features, Megatron-LM supports only learned positions.
+    assert bool(reasons - plain) == (trainer in ("torchtitan", "nanotron") or name not in ("tables", "positions"))
 
 
 def test_every_reason_names_a_value_and_ends_without_a_stop():
@@ -411,12 +411,12 @@ def test_every_reason_names_a_value_and_ends_without_a_stop():
                 assert "\n" not in reason
 
 
-def test_layers_that_differ_in_windows_only_are_alike():
-    found = alike(MIXED_WINDOWS)
-    assert found.window == 1024
-    assert found.windows == (1024, 1024, 1024, None) * 9
-    one = replace(MIXED_WINDOWS.layers[0], post_norms=True)
-    assert alike(replace(MIXED_WINDOWS, layers=(one, *MIXED_WINDOWS.layers[1:]))) is None
+def test_layers_may_differ_in_their_windows_only():
+    layers = alike(MIXED_WINDOWS)
+    assert layers.window == 1024
+    assert layers.windows == (1024, 1024, 1024, None) * 9
+    different = replace(MIXED_WINDOWS.layers[0], post_norms=True)
+    assert alike(replace(MIXED_WINDOWS, layers=(different, *MIXED_WINDOWS.layers[1:]))) is None
 
 
 @pytest.mark.parametrize("flags", [[1], [0, 1], [1] * 5, [1, 1, 0] * 4, [0, 0, 0, *[1] * 58], [1, 0, 0, 1, 1, 0]])
@@ -426,8 +426,8 @@ def test_runs_of_flags_evaluate_to_themselves(flags):
 
 
 def test_arguments_are_quoted_for_the_shell():
-    found = arguments({"flag": True, "no": False, "none": None, "text": "a b|c", "list": [1, 2]})
-    assert found == ["--flag", "--text 'a b|c'", "--list 1 2"]
+    options = command_line_options({"flag": True, "no": False, "none": None, "text": "a b|c", "list": [1, 2]})
+    assert options == ["--flag", "--text 'a b|c'", "--list 1 2"]
 
 
 def test_small_numbers_stay_numbers_in_yaml():
@@ -437,7 +437,7 @@ def test_small_numbers_stay_numbers_in_yaml():
 
 def test_comments_are_folded_but_commands_are_not():
     words = "word " * 40
-    folded = comment([words.strip(), "$ " + words.strip()])
+    folded = as_comment([words.strip(), "$ " + words.strip()])
     lines = folded.splitlines()
     assert all(len(line) <= 104 for line in lines[:-1])
     assert lines[-1] == "# $ " + words.strip()
@@ -447,6 +447,6 @@ def test_comments_are_folded_but_commands_are_not():
 def test_the_model_of_every_megatron_example_has_its_arguments_once():
     for name, (work, layout, able) in EXAMPLES.items():
         if "megatron-lm" in able:
-            groups = megatron_lm.options(work, layout, 10).values()
-            named = [key for group in groups for key in group]
-            assert len(named) == len(set(named)), name
+            groups = megatron_lm.argument_groups(work, layout, 10).values()
+            keys = [key for group in groups for key in group]
+            assert len(keys) == len(set(keys)), name

@@ -1,6 +1,6 @@
-"""Every export as the trainer's own code reads it, where that trainer's package is installed.
+"""Every export, read by the trainer's own code if its package is installed.
 
-Each check is a script in `parsers/`, run by a process of its own: these packages patch, warn and set up a great deal.
+Each check is a script in `parsers/` and runs in its own process, since these packages change global state.
 """
 
 import json
@@ -18,42 +18,42 @@ from kumi.spec.ledger import num_params
 from kumi.spec.sharding import stage_bounds
 
 PARSERS = Path(__file__).parent / "parsers"
-# Where the trainers' packages are looked for.
+# The interpreter with the trainers' packages.
 PYTHON = sys.executable
 MISSING = 77
 STEPS = 200
 
 
-def parsed(script, trainers, folder, wanted=lambda files: True):
-    """What the trainers read in the exports of all examples they can carry out: (trainer, name) -> facts."""
+def parsed(script, trainers, folder, include=lambda files: True):
+    """Return the values that trainers read in the exports of all supported examples: (trainer, name) -> values."""
     names = []
     for trainer, (name, (work, layout, able)) in product(trainers, EXAMPLES.items()):
         files = export(work, layout, trainer, steps=STEPS) if trainer in able else {}
-        if files and wanted(files):
+        if files and include(files):
             names.append((trainer, name))
             (folder / trainer / name).mkdir(parents=True)
             for file, text in files.items():
                 (folder / trainer / name / file).write_text(text)
     assert names
     command = [PYTHON, str(PARSERS / f"{script}.py"), *(str(folder / trainer / name) for trainer, name in names)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if found.returncode == MISSING:
-        pytest.skip(found.stdout.strip())
-    assert found.returncode == 0, found.stderr[-3000:]
-    return dict(zip(names, json.loads(found.stdout.splitlines()[-1]), strict=True))
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if process.returncode == MISSING:
+        pytest.skip(process.stdout.strip())
+    assert process.returncode == 0, process.stderr[-3000:]
+    return dict(zip(names, json.loads(process.stdout.splitlines()[-1]), strict=True))
 
 
 def degrees(layout, *axes):
     return {axis: getattr(layout, axis) for axis in axes}
 
 
-def agree(found, expected):
-    """Whether `found` has all of `expected`, with the difference in sight where it has not."""
-    assert {key: found.get(key) for key in expected} == expected
+def agree(values, expected):
+    """Assert that `values` has all items of `expected`."""
+    assert {key: values.get(key) for key in expected} == expected
 
 
 def megatron(name):
-    """What Megatron must have read of example `name`."""
+    """Return the values that Megatron must read for the example `name`."""
     work, layout, _ = EXAMPLES[name]
     full, some = layout.recompute == "full", layout.recompute_layers
     return {
@@ -72,19 +72,19 @@ def megatron(name):
 
 
 def test_megatron_core_builds_its_configuration(tmp_path):
-    for (_, name), found in parsed("megatron_core", ["megatron-bridge"], tmp_path).items():
-        agree(found, megatron(name))
+    for (_, name), values in parsed("megatron_core", ["megatron-bridge"], tmp_path).items():
+        agree(values, megatron(name))
 
 
 @pytest.mark.parametrize(
     ("script", "trainer"), [("megatron_lm", "megatron-lm"), ("megatron_bridge", "megatron-bridge")]
 )
 def test_megatron_reads_and_validates_the_run(tmp_path, script, trainer):
-    for (_, name), found in parsed(script, [trainer], tmp_path).items():
+    for (_, name), values in parsed(script, [trainer], tmp_path).items():
         work, layout, _ = EXAMPLES[name]
         fsdp = {2: "optim_grads", 3: "optim_grads_params"}.get(layout.zero)
         agree(
-            found,
+            values,
             megatron(name)
             | {
                 "world": layout.world_size,
@@ -97,17 +97,17 @@ def test_megatron_reads_and_validates_the_run(tmp_path, script, trainer):
                 "dtype": f"torch.{work.precision.compute}",
             },
         )
-        if found.get("stages"):
-            assert found["stages"] == [
+        if values.get("stages"):
+            assert values["stages"] == [
                 last - first for first, last in stage_bounds(layout, work.model.num_hidden_layers)
             ]
 
 
 def test_deepspeed_reads_the_configuration(tmp_path):
-    for (_, name), found in parsed("deepspeed_config", ["deepspeed"], tmp_path).items():
+    for (_, name), values in parsed("deepspeed_config", ["deepspeed"], tmp_path).items():
         work, layout, _ = EXAMPLES[name]
         agree(
-            found,
+            values,
             {
                 **degrees(layout, "dp", "tp", "ep", "zero", "microbatch"),
                 "world": layout.world_size,
@@ -122,7 +122,7 @@ def test_deepspeed_reads_the_configuration(tmp_path):
 
 
 def test_accelerate_launches_the_configuration(tmp_path):
-    for (_, name), found in parsed("accelerate_config", ["accelerate-fsdp"], tmp_path).items():
+    for (_, name), values in parsed("accelerate_config", ["accelerate-fsdp"], tmp_path).items():
         _, layout, _ = EXAMPLES[name]
         expected = {"world": layout.world_size, "zero": layout.zero, "script": "run_clm.py"}
         if layout.zero:
@@ -135,15 +135,15 @@ def test_accelerate_launches_the_configuration(tmp_path):
                 "offload_activations": layout.offload == "activations",
                 "wrap": "transformer_auto_wrap_policy",
             }
-        agree(found, expected)
+        agree(values, expected)
 
 
 def test_transformers_reads_the_script_s_arguments(tmp_path):
-    for (trainer, name), found in parsed("training_arguments", ["deepspeed", "accelerate-fsdp"], tmp_path).items():
+    for (trainer, name), values in parsed("training_arguments", ["deepspeed", "accelerate-fsdp"], tmp_path).items():
         work, layout, _ = EXAMPLES[name]
         itself = layout.recompute == "full" and not (trainer == "accelerate-fsdp" and layout.zero)
         agree(
-            found,
+            values,
             {
                 "microbatch": layout.microbatch,
                 "microbatches": work.batch.microbatches(layout),
@@ -153,15 +153,15 @@ def test_transformers_reads_the_script_s_arguments(tmp_path):
                 "steps": STEPS,
             },
         )
-        # The rates agree but for where the warm-up and the decay count their first step from.
+        # The rates agree except for the first step of the warm-up and of the decay.
         planned = [work.optim.lr_at(step, STEPS) for step in range(STEPS)]
-        assert found["top_rate"] == pytest.approx(max(planned), rel=0.02)
-        assert found["last_rate"] == pytest.approx(planned[-1], abs=0.03 * work.optim.lr)
+        assert values["top_rate"] == pytest.approx(max(planned), rel=0.02)
+        assert values["last_rate"] == pytest.approx(planned[-1], abs=0.03 * work.optim.lr)
 
 
 def test_torchtitan_builds_the_planned_model_and_mesh(tmp_path):
     reshard = {0: "default", 2: "never", 3: "always"}
-    for (_, name), found in parsed("torchtitan_config", ["torchtitan"], tmp_path).items():
+    for (_, name), values in parsed("torchtitan_config", ["torchtitan"], tmp_path).items():
         work, layout, _ = EXAMPLES[name]
         stages = (
             [last - first for first, last in stage_bounds(layout, work.model.num_hidden_layers)]
@@ -169,7 +169,7 @@ def test_torchtitan_builds_the_planned_model_and_mesh(tmp_path):
             else None
         )
         agree(
-            found,
+            values,
             {
                 **degrees(layout, "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "microbatch"),
                 "world": layout.world_size,
@@ -186,13 +186,13 @@ def test_torchtitan_builds_the_planned_model_and_mesh(tmp_path):
 
 
 def test_nanotron_reads_the_release_s_file(tmp_path):
-    found = parsed("nanotron_config", ["nanotron"], tmp_path, lambda files: "nanotron-0.4.yaml" in files)
-    assert len(found) >= 3
-    for (_, name), facts in found.items():
+    exports = parsed("nanotron_config", ["nanotron"], tmp_path, lambda files: "nanotron-0.4.yaml" in files)
+    assert len(exports) >= 3
+    for (_, name), values in exports.items():
         work, layout, _ = EXAMPLES[name]
         engine = "AllForwardAllBackward" if layout.schedule == "gpipe" else "OneForwardOneBackward"
         agree(
-            facts,
+            values,
             {
                 **degrees(layout, "dp", "pp", "tp", "zero", "microbatch"),
                 "sequences": work.batch.sequences,

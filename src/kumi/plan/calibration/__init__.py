@@ -1,1 +1,1 @@
-"""Fit a cluster's constants to measured steps."""
+"""Calibration of a cluster's constants to measured steps."""

@@ -1,10 +1,10 @@
-"""The few constants of a cluster's description, from the measured steps of runs on it.
+"""Calibration of the constants in a cluster's description to the measured steps of runs on it.
 
-    calibrate(runs) -> Calibration      which constants moved, from what to what, and which no run can tell
+    calibrate(runs) -> Calibration: the constants that moved, with both values, and those that no run determines
 
-Every constant is a `Knob`: a value, its bounds, and how a factor on it changes a cluster. A run says one thing, how
-long its step takes, so that n runs move n constants at most: those that the steps depend on most, and each other least.
-The others stay as they are.
+A constant has a value, bounds, and a function that scales it in a cluster. A run gives one equation, its step time, so
+n runs determine at most n constants: those with the largest and most independent influence on the steps. The others
+keep their values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kumi.errors import ConfigError
-from kumi.plan.calibration.fit_constants import identifiable, least_squares, slopes
+from kumi.plan.calibration.fit_constants import identifiable_columns, least_squares, log_jacobian
 from kumi.plan.estimate import estimate
 from kumi.plan.estimates import Estimate
 from kumi.plan.layout_batch import Floats, Ints
@@ -23,23 +23,25 @@ from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
-Estimator = Callable[[Job, Layout], Estimate]
+_Estimator = Callable[[Job, Layout], Estimate]
 
-# What a rank holds beside what is estimated tensor by tensor: grows by what runs took beyond that.
-RESERVED = "device.reserved"
+# The constant for device memory that no tensor accounts for. It grows by the largest excess of a run over its estimate.
+_RESERVED = "device.reserved"
 
-# Relative change of a step's time, for a constant that grows by a factor of e and with what better determined ones
-# explain taken away, below which the constant is not said to be known from that step.
-LEAST_INFLUENCE = 0.05
-# A constant moves by this factor at most: more says that something else is wrong.
-MOST_MOVED = 5.0
+# A constant moves only if it has this influence on a step: the relative change of the step's time when the constant
+# grows by a factor of e, after removing the part that better determined constants explain.
+_LEAST_INFLUENCE = 0.05
+# A constant moves by at most this factor. A larger one indicates another error.
+_MAX_FACTOR = 5.0
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A finished run: what was trained on what, and the median of its `steps` measured steps in `seconds`.
+    """A finished run.
 
-    `job.cluster` is described as before calibration. `peak_memory` is the most that tensors took on a rank, in bytes.
+    `job`, `layout`: the training job; `job.cluster` has the constants before calibration.
+    `seconds`: the median time of its `steps` measured steps.
+    `peak_memory`: the largest number of bytes in tensors on a rank.
     """
 
     name: str
@@ -51,9 +53,8 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True)
-class Knob:
-    """A constant: its name and value, the least and the most it can be, and the cluster on which it is that many times
-    as large."""
+class ClusterConstant:
+    """A constant of a cluster with its bounds. `scaled` returns a cluster with the constant multiplied by a factor."""
 
     name: str
     value: float
@@ -63,9 +64,12 @@ class Knob:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A run's measured step in seconds beside the estimate before and after calibration; its peak of memory in bytes
-    beside the estimate, each without what is held before any tensor."""
+class RunComparison:
+    """A run's measurements and estimates.
+
+    `measured`, `before`, `after`: seconds of a step, measured and estimated before and after calibration.
+    `measured_memory`, `estimated_memory`: peak bytes, without reserved memory.
+    """
 
     name: str
     steps: int
@@ -78,82 +82,89 @@ class Compared:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`moved`: constants with their values before and after. `kept`: those that stay, each with the reason."""
+    """`moved`: constants with their values before and after. `kept`: the other constants, each with the reason."""
 
     moved: Mapping[str, tuple[float, float]]
     kept: Mapping[str, str]
-    runs: tuple[Compared, ...]
+    runs: tuple[RunComparison, ...]
 
     @property
     def source(self) -> str:
-        """Where the moved constants come from, for the cluster file."""
+        """The origin of the new constants, for the cluster file."""
         return f"calibrated on {', '.join(f'{run.name}: {run.steps} steps' for run in self.runs)}"
 
 
-def calibrate(runs: Sequence[MeasuredRun], estimator: Estimator = estimate) -> Calibration:
-    """The constants with which the estimated steps of `runs` come closest to the measured ones.
+def calibrate(runs: Sequence[MeasuredRun], estimator: _Estimator = estimate) -> Calibration:
+    """Fit the constants to the measured steps of `runs`.
 
-    Raises ConfigError where there is no run, or where no constant has an influence on any.
+    Raise ConfigError without runs, or if no constant has an influence on any of them.
     """
     if not runs:
         raise ConfigError("calibrate: no run was given; name the folder of at least one finished run")
-    every = list(knobs(runs))
-    start = np.ones(len(every))
+    constants = list(cluster_constants(runs))
+    start = np.ones(len(constants))
 
     def residuals(factors: Floats) -> Floats:
-        found: Floats = np.log([_seconds(run, every, factors, estimator) / run.seconds for run in runs])
-        return found
+        errors: Floats = np.log([_seconds(run, constants, factors, estimator) / run.seconds for run in runs])
+        return errors
 
-    chosen = identifiable(slopes(residuals, start), LEAST_INFLUENCE)
+    chosen = identifiable_columns(log_jacobian(residuals, start), _LEAST_INFLUENCE)
     if not len(chosen):
         raise ConfigError(
             f"calibrate: the steps of {', '.join(run.name for run in runs)} depend on no constant of the "
-            f"cluster; give a run with more work in it"
+            f"cluster; add a run with more work per step"
         )
-    lower, upper = zip(*(_factor_bounds(every[index]) for index in chosen), strict=True)
+    lower, upper = zip(*(_factor_bounds(constants[index]) for index in chosen), strict=True)
 
     def chosen_residuals(factors: Floats) -> Floats:
-        return residuals(_spread(chosen, factors, len(every)))
+        return residuals(_all_factors(chosen, factors, len(constants)))
 
-    factors = _spread(chosen, least_squares(chosen_residuals, start[chosen], lower, upper), len(every))
+    fitted = least_squares(chosen_residuals, start[chosen], lower, upper)
+    factors = _all_factors(chosen, fitted, len(constants))
     moved = {
-        every[index].name: (every[index].value, float(every[index].value * factors[index])) for index in sorted(chosen)
+        constants[index].name: (constants[index].value, float(constants[index].value * factors[index]))
+        for index in sorted(chosen)
     }
-    kept = {knob.name: _why_kept(len(runs)) for index, knob in enumerate(every) if index not in chosen}
-    compared = tuple(_compared(run, every, factors, estimator) for run in runs)
-    beyond = max(one.measured_memory - one.estimated_memory for one in compared)
+    unchanged = {
+        constant.name: _too_little_influence(len(runs))
+        for index, constant in enumerate(constants)
+        if index not in chosen
+    }
+    comparisons = tuple(_compare(run, constants, factors, estimator) for run in runs)
+    excess = max(item.measured_memory - item.estimated_memory for item in comparisons)
     reserved = runs[0].job.cluster.device.reserved
-    if beyond > 0:
-        moved[RESERVED] = (float(reserved), float(reserved + beyond))
+    if excess > 0:
+        moved[_RESERVED] = (float(reserved), float(reserved + excess))
     else:
-        kept[RESERVED] = "no run took more memory than was estimated"
-    return Calibration(moved, kept, compared)
+        unchanged[_RESERVED] = "no run needed more memory than estimated"
+    return Calibration(moved, unchanged, comparisons)
 
 
-def _why_kept(count: int) -> str:
+def _too_little_influence(count: int) -> str:
     return (
-        f"{count} measured {'step says' if count == 1 else 'steps say'} too little about it beside the others; runs "
-        f"with other layouts, batches or models would say more"
+        f"{count} measured {'step depends' if count == 1 else 'steps depend'} too little on it; add runs with other "
+        f"layouts, batches or models"
     )
 
 
-def knobs(runs: Sequence[MeasuredRun]) -> Iterator[Knob]:
-    """The constants that the clusters of `runs` have, the dtypes of whose products are those of `runs`."""
+def cluster_constants(runs: Sequence[MeasuredRun]) -> Iterator[ClusterConstant]:
+    """Yield the constants of the clusters of `runs`, with the matmul efficiency of each dtype that `runs` use."""
     device = runs[0].job.cluster.device
     for dtype in dict.fromkeys(run.job.precision.compute for run in runs):
-        yield Knob(f"device.matmul.{dtype}", device.matmul_share(dtype), 0.01, 1.0, _matmul(dtype))
+        yield ClusterConstant(f"device.matmul.{dtype}", device.matmul_share(dtype), 0.01, 1.0, _scale_matmul(dtype))
     for name, lower, upper in (("stream", 0.01, 1.0), ("launch", 1e-8, 1e-2)):
         value = float(getattr(device, name))
         if value > 0:
-            yield Knob(f"device.{name}", value, lower, upper, _device(name))
+            yield ClusterConstant(f"device.{name}", value, lower, upper, _scale_device(name))
     links = {link.name: link for run in runs for link in run.job.cluster.links}
     for link in links.values():
-        yield Knob(f"{link.name}: bandwidth", link.bandwidth, 1e3, 1e15, _link(link.name, "bandwidth"))
+        scale_bandwidth, scale_latency = (_scale_link(link.name, field) for field in ("bandwidth", "latency"))
+        yield ClusterConstant(f"{link.name}: bandwidth", link.bandwidth, 1e3, 1e15, scale_bandwidth)
         if link.latency > 0:
-            yield Knob(f"{link.name}: latency", link.latency, 1e-9, 10.0, _link(link.name, "latency"))
+            yield ClusterConstant(f"{link.name}: latency", link.latency, 1e-9, 10.0, scale_latency)
 
 
-def _matmul(dtype: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
+def _scale_matmul(dtype: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
     def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
         device = cluster.device
         shares = dict(device.matmul) | {dtype: device.matmul_share(dtype) * factor}
@@ -162,49 +173,54 @@ def _matmul(dtype: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
     return scaled
 
 
-def _device(name: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
+def _scale_device(field: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
     def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-        device: Device = replace(cluster.device, **{name: getattr(cluster.device, name) * factor})
+        device: Device = replace(cluster.device, **{field: getattr(cluster.device, field) * factor})
         return replace(cluster, device=device)
 
     return scaled
 
 
-def _link(link_name: str, name: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
-    def one(link: Link, factor: float) -> Link:
-        return replace(link, **{name: getattr(link, name) * factor}) if link.name == link_name else link
+def _scale_link(name: str, field: str) -> Callable[[ClusterSpec, float], ClusterSpec]:
+    def scaled_link(link: Link, factor: float) -> Link:
+        return replace(link, **{field: getattr(link, field) * factor}) if link.name == name else link
 
     def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-        return replace(cluster, links=tuple(one(link, factor) for link in cluster.links))
+        return replace(cluster, links=tuple(scaled_link(link, factor) for link in cluster.links))
 
     return scaled
 
 
-def _factor_bounds(knob: Knob) -> tuple[float, float]:
-    """How much smaller and larger `knob` may become, as factors."""
-    lower = max(knob.lower / knob.value, 1 / MOST_MOVED)
-    return min(lower, 1.0), max(min(knob.upper / knob.value, MOST_MOVED), 1.0)
+def _factor_bounds(constant: ClusterConstant) -> tuple[float, float]:
+    """Return the smallest and the largest factor by which `constant` may move."""
+    lower = max(constant.lower / constant.value, 1 / _MAX_FACTOR)
+    return min(lower, 1.0), max(min(constant.upper / constant.value, _MAX_FACTOR), 1.0)
 
 
-def _spread(chosen: Ints, factors: Floats, count: int) -> Floats:
-    """`factors` of the `chosen` constants, and 1 for all others."""
-    found = np.ones(count)
-    found[chosen] = factors
-    return found
+def _all_factors(chosen: Ints, factors: Floats, count: int) -> Floats:
+    """Return the factors of all `count` constants: `factors` for those with the indices `chosen`, 1 for the others."""
+    result = np.ones(count)
+    result[chosen] = factors
+    return result
 
 
-def _job(run: MeasuredRun, every: Sequence[Knob], factors: Floats) -> Job:
+def _scaled_job(run: MeasuredRun, constants: Sequence[ClusterConstant], factors: Floats) -> Job:
     cluster = run.job.cluster
-    for knob, factor in zip(every, factors, strict=True):
-        cluster = cluster if factor == 1.0 else knob.scaled(cluster, float(factor))
+    for constant, factor in zip(constants, factors, strict=True):
+        cluster = cluster if factor == 1.0 else constant.scaled(cluster, float(factor))
     return replace(run.job, cluster=cluster)
 
 
-def _seconds(run: MeasuredRun, every: Sequence[Knob], factors: Floats, estimator: Estimator) -> float:
-    return estimator(_job(run, every, factors), run.layout).step_seconds
+def _seconds(run: MeasuredRun, constants: Sequence[ClusterConstant], factors: Floats, estimator: _Estimator) -> float:
+    return estimator(_scaled_job(run, constants, factors), run.layout).step_seconds
 
 
-def _compared(run: MeasuredRun, every: Sequence[Knob], factors: Floats, estimator: Estimator) -> Compared:
-    before, after = (estimator(_job(run, every, by), run.layout) for by in (np.ones(len(every)), factors))
+def _compare(
+    run: MeasuredRun, constants: Sequence[ClusterConstant], factors: Floats, estimator: _Estimator
+) -> RunComparison:
+    before = estimator(_scaled_job(run, constants, np.ones(len(constants))), run.layout)
+    after = estimator(_scaled_job(run, constants, factors), run.layout)
     memory = max(stage.total - stage.reserved for stage in before.memory)
-    return Compared(run.name, run.steps, run.seconds, before.step_seconds, after.step_seconds, run.peak_memory, memory)
+    return RunComparison(
+        run.name, run.steps, run.seconds, before.step_seconds, after.step_seconds, run.peak_memory, memory
+    )

@@ -1,4 +1,4 @@
-"""Constants from measurements: bounded least squares on positive parameters, and which of them can be told apart."""
+"""Least squares for positive constants within bounds, and which constants the measurements determine."""
 
 from __future__ import annotations
 
@@ -8,80 +8,81 @@ import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints
 
-Residuals = Callable[[Floats], Floats]
-Values = Floats | Sequence[float]
+_Residuals = Callable[[Floats], Floats]
+_Values = Floats | Sequence[float]
 
-# Change of a parameter's logarithm with which derivatives are taken: small, and far above rounding.
-_NUDGE = 1e-4
-_ROUNDS = 60
-# Change of the logarithms at which nothing more is to be gained.
-_STILL = 1e-7
+# Difference of a parameter's logarithm for numerical derivatives: small, but far above rounding errors.
+_DIFFERENCE = 1e-4
+_MAX_ITERATIONS = 60
+# Converged when no logarithm changes by more than this.
+_TOLERANCE = 1e-7
 
 
-def least_squares(residuals: Residuals, start: Values, lower: Values, upper: Values) -> Floats:
-    """Parameters within [`lower`, `upper`] for which the sum of squared `residuals(parameters)` is least.
+def least_squares(residuals: _Residuals, start: _Values, lower: _Values, upper: _Values) -> Floats:
+    """Return the parameters in [`lower`, `upper`] that minimize the sum of squares of `residuals(parameters)`.
 
-    Levenberg-Marquardt (Marquardt, 1963) in the parameters' logarithms, so that bandwidths and latencies are alike;
-    a step that leaves the bounds ends at them. All parameters are positive.
+    All parameters are positive. The method is Levenberg-Marquardt (Marquardt, 1963) on the parameters' logarithms, so
+    bandwidths and latencies have the same scale. A step that leaves the bounds is cut off at them.
     """
     low, high = np.log(np.asarray(lower, np.float64)), np.log(np.asarray(upper, np.float64))
-    at = np.clip(np.log(np.asarray(start, np.float64)), low, high)
-    now = residuals(np.exp(at))
+    logs = np.clip(np.log(np.asarray(start, np.float64)), low, high)
+    errors = residuals(np.exp(logs))
     damping = 1e-3
-    for _ in range(_ROUNDS):
-        slopes = _slopes(residuals, at, now)
-        gradient = slopes.T @ now
-        # A parameter that rests on a bound and is pushed against it takes no part in the step.
-        free = ~(((at <= low) & (gradient > 0)) | ((at >= high) & (gradient < 0)))
+    for _ in range(_MAX_ITERATIONS):
+        jacobian = _log_jacobian(residuals, logs, errors)
+        gradient = jacobian.T @ errors
+        # Exclude parameters at a bound with a gradient that points outside.
+        free = ~(((logs <= low) & (gradient > 0)) | ((logs >= high) & (gradient < 0)))
         if not free.any():
             break
-        curvature = slopes[:, free].T @ slopes[:, free]
+        curvature = jacobian[:, free].T @ jacobian[:, free]
         scale = np.diag(np.diag(curvature) + 1e-12)
-        step = np.zeros_like(at)
+        step = np.zeros_like(logs)
         step[free] = -np.linalg.solve(curvature + damping * scale, gradient[free])
-        to = np.clip(at + np.clip(step, -2.0, 2.0), low, high)
-        found = residuals(np.exp(to))
-        if found @ found < now @ now:
-            moved = float(np.max(np.abs(to - at)))
-            at, now, damping = to, found, max(damping / 10, 1e-12)
-            if moved < _STILL:
+        new_logs = np.clip(logs + np.clip(step, -2.0, 2.0), low, high)
+        new_errors = residuals(np.exp(new_logs))
+        if new_errors @ new_errors < errors @ errors:
+            change = float(np.max(np.abs(new_logs - logs)))
+            logs, errors, damping = new_logs, new_errors, max(damping / 10, 1e-12)
+            if change < _TOLERANCE:
                 break
         elif damping > 1e8:
             break
         else:
             damping *= 10
-    fitted: Floats = np.exp(at)
+    fitted: Floats = np.exp(logs)
     return fitted
 
 
-def slopes(residuals: Residuals, at: Values) -> Floats:
-    """How much each residual (row) changes when a parameter (column) grows by a factor of e, near `at`."""
-    logs = np.log(np.asarray(at, np.float64))
-    return _slopes(residuals, logs, residuals(np.exp(logs)))
+def log_jacobian(residuals: _Residuals, parameters: _Values) -> Floats:
+    """Return the derivative of each residual (row) with respect to the logarithm of each parameter (column)."""
+    logs = np.log(np.asarray(parameters, np.float64))
+    return _log_jacobian(residuals, logs, residuals(np.exp(logs)))
 
 
-def _slopes(residuals: Residuals, logs: Floats, now: Floats) -> Floats:
+def _log_jacobian(residuals: _Residuals, logs: Floats, errors: Floats) -> Floats:
+    """Return the same by differences from `errors`, the residuals at `logs`."""
     columns = []
     for index in range(len(logs)):
-        nudged = logs.copy()
-        nudged[index] += _NUDGE
-        columns.append((residuals(np.exp(nudged)) - now) / _NUDGE)
-    return np.stack(columns, axis=1) if columns else np.zeros((len(now), 0))
+        shifted = logs.copy()
+        shifted[index] += _DIFFERENCE
+        columns.append((residuals(np.exp(shifted)) - errors) / _DIFFERENCE)
+    return np.stack(columns, axis=1) if columns else np.zeros((len(errors), 0))
 
 
-def identifiable(slopes: Floats, least: float) -> Ints:
-    """Indices of the parameters (columns) that the residuals (rows) can tell apart, the best determined first.
+def identifiable_columns(jacobian: Floats, least: float) -> Ints:
+    """Return the parameters (columns) that the residuals (rows) determine independently, the best determined first.
 
-    QR decomposition with column pivoting (Golub, 1965): each is chosen for what remains of its influence on the
-    residuals when that of those before it is taken away, and must have `least` of it left.
+    The method is QR decomposition with column pivoting (Golub, 1965). Each parameter is chosen for the norm of its
+    column after projecting out the columns chosen before, and this norm must be at least `least`.
     """
-    left, chosen = slopes.astype(np.float64).copy(), []
-    for _ in range(min(slopes.shape)):
-        sizes = np.sqrt((left**2).sum(axis=0))
-        best = int(np.argmax(sizes))
-        if sizes[best] < least:
+    remaining, chosen = jacobian.astype(np.float64).copy(), []
+    for _ in range(min(jacobian.shape)):
+        norms = np.sqrt((remaining**2).sum(axis=0))
+        best = int(np.argmax(norms))
+        if norms[best] < least:
             break
         chosen.append(best)
-        direction = left[:, best] / sizes[best]
-        left -= np.outer(direction, direction @ left)
+        direction = remaining[:, best] / norms[best]
+        remaining -= np.outer(direction, direction @ remaining)
     return np.array(chosen, np.int64)

@@ -28,7 +28,7 @@ from kumi.plan.memory.states import (
     unsharded_bytes,
     update_copy_bytes,
 )
-from kumi.plan.pipeline.stages import Share, share
+from kumi.plan.pipeline.stages import RankStages, rank_stages
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
@@ -85,7 +85,7 @@ class InvariantMemory:
     libraries: Floats
 
 
-def invariant_memory(job: Job, layouts: LayoutBatch, share: Share) -> InvariantMemory:
+def invariant_memory(job: Job, layouts: LayoutBatch, share: RankStages) -> InvariantMemory:
     """Return the memory of a rank with the `share` of the model that does not depend on recomputation or offloading."""
     params = rank_params(job, layouts, share)
     return InvariantMemory(
@@ -100,7 +100,7 @@ def invariant_memory(job: Job, layouts: LayoutBatch, share: Share) -> InvariantM
 
 
 def stage_memory(
-    job: Job, layouts: LayoutBatch, share: Share, invariant: InvariantMemory | None = None
+    job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory | None = None
 ) -> dict[str, Floats]:
     """Return the bytes by kind of `MemoryEstimate` on a rank with the `share` of the model, (rows,) each.
 
@@ -154,7 +154,7 @@ def _microbatch_tokens(job: Job, layouts: LayoutBatch) -> Floats:
     return np.asarray(layouts.microbatch * job.batch.seq_len / layouts.cp)
 
 
-def _weight_casts(job: Job, layouts: LayoutBatch, params: RankParams, share: Share) -> Floats:
+def _weight_casts(job: Job, layouts: LayoutBatch, params: RankParams, share: RankStages) -> Floats:
     """Return the bytes of weight copies in the compute dtype that are kept for the backward pass.
 
     With recomputation only one layer's copies are alive. Weights that are stored or gathered in the compute dtype need
@@ -180,12 +180,12 @@ def recomputed_share(layouts: LayoutBatch, layers: Floats) -> Floats:
     return np.where(layouts.recompute_layers < 0, 1.0, partial)
 
 
-def _share_recomputed(layouts: LayoutBatch, share: Share) -> Floats:
+def _share_recomputed(layouts: LayoutBatch, share: RankStages) -> Floats:
     """Return the share of a rank's layers that are recomputed, 0 without recomputation."""
     return np.where(layouts.recompute == _NONE, 0.0, recomputed_share(layouts, share.layers.sum(axis=0)))
 
 
-def _resident_activations(job: Job, layouts: LayoutBatch, share: Share, activations: ModelActivations) -> Floats:
+def _resident_activations(job: Job, layouts: LayoutBatch, share: RankStages, activations: ModelActivations) -> Floats:
     """Return the bytes of saved activations of all microbatches in flight.
 
     The head's activations are freed before the next microbatch, unless all forward passes come first.
@@ -201,12 +201,12 @@ def _resident_activations(job: Job, layouts: LayoutBatch, share: Share, activati
     return np.asarray(_microbatch_tokens(job, layouts) * (share.in_flight * per_token + heads * activations.head))
 
 
-def _heads_in_flight(layouts: LayoutBatch, share: Share) -> Floats:
+def _heads_in_flight(layouts: LayoutBatch, share: RankStages) -> Floats:
     """Return the number of microbatches whose head activations are saved: 1, or all where all forwards come first."""
     return np.where(layouts.one_of("schedule", FORWARDS_FIRST), share.in_flight, 1.0)
 
 
-def _backward_peak(job: Job, layouts: LayoutBatch, share: Share, activations: ModelActivations) -> Floats:
+def _backward_peak(job: Job, layouts: LayoutBatch, share: RankStages, activations: ModelActivations) -> Floats:
     """Return the transient bytes of one layer's backward pass: its gradients and recomputed activations."""
     per_token = np.zeros(len(layouts))
     for count, layer in zip(share.layers, activations.layers, strict=True):
@@ -229,7 +229,7 @@ def _no_grads_at_loss(job: Job, layouts: LayoutBatch) -> Bools:
     return np.asarray(((num_microbatches(job, layouts) == 1) | (layouts.zero == 1)) & ~persistent)
 
 
-def _logits(job: Job, layouts: LayoutBatch, share: Share) -> Floats:
+def _logits(job: Job, layouts: LayoutBatch, share: RankStages) -> Floats:
     """Return the bytes of logits and of the loss's intermediates.
 
     Engines with `logit_bytes` materialize the logits of a microbatch, in GPipe of all microbatches. Other engines
@@ -250,7 +250,7 @@ def _low_precision_itemsize(job: Job) -> int:
     return job.itemsize if job.itemsize < ITEMSIZE["float32"] else 0
 
 
-def _head_gradient(job: Job, layouts: LayoutBatch, share: Share) -> Floats:
+def _head_gradient(job: Job, layouts: LayoutBatch, share: RankStages) -> Floats:
     """Return the bytes of the head's gradients where the forward pass forms them chunk by chunk.
 
     These are the float32 weight gradient, a chunk's contribution to it, the weight cast for the matmul where it is not
@@ -367,7 +367,7 @@ def _after_offload(
     return result
 
 
-def host_memory(job: Job, layouts: LayoutBatch, share: Share, invariant: InvariantMemory | None = None) -> Floats:
+def host_memory(job: Job, layouts: LayoutBatch, share: RankStages, invariant: InvariantMemory | None = None) -> Floats:
     """Return the bytes of host memory that a rank with the `share` of the model needs for offloading, (rows,).
 
     `invariant` is the result of `invariant_memory`, computed here if not given.
@@ -405,6 +405,6 @@ def rank_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEstimate:
     """Estimate the memory of the ranks of pipeline rank `pp_rank`."""
     layouts = batch_layouts([layout])
     microbatches = num_microbatches(job, layouts)
-    rank_share = share(job.model, layouts, np.array([pp_rank]), microbatches, layout.stage_layers)
+    rank_share = rank_stages(job.model, layouts, np.array([pp_rank]), microbatches, layout.stage_layers)
     sizes = stage_memory(job, layouts, rank_share)
     return MemoryEstimate(**{kind: round(float(size[0])) for kind, size in sizes.items()})

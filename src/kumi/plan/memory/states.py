@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
-from kumi.plan.pipeline.stages import Share
+from kumi.plan.pipeline.stages import RankStages
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.ledger import embedding_ops, head_ops, is_hidden, kind_ops
@@ -104,7 +104,7 @@ def num_shards(layouts: LayoutBatch, *, routed: bool = False) -> Ints:
     return np.where(layouts.zero > 0, zero_degree(layouts, routed=routed), 1)
 
 
-def rank_params(job: Job, layouts: LayoutBatch, share: Share) -> RankParams:
+def rank_params(job: Job, layouts: LayoutBatch, share: RankStages) -> RankParams:
     """Return the parameters of the model's `share` on a rank of every row."""
     zero_kind = np.minimum(layouts.zero, 1) + (layouts.zero == 3)
     first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, num_shards(layouts), zero_kind, layouts.tiles)
@@ -125,7 +125,7 @@ def rank_params(job: Job, layouts: LayoutBatch, share: Share) -> RankParams:
     return RankParams(total, root, largest, embedding)
 
 
-def _end_units(model: ModelSpec, share: Share) -> Iterator[tuple[str, list[Op], Floats]]:
+def _end_units(model: ModelSpec, share: RankStages) -> Iterator[tuple[str, list[Op], Floats]]:
     """Yield the FSDP units of the embedding and the head as (name, operations, 1 in rows that have the unit, else 0).
 
     A tied table belongs to the root on both end stages, because it stays gathered.

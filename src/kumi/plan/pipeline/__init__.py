@@ -1,1 +1,1 @@
-"""Pipeline stages, and how long a pipeline schedule takes."""
+"""The stages of a pipeline and the time of its schedule."""

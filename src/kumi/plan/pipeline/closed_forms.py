@@ -1,9 +1,9 @@
-"""How long a pipeline takes, written out for every schedule: what a search asks of millions of layouts.
+"""The time of a pipeline in closed form, for a search over millions of layouts.
 
-With equal stages and transfers that are short beside the work, the length of a step is the work of one rank,
-m (F + I + W), plus the longest of a few paths through the pipeline's start and end, each a whole number of forwards,
-input gradients, weight gradients and transfers (`Schedule.bubble`). They were read off the lists of
-`kumi.spec.schedule`, carried out with many random durations; the tests compare the two.
+With equal stages and transfers that are short compared with the work, a step takes the work of one rank, m (F + I + W),
+plus the critical path through the pipeline's fill and drain: the longest of a few paths, each a whole number of
+forwards, input gradients, weight gradients and transfers (`Schedule.bubble`). The paths were derived from simulations
+of the schedules' action lists (`kumi.spec.schedule`) with many random durations; tests compare the two.
 """
 
 from __future__ import annotations
@@ -22,43 +22,49 @@ def closed_form(
     pp: Ints,
     stages: Ints,
     microbatches: Ints,
-    sums: Sequence[Floats],
-    most: Sequence[Floats],
+    all_ranks: Sequence[Floats],
+    busiest: Sequence[Floats],
     transfer: Floats | float = 0.0,
     *,
     blocking: bool = False,
 ) -> Floats:
-    """Seconds from the first action to the last of `kumi.plan.pipeline.timeline.simulate`, (rows,), in closed form.
+    """Return the seconds between the first and the last action of a step, (rows,), as `timeline.simulate` does.
 
-    `schedule` holds numbers of `kumi.spec.schedules.SCHEDULES`. `sums` are the seconds of a microbatch's forward, input
-    gradient and weight gradient over all ranks, `most` those of the busiest rank, over all its stages. `transfer` is
-    from a stage to the next; `blocking` as in `simulate`.
+    `schedule`: indices into `kumi.spec.schedules.SCHEDULES`.
+    `all_ranks`, `busiest`: seconds of one microbatch's forward, input gradient and weight gradient, summed over all
+    ranks and on the busiest rank, each over all its stages.
+    `transfer`: seconds from one stage to the next; `blocking` as in `simulate`.
 
-    Exact for equal stages and transfers of at most a third of the shortest action, where zero-bubble schedules have 2
-    pp microbatches or more. Otherwise near (tests/plan/test_closed.py says how near): unequal stages enter by their sum
-    and the busiest alone, longer transfers by the round trip that they delay most.
+    Exact for equal stages and transfers of at most a third of the shortest action; zero-bubble schedules also need
+    2 pp microbatches or more. Otherwise an approximation (tests/plan/test_closed.py states the errors): only the sum
+    of unequal stages and the busiest rank count, and a long transfer counts by the round trip that it delays most.
     """
-    sums, most, transfer = _with_sends(pp, stages, sums, most, transfer) if blocking else (sums, most, transfer)
+    if blocking:
+        all_ranks, busiest = _with_blocking_sends(pp, stages, all_ranks, busiest, transfer)
+        transfer = 0.0
     send = np.broadcast_to(np.where(pp > 1, transfer, 0.0), len(pp))
     chunks = np.maximum(1, (pp - 1) * stages)
-    mean = [(total - own) / chunks for total, own in zip(sums, most, strict=True)]
+    mean = [(total - own) / chunks for total, own in zip(all_ranks, busiest, strict=True)]
+    columns = (pp - 1, stages, microbatches - 1, busiest[0], sum(busiest), *mean, send)
     seconds, records = np.zeros(len(pp)), list(SCHEDULES.values())
     for code in np.unique(schedule):
-        rows = schedule == code
-        given = (pp - 1, stages, microbatches - 1, most[0], sum(most), *mean, send)
-        part = Rows(*(np.asarray(column[rows], np.float64) for column in given))
-        bubble = records[int(code)].bubble(np, part)
-        seconds[rows] = (part.after + 1) * part.work + np.where(part.others > 0, bubble, 0.0)
+        selected = schedule == code
+        rows = Rows(*(np.asarray(column[selected], np.float64) for column in columns))
+        bubble = records[int(code)].bubble(np, rows)
+        seconds[selected] = (rows.after + 1) * rows.work + np.where(rows.others > 0, bubble, 0.0)
     return seconds
 
 
-def _with_sends(
-    pp: Ints, stages: Ints, sums: Sequence[Floats], most: Sequence[Floats], transfer: Floats | float
-) -> tuple[Sequence[Floats], Sequence[Floats], float]:
-    """`sums` and `most` with the transfers that ranks do nothing else during: each belongs to what it follows."""
-    boundaries, apart = pp * stages - 1, pp > 1
-    # With two ranks each sends one way only, and back where there are more stages.
-    forward = np.where(apart, stages * transfer, 0.0)
-    back = np.where(pp > 2, stages, stages - 1) * np.where(apart, transfer, 0.0)
-    over = np.where(apart, boundaries * transfer, 0.0)
-    return (sums[0] + over, sums[1] + over, sums[2]), (most[0] + forward, most[1] + back, most[2]), 0.0
+def _with_blocking_sends(
+    pp: Ints, stages: Ints, all_ranks: Sequence[Floats], busiest: Sequence[Floats], transfer: Floats | float
+) -> tuple[Sequence[Floats], Sequence[Floats]]:
+    """Return `all_ranks` and `busiest` with each transfer counted as part of the action whose result it sends."""
+    boundaries, has_pipeline = pp * stages - 1, pp > 1
+    # With two ranks, each sends in one direction only, and in both if it has several stages.
+    forward = np.where(has_pipeline, stages * transfer, 0.0)
+    backward = np.where(pp > 2, stages, stages - 1) * np.where(has_pipeline, transfer, 0.0)
+    total = np.where(has_pipeline, boundaries * transfer, 0.0)
+    return (
+        (all_ranks[0] + total, all_ranks[1] + total, all_ranks[2]),
+        (busiest[0] + forward, busiest[1] + backward, busiest[2]),
+    )

@@ -1,4 +1,4 @@
-"""Who holds which layers: the stages of a pipeline, as even as can be or balanced by cost, and what each rank has."""
+"""Which layers each pipeline rank holds: stages of equal size or balanced by cost, as arrays over many layouts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from kumi.spec.sharding import Unit, even_stages, rank_layers, stage_ops, units
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one pp rank of every row holds, over all its stages.
+class RankStages:
+    """The layers of one pp rank over all its stages, for every row (one layout and one rank).
 
-    `layers`: how many of each of `model.layer_kinds()`, (kinds, rows); `embedding` and `head`: 1 where it has them,
-    else 0, (rows,); `in_flight`: for how many microbatches it keeps activations at the peak, (rows,); `last`: 1 for the
-    kind of its last layer, else 0, (kinds, rows).
+    `layers`: the number of layers of each of `model.layer_kinds()`, (kinds, rows).
+    `embedding`, `head`: 1 where the rank holds it, else 0, (rows,).
+    `in_flight`: microbatches with activations in memory at the peak, (rows,).
+    `last`: 1 for the kind of the rank's last layer, else 0, (kinds, rows).
     """
 
     layers: Floats
@@ -32,105 +33,116 @@ class Share:
     in_flight: Floats
     last: Floats
 
-    def take(self, index: Ints) -> Share:
-        """The rows numbered `index`."""
+    def take(self, index: Ints) -> RankStages:
+        """Return the rows `index`."""
         ends = self.embedding[index], self.head[index], self.in_flight[index]
-        return Share(self.layers[:, index], *ends, self.last[:, index])
+        return RankStages(self.layers[:, index], *ends, self.last[:, index])
 
 
-def share(model: ModelSpec, x: LayoutBatch, rank: Ints, m: Ints, stage_layers: Sequence[int] = ()) -> Share:
-    """What pp rank `rank` of every row holds in steps of `m` microbatches.
+def rank_stages(
+    model: ModelSpec, layouts: LayoutBatch, rank: Ints, microbatches: Ints, stage_layers: Sequence[int] = ()
+) -> RankStages:
+    """Return the layers of pp rank `rank` of every row, in steps of `microbatches` microbatches.
 
-    Layers are divided evenly, or, where it is not empty, as `stage_layers` says, which must then fit every row.
+    `stage_layers`: the number of layers of each stage, for all rows; empty for an even division.
     """
     firsts = np.concatenate([[0], np.cumsum(stage_layers)]).astype(np.int64)
-    turns, last_stage = x.one_of("schedule", V_SHAPED), x.pp * x.stages - 1
+    v_shaped, last_stage = layouts.one_of("schedule", V_SHAPED), layouts.pp * layouts.stages - 1
     kinds, of_layer = model.layer_kinds()
     if len(kinds) == 1 and not len(stage_layers):
-        layers = rank_layers(x, len(of_layer), rank)[None, :].astype(np.float64)
+        layers = rank_layers(layouts, len(of_layer), rank)[None, :].astype(np.float64)
         last = np.minimum(layers, 1.0)
     else:
         before, kind_of = _kinds_before(len(kinds), of_layer), np.array(of_layer)
         even = even_stages(len(of_layer), last_stage + 1)
-        layers, last_kind = np.zeros((len(kinds), len(x))), np.full(len(x), -1)
-        for chunk in range(int(x.stages.max(initial=1))):
-            stage = np.minimum(stage_of(turns, x.pp, rank, chunk), last_stage)
+        layers, last_kind = np.zeros((len(kinds), len(layouts))), np.full(len(layouts), -1)
+        for chunk in range(int(layouts.stages.max(initial=1))):
+            stage = np.minimum(stage_of(v_shaped, layouts.pp, rank, chunk), last_stage)
             if len(stage_layers):
                 first, end = firsts[stage], firsts[stage + 1]
             else:
-                first, end = (_first_layer(*even, at) for at in (stage, stage + 1))
-            layers += np.where(chunk < x.stages, before[:, end] - before[:, first], 0)
-            last_kind = np.where((chunk < x.stages) & (end > first), kind_of[end - 1], last_kind)
+                first, end = (_first_layer(*even, number) for number in (stage, stage + 1))
+            layers += np.where(chunk < layouts.stages, before[:, end] - before[:, first], 0)
+            last_kind = np.where((chunk < layouts.stages) & (end > first), kind_of[end - 1], last_kind)
         last = (last_kind == np.arange(len(kinds))[:, None]).astype(np.float64)
-    head = np.where(turns, rank == 0, rank == x.pp - 1)
-    return Share(
+    head = np.where(v_shaped, rank == 0, rank == layouts.pp - 1)
+    return RankStages(
         layers,
         (rank == 0).astype(np.float64),
         head.astype(np.float64),
-        in_flight(x.schedule, x.pp, x.stages, m, rank),
+        in_flight(layouts.schedule, layouts.pp, layouts.stages, microbatches, rank),
         last,
     )
 
 
-def end_units(model: ModelSpec, share: Share) -> list[tuple[Unit, Floats]]:
-    """The FSDP units of the embedding and of the head, and 1 for every row that has them, else 0."""
-    first, last = share.embedding, share.head
-    has = {(True, True): first * last, (True, False): first * (1 - last), (False, True): last * (1 - first)}
-    return [(unit, np.asarray(sum(has[stage] for stage in stages))) for unit, stages in _units_of_ends(model)]
+def embedding_and_head_units(model: ModelSpec, stages: RankStages) -> list[tuple[Unit, Floats]]:
+    """Return the FSDP units of the embedding and the head, each with 1 for the rows that hold it, else 0."""
+    first, last = stages.embedding, stages.head
+    rows = {(True, True): first * last, (True, False): first * (1 - last), (False, True): last * (1 - first)}
+    return [(unit, np.asarray(sum(rows[case] for case in cases))) for unit, cases in _embedding_and_head_cases(model)]
 
 
 @lru_cache(maxsize=64)
-def _units_of_ends(model: ModelSpec) -> tuple[tuple[Unit, tuple[tuple[bool, bool], ...]], ...]:
-    """The different FSDP units of the embedding and of the head, each with the stages that have it: whether these have
-    the embedding, and the head."""
-    stages_of: dict[Unit, list[tuple[bool, bool]]] = {}
+def _embedding_and_head_cases(model: ModelSpec) -> tuple[tuple[Unit, tuple[tuple[bool, bool], ...]], ...]:
+    """Return the distinct FSDP units of the embedding and the head, each with the ranks that have this unit.
+
+    A rank is given as (has the embedding, has the head); its units differ when it has both.
+    """
+    cases_of: dict[Unit, list[tuple[bool, bool]]] = {}
     for embedding, head in ((True, True), (True, False), (False, True)):
         for unit in units(stage_ops(model, (), embedding=embedding, head=head)):
-            stages_of.setdefault(unit, []).append((embedding, head))
-    return tuple((unit, tuple(stages)) for unit, stages in stages_of.items())
+            cases_of.setdefault(unit, []).append((embedding, head))
+    return tuple((unit, tuple(cases)) for unit, cases in cases_of.items())
 
 
-def even_first(layers: int, stages: Ints, stage: Ints) -> Ints:
-    """The first layer of `stage` when `layers` are divided evenly over `stages` (see `kumi.spec.sharding.even_stages`);
-    for stage = stages, one past the last."""
+def first_layer_of_stage(layers: int, stages: Ints, stage: Ints) -> Ints:
+    """Return the first layer of `stage` when `layers` are divided evenly over `stages`.
+
+    For stage = stages, return `layers`. See `kumi.spec.sharding.even_stages`.
+    """
     return _first_layer(*even_stages(layers, stages), stage)
 
 
-def _first_layer(each: Ints, begin: Ints, end: Ints, stage: Ints) -> Ints:
-    """The same of stages that have `each` layers, and one more from `begin` to `end`."""
-    return each * stage + np.maximum(np.minimum(stage, end) - begin, 0)
+def _first_layer(base: Ints, begin: Ints, end: Ints, stage: Ints) -> Ints:
+    """Return the first layer of `stage` when stages have `base` layers, and those in [begin, end) one more."""
+    return base * stage + np.maximum(np.minimum(stage, end) - begin, 0)
 
 
 @lru_cache(maxsize=64)
-def before_largest(model: ModelSpec) -> int:
-    """How many layers come before the first of the kind with the most parameters."""
+def layers_before_largest(model: ModelSpec) -> int:
+    """Return the number of layers before the first one of the kind with the most parameters."""
     sizes = [sum(param.numel for op in ops for param in op.params) for ops in kind_ops(model)]
     return model.layer_kinds()[1].index(sizes.index(max(sizes)))
 
 
-def balanced(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """How many layers each of `stages` takes so that the dearest stage is as cheap as can be.
+def balance_stages(
+    costs: Sequence[float], stages: int, first_extra: float = 0.0, last_extra: float = 0.0
+) -> tuple[int, ...]:
+    """Return the number of layers of each of `stages` that makes the most expensive stage as cheap as possible.
 
-    `costs` are those of the layers, in model order; `first` and `last` come on top on the first stage (the embedding)
-    and the last (the head), which may then go without layers; all others have one or more. Of the divisions with the
-    cheapest dearest stage, the one whose stages' costs have the smallest sum of squares. Needs `stages` <= layers + 2.
+    `costs`: the cost of each layer, in model order.
+    `first_extra`, `last_extra`: additional costs of the first stage (the embedding) and the last (the head). Only
+    these two stages may have no layers.
+
+    Ties are broken by the smallest sum of the squared stage costs. `stages` must be at most layers + 2.
     """
     sums = np.concatenate([[0.0], np.cumsum(costs, dtype=np.float64)])
-    table = [_stage_costs(sums, number, stages, first, last) for number in range(stages)]
-    dearest = _least_dearest(table)
-    # A hair above it, so that no division is lost to rounding.
-    return _most_even(table, dearest * (1 + 1e-12) + 1e-300)
+    table = [_stage_costs(sums, number, stages, first_extra, last_extra) for number in range(stages)]
+    bound = _least_maximum(table)
+    # Raise the bound slightly, so that rounding excludes no division.
+    return _most_even(table, bound * (1 + 1e-12) + 1e-300)
 
 
-def _stage_costs(sums: Floats, number: int, stages: int, first: float, last: float) -> Floats:
-    """Costs of stage `number` with layers [i, j), (layers + 1, layers + 1); infinite where it may not hold them."""
-    found = sums[None, :] - sums[:, None] + first * (number == 0) + last * (number == stages - 1)
+def _stage_costs(sums: Floats, number: int, stages: int, first_extra: float, last_extra: float) -> Floats:
+    """Return the cost of stage `number` with layers [i, j), (layers + 1, layers + 1); infinite if not allowed."""
+    costs = sums[None, :] - sums[:, None] + first_extra * (number == 0) + last_extra * (number == stages - 1)
     least = 0 if number in (0, stages - 1) else 1
-    taken = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
-    return np.where(taken >= least, found, np.inf)
+    layers = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
+    return np.where(layers >= least, costs, np.inf)
 
 
-def _least_dearest(table: list[Floats]) -> float:
+def _least_maximum(table: list[Floats]) -> float:
+    """Return the smallest possible cost of the most expensive stage."""
     best = np.full(len(table[0]), np.inf)
     best[0] = 0.0
     for costs in table:
@@ -138,14 +150,13 @@ def _least_dearest(table: list[Floats]) -> float:
     return float(best[-1])
 
 
-def _most_even(table: list[Floats], dearest: float) -> tuple[int, ...]:
-    """Layers of each stage in the division with the smallest sum of squares where no stage costs more than
-    `dearest`."""
+def _most_even(table: list[Floats], bound: float) -> tuple[int, ...]:
+    """Return the layers of each stage with the smallest sum of squared costs, no stage costing more than `bound`."""
     best = np.full(len(table[0]), np.inf)
     best[0] = 0.0
     origins = []
     for costs in table:
-        sums = best[:, None] + np.where(costs <= dearest, costs, np.inf) ** 2
+        sums = best[:, None] + np.where(costs <= bound, costs, np.inf) ** 2
         origins.append(np.argmin(sums, axis=0))
         best = np.min(sums, axis=0)
     end, counts = len(best) - 1, []
@@ -156,7 +167,7 @@ def _most_even(table: list[Floats], dearest: float) -> tuple[int, ...]:
 
 
 def _kinds_before(kinds: int, of_layer: Sequence[int]) -> Floats:
-    """How many layers of each kind come before layer i, (kinds, layers + 1)."""
-    found = np.zeros((kinds, len(of_layer) + 1))
-    np.cumsum(np.eye(kinds)[:, list(of_layer)], axis=1, out=found[:, 1:])
-    return found
+    """Return the number of layers of each kind before layer i, (kinds, layers + 1)."""
+    counts = np.zeros((kinds, len(of_layer) + 1))
+    np.cumsum(np.eye(kinds)[:, list(of_layer)], axis=1, out=counts[:, 1:])
+    return counts

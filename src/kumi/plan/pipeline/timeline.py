@@ -1,4 +1,4 @@
-"""How long a pipeline takes, and what it keeps: lists of actions carried out in time, and closed forms for a search."""
+"""Simulation of pipeline schedules: when every action of every rank starts and ends, and the length of a step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints
-from kumi.plan.pipeline.closed_forms import closed_form as closed_form
 from kumi.spec.schedule import pattern, placement
 from kumi.spec.schedules import SCHEDULES
 from kumi.spec.schedules.schedule_record import Action, Pattern
 
-# Seconds of a stage for one microbatch: forward, input gradient, weight gradient. A full backward takes the last two.
+# Seconds of each stage for one microbatch: forward, input gradient, weight gradient. A full backward takes the sum of
+# the last two.
 Durations = Sequence[tuple[float, float, float]]
 
 
-class Span(NamedTuple):
-    """One action of a rank and its seconds from the start of the step."""
+class TimedAction(NamedTuple):
+    """An action of a rank with its start and end, in seconds from the start of the step."""
 
     action: Action
     start: float
@@ -29,10 +29,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank does when; `seconds` is when the last one is done."""
+    """The timed actions of every rank. `seconds` is the end of the last one."""
 
     seconds: float
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TimedAction, ...], ...]
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -41,42 +41,47 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds that each rank waits, before its first and after its last action included."""
+        """Seconds that each rank waits, including before its first and after its last action."""
         return tuple(self.seconds - busy for busy in self.busy)
 
     @property
-    def longest(self) -> float:
-        """The longest that a rank takes from its first action to its last: what a step costs where ranks go on to the
-        next one without waiting for all others, as zero-bubble schedules do with post-validation of the update (Qi et
-        al., 2024, arXiv:2401.10241, section 4)."""
+    def longest_rank_seconds(self) -> float:
+        """The longest time between a rank's first and last action.
+
+        It is the length of a step if ranks start the next step without waiting for each other, as zero-bubble
+        schedules do with post-validation of the update (Qi et al., 2024, arXiv:2401.10241, section 4).
+        """
         return max(rank[-1].end - rank[0].start for rank in self.spans)
 
 
 def simulate(
     lists: Sequence[Sequence[Action]],
-    held: Sequence[Sequence[int]],
+    stages_of_rank: Sequence[Sequence[int]],
     durations: Durations,
     transfer: float | Sequence[float] = 0.0,
     *,
     blocking: bool = False,
 ) -> Timeline:
-    """The timeline of `lists` (see `kumi.spec.schedule.actions`) on ranks that hold the stages `held`.
+    """Return the timeline of the action lists of all ranks (see `kumi.spec.schedule.actions`).
 
-    `transfer`: seconds to send a microbatch from each stage to the next, or its gradient back, one value or one a
-    boundary; nothing within a rank. What a rank sends to another goes one after the other, beside computation, or,
-    `blocking`, while the sender does nothing else. Raises ValueError where the lists wait for each other.
+    `transfer`: seconds to send a microbatch from a stage to the next, or its gradient back; one value, or one for each
+    boundary. Neighbouring stages on one rank send nothing. Messages from one rank to another are sent one at a time,
+    during computation, or, if `blocking`, while the sender computes nothing.
+
+    Raise ValueError if the lists deadlock.
     """
     for rank in lists:
         _check_order(rank)
     microbatches = 1 + max(action.microbatch for rank in lists for action in rank)
-    steps = _steps(held, durations, transfer, microbatches)
-    race = _Race(len(lists), blocking)
-    seconds = race.finish([[steps[action.kind][action.stage] for action in rank] for rank in lists])
+    steps = _steps(stages_of_rank, durations, transfer, microbatches)
+    simulation = _Simulation(len(lists), blocking)
+    seconds = simulation.finish([[steps[action.kind][action.stage] for action in rank] for rank in lists])
     spans = tuple(
         tuple(
-            Span(action, end - steps[action.kind][action.stage].seconds, end) for action, end in zip(*rank, strict=True)
+            TimedAction(action, end - steps[action.kind][action.stage].seconds, end)
+            for action, end in zip(*rank, strict=True)
         )
-        for rank in zip(lists, race.ends, strict=True)
+        for rank in zip(lists, simulation.ends, strict=True)
     )
     return Timeline(seconds, spans)
 
@@ -91,127 +96,146 @@ def makespan(
     *,
     blocking: bool = False,
 ) -> float:
-    """`simulate(...).seconds`, equal but for rounding, without going through all microbatches where they are many.
+    """Return `simulate(...).seconds` up to rounding, without simulating every microbatch of a long step.
 
-    Once some blocks in a row (see `kumi.spec.schedules.schedule_record.Pattern`) have come on every rank by one and
-    the same time later than those before them, all further ones will: an action's end is the latest of a few earlier
-    ends, plus constants, and nothing in a block needs more than the last few (`Schedule.reach`). What follows the
-    blocks is then later by that time, too. The time may be that of several blocks: with transfers, what goes round
-    between p ranks comes back after p.
+    A schedule repeats a block of actions (`kumi.spec.schedules.schedule_record.Pattern`). An action's end is the latest
+    of a few earlier ends plus constants, and a block depends only on the last few blocks (`Schedule.reach`). So once
+    several consecutive blocks end later than the blocks before them by the same time on every rank, all further blocks
+    do, and the actions after the blocks are delayed by that time for each skipped block. The period may be several
+    blocks: with transfers, a dependency that circles through p ranks returns after p blocks.
     """
     patterns = [pattern(schedule, pp, stages, microbatches, rank) for rank in range(pp)]
-    held = placement(schedule, pp, stages)
+    stages_of_rank = placement(schedule, pp, stages)
     if SCHEDULES[schedule].forwards_first:
-        return _two_ways(microbatches, durations, _sends(held, transfer)[0][1:-1], blocking)
-    steps = _steps(held, durations, transfer, microbatches)
-    parts = [_parts(one, own, steps) for one, own in zip(patterns, held, strict=True)]
-    blocks, reach = min(one.repeats for one in patterns), SCHEDULES[schedule].reach
-    race = _Race(pp, blocking)
-    upto, span, later = reach + 1, 0, 0.0
-    while upto < blocks and not span:
-        race.run([warm + block * upto for warm, block, _ in parts])
-        span, later = _steady(parts, race.ends, reach, 2 * pp)
-        upto += 0 if span else max(1, upto // 2)
-    skip = (blocks - upto) // span if span else 0
+        return _all_forwards_first(microbatches, durations, _sends(stages_of_rank, transfer)[0][1:-1], blocking)
+    steps = _steps(stages_of_rank, durations, transfer, microbatches)
+    parts = [_parts(program, own, steps) for program, own in zip(patterns, stages_of_rank, strict=True)]
+    blocks, reach = min(program.repeats for program in patterns), SCHEDULES[schedule].reach
+    simulation = _Simulation(pp, blocking)
+    simulated, period, delay = reach + 1, 0, 0.0
+    while simulated < blocks and not period:
+        simulation.run([warmup + block * simulated for warmup, block, _ in parts])
+        period, delay = _steady_period(parts, simulation.ends, reach, 2 * pp)
+        simulated += 0 if period else max(1, simulated // 2)
+    skipped = (blocks - simulated) // period if period else 0
     lists = [
-        warm + block * (one.repeats - skip * span) + rest
-        for one, (warm, block, rest) in zip(patterns, parts, strict=True)
+        warmup + block * (program.repeats - skipped * period) + cooldown
+        for program, (warmup, block, cooldown) in zip(patterns, parts, strict=True)
     ]
-    return race.finish(lists) + skip * later
+    return simulation.finish(lists) + skipped * delay
 
 
-def _two_ways(microbatches: int, durations: Durations, sends: Sequence[float], blocking: bool) -> float:
-    """Seconds of all forwards, then all backwards: each way, all stages and links once, and the slowest of them once
-    more for each further microbatch."""
-    found = 0.0
-    ways = [([one[0] for one in durations], [*sends, 0.0]), ([one[1] + one[2] for one in durations], [0.0, *sends])]
-    for stages, after in ways:
+def _all_forwards_first(microbatches: int, durations: Durations, sends: Sequence[float], blocking: bool) -> float:
+    """Return the seconds of all forwards followed by all backwards.
+
+    Each direction takes all stages and links once, and the slowest stage or link once more per further microbatch.
+    """
+    seconds = 0.0
+    directions = [
+        ([forward for forward, _, _ in durations], [*sends, 0.0]),
+        ([inputs + weights for _, inputs, weights in durations], [0.0, *sends]),
+    ]
+    for stages, after in directions:
         slowest = max(work + send if blocking else max(work, send) for work, send in zip(stages, after, strict=True))
-        found += sum(stages) + sum(after) + (microbatches - 1) * slowest
-    return found
+        seconds += sum(stages) + sum(after) + (microbatches - 1) * slowest
+    return seconds
 
 
-def _parts(one: Pattern, held: Sequence[int], steps: dict[str, list[_Step]]) -> tuple[list[_Step], ...]:
-    """The steps of the three parts of `one`."""
-    return tuple([steps[kind][held[chunk]] for kind, chunk in part] for part in (one.warm, one.block, one.rest))
+def _parts(program: Pattern, stages: Sequence[int], steps: dict[str, list[_Step]]) -> tuple[list[_Step], ...]:
+    """Return the steps of the warmup, the block and the cooldown of `program`, for a rank that holds `stages`."""
+    return tuple(
+        [steps[kind][stages[chunk]] for kind, chunk in part] for part in (program.warm, program.block, program.rest)
+    )
 
 
-def _steady(
-    parts: Sequence[tuple[list[_Step], ...]], ends: Sequence[Sequence[float]], reach: int, most: int
+def _steady_period(
+    parts: Sequence[tuple[list[_Step], ...]], ends: Sequence[Sequence[float]], reach: int, longest: int
 ) -> tuple[int, float]:
-    """After how many blocks, `most` at most, the last `reach` that all ranks are through with are as before, but later,
-    and by how much later; (0, 0.0) where they are not."""
-    sizes = [(len(warm), len(block)) for warm, block, _ in parts]
-    done = min((len(rank) - warm) // block for rank, (warm, block) in zip(ends, sizes, strict=True))
-    seen = max(0, done - reach - most)
-    cut = [
-        np.array(rank[warm + seen * block : warm + done * block]).reshape(done - seen, block)
-        for rank, (warm, block) in zip(ends, sizes, strict=True)
+    """Return the period of the steady state, in blocks, and the seconds that it takes; (0, 0.0) before a steady state.
+
+    The steady state is reached when the last `reach` blocks finished by all ranks equal those one period earlier, but
+    for a constant delay. `longest`: the largest period to try.
+    """
+    sizes = [(len(warmup), len(block)) for warmup, block, _ in parts]
+    done = min((len(rank) - warmup) // block for rank, (warmup, block) in zip(ends, sizes, strict=True))
+    first = max(0, done - reach - longest)
+    windows = [
+        np.array(rank[warmup + first * block : warmup + done * block]).reshape(done - first, block)
+        for rank, (warmup, block) in zip(ends, sizes, strict=True)
     ]
-    found = np.concatenate(cut, axis=1)
-    for span in range(1, done - seen - reach + 1):
-        later = found[-reach:] - found[-reach - span : -span]
-        low, high = float(later.min()), float(later.max())
-        if high - low <= 1e-12 * float(found[-1].max()):
-            return span, (high + low) / 2
+    block_ends = np.concatenate(windows, axis=1)
+    for period in range(1, done - first - reach + 1):
+        delays = block_ends[-reach:] - block_ends[-reach - period : -period]
+        low, high = float(delays.min()), float(delays.max())
+        if high - low <= 1e-12 * float(block_ends[-1].max()):
+            return period, (high + low) / 2
     return 0, 0.0
 
 
-# When microbatches reach a stage, in order; those that an action has taken are gone.
-Arrivals = deque[float]
+# Seconds at which microbatches arrive at a stage, in order. An action removes the microbatch that it takes.
+_Arrivals = deque[float]
 
 
 class _Step(NamedTuple):
-    """What a kind of action on a stage waits for, its seconds, and whom its result is for, if anyone: seconds to send
-    it, 0 where it stays on the rank, and when the link is free for it (a list of one)."""
+    """An action of one kind on one stage.
 
-    waits: Arrivals
+    `waits`: arrivals of its input.
+    `seconds`: its duration.
+    `receiver`: arrivals at the stage that takes the result, or None.
+    `send`: seconds to send the result; 0 if it stays on the rank.
+    `link`: when the link is free, as a list of one float.
+    """
+
+    waits: _Arrivals
     seconds: float
-    receiver: Arrivals | None
+    receiver: _Arrivals | None
     send: float
     link: list[float]
 
 
 def _steps(
-    held: Sequence[Sequence[int]], durations: Durations, transfer: float | Sequence[float], microbatches: int
+    stages_of_rank: Sequence[Sequence[int]], durations: Durations, transfer: float | Sequence[float], microbatches: int
 ) -> dict[str, list[_Step]]:
-    """The step of every kind of action on every stage."""
+    """Return the step of every kind of action (F, B, I, W) on every stage."""
     last = len(durations) - 1
-    sends, links = _sends(held, transfer)
+    sends, links = _sends(stages_of_rank, transfer)
     forward = [deque([0.0] * microbatches if stage == 0 else []) for stage in range(last + 1)]
-    backward: list[Arrivals] = [deque() for _ in durations]
-    found: dict[str, list[_Step]] = {kind: [] for kind in "FBIW"}
+    backward: list[_Arrivals] = [deque() for _ in durations]
+    steps: dict[str, list[_Step]] = {kind: [] for kind in "FBIW"}
     for stage, (ahead, inputs, weights) in enumerate(durations):
         receiver = backward[stage] if stage == last else forward[stage + 1]
-        found["F"].append(_Step(forward[stage], ahead, receiver, sends[stage + 1], links[stage, stage + 1]))
+        steps["F"].append(_Step(forward[stage], ahead, receiver, sends[stage + 1], links[stage, stage + 1]))
         back = (backward[stage - 1] if stage else None, sends[stage], links[stage, stage - 1])
-        found["B"].append(_Step(backward[stage], inputs + weights, *back))
-        found["I"].append(_Step(backward[stage], inputs, *back))
-        found["W"].append(_Step(deque([0.0] * microbatches), weights, None, 0.0, []))
-    return found
+        steps["B"].append(_Step(backward[stage], inputs + weights, *back))
+        steps["I"].append(_Step(backward[stage], inputs, *back))
+        steps["W"].append(_Step(deque([0.0] * microbatches), weights, None, 0.0, []))
+    return steps
 
 
 def _sends(
-    held: Sequence[Sequence[int]], transfer: float | Sequence[float]
+    stages_of_rank: Sequence[Sequence[int]], transfer: float | Sequence[float]
 ) -> tuple[list[float], dict[tuple[int, int], list[float]]]:
-    """Seconds over the boundary before every stage and after the last, and the link from a stage to its neighbour: one
-    for each pair of ranks and direction."""
-    rank = {stage: number for number, stages in enumerate(held) for stage in stages}
+    """Return the seconds to send over each boundary, and the link from each stage to its neighbours.
+
+    The boundaries are those before every stage and the one after the last. Stages on the same pair of ranks share one
+    link in each direction.
+    """
+    rank = {stage: number for number, stages in enumerate(stages_of_rank) for stage in stages}
     count = len(rank)
-    each = (
+    seconds = (
         [float(transfer)] * (count - 1) if isinstance(transfer, int | float) else [float(value) for value in transfer]
     )
-    if len(each) != count - 1:
-        raise ValueError(f"{len(each)} transfers for the {count - 1} boundaries of {count} stages")
+    if len(seconds) != count - 1:
+        raise ValueError(f"{len(seconds)} transfers for the {count - 1} boundaries of {count} stages")
     rank[-1], rank[count] = rank[0], rank[count - 1]
-    sends = [0.0, *(0.0 if rank[low] == rank[low + 1] else each[low] for low in range(count - 1)), 0.0]
+    sends = [0.0, *(0.0 if rank[low] == rank[low + 1] else seconds[low] for low in range(count - 1)), 0.0]
     links: dict[tuple[int, int], list[float]] = {}
     neighbours = [(stage, other) for stage in range(count) for other in (stage - 1, stage + 1)]
-    return sends, {(one, other): links.setdefault((rank[one], rank[other]), [0.0]) for one, other in neighbours}
+    return sends, {(stage, other): links.setdefault((rank[stage], rank[other]), [0.0]) for stage, other in neighbours}
 
 
-class _Race:
-    """How far every rank is through its list: when each step so far ended, and when the rank is free again."""
+class _Simulation:
+    """The progress of every rank through its list: the ends of its steps so far, and when it is free for the next."""
 
     def __init__(self, ranks: int, blocking: bool) -> None:
         self.ends: list[list[float]] = [[] for _ in range(ranks)]
@@ -219,29 +243,33 @@ class _Race:
         self._blocking = blocking
 
     def run(self, lists: Sequence[Sequence[_Step]]) -> None:
-        """Goes on through `lists`, which begin with what was done before, until all that is left waits for more."""
-        left, before = list(range(len(lists))), -1
+        """Continue through `lists`, which begin with the steps run so far, until every rank is done or blocked."""
+        unfinished, before = list(range(len(lists))), -1
         while (done := sum(map(len, self.ends))) != before:
             before = done
-            left = [rank for rank in left if len(self.ends[rank]) < len(lists[rank])]
-            for rank in left:
-                self._free[rank] = _go_on(lists[rank], self.ends[rank], self._free[rank], self._blocking)
+            unfinished = [rank for rank in unfinished if len(self.ends[rank]) < len(lists[rank])]
+            for rank in unfinished:
+                self._free[rank] = _continue(lists[rank], self.ends[rank], self._free[rank], self._blocking)
 
     def finish(self, lists: Sequence[Sequence[_Step]]) -> float:
-        """Goes on to the end of `lists`; returns when the last step ends. Raises ValueError where ranks wait for each
-        other."""
+        """Continue to the end of `lists`, and return the end of the last step.
+
+        Raise ValueError if ranks wait for each other.
+        """
         self.run(lists)
-        stuck = [rank for rank, (listed, done) in enumerate(zip(lists, self.ends)) if len(done) < len(listed)]
+        stuck = [rank for rank, (steps, done) in enumerate(zip(lists, self.ends)) if len(done) < len(steps)]
         if stuck:
-            raise ValueError(f"ranks {stuck} wait for each other; a forward must come before its backward everywhere")
+            raise ValueError(f"ranks {stuck} wait for each other; a forward must come before its backward on all ranks")
         return max(rank[-1] for rank in self.ends)
 
 
-def _go_on(listed: Sequence[_Step], ends: list[float], free: float, blocking: bool) -> float:
-    """Carries out `listed` from where `ends` stops, from second `free` on, until something has not arrived yet; returns
-    when the rank is free again."""
-    for position in range(len(ends), len(listed)):
-        waits, seconds, receiver, send, link = listed[position]
+def _continue(steps: Sequence[_Step], ends: list[float], free: float, blocking: bool) -> float:
+    """Run `steps` from position len(`ends`) until an input has not arrived; return when the rank is free.
+
+    `free`: the second at which the rank can start.
+    """
+    for position in range(len(ends), len(steps)):
+        waits, seconds, receiver, send, link = steps[position]
         if not waits:
             break
         arrived = waits.popleft()
@@ -258,10 +286,10 @@ def _go_on(listed: Sequence[_Step], ends: list[float], free: float, blocking: bo
     return free
 
 
-def _check_order(listed: Sequence[Action]) -> None:
-    """Raises ValueError where microbatches of a kind are not in order on a stage, which `_run` relies on."""
+def _check_order(actions: Sequence[Action]) -> None:
+    """Raise ValueError unless the microbatches of a kind are in order on each stage, as `_continue` requires."""
     latest: dict[tuple[str, int], int] = {}
-    for action in listed:
+    for action in actions:
         key = ("B" if action.kind == "I" else action.kind, action.stage)
         before = latest.get(key, -1)
         if action.microbatch != before + 1 and (action.kind != "W" or action.microbatch <= before):
@@ -270,14 +298,14 @@ def _check_order(listed: Sequence[Action]) -> None:
 
 
 def in_flight(schedule: Ints, pp: Ints, stages: Ints, microbatches: Ints, rank: Ints) -> Floats:
-    """How many microbatches' worth of pp rank `rank`'s layers keep activations at the peak, for every row.
+    """Return the peak number of microbatches with activations on pp rank `rank`, for every row.
 
-    `schedule` holds numbers of `kumi.spec.schedules.SCHEDULES`. Where a rank has several stages, each is taken to hold
-    the same part of its layers.
+    `schedule`: indices into `kumi.spec.schedules.SCHEDULES`. With several stages per rank, each counts as an equal
+    share of the rank's layers, so the number may be a fraction.
     """
-    microbatches_kept: Floats = np.zeros(len(pp))
+    peak: Floats = np.zeros(len(pp))
     for number, record in enumerate(SCHEDULES.values()):
         rows = schedule == number
         if rows.any():
-            microbatches_kept = np.where(rows, record.in_flight(np, pp, stages, microbatches, rank), microbatches_kept)
-    return microbatches_kept / stages
+            peak = np.where(rows, record.in_flight(np, pp, stages, microbatches, rank), peak)
+    return peak / stages

@@ -1,1 +1,1 @@
-"""Search for the fastest layout that fits; explain why there is none."""
+"""The search for the fastest layout that fits, and explanations where there is none."""

@@ -1,4 +1,4 @@
-"""Every layout that there is for a job, but for what is recomputed and offloaded: the rows a search starts from."""
+"""All legal layouts of a job, before recomputation and offloading are chosen: the rows that a search starts from."""
 
 from __future__ import annotations
 
@@ -16,92 +16,94 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.schedules import DEFAULT, FORWARDS_FIRST, SCHEDULES
 from kumi.spec.schedules.schedule_record import Schedule
 
-OUTER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-# More devices than anyone has, and with them millions of ways to be divided.
-MOST_DEVICES = 1 << 20
+# More devices than any cluster has. A larger number could be divided in millions of ways.
+_MAX_DEVICES = 1 << 20
 
-# Rows that are looked at in one go.
-CHUNK = 1 << 16
+# Rows that the search evaluates at once.
+CHUNK_ROWS = 1 << 16
 
-# What a run file pins of the layout, by the field's name.
+# The pinned fields of the layout: name -> value.
 Pins = Mapping[str, Any]
 
 
-def bases(job: Job, pinned: Pins) -> LayoutBatch:
-    """All legal layouts of `job` that agree with `pinned`, with nothing recomputed and nothing offloaded.
+def layout_grid(job: Job, pinned: Pins) -> LayoutBatch:
+    """Return all legal layouts of `job` that agree with `pinned`, without recomputation and offloading.
 
-    What pins keep out is not built, so that a search with everything pinned takes no time. Tensor parallelism comes
-    with sequence parallelism, which needs less memory for as many bytes sent, and context parallelism with the ring,
-    which works with any number of heads, unless they are pinned otherwise.
+    Only rows that agree with the pins are built, so a search with everything pinned is immediate. Unless pinned, tensor
+    parallelism comes with sequence parallelism, which needs less memory for the same traffic, and context parallelism
+    with ring attention, which works with any number of heads.
     """
-    found = [chunk for _, chunk in chunks(job, pinned, CHUNK)]
-    return concat_layouts(found) if found else batch_layouts([])
+    chunks = [chunk for _, chunk in layout_chunks(job, pinned, CHUNK_ROWS)]
+    return concat_layouts(chunks) if chunks else batch_layouts([])
 
 
-def chunks(job: Job, pinned: Pins, most: int) -> Iterator[tuple[float, LayoutBatch]]:
-    """`bases`, at most `most` rows at a time, with the share of the arrangements that are done then.
+def layout_chunks(job: Job, pinned: Pins, max_rows: int) -> Iterator[tuple[float, LayoutBatch]]:
+    """Yield the rows of `layout_grid`, at most `max_rows` at a time, each with the fraction of the work done so far.
 
-    Devices and batches with many divisors have more layouts than should be held at once. Raises LayoutError where there
-    are more than `MOST_DEVICES`.
+    Numbers of devices and sequences with many divisors have too many layouts to hold at once.
+
+    Raise LayoutError if the cluster has more than `_MAX_DEVICES`.
     """
-    if job.cluster.devices > MOST_DEVICES:
+    if job.cluster.devices > _MAX_DEVICES:
         raise LayoutError(
-            f"the cluster has {job.cluster.devices} devices, and layouts are searched for {MOST_DEVICES} at most; "
+            f"the cluster has {job.cluster.devices} devices, and a search takes at most {_MAX_DEVICES}; "
             f"use fewer cluster.nodes"
         )
-    experts, parts, rows = expert_counts(job.model), [], 0
-    every = list(meshes(job.cluster.devices, pinned))
-    for number, degrees in enumerate(every, 1):
-        mesh = dict(zip(OUTER, degrees, strict=True))
-        parts.append(_grid(mesh, _inner(job, mesh, experts, pinned)))
-        rows += len(parts[-1]["pp"])
-        if rows >= 4 * most or number == len(every):
-            legal_ones = _legal(job, parts)
-            for start in range(0, len(legal_ones), most):
-                yield number / len(every), legal_ones.take(slice(start, start + most))
-            parts, rows = [], 0
+    experts, grids, rows = _expert_counts(job.model), [], 0
+    meshes = list(_meshes(job.cluster.devices, pinned))
+    for number, degrees in enumerate(meshes, 1):
+        mesh = dict(zip(_AXES, degrees, strict=True))
+        grids.append(_grid(mesh, _inner_values(job, mesh, experts, pinned)))
+        rows += len(grids[-1]["pp"])
+        if rows >= 4 * max_rows or number == len(meshes):
+            legal = _legal_rows(job, grids)
+            for start in range(0, len(legal), max_rows):
+                yield number / len(meshes), legal.take(slice(start, start + max_rows))
+            grids, rows = [], 0
 
 
-def _legal(job: Job, parts: list[dict[str, Ints]]) -> LayoutBatch:
-    """The legal rows of `parts`, with nothing recomputed and nothing offloaded."""
-    named = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    rows = len(named["pp"])
-    plain = {
-        "recompute": np.zeros(rows, np.int64),
-        "offload": np.zeros(rows, np.int64),
-        "recompute_layers": np.full(rows, -1),
-    }
-    found = LayoutBatch(**named, **plain)
-    return found.take(legal(job, found))
+def _legal_rows(job: Job, grids: list[dict[str, Ints]]) -> LayoutBatch:
+    """Return the legal rows of all `grids`, without recomputation and offloading."""
+    combined = {name: np.concatenate([grid[name] for grid in grids]) for name in grids[0]}
+    rows = len(combined["pp"])
+    layouts = LayoutBatch(
+        **combined,
+        recompute=np.zeros(rows, np.int64),
+        offload=np.zeros(rows, np.int64),
+        recompute_layers=np.full(rows, -1),
+    )
+    return layouts.take(legal_mask(job, layouts))
 
 
-def legal(job: Job, x: LayoutBatch) -> Bools:
-    """Return whether each row of `x` keeps all rules of `kumi.spec.checks`, (rows,)."""
-    result = np.zeros(len(x), np.bool_)
-    rows, legal_rows = np.arange(len(x)), np.ones(len(x), np.bool_)
-    # What a degree of 0 divides is of no account: its row is illegal.
+def legal_mask(job: Job, layouts: LayoutBatch) -> Bools:
+    """Return whether each row satisfies all rules of `kumi.spec.checks`, (rows,)."""
+    result = np.zeros(len(layouts), np.bool_)
+    rows, legal = np.arange(len(layouts)), np.ones(len(layouts), np.bool_)
+    # A degree of 0 makes a row illegal, so the results of dividing by it are never used.
     with np.errstate(divide="ignore"):
         for rule in rules(job.model, job.cluster, job.batch):
-            legal_rows &= rule.holds(x)
-            if 2 * np.count_nonzero(legal_rows) < len(x):  # so few that copying them costs less than to go on
-                rows, x = rows[legal_rows], x.take(legal_rows)
-                legal_rows = np.ones(len(x), np.bool_)
-    result[rows[legal_rows]] = True
+            legal &= rule.holds(layouts)
+            if 2 * np.count_nonzero(legal) < len(layouts):  # copying the few remaining rows is cheaper than all of them
+                rows, layouts = rows[legal], layouts.take(legal)
+                legal = np.ones(len(layouts), np.bool_)
+    result[rows[legal]] = True
     return result
 
 
-def expert_counts(model: ModelSpec) -> set[int]:
-    """How many routed experts the layers of `model` have; empty where none has any."""
+def _expert_counts(model: ModelSpec) -> set[int]:
+    """Return the numbers of routed experts that layers of `model` have; empty for a dense model."""
     return {op.experts for ops in kind_ops(model) for op in ops} - {0}
 
 
-def meshes(devices: int, pinned: Pins) -> Iterator[tuple[int, ...]]:
-    """Every way to write `devices` as a product of the degrees in `OUTER` that agrees with `pinned`."""
-    yield from _factors(devices, [pinned.get(axis) for axis in OUTER])
+def _meshes(devices: int, pinned: Pins) -> Iterator[tuple[int, ...]]:
+    """Yield the degrees of `_AXES` that multiply to `devices` and agree with `pinned`."""
+    yield from _factors(devices, [pinned.get(axis) for axis in _AXES])
 
 
 def _factors(number: int, fixed: list[int | None]) -> Iterator[tuple[int, ...]]:
+    """Yield all factorizations of `number` into len(`fixed`) factors, each of them fixed or (None) free."""
     first, *rest = fixed
     for degree in divisors(number) if first is None else [first] if number % first == 0 else []:
         if rest:
@@ -110,42 +112,47 @@ def _factors(number: int, fixed: list[int | None]) -> Iterator[tuple[int, ...]]:
             yield (degree,)
 
 
-def _inner(job: Job, mesh: dict[str, int], experts: set[int], pinned: Pins) -> dict[str, Any]:
-    """Values of the other fields where the axes are `mesh`; what is illegal in combination is left out later."""
+def _inner_values(job: Job, mesh: dict[str, int], experts: set[int], pinned: Pins) -> dict[str, Any]:
+    """Return the values of the other fields for the degrees in `mesh`.
+
+    Illegal combinations are removed later.
+    """
     ranks, tp = mesh["dp_shard"] * mesh["cp"] * mesh["tp"], mesh["tp"]
-    each = max(1, job.batch.sequences // (mesh["dp_replicate"] * mesh["dp_shard"]))
+    sequences = max(1, job.batch.sequences // (mesh["dp_replicate"] * mesh["dp_shard"]))
     free = {
         "ep": [ep for ep in divisors(ranks) if all(count % ep == 0 for count in experts)] if experts else [1],
         "expert_tp": [1, tp] if experts and tp > 1 else [1],
-        "zero": _zero(mesh),
-        "microbatch": divisors(each),
+        "zero": _zero_stages(mesh),
+        "microbatch": divisors(sequences),
         "sequence_parallel": [1],
         "context": [0],
         "tiles": [1],
     }
-    chosen: dict[str, Any] = {name: _pinned(name, values, pinned) for name, values in free.items()}
-    return chosen | {"schedule+stages": _schedules(job.model, mesh["pp"], pinned)}
+    values: dict[str, Any] = {name: _unless_pinned(name, choices, pinned) for name, choices in free.items()}
+    return values | {"schedule+stages": _schedules(job.model, mesh["pp"], pinned)}
 
 
-def _zero(mesh: dict[str, int]) -> list[int]:
-    """The ZeRO stages where the axes are `mesh`: context-parallel ranks hold the same and can divide it, too."""
+def _zero_stages(mesh: dict[str, int]) -> list[int]:
+    """Return the ZeRO stages for the degrees in `mesh`; states are sharded over cp ranks, too."""
     if mesh["dp_shard"] > 1:
         return [1, 2, 3]
     return [0, 1, 2, 3] if mesh["cp"] > 1 else [0]
 
 
 def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]:
-    """(number of the schedule, stages of a rank): every number of stages that leaves each of them a layer, where the
-    schedule takes more than one number."""
+    """Return (index of the schedule, stages per rank) of all schedules.
+
+    If a schedule allows several numbers of stages, return all that leave at least one layer per inner stage.
+    """
     if pp == 1:
         pairs = [(DEFAULT, 1)]
     else:
-        # With all forwards first a step takes as long as in 1F1B and keeps more: looked at where it is pinned.
+        # A schedule with all forwards first is as fast as 1F1B and needs more memory: include it only if pinned.
         names = [name for name in SCHEDULES if name not in FORWARDS_FIRST or name == pinned.get("schedule")]
-        # Of rows that are equally fast the first is taken: that of a schedule that takes one number of stages.
+        # The search takes the first of equally fast rows: prefer schedules with a fixed number of stages.
         names.sort(key=lambda name: SCHEDULES[name].more_stages)
         most = (model.num_hidden_layers + 2) // pp
-        pairs = [(name, stages) for name in names for stages in _stages(SCHEDULES[name], most)]
+        pairs = [(name, stages) for name in names for stages in _stages_per_rank(SCHEDULES[name], most)]
     allowed = [
         pair
         for pair in pairs
@@ -154,24 +161,24 @@ def _schedules(model: ModelSpec, pp: int, pinned: Pins) -> list[tuple[int, int]]
     return [(CHOICES["schedule"].index(name), stages) for name, stages in allowed]
 
 
-def _stages(schedule: Schedule, most: int) -> Sequence[int]:
-    """The numbers of stages that a rank may hold, `most` at most where there is a choice."""
+def _stages_per_rank(schedule: Schedule, most: int) -> Sequence[int]:
+    """Return the numbers of stages that a rank may hold, at most `most` if the schedule allows several."""
     return range(schedule.stages, most + 1) if schedule.more_stages else (schedule.stages,)
 
 
-def _pinned(name: str, values: list[int], pinned: Pins) -> list[int]:
-    """`values`, or the one that is pinned."""
+def _unless_pinned(name: str, values: list[int], pinned: Pins) -> list[int]:
+    """Return `values`, or the pinned value."""
     if name not in pinned:
         return values
     return [CHOICES[name].index(pinned[name]) if name in CHOICES else int(pinned[name])]
 
 
 def _grid(mesh: dict[str, int], inner: dict[str, Any]) -> dict[str, Ints]:
-    """All combinations of `inner` in one arrangement of the axes, as columns."""
+    """Return all combinations of the values in `inner` with the degrees in `mesh`, as one array per field."""
     pairs = np.array(inner.pop("schedule+stages"), np.int64).reshape(-1, 2)
     grid = np.meshgrid(*(np.array(values, np.int64) for values in inner.values()), np.arange(len(pairs)), indexing="ij")
     rows = grid[0].size
-    found = {name: np.full(rows, degree, np.int64) for name, degree in mesh.items()}
-    found |= {name: column.ravel() for name, column in zip(inner, grid, strict=False)}
-    picked = pairs[grid[-1].ravel()]
-    return found | {"schedule": picked[:, 0], "stages": picked[:, 1]}
+    fields = {name: np.full(rows, degree, np.int64) for name, degree in mesh.items()}
+    fields |= {name: values.ravel() for name, values in zip(inner, grid, strict=False)}
+    schedule, stages = pairs[grid[-1].ravel()].T
+    return fields | {"schedule": schedule, "stages": stages}

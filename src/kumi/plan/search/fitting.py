@@ -1,4 +1,4 @@
-"""How much must be recomputed so that a layout fits, for every way to recompute and to offload."""
+"""The fewest recomputed layers that make a layout fit, for every kind of recomputation and offloading."""
 
 from __future__ import annotations
 
@@ -6,128 +6,140 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kumi.plan.estimate import rank_share, representative_ranks
-from kumi.plan.layout_batch import CHOICES, Floats, Ints, LayoutBatch
+from kumi.plan.layout_batch import CHOICES, Bools, Floats, Ints, LayoutBatch
 from kumi.plan.memory import device_memory
-from kumi.plan.pipeline.stages import Share
+from kumi.plan.pipeline.stages import RankStages
 from kumi.plan.search.candidates import Pins
 from kumi.spec.job import Job
 
-NONE, ACTIVATIONS = 0, CHOICES["offload"].index("activations")
-
-Mask = NDArray[np.bool_]
+# Indices into `CHOICES` of "none", for recomputation and offloading, and of offloaded activations.
+NO_RECOMPUTE, NO_OFFLOAD, _OFFLOAD_ACTIVATIONS = 0, 0, CHOICES["offload"].index("activations")
 
 
 @dataclass(frozen=True)
-class Bases:
-    """Rows of which recomputation and offloading are open, and what each of the looked-at pp ranks holds of them.
+class Candidates:
+    """Layouts whose recomputation and offloading are not chosen yet, with the content of their pipeline ranks.
 
-    `every` are the rows of `x` once for each rank, `part` what that rank holds and `known` what that is; `layers` how
-    many layers it has, (ranks, rows), and `most` the largest number a rank has, (rows,).
+    Memory is computed for a few ranks of each pipeline (`kumi.plan.estimate.representative_ranks`).
+
+    `layouts`: one row per layout.
+    `per_rank`: the rows of `layouts` repeated for each of the ranks.
+    `stages`, `content`: the layers, and the tensors, of each row of `per_rank`.
+    `rank_layers`: the number of layers of each rank, (ranks, rows).
+    `most_layers`: the largest number of layers of a rank, at least 1, (rows,).
     """
 
     job: Job
-    x: LayoutBatch
-    every: LayoutBatch
-    part: Share
-    known: device_memory.InvariantMemory
-    layers: Floats
-    most: Ints
+    layouts: LayoutBatch
+    per_rank: LayoutBatch
+    stages: RankStages
+    content: device_memory.InvariantMemory
+    rank_layers: Floats
+    most_layers: Ints
 
-    def bytes(self, recompute: int, layers: int, offload: int) -> Floats:
-        """Bytes on each of the ranks, (ranks, rows), when `layers` of it recompute (-1: all)."""
-        same = np.ones(len(self.every), np.int64)
-        rows = self.every.replaced(recompute=recompute * same, recompute_layers=layers * same, offload=offload * same)
-        sizes = device_memory.stage_memory(self.job, rows, self.part, self.known).values()
-        return np.asarray(sum(sizes)).reshape(self.layers.shape)
+    def device_bytes(self, recompute: int, layers: int, offload: int) -> Floats:
+        """Return the bytes of each rank, (ranks, rows), if `layers` of its layers recompute (-1: all)."""
+        ones = np.ones(len(self.per_rank), np.int64)
+        rows = self.per_rank.replaced(
+            recompute=recompute * ones, recompute_layers=layers * ones, offload=offload * ones
+        )
+        sizes = device_memory.stage_memory(self.job, rows, self.stages, self.content).values()
+        return np.asarray(sum(sizes)).reshape(self.rank_layers.shape)
 
     def host_bytes(self, offload: int) -> Floats:
-        """Bytes that a rank keeps on its host, the most of the ranks looked at, (rows,)."""
-        rows = self.every.replaced(offload=np.full(len(self.every), offload))
-        size: Floats = device_memory.host_memory(self.job, rows, self.part, self.known)
-        largest: Floats = size.reshape(self.layers.shape).max(axis=0)
+        """Return the largest number of bytes that a rank offloads, (rows,)."""
+        rows = self.per_rank.replaced(offload=np.full(len(self.per_rank), offload))
+        size: Floats = device_memory.host_memory(self.job, rows, self.stages, self.content)
+        largest: Floats = size.reshape(self.rank_layers.shape).max(axis=0)
         return largest
 
-    def held(self, offload: int) -> Mask:
-        """Whether a rank's share of its host, and of the drives, can take what is offloaded, (rows,)."""
-        if not offload:
-            return np.ones(len(self.x), np.bool_)
-        host, each = self.job.cluster.host, self.job.cluster.devices_per_node
-        fits = self.host_bytes(offload) <= host.memory / each
+    def fits_host(self, offload: int) -> Bools:
+        """Return whether a rank's share of the host memory, and of the drives, holds its offloaded bytes, (rows,)."""
+        if offload == NO_OFFLOAD:
+            return np.ones(len(self.layouts), np.bool_)
+        host, devices = self.job.cluster.host, self.job.cluster.devices_per_node
+        fits = self.host_bytes(offload) <= host.memory / devices
         word = CHOICES["offload"][offload]
         if word.endswith("-nvme"):
-            fits &= self.host_bytes(CHOICES["offload"].index(word.removesuffix("-nvme"))) <= host.nvme / each
+            fits &= self.host_bytes(CHOICES["offload"].index(word.removesuffix("-nvme"))) <= host.nvme / devices
         return fits
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to recompute and to offload, of every row of `Bases`.
+    """A kind of recomputation and of offloading, applied to every row of `Candidates`.
 
-    `first` and `last` are bytes on every rank when one of its layers recomputes, and when all do, (ranks, rows): every
-    further layer saves as much. `held` are the rows whose host can take what is offloaded. Where so many `layers` are
-    pinned (-1: all), `first` and `last` are both those of that number.
+    `recompute`, `offload`: indices into `CHOICES`.
+    `bytes_one`, `bytes_all`: bytes of each rank if one of its layers recomputes, and if all do, (ranks, rows). Each
+    further layer saves the same number of bytes.
+    `fits_host`: whether the host holds the offloaded bytes, (rows,).
+    `layers`: the pinned number of recomputed layers (-1: all), or None. If it is pinned, `bytes_one` and `bytes_all`
+    are both the bytes with this number of layers.
     """
 
     recompute: int
     offload: int
-    first: Floats
-    last: Floats
-    held: Mask
+    bytes_one: Floats
+    bytes_all: Floats
+    fits_host: Bools
     layers: int | None = None
 
 
-def bases_of(job: Job, x: LayoutBatch) -> Bases:
-    """`x` with what the pp ranks hold that are looked at."""
-    ranks = representative_ranks(job.model, x)[0]
-    every = x.take(np.tile(np.arange(len(x)), len(ranks)))
-    part = rank_share(job, every, ranks.ravel())
-    layers = part.layers.sum(axis=0).reshape(ranks.shape)
-    return Bases(
+def make_candidates(job: Job, layouts: LayoutBatch) -> Candidates:
+    """Return `layouts` with the content of their first, an inner and their last pipeline rank."""
+    ranks = representative_ranks(job.model, layouts)[0]
+    per_rank = layouts.take(np.tile(np.arange(len(layouts)), len(ranks)))
+    stages = rank_share(job, per_rank, ranks.ravel())
+    rank_layers = stages.layers.sum(axis=0).reshape(ranks.shape)
+    return Candidates(
         job,
-        x,
-        every,
-        part,
-        device_memory.invariant_memory(job, every, part),
-        layers,
-        np.maximum(layers.max(axis=0), 1).astype(np.int64),
+        layouts,
+        per_rank,
+        stages,
+        device_memory.invariant_memory(job, per_rank, stages),
+        rank_layers,
+        np.maximum(rank_layers.max(axis=0), 1).astype(np.int64),
     )
 
 
-def variants(rows: Bases, pinned: Pins) -> Iterator[Variant]:
-    """Every way to recompute and offload that `pinned` allows, from the least to the most offloaded.
+def variants(candidates: Candidates, pinned: Pins) -> Iterator[Variant]:
+    """Yield every kind of recomputation and offloading that `pinned` allows, from the least to the most offloaded.
 
-    What offloading states saves does not depend on what is recomputed, so that the bytes of most combinations are sums.
+    The bytes saved by offloading states do not depend on recomputation, so most combinations are computed as sums.
     """
-    modes, plain = _allowed("recompute", CHOICES["recompute"], pinned), rows.bytes(NONE, -1, NONE)
-    layers = pinned_layers(pinned)
+    modes = _allowed("recompute", CHOICES["recompute"], pinned)
+    plain = candidates.device_bytes(NO_RECOMPUTE, -1, NO_OFFLOAD)
+    layers = pinned_recompute_layers(pinned)
     if layers is not None and layers > 0:
-        modes = [mode for mode in modes if mode]
+        modes = [mode for mode in modes if mode != NO_RECOMPUTE]
     few, many = (1, -1) if layers is None else (layers, layers)
-    ends = {
-        mode: (rows.bytes(mode, few, NONE), rows.bytes(mode, many, NONE)) if mode else (plain, plain) for mode in modes
-    }
-    saved = {"none": np.zeros_like(plain)}
-    for offload in _allowed("offload", offloads(rows.job), pinned):
-        held = rows.held(offload)
-        word = CHOICES["offload"][offload]
-        # The device does not see whether what left it went on to a drive.
-        saving = saved.get(word.removesuffix("-nvme"))
-        if saving is None:
-            saving = saved[word.removesuffix("-nvme")] = plain - rows.bytes(NONE, -1, offload)
+
+    def bytes_with(mode: int, offload: int) -> tuple[Floats, Floats]:
+        return candidates.device_bytes(mode, few, offload), candidates.device_bytes(mode, many, offload)
+
+    not_offloaded = {mode: bytes_with(mode, NO_OFFLOAD) if mode != NO_RECOMPUTE else (plain, plain) for mode in modes}
+    savings = {"none": np.zeros_like(plain)}
+    for offload in _allowed("offload", possible_offloads(candidates.job), pinned):
+        fits_host = candidates.fits_host(offload)
+        # Offloading to drives saves as many bytes of device memory as offloading to the host.
+        word = CHOICES["offload"][offload].removesuffix("-nvme")
+        if word not in savings:
+            savings[word] = plain - candidates.device_bytes(NO_RECOMPUTE, -1, offload)
         for mode in modes:
-            if offload == ACTIVATIONS and mode:
-                between = (rows.bytes(mode, few, offload), rows.bytes(mode, many, offload))
+            if offload == _OFFLOAD_ACTIVATIONS and mode != NO_RECOMPUTE:
+                bytes_one, bytes_all = bytes_with(mode, offload)
             else:
-                between = (ends[mode][0] - saving, ends[mode][1] - saving)
-            yield Variant(mode, offload, *between, held, layers if mode else None)
+                bytes_one, bytes_all = (size - savings[word] for size in not_offloaded[mode])
+            yield Variant(mode, offload, bytes_one, bytes_all, fits_host, None if mode == NO_RECOMPUTE else layers)
 
 
-def pinned_layers(pinned: Pins) -> int | None:
-    """How many layers are pinned to recompute, -1 for all; None where that is open. Who pins what is recomputed, and
-    not in how many layers, means all, as a run file does."""
+def pinned_recompute_layers(pinned: Pins) -> int | None:
+    """Return the pinned number of recomputed layers, -1 for all, or None if it is not pinned.
+
+    A pinned kind of recomputation without a number of layers means all layers, as in a run file.
+    """
     if "recompute_layers" not in pinned and pinned.get("recompute", "none") == "none":
         return None
     count = pinned.get("recompute_layers")
@@ -135,11 +147,12 @@ def pinned_layers(pinned: Pins) -> int | None:
 
 
 def _allowed(name: str, words: Sequence[str], pinned: Pins) -> list[int]:
+    """Return the indices of the `words` that agree with the pin of the field `name`."""
     return [CHOICES[name].index(word) for word in words if pinned.get(name, word) == word]
 
 
-def offloads(job: Job) -> list[str]:
-    """What can be offloaded: nothing where the host's memory or the way there is not known."""
+def possible_offloads(job: Job) -> list[str]:
+    """Return the kinds of offloading; only "none" if the host's memory or its bandwidth is not described."""
     host = job.cluster.host
     if not (host.memory and host.device_bandwidth):
         return ["none"]
@@ -148,12 +161,16 @@ def offloads(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class Fit:
-    """For every row, whether a variant `fits`, how few `layers` then recompute, and the `peak` bytes with these.
+    """How a variant fits, for every row.
 
-    `count` variants were told apart, of which `fitting` fit; `least` bytes are needed when all layers recompute.
+    `fits`: whether it fits with some number of recomputed layers, (rows,).
+    `layers`: the smallest such number, (rows,).
+    `peak`: bytes with this number, (rows,).
+    `count`, `fitting`: the number of distinct layouts, one per number of layers, and of those that fit.
+    `least`: bytes if all layers recompute; infinite if the host is too small, (rows,).
     """
 
-    fits: Mask
+    fits: Bools
     layers: Ints
     peak: Floats
     count: int
@@ -161,38 +178,41 @@ class Fit:
     least: Floats
 
 
-def fit(rows: Bases, one: Variant, capacity: float) -> Fit:
-    """The fewest layers that must recompute under variant `one` so that no rank needs more than `capacity` bytes."""
-    if one.layers is not None:
-        return _fixed(rows, one, one.layers, capacity)
-    falls = (one.first - one.last) / np.maximum(rows.layers - 1, 1)
-    over = np.maximum(one.first - capacity, 0.0)
+def fit_variant(candidates: Candidates, variant: Variant, capacity: float) -> Fit:
+    """Return the fewest layers that must recompute under `variant` so that no rank needs more than `capacity` bytes."""
+    if variant.layers is not None:
+        return _fit_pinned_layers(candidates, variant, variant.layers, capacity)
+    saved_per_layer = (variant.bytes_one - variant.bytes_all) / np.maximum(candidates.rank_layers - 1, 1)
+    excess = np.maximum(variant.bytes_one - capacity, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        more = np.where(over > 0, np.ceil(over / falls), 0.0)
+        more = np.where(excess > 0, np.ceil(excess / saved_per_layer), 0.0)
     fewest = 1 + np.where(np.isfinite(more) & (more >= 0), more, np.inf).max(axis=0)
-    most = rows.most if one.recompute else np.ones_like(rows.most)
-    least = np.where(one.held, one.last.max(axis=0), np.inf)
+    most = np.ones_like(candidates.most_layers) if variant.recompute == NO_RECOMPUTE else candidates.most_layers
+    least = np.where(variant.fits_host, variant.bytes_all.max(axis=0), np.inf)
     fits = (least <= capacity) & (fewest <= most)
     layers = np.where(fits, fewest, 1).astype(np.int64)
-    peak = (one.first - falls * np.minimum(layers - 1, np.maximum(rows.layers - 1, 0))).max(axis=0)
+    further = np.minimum(layers - 1, np.maximum(candidates.rank_layers - 1, 0))
+    peak = (variant.bytes_one - saved_per_layer * further).max(axis=0)
     fitting = np.where(fits, most - layers + 1, 0)
     return Fit(fits, layers, peak, int(most.sum()), int(fitting.sum()), least)
 
 
-def _fixed(rows: Bases, one: Variant, layers: int, capacity: float) -> Fit:
-    """The same where `layers` recompute, -1 for all: rows that have fewer are not legal."""
-    legal, peak = layers <= rows.most, one.last.max(axis=0)
-    least = np.where(one.held & legal, peak, np.inf)
+def _fit_pinned_layers(candidates: Candidates, variant: Variant, layers: int, capacity: float) -> Fit:
+    """Do the same with `layers` recomputed layers, -1 for all; rows with fewer layers are illegal."""
+    legal, peak = layers <= candidates.most_layers, variant.bytes_all.max(axis=0)
+    least = np.where(variant.fits_host & legal, peak, np.inf)
     fits = least <= capacity
-    count = rows.most if layers < 0 else np.full_like(rows.most, layers)
+    count = candidates.most_layers if layers < 0 else np.full_like(candidates.most_layers, layers)
     return Fit(fits, count, peak, int(legal.sum()), int(fits.sum()), least)
 
 
-def picked(rows: Bases, one: Variant, found: Fit, index: Ints) -> LayoutBatch:
-    """The rows numbered `index`, as they are under variant `one` with the fewest layers recomputed."""
-    layers = found.layers[index]
-    all_of_them = (layers >= rows.most[index]) & (one.layers in (None, -1)) | (one.recompute == NONE)
-    same = np.ones(len(index), np.int64)
-    return rows.x.take(index).replaced(
-        recompute=one.recompute * same, recompute_layers=np.where(all_of_them, -1, layers), offload=one.offload * same
+def apply_variant(candidates: Candidates, variant: Variant, fit: Fit, index: Ints) -> LayoutBatch:
+    """Return the layouts `index` under `variant`, with the fewest recomputed layers that fit."""
+    layers = fit.layers[index]
+    recomputes_all = (layers >= candidates.most_layers[index]) & (variant.layers in (None, -1))
+    ones = np.ones(len(index), np.int64)
+    return candidates.layouts.take(index).replaced(
+        recompute=variant.recompute * ones,
+        recompute_layers=np.where(recomputes_all | (variant.recompute == NO_RECOMPUTE), -1, layers),
+        offload=variant.offload * ones,
     )

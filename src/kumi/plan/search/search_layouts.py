@@ -1,4 +1,4 @@
-"""The fastest layouts that fit, out of all there are: memory first, then time, then the best of them in full."""
+"""The search for the fastest layouts that fit: memory of all candidates, then time, then full estimates of the best."""
 
 from __future__ import annotations
 
@@ -16,9 +16,20 @@ from kumi.plan.estimate import estimate, representative_ranks
 from kumi.plan.estimates import Estimate
 from kumi.plan.layout_batch import CHOICES, Floats, LayoutBatch, concat_layouts
 from kumi.plan.memory import device_memory
-from kumi.plan.pipeline.stages import balanced
-from kumi.plan.search.candidates import CHUNK, Pins, chunks
-from kumi.plan.search.fitting import NONE, Bases, Fit, Variant, bases_of, fit, picked, pinned_layers, variants
+from kumi.plan.pipeline.stages import balance_stages
+from kumi.plan.search.candidates import CHUNK_ROWS, Pins, layout_chunks
+from kumi.plan.search.fitting import (
+    NO_OFFLOAD,
+    NO_RECOMPUTE,
+    Candidates,
+    Fit,
+    Variant,
+    apply_variant,
+    fit_variant,
+    make_candidates,
+    pinned_recompute_layers,
+    variants,
+)
 from kumi.plan.time.step_time import step_times
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.checks import problems
@@ -27,22 +38,34 @@ from kumi.spec.layout import Layout
 from kumi.spec.schedules import SCHEDULES
 from kumi.spec.sharding import stage_bounds
 
-# How many of the fastest arrangements get a full estimate at least, and of how many the neighbours are looked at.
-LOOKED_AT = 8
-# An arrangement is remembered while it takes no more than this many times as long as the fastest of its chunk.
-WORTH = 5.0
-REFINED = 3
-# Estimates that are nearer than this share of each other may well be the other way round (docs/accuracy.md).
-HAIR = 0.05
+# Whether a layout may be planned; None: any layout.
+AcceptFn = Callable[[Layout], bool]
+
+# The least number of fastest arrangements that get a full estimate.
+_ESTIMATED = 8
+# The number of fastest arrangements whose neighbours are estimated as well.
+_REFINED = 3
+# Arrangements slower than the fastest of their chunk by more than this factor are dropped.
+_KEPT_FACTOR = 5.0
+# Estimates within this fraction of each other count as equally fast: their order is uncertain (docs/accuracy.md).
+TIE_TOLERANCE = 0.05
+
+# The search shows one plan for each combination of the first fields. It keeps the best layout for each combination of
+# the second fields and of the axes in use, since a trainer may not support all of them.
+_SHOWN_FIELDS = ("pp", "tp", "ep", "zero", "offload")
+_RANKED_FIELDS = (*_SHOWN_FIELDS, "schedule", "recompute", "expert_tp")
+_shown_key, _ranked_values = attrgetter(*_SHOWN_FIELDS), attrgetter(*_RANKED_FIELDS)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found.
+class SearchResult:
+    """The result of a search.
 
-    `plans` are the fastest layouts that fit, fastest first; `pareto` those that no other beats in both time and memory,
-    fastest first. `count` layouts were looked at, of which `fitting` fit and `timed` could not be told to be slower
-    than another without timing them. `smallest` needs the least memory of all, whether it fits or not.
+    `plans`: the fastest layouts that fit, fastest first.
+    `pareto`: the layouts that no other one beats in both time and memory, fastest first.
+    `count`, `fitting`: the number of layouts considered, and of those that fit.
+    `timed`: the number of layouts whose time was computed, since they may be faster than all others.
+    `smallest`: the layout with the least memory, whether it fits or not; None if no layout is legal.
     """
 
     plans: tuple[Estimate, ...]
@@ -59,84 +82,88 @@ def search(
     *,
     top: int = 10,
     front: bool = True,
-    accept: Callable[[Layout], bool] | None = None,
+    accept: AcceptFn | None = None,
     progress: Callable[[float], None] | None = None,
-) -> Found:
-    """The `top` fastest layouts of `job` that agree with `pinned`, of those that `accept` takes.
+) -> SearchResult:
+    """Return the `top` fastest layouts of `job` that fit, agree with `pinned` and are accepted by `accept`.
 
-    `front`: look at the front of time and memory, too. `progress` is told which part is done, 0 to 1.
+    `front`: include the Pareto front of time and memory.
+    `progress`: called with the fraction done, 0 to 1.
     """
     best, tally = _Best(), _Tally()
-    every, workers = chunks(job, pinned, CHUNK), os.cpu_count() or 1
-    # Threads share the work because numpy lets go of the interpreter; results come in the order of the chunks.
+    chunks, workers = layout_chunks(job, pinned, CHUNK_ROWS), os.cpu_count() or 1
+    # Threads work in parallel because numpy releases the GIL. Results are merged in the order of the chunks.
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        while some := list(islice(every, 2 * workers)):
-            for faster, counted in pool.map(partial(_look, job, pinned), [chunk for _, chunk in some]):
-                best.merge(faster)
-                tally.merge(counted)
+        while batch := list(islice(chunks, 2 * workers)):
+            for chunk_best, chunk_tally in pool.map(partial(_search_chunk, job, pinned), [chunk for _, chunk in batch]):
+                best.merge(chunk_best)
+                tally.merge(chunk_tally)
             if progress:
-                progress(some[-1][0])
-    plans = _refined(job, best.fastest(max(LOOKED_AT, top + 3), accept), pinned, accept, top)
+                progress(batch[-1][0])
+    plans = _refine(job, best.fastest(max(_ESTIMATED, top + 3), accept), pinned, accept, top)
     if not plans and tally.smallest is not None and (accept is None or accept(tally.smallest)):
-        plans = _refined(job, [tally.smallest], pinned, accept, top)
+        plans = _refine(job, [tally.smallest], pinned, accept, top)
     pareto = tuple(estimate(job, layout) for layout in best.front()) if front else ()
-    return Found(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
+    return SearchResult(plans, pareto, tally.count, tally.fitting, tally.timed, tally.smallest)
 
 
-def _look(job: Job, pinned: Pins, chunk: LayoutBatch) -> tuple[_Best, _Tally]:
-    """What is best of `chunk`."""
+def _search_chunk(job: Job, pinned: Pins, chunk: LayoutBatch) -> tuple[_Best, _Tally]:
+    """Return the best layouts of `chunk`, and the counts."""
     best, tally = _Best(), _Tally()
-    found = list(_candidates(bases_of(job, chunk), pinned, tally))
-    if found:
-        rows, peak = concat_layouts([rows for rows, _ in found]), np.concatenate([peak for _, peak in found])
-        tally.timed += len(rows)
-        best.add(rows, step_times(job, rows, *representative_ranks(job.model, rows)).seconds, peak)
+    parts = list(_layouts_to_time(make_candidates(job, chunk), pinned, tally))
+    if parts:
+        layouts, peak = concat_layouts([layouts for layouts, _ in parts]), np.concatenate([peak for _, peak in parts])
+        tally.timed += len(layouts)
+        best.add(layouts, step_times(job, layouts, *representative_ranks(job.model, layouts)).seconds, peak)
     return best, tally
 
 
-def _candidates(rows: Bases, pinned: Pins, tally: _Tally) -> Iterator[tuple[LayoutBatch, Floats]]:
-    """What must be timed of every base, with its peak bytes: of each way to recompute and offload the one that fits
-    and recomputes least. A base that fits as it is has no faster variant."""
-    capacity = device_memory.usable_memory(rows.job.cluster.device)
-    done = np.zeros(len(rows.x), np.bool_)
-    for variant in variants(rows, pinned):
-        found = fit(rows, variant, capacity)
-        tally.add(rows.x, variant, found)
-        index = np.flatnonzero(found.fits & ~done)
+def _layouts_to_time(candidates: Candidates, pinned: Pins, tally: _Tally) -> Iterator[tuple[LayoutBatch, Floats]]:
+    """Yield the layouts that may be the fastest, with their peak bytes.
+
+    For each candidate and each variant, it is the layout that fits with the fewest recomputed layers. A candidate that
+    fits without recomputation and offloading has no faster variant.
+    """
+    capacity = device_memory.usable_memory(candidates.job.cluster.device)
+    done = np.zeros(len(candidates.layouts), np.bool_)
+    for variant in variants(candidates, pinned):
+        fit = fit_variant(candidates, variant, capacity)
+        tally.add(candidates.layouts, variant, fit)
+        index = np.flatnonzero(fit.fits & ~done)
         if len(index):
-            yield picked(rows, variant, found, index), found.peak[index]
-        if variant.recompute == NONE:
-            # What is offloaded later, or recomputed besides, only adds to the time.
-            done = done | (found.fits & (variant.offload == NONE))
+            yield apply_variant(candidates, variant, fit, index), fit.peak[index]
+        if variant.recompute == NO_RECOMPUTE:
+            done = done | (fit.fits & (variant.offload == NO_OFFLOAD))
 
 
-def smallest(job: Job, pinned: Pins) -> Estimate | None:
-    """The layout that needs the least memory, whether it fits or not; None where none is legal."""
+def estimate_smallest(job: Job, pinned: Pins) -> Estimate | None:
+    """Return the estimate of the layout with the least memory, whether it fits or not; None if none is legal."""
     tally = _Tally()
-    for _, chunk in chunks(job, pinned, CHUNK):
-        rows = bases_of(job, chunk)
-        for variant in variants(rows, pinned):
-            tally.add(chunk, variant, fit(rows, variant, device_memory.usable_memory(job.cluster.device)))
+    capacity = device_memory.usable_memory(job.cluster.device)
+    for _, chunk in layout_chunks(job, pinned, CHUNK_ROWS):
+        candidates = make_candidates(job, chunk)
+        for variant in variants(candidates, pinned):
+            tally.add(chunk, variant, fit_variant(candidates, variant, capacity))
     return None if tally.smallest is None else estimate(job, tally.smallest)
 
 
 class _Tally:
-    """How many layouts were looked at, how many fit and were timed, and which needs the least memory."""
+    """The numbers of layouts considered, fitting and timed, and the layout with the least memory."""
 
     def __init__(self) -> None:
         self.count = self.fitting = self.timed = 0
         self.smallest: Layout | None = None
         self.least = np.inf
 
-    def add(self, x: LayoutBatch, variant: Variant, found: Fit) -> None:
-        self.count += found.count
-        self.fitting += found.fitting
-        index = int(np.argmin(found.least))
-        if found.least[index] < self.least:
-            self.least = float(found.least[index])
+    def add(self, layouts: LayoutBatch, variant: Variant, fit: Fit) -> None:
+        self.count += fit.count
+        self.fitting += fit.fitting
+        index = int(np.argmin(fit.least))
+        if fit.least[index] < self.least:
+            self.least = float(fit.least[index])
             words = {name: CHOICES[name][getattr(variant, name)] for name in ("recompute", "offload")}
             layers = None if variant.layers in (None, -1) else variant.layers
-            self.smallest = replace(x.row(index), recompute_layers=layers, **words)
+            self.smallest = replace(layouts.row(index), recompute_layers=layers, **words)
 
     def merge(self, other: _Tally) -> None:
         self.count, self.fitting = self.count + other.count, self.fitting + other.fitting
@@ -146,117 +173,115 @@ class _Tally:
 
 
 class _Best:
-    """The fastest row of every arrangement so far, and the front of time and memory."""
+    """The fastest layout of every arrangement (see `_ranked_key`) so far, and the Pareto front of time and memory."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[object, ...], tuple[float, Layout]] = {}
+        self.fastest_of: dict[tuple[object, ...], tuple[float, Layout]] = {}
         self.on_front: list[tuple[float, float, Layout]] = []
 
-    def add(self, x: LayoutBatch, seconds: Floats, peak: Floats) -> None:
-        """Takes in rows that take `seconds` and `peak` bytes. Ties go to the row that came first."""
+    def add(self, layouts: LayoutBatch, seconds: Floats, peak: Floats) -> None:
+        """Add `layouts` with their seconds and their peak bytes. The first of equally fast layouts stays."""
         order = np.argsort(seconds, kind="stable")
-        apart = [(getattr(x, name)[order] > 1).astype(np.int64) for name in ("cp", "dp_replicate", "dp_shard")]
-        firsts, _ = unique_rows(*(getattr(x, name)[order] for name in KEPT), *apart)
-        worth = seconds[order[np.sort(firsts)]] <= WORTH * seconds[order[0]]
-        for index in order[np.sort(firsts)][worth]:
-            self._keep(float(seconds[index]), x.row(int(index)))
+        uses_axis = [
+            (getattr(layouts, name)[order] > 1).astype(np.int64) for name in ("cp", "dp_replicate", "dp_shard")
+        ]
+        firsts, _ = unique_rows(*(getattr(layouts, name)[order] for name in _RANKED_FIELDS), *uses_axis)
+        fastest = order[np.sort(firsts)]
+        for index in fastest[seconds[fastest] <= _KEPT_FACTOR * seconds[order[0]]]:
+            self._add_layout(float(seconds[index]), layouts.row(int(index)))
         falling = np.minimum.accumulate(peak[order])
         on_front = order[np.flatnonzero(np.diff(falling, prepend=np.inf) < 0)]
-        self._spread([(float(seconds[i]), float(peak[i]), x.row(int(i))) for i in on_front])
+        self._extend_front([(float(seconds[i]), float(peak[i]), layouts.row(int(i))) for i in on_front])
 
     def merge(self, other: _Best) -> None:
-        for name, (seconds, layout) in other.rows.items():
-            known = self.rows.get(name)
-            if known is None or seconds < known[0]:
-                self.rows[name] = seconds, layout
-        self._spread(other.on_front)
+        for seconds, layout in other.fastest_of.values():
+            self._add_layout(seconds, layout)
+        self._extend_front(other.on_front)
 
-    def _keep(self, seconds: float, layout: Layout) -> None:
-        name = arrangement(layout)
-        known = self.rows.get(name)
-        if known is None or seconds < known[0]:
-            self.rows[name] = seconds, layout
+    def _add_layout(self, seconds: float, layout: Layout) -> None:
+        key = _ranked_key(layout)
+        if key not in self.fastest_of or seconds < self.fastest_of[key][0]:
+            self.fastest_of[key] = seconds, layout
 
-    def _spread(self, found: list[tuple[float, float, Layout]]) -> None:
-        """Adds to the front what is on it, and takes away what no longer is."""
-        rows, self.on_front, least = sorted(self.on_front + found, key=lambda row: row[:2]), [], np.inf
+    def _extend_front(self, rows: list[tuple[float, float, Layout]]) -> None:
+        """Add (seconds, bytes, layout) to the Pareto front, and remove the rows that are no longer on it."""
+        rows, self.on_front, least = sorted(self.on_front + rows, key=lambda row: row[:2]), [], np.inf
         for row in rows:
             if row[1] < least:
                 self.on_front, least = [*self.on_front, row], row[1]
 
-    def fastest(self, count: int, accept: Callable[[Layout], bool] | None) -> list[Layout]:
-        """The `count` fastest that `accept` takes, one an arrangement: of what is equally fast the simplest; and beyond
-        these the `REFINED` simplest of those that are as fast as the fastest."""
-        found: dict[object, list[tuple[float, Layout]]] = {}
-        for seconds, layout in sorted(self.rows.values(), key=lambda row: row[0]):
-            alike = found.setdefault(_SHOWN(layout), [])
-            if not alike or seconds <= (1 + HAIR) * alike[0][0]:
-                # Not everyone can recompute in some layers only; in all of them it fits as well.
-                whole = replace(layout, recompute_layers=None)
-                alike += [(seconds, one) for one in (layout, whole) if accept is None or accept(one)][:1]
-        groups = [min(alike, key=lambda row: (effort(row[1]), row[0])) for alike in found.values() if alike]
-        near = [row for row in groups[count:] if row[0] <= (1 + HAIR) * groups[0][0]]
-        near.sort(key=lambda row: (effort(row[1]), row[0]))
-        return [layout for _, layout in (*groups[:count], *near[:REFINED])]
+    def fastest(self, count: int, accept: AcceptFn | None) -> list[Layout]:
+        """Return the `count` fastest layouts accepted by `accept`, one for each combination of `_SHOWN_FIELDS`.
+
+        Ties within a combination go to the simplest layout. Of the combinations after the first `count`, add the
+        `_REFINED` simplest that tie with the fastest.
+        """
+        groups: dict[object, list[tuple[float, Layout]]] = {}
+        for seconds, layout in sorted(self.fastest_of.values(), key=lambda row: row[0]):
+            group = groups.setdefault(_shown_key(layout), [])
+            if not group or seconds <= (1 + TIE_TOLERANCE) * group[0][0]:
+                # A trainer that cannot recompute in some layers only may recompute in all: that fits, too.
+                in_all_layers = replace(layout, recompute_layers=None)
+                group += [(seconds, item) for item in (layout, in_all_layers) if accept is None or accept(item)][:1]
+        simplest = [min(group, key=lambda row: (complexity(row[1]), row[0])) for group in groups.values() if group]
+        ties = [row for row in simplest[count:] if row[0] <= (1 + TIE_TOLERANCE) * simplest[0][0]]
+        ties.sort(key=lambda row: (complexity(row[1]), row[0]))
+        return [layout for _, layout in (*simplest[:count], *ties[:_REFINED])]
 
     def front(self, most: int = 6) -> list[Layout]:
-        """At most `most` of the front, evenly spread."""
-        pick = np.unique(np.linspace(0, len(self.on_front) - 1, min(most, len(self.on_front))).round().astype(int))
-        return [self.on_front[index][2] for index in pick]
+        """Return at most `most` layouts of the Pareto front, evenly spread."""
+        picks = np.unique(np.linspace(0, len(self.on_front) - 1, min(most, len(self.on_front))).round().astype(int))
+        return [self.on_front[index][2] for index in picks]
 
 
-# Layouts that agree in `ARRANGEMENT` are variants of one another, of which one is shown. The best of what differs in
-# `KEPT` and in which axes there are is kept besides, since not everyone takes each.
-ARRANGEMENT = ("pp", "tp", "ep", "zero", "offload")
-KEPT = (*ARRANGEMENT, "schedule", "recompute", "expert_tp")
-_KEPT, _SHOWN = attrgetter(*KEPT), attrgetter(*ARRANGEMENT)
+def _ranked_key(layout: Layout) -> tuple[object, ...]:
+    """Return the arrangement of a layout: layouts with equal keys differ in numbers only."""
+    return (_ranked_values(layout), layout.cp > 1, layout.dp_replicate > 1, layout.dp_shard > 1)
 
 
-def arrangement(layout: Layout) -> tuple[object, ...]:
-    """What is kept apart of layouts that differ in numbers only: not everyone takes each."""
-    return (_KEPT(layout), layout.cp > 1, layout.dp_replicate > 1, layout.dp_shard > 1)
-
-
-def _refined(
-    job: Job, layouts: Sequence[Layout], pinned: Pins, accept: Callable[[Layout], bool] | None, top: int
+def _refine(
+    job: Job, layouts: Sequence[Layout], pinned: Pins, accept: AcceptFn | None, top: int
 ) -> tuple[Estimate, ...]:
-    """Full estimates of `layouts`, with their pipelines simulated; of the fastest few also of what is next to them.
+    """Return full estimates, with simulated pipelines, of at most `top` of the `layouts` that fit.
 
-    Of those that are equally fast as far as the model can tell, the simplest comes first.
+    Each of the `_REFINED` fastest is replaced by its fastest neighbour, if that is faster. The simplest of the layouts
+    that tie with the fastest comes first; the others follow by time.
     """
-    fitting = [one for one in (_fitted(job, layout, pinned) for layout in layouts) if one.fits]
-    fitting.sort(key=lambda one: one.step_seconds)
-    for place, plain in enumerate(fitting[:REFINED]):
-        nearby = _neighbours(job, plain, pinned)
-        legal = [one for one in nearby if (accept is None or accept(one)) and not _problems(job, one)]
-        made = [one for one in (estimate(job, layout) for layout in legal) if one.fits]
-        fitting[place] = min([plain, *made], key=lambda one: one.step_seconds)
+    fitting = [item for item in (_estimate_fitting(job, layout, pinned) for layout in layouts) if item.fits]
+    fitting.sort(key=lambda item: item.step_seconds)
+    for place, plan in enumerate(fitting[:_REFINED]):
+        neighbours = _neighbours(job, plan, pinned)
+        legal = [item for item in neighbours if (accept is None or accept(item)) and not _problems(job, item)]
+        estimates = [item for item in (estimate(job, layout) for layout in legal) if item.fits]
+        fitting[place] = min([plan, *estimates], key=lambda item: item.step_seconds)
     if not fitting:
         return ()
-    least = min(one.step_seconds for one in fitting)
-    hair = [one for one in fitting if one.step_seconds <= (1 + HAIR) * least]
-    best = min(hair, key=lambda one: (effort(one.layout), one.step_seconds))
-    rest = sorted((one for one in fitting if one is not best), key=lambda one: one.step_seconds)
+    least = min(item.step_seconds for item in fitting)
+    ties = [item for item in fitting if item.step_seconds <= (1 + TIE_TOLERANCE) * least]
+    best = min(ties, key=lambda item: (complexity(item.layout), item.step_seconds))
+    rest = sorted((item for item in fitting if item is not best), key=lambda item: item.step_seconds)
     return (best, *rest)[:top]
 
 
-def _fitted(job: Job, layout: Layout, pinned: Pins) -> Estimate:
-    """The estimate of `layout`, or where that does not fit, as sums of parts had said, of the same with as few more
-    layers recomputed as make it fit."""
-    one = estimate(job, layout)
-    if one.fits or layout.recompute_layers is None or pinned_layers(pinned) is not None:
-        return one
+def _estimate_fitting(job: Job, layout: Layout, pinned: Pins) -> Estimate:
+    """Return the estimate of `layout`, with as few more recomputed layers as it needs to fit.
+
+    The search takes memory to be linear in the recomputed layers, which may be slightly too low.
+    """
+    result = estimate(job, layout)
+    if result.fits or layout.recompute_layers is None or pinned_recompute_layers(pinned) is not None:
+        return result
     low, high = layout.recompute_layers + 1, _most_layers(job, layout)
-    one = estimate(job, replace(layout, recompute_layers=None))
-    while one.fits and low < high:
+    result = estimate(job, replace(layout, recompute_layers=None))
+    while result.fits and low < high:
         middle = (low + high) // 2
         fewer = estimate(job, replace(layout, recompute_layers=middle))
-        low, high, one = (low, middle, fewer) if fewer.fits else (middle + 1, high, one)
-    return one
+        low, high, result = (low, middle, fewer) if fewer.fits else (middle + 1, high, result)
+    return result
 
 
 def _most_layers(job: Job, layout: Layout) -> int:
-    """Layers of the pp rank that has most of them."""
+    """Return an upper bound of the layers of a pp rank: those of the largest stage, times the stages per rank."""
     return max(last - first for first, last in stage_bounds(layout, job.model.num_hidden_layers)) * layout.stages
 
 
@@ -264,9 +289,12 @@ def _problems(job: Job, layout: Layout) -> list[str]:
     return problems(job.model, layout, job.cluster, job.batch)
 
 
-def effort(layout: Layout) -> int:
-    """How many techniques `layout` takes to run: what is equally fast is better simple. Offloading counts twice, as it
-    leans on host and bus, which others use, too, and so do schedules that few trainers have."""
+def complexity(layout: Layout) -> int:
+    """Return how many techniques `layout` uses, to prefer the simplest of equally fast layouts.
+
+    Offloading counts twice, since other processes use the host and the bus, too; so do schedules that few trainers
+    have.
+    """
     used = (
         layout.pp > 1,
         layout.cp > 1,
@@ -280,35 +308,38 @@ def effort(layout: Layout) -> int:
     return 4 * sum((*used, *rare)) + layout.zero + (layout.stages > 1) + bool(layout.stage_layers)
 
 
-def _neighbours(job: Job, plain: Estimate, pinned: Pins) -> Iterator[Layout]:
-    """Layouts that differ from `plain` in what the search leaves out or takes from a bound: stages balanced by cost,
-    tensor parallelism without its sequence part, and a layer less recomputed."""
-    layout = plain.layout
-    uneven = _balanced(job, plain) if "stage_layers" not in pinned else None
-    if uneven:
-        yield uneven
+def _neighbours(job: Job, plan: Estimate, pinned: Pins) -> Iterator[Layout]:
+    """Yield layouts next to `plan` that the search left out.
+
+    They have stages balanced by cost, tensor parallelism without sequence parallelism, or up to three layers less
+    recomputed (the number of layers came from an upper bound of the memory).
+    """
+    layout = plan.layout
+    balanced = _balanced(job, plan) if "stage_layers" not in pinned else None
+    if balanced:
+        yield balanced
     if layout.tp > 1 and "sequence_parallel" not in pinned:
         yield replace(layout, sequence_parallel=False)
-    if layout.recompute != "none" and pinned_layers(pinned) is None:
-        most = _most_layers(job, layout)
+    if layout.recompute != "none" and pinned_recompute_layers(pinned) is None:
+        layers = layout.recompute_layers or _most_layers(job, layout)
         for fewer in range(1, 4):
-            if (layout.recompute_layers or most) > fewer:
-                yield replace(layout, recompute_layers=(layout.recompute_layers or most) - fewer)
+            if layers > fewer:
+                yield replace(layout, recompute_layers=layers - fewer)
 
 
-def _balanced(job: Job, plain: Estimate) -> Layout | None:
-    """The layout of `plain` with stages as equal in time as can be; None where they are so already."""
-    layout, layers = plain.layout, job.model.num_hidden_layers
+def _balanced(job: Job, plan: Estimate) -> Layout | None:
+    """Return the layout of `plan` with stages balanced by time, or None if they are already."""
+    layout, layers = plan.layout, job.model.num_hidden_layers
     count = layout.pp * layout.stages
     if count == 1 or count > layers:
         return None
-    seconds = [stage.forward + stage.backward_input + stage.backward_weight for stage in plain.stages]
-    sizes = [max(1, stage.last - stage.first) for stage in plain.stages]
-    each = min(second / size for second, size in zip(seconds, sizes, strict=True))
-    first, last = (
-        max(0.0, seconds[end] - each * (plain.stages[end].last - plain.stages[end].first)) for end in (0, -1)
+    seconds = [stage.forward + stage.backward_input + stage.backward_weight for stage in plan.stages]
+    sizes = [max(1, stage.last - stage.first) for stage in plan.stages]
+    per_layer = min(second / size for second, size in zip(seconds, sizes, strict=True))
+    first_extra, last_extra = (
+        max(0.0, seconds[end] - per_layer * (plan.stages[end].last - plan.stages[end].first)) for end in (0, -1)
     )
-    sizes = list(balanced([each] * layers, count, first, last))
-    if sizes == [end - begin for begin, end in stage_bounds(layout, job.model.num_hidden_layers)]:
+    balanced = list(balance_stages([per_layer] * layers, count, first_extra, last_extra))
+    if balanced == [end - begin for begin, end in stage_bounds(layout, job.model.num_hidden_layers)]:
         return None
-    return replace(layout, stage_layers=tuple(sizes))
+    return replace(layout, stage_layers=tuple(balanced))

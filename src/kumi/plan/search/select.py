@@ -1,4 +1,4 @@
-"""The layout of a run: what the user pinned, and for the rest the fastest that fits and that this version trains."""
+"""The layout of a run: the pinned fields, and for the others the fastest layout that fits and that kumi can train."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from kumi.plan.estimates import Estimate
 from kumi.plan.layout_batch import CHOICES, batch_layouts
 from kumi.plan.memory.device_memory import usable_memory
 from kumi.plan.search.candidates import Pins
-from kumi.plan.search.fitting import bases_of
-from kumi.plan.search.refusal import does_not_fit, from_pins, leading, why_illegal
-from kumi.plan.search.search_layouts import Found, search
-from kumi.plan.search.supported import Unsupported, accepted
+from kumi.plan.search.diagnose import (
+    UnsupportedFn,
+    accept_supported,
+    explain_illegal,
+    explain_no_fit,
+    layout_from_pins,
+    summarize_reasons,
+)
+from kumi.plan.search.fitting import make_candidates
+from kumi.plan.search.search_layouts import SearchResult, search
 from kumi.spec.checks import problems
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
@@ -23,108 +29,115 @@ from kumi.spec.layout import Layout
 from kumi.spec.trainable import untrainable, untrained
 from kumi.units import format_bytes
 
-# Taken where it is not pinned: tensor parallelism without its sequence part needs more memory for as many bytes sent.
-TRAINED: Pins = {"sequence_parallel": True}
+# Fixed unless pinned: without sequence parallelism, tensor parallelism needs more memory for the same traffic.
+TRAINER_PINS: Pins = {"sequence_parallel": True}
+
+# Assumed peak FLOP/s of a device without a known peak. Layouts over the data axes differ by traffic and memory only.
+_ASSUMED_FLOPS = 1e14
 
 
-def unasked(pinned: Pins) -> Unsupported:
-    """Return what keeps this version's trainer from a layout that a search may choose beside what is `pinned`: what it
-    does not train, and drives, which it writes to only where the user wants that."""
+def unsupported_by_kumi(pinned: Pins) -> UnsupportedFn:
+    """Return a function that lists why a search must not choose a layout for kumi's own trainer.
+
+    The reasons are those of `untrained`, and offloading to drives, which a user has to pin.
+    """
 
     def reasons(job: Job, layout: Layout) -> list[str]:
         drives = layout.offload.endswith("-nvme") and "offload" not in pinned
-        wanted = [f"offload='{layout.offload}' writes to drives in every step; pin layout.offload to have it"] * drives
-        return [*untrained(job, layout), *wanted]
+        unpinned = [f"offload='{layout.offload}' writes to drives in every step; pin layout.offload to have it"]
+        return [*untrained(job, layout), *(unpinned if drives else [])]
 
     return reasons
 
 
-# FLOP/s of a device of which nothing is known: layouts of the data axes differ by what they send and keep.
-SOME_FLOPS = 1e14
+def select_layout(job: Job, pinned: Pins) -> Estimate:
+    """Return the estimate of the layout to train `job` with.
 
-
-def choose_layout(job: Job, pinned: Pins) -> Estimate:
-    """The estimate of the layout that `job` is trained with.
-
-    Raises LayoutError with the reasons when what is pinned allows no legal layout or none that can be trained, and
-    FitError when none fits.
+    Raise LayoutError with the reasons if no legal and trainable layout agrees with `pinned`, and FitError if none fits.
     """
-    reasons = _settled(untrained(job, Layout(**pinned)), pinned)
+    reasons = _independent_of_search(untrained(job, Layout(**pinned)), pinned)
     if reasons:
-        raise LayoutError(leading(reasons, pinned))
-    job = _timed_job(job)
-    only = pinned_layout(job, pinned)
+        raise LayoutError(summarize_reasons(reasons, pinned))
+    job = _job_with_peak_flops(job)
+    only = fully_pinned_layout(job, pinned)
     if only is not None and (reasons := untrained(job, only)):
-        raise LayoutError(leading(reasons, pinned))
-    found = (
-        alone(job, only)
+        raise LayoutError(summarize_reasons(reasons, pinned))
+    unsupported = unsupported_by_kumi(pinned)
+    result = (
+        search_single(job, only)
         if only is not None
-        else search(job, {**TRAINED, **pinned}, top=1, front=False, accept=accepted(job, unasked(pinned)))
+        else search(job, {**TRAINER_PINS, **pinned}, top=1, front=False, accept=accept_supported(job, unsupported))
     )
-    if found.plans:
-        return found.plans[0]
-    if not found.count:
-        raise LayoutError(why_illegal(job, pinned))
-    if found.smallest is not None and (reasons := unasked(pinned)(job, found.smallest)):
-        raise LayoutError(leading(reasons, pinned))
-    raise FitError(does_not_fit(job, pinned, found, TRAINED))
+    if result.plans:
+        return result.plans[0]
+    if not result.count:
+        raise LayoutError(explain_illegal(job, pinned))
+    if result.smallest is not None and (reasons := unsupported(job, result.smallest)):
+        raise LayoutError(summarize_reasons(reasons, pinned))
+    raise FitError(explain_no_fit(job, pinned, result, TRAINER_PINS))
 
 
-def _settled(reasons: Sequence[str], pinned: Pins) -> list[str]:
-    """Return the `reasons` that no choice of the search can remove: all fields of the layout in them are `pinned`."""
+def _independent_of_search(reasons: Sequence[str], pinned: Pins) -> list[str]:
+    """Return the `reasons` that no choice of the search can remove: they name only pinned fields of the layout."""
     free = {field.name for field in fields(Layout)} - set(pinned)
     return [reason for reason in reasons if not free & set(re.findall(r"\b(\w+)=", reason))]
 
 
-def pinned_layout(job: Job, pinned: Pins) -> Layout | None:
-    """The layout that `pinned` leaves no choice about; None where there is one. Raises LayoutError where it is
-    illegal. Fields that no run file needs to name are at their defaults."""
+def fully_pinned_layout(job: Job, pinned: Pins) -> Layout | None:
+    """Return the layout if `pinned` determines it (it then includes `stage_layers`), else None.
+
+    Fields that a run file does not need to name have their defaults. Raise LayoutError if the layout is illegal.
+    """
     if "stage_layers" not in pinned:
         return None
-    layout = from_pins(job, pinned)
-    wrong = problems(job.model, layout, job.cluster, job.batch)
-    if wrong:
-        raise LayoutError(leading(wrong, pinned))
+    layout = layout_from_pins(job, pinned)
+    reasons = problems(job.model, layout, job.cluster, job.batch)
+    if reasons:
+        raise LayoutError(summarize_reasons(reasons, pinned))
     return layout
 
 
-def alone(job: Job, layout: Layout) -> Found:
-    """What a search of one layout finds."""
-    one = estimate(job, layout)
-    held = bases_of(job, batch_layouts([layout])).held(CHOICES["offload"].index(layout.offload))[0]
-    fits = one.fits and bool(held)
-    return Found((one,) if fits else (), (), 1, int(fits), 1, layout if held else None)
+def search_single(job: Job, layout: Layout) -> SearchResult:
+    """Return the result of a search over one layout."""
+    result = estimate(job, layout)
+    candidates = make_candidates(job, batch_layouts([layout]))
+    fits_host = bool(candidates.fits_host(CHOICES["offload"].index(layout.offload))[0])
+    fits = result.fits and fits_host
+    return SearchResult((result,) if fits else (), (), 1, int(fits), 1, layout if fits_host else None)
 
 
-def estimate_of(job: Job, layout: Layout) -> Estimate:
-    """Return the estimate of `layout`, as `choose_layout` does of the one that it chooses."""
-    return estimate(_timed_job(job), layout)
+def estimate_for_training(job: Job, layout: Layout) -> Estimate:
+    """Return the estimate of `layout` as `select_layout` makes it, with an assumed peak for an unknown device."""
+    return estimate(_job_with_peak_flops(job), layout)
 
 
-def unable(job: Job, layout: Layout, *, memory: bool) -> list[str]:
-    """Return why this version cannot train `job` with `layout`; `memory`: nor where it does not fit."""
-    wrong = problems(job.model, layout, job.cluster, job.batch) or untrained(job, layout)
-    if wrong or not memory or alone(job := _timed_job(job), layout).plans:
-        return wrong
+def training_problems(job: Job, layout: Layout, *, memory: bool) -> list[str]:
+    """Return why kumi cannot train `job` with `layout`; with `memory`, also if it does not fit."""
+    reasons = problems(job.model, layout, job.cluster, job.batch) or untrained(job, layout)
+    if reasons or not memory or search_single(job := _job_with_peak_flops(job), layout).plans:
+        return reasons
     need, device = format_bytes(estimate(job, layout).peak_memory), job.cluster.device
-    return [f"the layout needs {need} a device, and {device.name} has {format_bytes(usable_memory(device))} usable"]
+    return [f"the layout needs {need} per device, and {device.name} has {format_bytes(usable_memory(device))} usable"]
 
 
-def _timed_job(job: Job) -> Job:
-    return replace(job, cluster=replace(job.cluster, device=timed(job.cluster.device, job.precision.matmul_dtype)))
+def _job_with_peak_flops(job: Job) -> Job:
+    device = with_peak_flops(job.cluster.device, job.precision.matmul_dtype)
+    return replace(job, cluster=replace(job.cluster, device=device))
 
 
-def trained(job: Job, pinned: Pins) -> Pins:
-    """`pinned`, and what this version's trainer leaves no choice about. Raises LayoutError where it cannot train `job`,
-    or not as it is pinned."""
-    reasons = _settled(untrainable(job, Layout(**pinned)), pinned)
+def trainable_pins(job: Job, pinned: Pins) -> Pins:
+    """Return `pinned` and the fields that kumi's trainer fixes.
+
+    Raise LayoutError if the trainer cannot train `job`, or not with these pins.
+    """
+    reasons = _independent_of_search(untrainable(job, Layout(**pinned)), pinned)
     if reasons:
-        raise LayoutError(leading(reasons, pinned))
-    return {**TRAINED, **pinned}
+        raise LayoutError(summarize_reasons(reasons, pinned))
+    return {**TRAINER_PINS, **pinned}
 
 
-def timed(device: Device, dtype: str) -> Device:
-    """`device` with some peak FLOP/s where none is known, so that layouts can be compared."""
+def with_peak_flops(device: Device, dtype: str) -> Device:
+    """Return `device`, with an assumed peak if it has none for `dtype`, so that layouts can be compared."""
     if device.peak_flops(dtype):
         return device
-    return replace(device, peak=((dtype, SOME_FLOPS), ("float32", SOME_FLOPS)))
+    return replace(device, peak=((dtype, _ASSUMED_FLOPS), ("float32", _ASSUMED_FLOPS)))

@@ -10,7 +10,7 @@ import numpy as np
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.memory.device_memory import host_memory, num_microbatches, recomputed_share
 from kumi.plan.pipeline.closed_forms import closed_form
-from kumi.plan.pipeline.stages import Share, end_units, share
+from kumi.plan.pipeline.stages import RankStages, embedding_and_head_units, rank_stages
 from kumi.plan.time.layer_collectives import seconds_each, stage_transfer
 from kumi.plan.time.layer_costs import CostTable, cost_table
 from kumi.plan.time.op_costs import MicrobatchCost
@@ -88,7 +88,7 @@ def step_times(
     table, index = costs or cost_table(job, layouts)
     microbatches, repeated = num_microbatches(job, layouts), np.tile(np.arange(len(layouts)), len(ranks))
     every, rank = layouts.take(repeated), ranks.ravel()
-    rank_share = share(job.model, every, rank, microbatches[repeated], stage_layers)
+    rank_share = rank_stages(job.model, every, rank, microbatches[repeated], stage_layers)
     work = stage_times(job, every, rank_share, table, index[repeated])
     total = work.total.reshape(ranks.shape)
     slowest = np.argmax(total, axis=0)
@@ -122,7 +122,7 @@ def pick_per_row(values: Floats, index: Ints) -> Floats:
 
 
 def stage_times(
-    job: Job, layouts: LayoutBatch, share: Share, table: CostTable, index: Ints, layers: Floats | None = None
+    job: Job, layouts: LayoutBatch, share: RankStages, table: CostTable, index: Ints, layers: Floats | None = None
 ) -> StageTimes:
     """Return the seconds of a microbatch on a rank with the `share` of the model.
 
@@ -143,7 +143,7 @@ def stage_times(
     return times
 
 
-def _add_offload(job: Job, layouts: LayoutBatch, times: StageTimes, share: Share) -> None:
+def _add_offload(job: Job, layouts: LayoutBatch, times: StageTimes, share: RankStages) -> None:
     """Add the exposed transfers between host and device of a microbatch, which overlap with both passes."""
     offloaded = np.flatnonzero(layouts.offload)
     if not len(offloaded):
@@ -160,7 +160,7 @@ def _add_offload(job: Job, layouts: LayoutBatch, times: StageTimes, share: Share
         times.kinds["offload"][offloaded] += exposed
 
 
-def offload_traffic(job: Job, layouts: LayoutBatch, share: Share) -> tuple[Floats, Floats]:
+def offload_traffic(job: Job, layouts: LayoutBatch, share: RankStages) -> tuple[Floats, Floats]:
     """Return the bytes that a microbatch moves between device and host, or NVMe: (forward pass, backward pass).
 
     Offloaded activations are written in the forward pass and read in the backward pass. Offloaded parameters are read
@@ -233,7 +233,7 @@ def _add_layer_collectives(
     layouts: LayoutBatch,
     times: StageTimes,
     kind: int,
-    share: Share,
+    share: RankStages,
     cost: MicrobatchCost,
     index: Ints,
     recomputed: Floats,
@@ -264,7 +264,7 @@ def _add_layer_collectives(
     times.kinds["dp"] += count * (exposed_forward + exposed_backward)
 
 
-def _add_end_collectives(job: Job, layouts: LayoutBatch, times: StageTimes, share: Share) -> None:
+def _add_end_collectives(job: Job, layouts: LayoutBatch, times: StageTimes, share: RankStages) -> None:
     """Add the exposed all-gathers and reduce-scatters of the embedding and the head in a microbatch.
 
     They are gathered first and reduced last, when there is nothing to overlap with. The exception is an untied head
@@ -274,7 +274,7 @@ def _add_end_collectives(job: Job, layouts: LayoutBatch, times: StageTimes, shar
         return
     frees_head = not (job.engine.head_stays or job.model.tie_word_embeddings)
     backward = overlap_share(job, job.engine.overlap_grads) * times.backward
-    for unit, count in end_units(job.model, share):
+    for unit, count in embedding_and_head_units(job.model, share):
         gather, scatter = unit_collective_seconds(job, layouts, [unit])
         hidden = backward if frees_head and unit.name == "root" else 0.0
         scatter = slowed_seconds(scatter, np.maximum(0.0, scatter - hidden))

@@ -9,7 +9,7 @@ import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.memory.states import padded_elements
-from kumi.plan.pipeline.stages import Share, end_units
+from kumi.plan.pipeline.stages import RankStages, embedding_and_head_units
 from kumi.plan.time.kernel_times import stream_seconds
 from kumi.plan.time.layer_collectives import CollectiveBatch, norm_all_reduce, seconds_each
 from kumi.plan.time.unit_collectives import back_to_back_seconds, grad_sync_group, replica_all_reduce, unit_collectives
@@ -68,12 +68,12 @@ class DataParallelParams:
     layers: Floats
 
 
-def data_parallel_params(job: Job, layouts: LayoutBatch, share: Share) -> DataParallelParams:
+def data_parallel_params(job: Job, layouts: LayoutBatch, share: RankStages) -> DataParallelParams:
     """Return the parameters of a rank with the `share` of the model."""
     counted = [
         (unit, count) for ops, count in zip(kind_ops(job.model), share.layers, strict=True) for unit in units(ops)
     ]
-    counted += end_units(job.model, share)
+    counted += embedding_and_head_units(job.model, share)
     elements, trained, counts = ([np.zeros(len(layouts)), np.zeros(len(layouts))] for _ in range(3))
     for unit, count in counted:
         routed = unit.name == "experts"
@@ -113,7 +113,7 @@ def unit_collective_seconds(job: Job, layouts: LayoutBatch, units: Iterable[Unit
 
 
 def update_seconds(
-    job: Job, layouts: LayoutBatch, rank: Ints, share: Share, forward: Floats, backward: Floats
+    job: Job, layouts: LayoutBatch, rank: Ints, share: RankStages, forward: Floats, backward: Floats
 ) -> dict[str, Floats]:
     """Return the seconds outside the microbatches of a step, by kind: "dp" (exposed), "optimizer" and "offload".
 

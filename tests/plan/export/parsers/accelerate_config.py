@@ -1,4 +1,4 @@
-"""accelerate's own reader on accelerate_fsdp.yaml, and what its launcher makes of it: FSDP2 and the mesh."""
+"""Read accelerate_fsdp.yaml with accelerate's launcher, and build FSDP2's plugin and the mesh from it."""
 
 import os
 
@@ -19,7 +19,7 @@ def read(folder):
     start = launched(folder / "accelerate_fsdp.sh")
     words = [file if word == "accelerate_fsdp.yaml" else word for word in start["arguments"][1:]]
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    found = {
+    values = {
         "world": args.num_processes,
         "nodes": args.num_machines,
         "mixed": config.mixed_precision,
@@ -27,7 +27,7 @@ def read(folder):
         "script": args.training_script,
     }
     if not args.use_fsdp:
-        return found | {"zero": 0}
+        return values | {"zero": 0}
     os.environ.update(
         {
             key: value
@@ -36,7 +36,7 @@ def read(folder):
         }
     )
     plugin, sizes = FullyShardedDataParallelPlugin(), ParallelismConfig()
-    return found | {
+    return values | {
         "zero": 3 if plugin.reshard_after_forward else 2,
         "version": plugin.fsdp_version,
         "dp_replicate": sizes.dp_replicate_size,

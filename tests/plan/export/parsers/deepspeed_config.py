@@ -1,4 +1,4 @@
-"""DeepSpeed's own DeepSpeedConfig on ds_config.json, with as many data-parallel ranks as the launch line starts."""
+"""Read ds_config.json with DeepSpeedConfig, with as many data-parallel ranks as the launch command starts."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def read(folder):
     tp = raw.get("tensor_parallel", {}).get("autotp_size", 1)
 
     class Ranks:
-        """What DeepSpeed asks of the ranks: how many see different data."""
+        """The part of a process group interface that DeepSpeed uses: the number of data-parallel ranks."""
 
         def get_data_parallel_world_size(self):
             return world // tp

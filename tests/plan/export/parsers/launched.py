@@ -1,4 +1,4 @@
-"""What a shell file would start: it is run by bash with stand-ins for the launchers, which print their arguments."""
+"""The command that a shell file runs: bash runs it with stand-ins for the launchers, which print their arguments."""
 
 import json
 import os
@@ -17,7 +17,7 @@ print(json.dumps({{"launcher": os.path.basename(sys.argv[0]), "arguments": sys.a
 
 
 def launched(script: Path) -> dict:
-    """The launcher's name, its arguments and what it finds in the environment."""
+    """Return the launcher's name, its arguments and CUDA_DEVICE_MAX_CONNECTIONS."""
     with tempfile.TemporaryDirectory() as folder:
         for name in LAUNCHERS:
             path = Path(folder, name)
@@ -30,14 +30,14 @@ def launched(script: Path) -> dict:
             "MASTER_ADDR": "localhost",
             "HOSTFILE": "hosts",
         }
-        found = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise SystemExit(f"{script}: bash ended with {found.returncode}: {found.stderr}")
-    return json.loads(found.stdout)
+        process = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"{script}: bash ended with {process.returncode}: {process.stderr}")
+    return json.loads(process.stdout)
 
 
 def main(read, needs) -> None:
-    """Prints what `read(folder)` finds in each folder named on the command line; exit 77 where a package is missing."""
+    """Print `read(folder)` of each folder on the command line; exit with 77 if a package is missing."""
     import importlib
     import warnings
 
@@ -52,11 +52,11 @@ def main(read, needs) -> None:
 
 
 def command(file: Path) -> list:
-    """The words of the launch line in the comment at the head of `file`."""
+    """Return the words of the launch command in the comment at the head of `file`."""
     return next(line for line in file.read_text().splitlines() if line.startswith("# $ ")).split()[2:]
 
 
 def processes(arguments: list) -> int:
-    """How many ranks a torchrun line starts."""
-    found = dict(pairwise(arguments))
-    return int(found.get("--nnodes", 1)) * int(found["--nproc-per-node"])
+    """Return the number of ranks that a torchrun command starts."""
+    process = dict(pairwise(arguments))
+    return int(process.get("--nnodes", 1)) * int(process["--nproc-per-node"])

@@ -1,7 +1,7 @@
-"""Megatron-Bridge's own classes on megatron_bridge_recipe.py: the recipe is run, its ConfigContainer validated.
+"""Run megatron_bridge_recipe.py with Megatron-Bridge's own classes, and validate its ConfigContainer.
 
-Bridge imports packages that need a GPU to be installed. They are not used for a configuration, so stand-ins take their
-place where they are missing.
+Bridge imports packages whose installation needs a GPU. A configuration does not use them, so stand-ins replace those
+that are missing.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ ABSENT = (
 
 
 class StandIn(types.ModuleType):
-    """A module that has every name: submodules in lower case, empty classes in upper."""
+    """A module with every name: lower-case names are submodules, upper-case names empty classes."""
 
     __path__ = ()
 
@@ -65,7 +65,7 @@ class StandIn(types.ModuleType):
 
 
 class Finder:
-    """Finds a stand-in for what is absent and its submodules."""
+    """Find a stand-in for absent packages and their submodules."""
 
     def find_spec(self, name, path=None, target=None):
         if any(name == root or name.startswith(root + ".") for root in missing):
@@ -83,7 +83,7 @@ missing: list = []
 
 
 def prepare():
-    """Puts stand-ins where packages are missing; ImportError where Megatron-Bridge itself is."""
+    """Put stand-ins in place of missing packages. Raise ImportError if Megatron-Bridge itself is missing."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         raise ImportError("megatron-bridge is not installed")
     import torch

@@ -1,7 +1,7 @@
-"""Megatron-Core's TransformerConfig on the model of megatron_bridge_recipe.py, where Megatron-Bridge is not installed.
+"""Build Megatron-Core's TransformerConfig from megatron_bridge_recipe.py, without Megatron-Bridge.
 
-The recipe is run with stand-ins for Bridge's classes; its model provider is Megatron-Core's own configuration, less the
-arguments that Bridge adds.
+The recipe runs with stand-ins for Bridge's classes. Its model provider is Megatron-Core's own configuration, without
+the arguments that Bridge adds.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ BRIDGE = {
 
 
 def provider(config):
-    """`config` as a model provider: what is Bridge's is left out, anything else unknown is an error."""
-    known = {field.name for field in dataclasses.fields(config)}
+    """Return `config` as a model provider without Bridge's arguments; any other unknown argument is an error."""
+    fields = {field.name for field in dataclasses.fields(config)}
 
     def provide(**arguments):
         # Needs Transformer Engine, and with it a GPU.
         return config(
-            **{name: value for name, value in arguments.items() if name in known or name not in BRIDGE},
+            **{name: value for name, value in arguments.items() if name in fields or name not in BRIDGE},
             apply_rope_fusion=False,
         )
 
@@ -42,7 +42,7 @@ def provider(config):
 
 
 def bridge():
-    """Modules in the place of Megatron-Bridge's."""
+    """Put stand-ins in place of Megatron-Bridge's modules."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     names = (

@@ -1,4 +1,4 @@
-"""Megatron-LM's own parser and checks on megatron_lm.sh: parse_args, validate_args, and the TransformerConfig of it."""
+"""Read megatron_lm.sh with Megatron-LM's parse_args and validate_args, and build its TransformerConfig."""
 
 import contextlib
 import os
@@ -63,11 +63,11 @@ def _count(frequency, layers):
 
 
 def _stages(config):
-    """Layers of every stage where they were listed."""
-    found = config.pipeline_model_parallel_layout
-    if found is None:
+    """Return the layers of every stage, if they are listed."""
+    stages = config.pipeline_model_parallel_layout
+    if stages is None:
         return None
-    layout = found.layout
+    layout = stages.layout
     return [
         sum(str(layer).endswith("decoder") for layer in layout[rank][chunk])
         for chunk in range(len(layout[0]))

@@ -1,4 +1,4 @@
-"""nanotron's own get_config_from_file on nanotron-0.4.yaml, the one that the released package reads."""
+"""Read nanotron-0.4.yaml with get_config_from_file of the released nanotron 0.4."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from launched import main
 
 
 def prepare():
-    """Breaks the circle in which release 0.4 imports itself: its logging wants a class of its configuration."""
+    """Break the import cycle of release 0.4: its logging imports a class of its configuration."""
     package, module = types.ModuleType("nanotron.config"), types.ModuleType("nanotron.config.config")
     package.__path__ = []
     module.LoggingArgs = object

@@ -1,4 +1,4 @@
-"""torchtitan's own ConfigManager on kumi_torchtitan.py, the mesh of it, and its model on the meta device."""
+"""Read kumi_torchtitan.py with torchtitan's ConfigManager, and build the mesh, and the model on the meta device."""
 
 import sys
 

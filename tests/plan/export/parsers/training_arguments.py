@@ -1,4 +1,4 @@
-"""transformers' own TrainingArguments on what the launch lines of DeepSpeed and accelerate give a script."""
+"""Read the script arguments in the launch commands of DeepSpeed and accelerate with transformers' TrainingArguments."""
 
 from launched import launched, main
 
