@@ -1,9 +1,9 @@
-"""Attention on this CPU: kumi's blocks beside PyTorch's flash kernel, forward and backward, measured in turn.
+"""Compare attention on this CPU, forward and backward: kumi's blocks and PyTorch's flash kernel, in turn.
 
     python benchmarks/attention_cpu.py [--threads 2] [--dtypes float32 bfloat16] [--seconds 0.5]
 
-Prints milliseconds of wall clock / CPU for each, and their ratio: above 1 the kernel is faster. Rows hold one document
-each, or documents whose lengths are drawn with the mean that is given.
+Prints milliseconds of wall clock / CPU time for each, and their ratio: above 1 the kernel is faster. Each row is one
+document, or several documents of random lengths with a given mean.
 """
 
 from __future__ import annotations

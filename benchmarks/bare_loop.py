@@ -1,7 +1,7 @@
-"""What anyone would write first: a bare PyTorch training loop on transformers' Llama.
+"""The baseline: a bare PyTorch training loop on transformers' Llama.
 
-Same shapes, same data, same optimizer as what it is compared with; fused AdamW, SDPA attention, gradient clipping,
-data parallelism by DistributedDataParallel when started by torchrun. Nothing else: no evaluation, no checkpoint.
+It has the shapes, data and optimizer of the compared runs: fused AdamW, SDPA attention, gradient clipping, and
+DistributedDataParallel under torchrun. It neither evaluates nor saves checkpoints.
 
     python benchmarks/bare_loop.py --model FOLDER --batches FILE --metrics FILE [--dtype amp] [--compile]
 """
@@ -88,7 +88,7 @@ def make_optimizer(args: argparse.Namespace, model: torch.nn.Module) -> torch.op
 
 
 def train_step(args, model, optimizer, batch) -> torch.Tensor:
-    """The loss of one update."""
+    """Make one update and return its loss."""
     input_ids, labels, positions = batch
     extra = {"position_ids": positions} if args.packed else {}
     with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "amp"):
@@ -103,7 +103,7 @@ def train_step(args, model, optimizer, batch) -> torch.Tensor:
 
 
 def train(args, model, rank: int, world: int) -> None:
-    """Runs the steps and writes their lines."""
+    """Run all steps and write one line of metrics for each."""
     vocab_size = model.config.vocab_size
     if world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)

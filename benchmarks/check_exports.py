@@ -1,10 +1,10 @@
-"""Reads the exports of many plans with the trainers' own code, each trainer in the Python that it is installed in.
+"""Read the exports of many plans with the trainers' own code, each trainer in the Python that it is installed in.
 
     python benchmarks/check_exports.py                              # the packages of this Python
     python benchmarks/check_exports.py titan/bin/python megatron/bin/python
 
-The trainers' packages do not agree on what they need, so that several virtual environments are the rule. The checks are
-those of tests/plan/export/test_parsers.py. One row a check: what was read, or why nothing was.
+The trainers' packages have conflicting requirements, so several virtual environments are usual. The checks are those of
+tests/plan/export/test_parsers.py. Prints one row per check: read, wrong, or the reason why it was skipped.
 """
 
 import argparse
@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1] / "tests" / "plan" / "export"
 
 
 def checks(module):
-    """The checks of `module` as (name, arguments), one for each script and trainer that they are for."""
+    """Yield the checks of `module` as (name, arguments), one for each script and trainer."""
     pairs = {
         "test_megatron_reads_and_validates_the_run": [
             ("megatron_lm", "megatron-lm"),
@@ -29,7 +29,7 @@ def checks(module):
 
 
 def outcome(check, arguments) -> str:
-    """What became of one check."""
+    """Run one check and return its outcome as text."""
     import pytest
 
     with tempfile.TemporaryDirectory() as folder:
@@ -53,9 +53,9 @@ def main() -> int:
     for test_parsers.PYTHON in interpreters:
         print(test_parsers.PYTHON)
         for name, arguments in checks(test_parsers):
-            found = outcome(getattr(test_parsers, name), arguments)
-            wrong += found.startswith("WRONG")
-            print(f"    {' '.join([name.removeprefix('test_').replace('_', ' '), *arguments[1:]]):60s} {found[:400]}")
+            status = outcome(getattr(test_parsers, name), arguments)
+            wrong += status.startswith("WRONG")
+            print(f"    {' '.join([name.removeprefix('test_').replace('_', ' '), *arguments[1:]]):60s} {status[:400]}")
     return min(wrong, 1)
 
 

@@ -2,11 +2,10 @@
 
     python benchmarks/convert.py [--gigabytes 2] [--rounds 3] [--folder /scratch] [--json FILE] [--bridge PYTHON]
 
-Every case runs in a process of its own, one round of all cases after the other, the page cache warm and nothing
-waiting to be written. Times begin when everything is imported; the CPU time of that is shown apart. `copy` is `cp` of
-the files, `copy, on the disk` waits until the disk has them, as kumi does. Memory is the most that was resident, mapped
-pages included, over what was before the work began. `--bridge` is a Python that has megatron-bridge; see
-`convert_bridge.py` for what it runs.
+Each case runs in a new process, in rounds over all cases, with a warm page cache and no pending writes. Times exclude
+imports, whose CPU time is shown apart. `copy` is `cp` of the files; `copy, on the disk` also syncs them, as kumi does.
+Memory is the peak of resident memory, mapped pages included, above its value before the conversion. `--bridge` is a
+Python with megatron-bridge, which runs `convert_bridge.py`.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def measure(folder, arguments):
             if name in missing:
                 continue
             try:
-                rows.setdefault(name, []).append(one(folder, name, case, arguments.bridge))
+                rows.setdefault(name, []).append(run_in_process(folder, name, case, arguments.bridge))
             except subprocess.CalledProcessError as error:
                 missing[name] = (error.stderr.strip().splitlines() or ["it failed"])[-1]
     if not arguments.bridge:
@@ -109,7 +108,7 @@ def measure(folder, arguments):
     }
 
 
-def one(folder, name, case, bridge):
+def run_in_process(folder, name, case, bridge):
     """Seconds, CPU seconds and bytes of memory of one case, in a new process."""
     what, source, target, options, imports = case
     shutil.rmtree(folder / target, ignore_errors=True)
@@ -121,8 +120,8 @@ def one(folder, name, case, bridge):
     else:
         command = [sys.executable, __file__, "--case", what, *paths, json.dumps(options), imports]
     load = os.getloadavg()[0]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(found.stdout.splitlines()[-1]) | {"load": load}
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(completed.stdout.splitlines()[-1]) | {"load": load}
 
 
 def warm(folder):

@@ -2,9 +2,9 @@
 
     python convert_bridge.py HUGGING_FACE_FOLDER TARGET
 
-Bridge imports TransformerEngine and other packages that need a GPU without using them on this path: stand-ins take
-their places, and Megatron's calls for the current GPU and its random state are answered for a CPU. The Megatron model
-is built and filled from the folder, and the weights are written as a Hugging Face folder again.
+Bridge imports TransformerEngine and other packages that need a GPU, but does not use them here: fake modules replace
+them, and Megatron's calls for the current GPU and its random state return those of the CPU. The script builds the
+Megatron model, fills it from the folder, and writes the weights as a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FIRST = (
 
 
 class StandIn(types.ModuleType):
-    """A module in which every name is there, and nothing works."""
+    """A fake module that has every name, with functions that do nothing."""
 
     __path__ = ()
 
@@ -87,7 +87,7 @@ class Finder:
 
 
 def prepare():
-    """Megatron-Core and Megatron-Bridge, imported."""
+    """Import Megatron-Core and Megatron-Bridge with the fake modules."""
     import torch
 
     torch.cuda.current_device = lambda: "cpu"
@@ -127,6 +127,5 @@ if __name__ == "__main__":
     prepare()
     from convert import timed
 
-    found = timed(lambda: work(*sys.argv[1:]))
-    print(json.dumps(found), flush=True)
+    print(json.dumps(timed(lambda: work(*sys.argv[1:]))), flush=True)
     os._exit(0)

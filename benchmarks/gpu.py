@@ -3,8 +3,8 @@ of experts like Qwen3-30B-A3B's; layouts where there are several GPUs.
 
     python benchmarks/gpu.py [--budget 460] [--out FILE] [--only TEXT] [--device cpu --tiny]
 
-Every case runs in a process of its own with a time limit, the most important ones first; what the budget did not allow
-is listed. The JSON file is written anew after every case, so that nothing measured is lost. Needs no network.
+Each case runs in a new process with a time limit, the most important cases first; cases beyond the time budget are
+listed. The JSON file is rewritten after each case, so that no measurement is lost. Needs no network.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 
 def check_packages() -> dict[str, str]:
-    """Why each system that cannot run here cannot. Raises SystemExit when kumi itself cannot."""
+    """Return the systems that cannot run here, with reasons. Raise SystemExit if kumi itself cannot."""
     absent = [name for name in NEEDED if find_spec(name) is None]
     if absent:
         packages = " ".join(name.replace("_", "-") for name in absent)
@@ -113,7 +113,7 @@ def all_end(started: list[subprocess.Popen], until: float) -> bool:
 
 
 def run_tests(limit: float) -> dict:
-    """How `pytest tests/gpu` ended, with the end of what it said."""
+    """Run `pytest tests/gpu`; return its status and the end of its output."""
     if find_spec("pytest") is None:
         return {"status": "not run", "reason": "pytest is not installed: pip install pytest hypothesis"}
     began = time.monotonic()
@@ -125,7 +125,7 @@ def run_tests(limit: float) -> dict:
 
 
 def run_case(case: Case, device: str, limit: float, devices: int = 1) -> dict:
-    """What benchmarks/gpu_case.py measured on some of the `devices`, or why it did not."""
+    """Return the measurement of benchmarks/gpu_case.py on some of the `devices`, or the reason for none."""
     if case.ranks > devices:
         return {"status": "skipped", "reason": f"takes {case.ranks} devices, and there are {devices}"}
     with TemporaryDirectory() as folder:
@@ -142,7 +142,7 @@ def run_case(case: Case, device: str, limit: float, devices: int = 1) -> dict:
 
 def run_cases(
     cases: list[Case],
-    one: Callable[[Case, float], dict],
+    run_one: Callable[[Case, float], dict],
     *,
     skipped: dict[str, str],
     left: Callable[[], float],
@@ -158,20 +158,20 @@ def run_cases(
         elif began < max(10.0, slowest / 2):
             save(entry | {"status": "left out", "reason": "the time budget was spent"})
         else:
-            save(entry | one(case, min(CASE_LIMIT, began)))
+            save(entry | run_one(case, min(CASE_LIMIT, began)))
             slowest = max(slowest, began - left())
 
 
 def describe_device(device: str) -> dict:
     """The machine, and on CUDA the GPU with its data-sheet peak and the measured rate of a large bf16 product."""
-    found = machine.describe() | {"device": "cpu"}
+    description = machine.describe() | {"device": "cpu"}
     if device == "cuda":
         done = python("gpu_device", limit=60)
         if done is None or done.returncode != 0:
-            said = "nothing within 60 s" if done is None else done.stderr[-1500:]
-            raise SystemExit(f"no CUDA device answers (use --device cpu --tiny to try the script): {said}")
-        found |= json.loads(done.stdout.splitlines()[-1])
-    return found
+            answer = "nothing within 60 s" if done is None else done.stderr[-1500:]
+            raise SystemExit(f"no CUDA device answers (use --device cpu --tiny to try the script): {answer}")
+        description |= json.loads(done.stdout.splitlines()[-1])
+    return description
 
 
 def line(entry: dict, peak: float | None) -> str:
@@ -188,19 +188,25 @@ def line(entry: dict, peak: float | None) -> str:
     )
 
 
-def result_file(found: dict) -> Path:
+def result_file(description: dict) -> Path:
     """A new file under benchmarks/results, named after the device and the day."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in found["device"].lower())
+    name = "".join(letter if letter.isalnum() else "-" for letter in description["device"].lower())
     return HERE / "results" / f"gpu_{name}_{datetime.now(UTC):%Y-%m-%d_%H%M}.json"
 
 
 def main() -> None:
     began, args = time.monotonic(), arguments()
     skipped = check_packages()
-    found = describe_device(args.device)
-    out = args.out or result_file(found)
+    device_description = describe_device(args.device)
+    out = args.out or result_file(device_description)
     out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"machine": found, "budget_s": args.budget, "tiny": args.tiny, "tests": {"status": "not run"}, "cases": []}
+    result = {
+        "machine": device_description,
+        "budget_s": args.budget,
+        "tiny": args.tiny,
+        "tests": {"status": "not run"},
+        "cases": [],
+    }
 
     def left() -> float:
         return args.budget - (time.monotonic() - began)
@@ -209,19 +215,19 @@ def main() -> None:
         result["cases"].append(entry)
         result["seconds"] = time.monotonic() - began
         out.write_text(json.dumps(result, indent=1) + "\n")
-        print(line(entry, found.get("peak_flops")), flush=True)
+        print(line(entry, device_description.get("peak_flops")), flush=True)
 
     if not args.no_tests:
         result["tests"] = run_tests(min(TEST_LIMIT, left()))
         print(f"tests/gpu {result['tests']['status']}\n{result['tests'].get('output', '')[-800:]}", flush=True)
     cases = [gpu_cases.tiny(case) if args.tiny else case for case in gpu_cases.all_cases()]
     cases = [case for case in cases if args.only in case.name]
-    devices = found.get("devices", os.cpu_count())
+    devices = device_description.get("devices", os.cpu_count())
 
-    def one(case: Case, limit: float) -> dict:
+    def run_one(case: Case, limit: float) -> dict:
         return run_case(case, args.device, limit, devices)
 
-    run_cases(cases, one, skipped=skipped, left=left, save=save)
+    run_cases(cases, run_one, skipped=skipped, left=left, save=save)
     print(f"{time.monotonic() - began:.0f} s; written to {out}")
 
 

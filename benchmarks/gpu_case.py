@@ -27,7 +27,7 @@ def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     from kumi_parts import make_parts, synthetic
 
     from kumi.spec.layout import Layout
-    from kumi.train.step import StepCounts, train_step
+    from kumi.train.step import StepBatch, train_step
     from kumi.train.train_state import TrainState
 
     parts = make_parts(
@@ -44,7 +44,7 @@ def kumi_step(case: Case, device: torch.device) -> tuple[Callable[[], torch.Tens
     )
     batch = synthetic(case.microbatch * case.microbatches, case.seq_len, case.config()["vocab_size"], case.documents)
     tokens = int(np.count_nonzero(batch["labels"] >= 0)) * parts.run.layout.dp
-    counts = StepCounts(batch, tokens, tokens, None, 0.0)
+    counts = StepBatch(batch, tokens, tokens, None, 0.0)
     state = TrainState()
     return (lambda: train_step(parts, state, counts, None).loss), parts.run.memory.total - parts.run.memory.reserved
 
@@ -126,7 +126,7 @@ def run(case: Case, device: torch.device, seconds: float = 3.0) -> dict:
     spec, layout = families.from_hf(case.config()), Layout(**case.layout)
     tokens = case.microbatch * case.microbatches * layout.dp * case.seq_len
     flops = ledger.train_flops(spec, tokens, case.seq_len)
-    found = {
+    result = {
         "status": "ok",
         "parameters": ledger.num_params(spec),
         "tokens": tokens,
@@ -135,13 +135,13 @@ def run(case: Case, device: torch.device, seconds: float = 3.0) -> dict:
     }
     try:
         began = time.perf_counter()
-        step, found["estimated_bytes"] = (kumi_step if case.system == "kumi" else bare_step)(case, device)
-        found["build_s"] = time.perf_counter() - began
-        found |= timed(step, device, seconds)
-        found |= {"tokens_per_s": tokens / found["step_s"], "flops_per_s": flops / found["step_s"]}
+        step, result["estimated_bytes"] = (kumi_step if case.system == "kumi" else bare_step)(case, device)
+        result["build_s"] = time.perf_counter() - began
+        result |= timed(step, device, seconds)
+        result |= {"tokens_per_s": tokens / result["step_s"], "flops_per_s": flops / result["step_s"]}
     except torch.OutOfMemoryError as error:
-        found |= {"status": "out of memory", "reason": str(error).splitlines()[0]}
-    return found | memory(device)
+        result |= {"status": "out of memory", "reason": str(error).splitlines()[0]}
+    return result | memory(device)
 
 
 def main() -> None:
@@ -152,9 +152,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="time for the measured steps")
     args = parser.parse_args()
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0"))) if args.device == "cuda" else "cpu"
-    found = run(Case(**json.loads(args.case)), torch.device(device), args.seconds)
+    result = run(Case(**json.loads(args.case)), torch.device(device), args.seconds)
     if os.environ.get("RANK", "0") == "0":
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

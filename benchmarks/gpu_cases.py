@@ -59,8 +59,8 @@ class Case:
 
     def config(self) -> dict:
         """The config.json of its model."""
-        found = SHAPES[self.shape]
-        return found if self.layers is None else shapes.with_layers(found, self.layers)
+        shape = SHAPES[self.shape]
+        return shape if self.layers is None else shapes.with_layers(shape, self.layers)
 
 
 def all_cases() -> list[Case]:

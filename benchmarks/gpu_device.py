@@ -1,4 +1,4 @@
-"""Prints one JSON object: what the GPU is, what its data sheet promises, what large products and copies reach."""
+"""Print one JSON object: the GPU, its data-sheet peak, and the measured rates of large matmuls and copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same training by the Hugging Face Trainer, with its own defaults where nothing needs saying.
+"""The same training with the Hugging Face Trainer, with its defaults unless the comparison needs other values.
 
 python benchmarks/hf_trainer.py --model FOLDER --batches FILE --metrics FILE [--dtype amp]
 """

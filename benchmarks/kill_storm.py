@@ -1,12 +1,12 @@
-"""SIGKILLs of random ranks and launchers at random moments, in saves too: a run that goes on must lose nothing.
+"""Kill random ranks and launchers at random moments, also during saves, and check that resumed runs lose nothing.
 
     python benchmarks/kill_storm.py [--kills 40] [--only DDP tp ...] [--seed 0] [--json FILE] [--work FOLDER]
 
-Every layout trains the same model. An uninterrupted run is the truth. Beside it the same command is started again and
-again and killed, each time with another victim and moment, until its share of the kills is done and it may end. Checked
-after every kill: no process is left, the newest complete checkpoint is there still, and the next start goes on from it.
-Checked at the end: losses and final weights are those of the uninterrupted run bit for bit, and nothing was left in the
-temporary folder or in /dev/shm. The exit code is 1 where any of that does not hold.
+Every layout trains the same model. An uninterrupted run is the reference. The same command is then started and killed
+repeatedly, each time with another victim and moment, until its share of the kills is done. Checks after every kill: no
+process remains, the newest complete checkpoint still exists, and the next start resumes from it. Checks at the end:
+losses and final weights equal those of the uninterrupted run bit for bit, and no file remains in the temporary folder
+or in /dev/shm. The exit code is 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ class Command:
 
     def left(self) -> list[int]:
         """Process ids of what is left of this command."""
-        found = []
+        pids = []
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if self.mark.encode() in environ.read_bytes():
-                    found.append(int(environ.parent.name))
-        return found
+                    pids.append(int(environ.parent.name))
+        return pids
 
     def end(self) -> None:
         """Kill whatever is left."""
@@ -175,8 +175,8 @@ def last_step(folder: Path) -> int:
 
 def newest(folder: Path) -> int | None:
     """The step of the newest complete checkpoint."""
-    found = latest(folder / "run" / "checkpoints")
-    return None if found is None else step_of(found)
+    folder_of_step = latest(folder / "run" / "checkpoints")
+    return None if folder_of_step is None else step_of(folder_of_step)
 
 
 def saving(root: Path, since: float) -> bool:
@@ -196,11 +196,11 @@ def losses(folder: Path) -> list[tuple[int, str]]:
 
 def weights(folder: Path) -> str:
     """A digest of the exported weights, and of all that the last checkpoint holds: weights and optimizer states."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     last = step_folder(folder / "run" / "checkpoints", STEPS)
     for file in (folder / "run" / "hf" / "model.safetensors", *sorted(last.glob("*.safetensors"))):
-        found.update(file.read_bytes())
-    return found.hexdigest()
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def finish(folder: Path, temporary: Path) -> str:
@@ -217,8 +217,8 @@ def finish(folder: Path, temporary: Path) -> str:
 
 def resumed_after(text: str) -> int | None:
     """The step after which a command that printed `text` went on; None where it began anew or did not get there."""
-    found = text.partition("resumed after step ")[2].split(" ", 1)[0]
-    return int(found) if found.isdecimal() else None
+    step = text.partition("resumed after step ")[2].split(" ", 1)[0]
+    return int(step) if step.isdecimal() else None
 
 
 def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, outcome: Outcome) -> bool:
@@ -230,7 +230,7 @@ def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, o
         begun = last_step(folder)
         if moment == "training":
             ready = lambda: last_step(folder) > begun  # noqa: E731
-        if moment == "save":  # past the fire drill, which writes elsewhere and is gone when steps are counted
+        if moment == "save":  # after the preflight check, which saves into another folder
             ready = lambda: saving(root, started) and last_step(folder) > begun  # noqa: E731
         if moment != "start" and not _wait(ready, command.process):
             return False
@@ -268,10 +268,10 @@ def kill_once(folder: Path, temporary: Path, layout: str, draw: random.Random, o
         outcome.faults += [f"{layout}: process {pid} outlived the kill of {victim}" for pid in command.left()]
         if (newest(folder) or 0) < (checkpoint or 0):
             outcome.faults.append(f"{layout}: checkpoint {checkpoint} is gone after the kill of {victim}")
-        wanted = -signal.SIGKILL if victim == "launcher" else 7
-        if code != wanted and moment != "start":
+        expected = -signal.SIGKILL if victim == "launcher" else 7
+        if code != expected and moment != "start":
             outcome.faults.append(
-                f"{layout}: exit code {code} after the kill of {victim}, not {wanted}: "
+                f"{layout}: exit code {code} after the kill of {victim}, not {expected}: "
                 f"{command.output.read_text()[-300:]}"
             )
     return True
@@ -329,8 +329,8 @@ def leftovers(temporary: Path, shared_before: set[str]) -> list[str]:
     until = time.monotonic() + 30  # semaphores of other programs come and go
     while shared_memory() - shared_before and time.monotonic() < until:
         time.sleep(0.2)
-    found = [str(path) for path in temporary.iterdir() if not path.name.startswith(TORCH_CACHE)]
-    return found + [f"/dev/shm/{name}" for name in sorted(shared_memory() - shared_before)]
+    paths = [str(path) for path in temporary.iterdir() if not path.name.startswith(TORCH_CACHE)]
+    return paths + [f"/dev/shm/{name}" for name in sorted(shared_memory() - shared_before)]
 
 
 def shared_memory() -> set[str]:
@@ -381,9 +381,9 @@ def main(argv: list[str] | None = None) -> int:
         for layout, kills in shares(args.kills, args.only).items():
             bar.update(task, description=layout)
             outcomes.append(storm(layout, kills, args.seed, work, lambda: bar.advance(task)))
-    found = summary(outcomes, leftovers(work / "tmp", shared_before), args.seed)
+    result = summary(outcomes, leftovers(work / "tmp", shared_before), args.seed)
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
     for outcome in outcomes:
         in_saves = sum(kill.in_save for kill in outcome.kills)
         print(
@@ -391,10 +391,10 @@ def main(argv: list[str] | None = None) -> int:
             f"losses {'equal' if outcome.same_losses else 'DIFFER'}, "
             f"weights {'equal' if outcome.same_weights else 'DIFFER'}"
         )
-    print(*found["faults"] or ["nothing lost, nothing left"], sep="\n")
-    if not args.work and not found["faults"]:
+    print(*result["faults"] or ["nothing lost, nothing left"], sep="\n")
+    if not args.work and not result["faults"]:
         shutil.rmtree(work)
-    return int(bool(found["faults"]))
+    return int(bool(result["faults"]))
 
 
 if __name__ == "__main__":

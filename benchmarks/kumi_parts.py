@@ -1,4 +1,4 @@
-"""kumi's training parts without a run folder: for measuring a train step alone, on random weights and tokens."""
+"""The RankState of a run without a run folder, for measuring a training step alone, on random weights and tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import decayed
 from kumi.spec.precision import PRECISIONS
-from kumi.train.train_state import Parts
+from kumi.train.train_state import RankState
 
 ALONE = Layout()
 
@@ -59,11 +59,11 @@ def make_run(
     job = Job(families.from_hf(config), cluster, BatchSpec(seq_len, tokens), PRECISIONS[precision], optim)
     device = with_peak_flops(cluster.device, job.precision.matmul_dtype)
     layout = replace(layout, microbatch=microbatch, recompute=recompute)
-    found = estimate(replace(job, cluster=replace(cluster, device=device)), layout)
-    return ResolvedRun(written, config, None, job, found)
+    estimated = estimate(replace(job, cluster=replace(cluster, device=device)), layout)
+    return ResolvedRun(written, config, None, job, estimated)
 
 
-def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> Parts:
+def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> RankState:
     """A decoder and its optimizer on `device`, with random weights drawn there; on a rank of several, this rank's part
     of them."""
     run = make_run(config, **options)
@@ -77,7 +77,7 @@ def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> 
 
     model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm)
     optimizer = init_adamw(bare(model).named_parameters(), decayed(run.model), run.optim)
-    return Parts(run, mesh, model, optimizer, None, None, None, None)
+    return RankState(run, mesh, model, optimizer, None, None, None, None)
 
 
 def synthetic(rows: int, seq_len: int, vocab_size: int, documents: int) -> Batch:

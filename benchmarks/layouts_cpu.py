@@ -98,8 +98,8 @@ def main() -> None:
     if args.rank_of:
         args.out.write_text(json.dumps(train(args)))
         return
-    wanted = {*args.only, *(ROWS[name].alone for name in args.only)}
-    rows = [name for name in ROWS if name in wanted]
+    selected = {*args.only, *(ROWS[name].alone for name in args.only)}
+    rows = [name for name in ROWS if name in selected]
     runs = []
     for repeat in range(args.repeats):
         for name in rows:
@@ -133,12 +133,12 @@ def run_row(name: str, args: argparse.Namespace) -> Measured:
         free.close()
         outs = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
         started = [_start(name, rank, ranks, port, out, args) for rank, out in enumerate(outs)]
-        said = [process.communicate()[0] for process in started]
+        outputs = [process.communicate()[0] for process in started]
         if any(process.returncode for process in started):
-            raise SystemExit(f"{name} failed:\n" + "\n".join(said))
-        found = [json.loads(out.read_text()) for out in outs]
-    cpu = [sum(steps) for steps in zip(*(one["cpu"] for one in found), strict=True)]
-    return Measured(name, cpu, [max(steps) for steps in zip(*(one["wall"] for one in found), strict=True)])
+            raise SystemExit(f"{name} failed:\n" + "\n".join(outputs))
+        results = [json.loads(out.read_text()) for out in outs]
+    cpu = [sum(steps) for steps in zip(*(one["cpu"] for one in results), strict=True)]
+    return Measured(name, cpu, [max(steps) for steps in zip(*(one["wall"] for one in results), strict=True)])
 
 
 def _start(name: str, rank: int, ranks: int, port: int, out: Path, args: argparse.Namespace) -> subprocess.Popen[str]:
@@ -203,7 +203,7 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
     spec = families.from_hf(shape | {"max_position_embeddings": args.seq_len})
     model = build(spec, mesh, PRECISIONS[args.precision], weights=0)
     optimizer = init_adamw(bare(model).named_parameters(), decayed(spec), Optim())
-    found: dict[str, list[float]] = {"cpu": [], "wall": []}
+    seconds: dict[str, list[float]] = {"cpu": [], "wall": []}
     for step in range(WARM + args.steps):
         whole = batch(args, spec.vocab_size, step)
         share = args.sequences // layout.dp
@@ -218,10 +218,10 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
         optimizer.step()
         optimizer.zero_grad()
         if step >= WARM:
-            found["cpu"].append(_cpu() - began)
-            found["wall"].append(time.perf_counter() - wall)
+            seconds["cpu"].append(_cpu() - began)
+            seconds["wall"].append(time.perf_counter() - wall)
     close_distributed()
-    return found
+    return seconds
 
 
 def batch(args: argparse.Namespace, vocab_size: int, step: int) -> dict:
@@ -240,14 +240,14 @@ def _cpu() -> float:
 
 def summary(runs: list[Measured], args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Of every row, the median of its steps per token, the ratio to one process's, and what that may be at most."""
-    found: dict[str, dict[str, float]] = {}
+    ratios: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(run.row for run in runs):
         steps = [(cpu, wall) for run in runs if run.row == name for cpu, wall in zip(run.cpu, run.wall, strict=True)]
         cpu, wall = (statistics.median(values) / tokens(args) for values in zip(*steps, strict=True))
         alone = ROWS[name].alone
-        ratio = cpu / found[alone]["cpu_s_per_token"] if alone in found else 1.0
-        found[name] = {"cpu_s_per_token": cpu, "wall_s_per_token": wall, "ratio": ratio, "bar": ROWS[name].bar}
-    return found
+        ratio = cpu / ratios[alone]["cpu_s_per_token"] if alone in ratios else 1.0
+        ratios[name] = {"cpu_s_per_token": cpu, "wall_s_per_token": wall, "ratio": ratio, "bar": ROWS[name].bar}
+    return ratios
 
 
 def table(result: dict) -> str:

@@ -1,4 +1,4 @@
-"""What machine and software a measurement was made on."""
+"""Describe the machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def cpu_name() -> str:
 
 def matrix_flags() -> list[str]:
     """The CPU's instruction sets that decide how fast it multiplies matrices."""
-    wanted = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16", "sve", "bf16"}
+    relevant = {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16", "sve", "bf16"}
     flags = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
-    return sorted(wanted & set(flags.split()))
+    return sorted(relevant & set(flags.split()))
 
 
 def _cpuinfo() -> list[str]:

@@ -65,8 +65,8 @@ def relative_error(dtype: torch.dtype) -> float:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(1024, 1024, generator=generator, dtype=torch.float64) for _ in range(2))
     exact = x @ weight.T
-    found = torch.nn.functional.linear(x.to(dtype), weight.to(dtype)).double()
-    return ((found - exact).norm() / exact.norm()).item()
+    result = torch.nn.functional.linear(x.to(dtype), weight.to(dtype)).double()
+    return ((result - exact).norm() / exact.norm()).item()
 
 
 def measure(threads: int, seconds: float) -> dict:

@@ -1,4 +1,4 @@
-"""Runs a command and watches it from outside, the same way whatever is measured.
+"""Run a command and measure it from outside, in the same way for every trainer.
 
     run(command, metrics=FILE)  ->  Measured: when each step ended, the CPU seconds spent until then, peak memory
 
@@ -43,7 +43,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was seen of one command. Memory in bytes.
+    """The measurements of one command. Memory in bytes.
 
     `peak_rss` and `peak_pss` are the largest sums over the process tree at one moment; PSS counts a page that n
     processes share as 1/n in each. `largest_rss` is the peak of the largest single process.
@@ -152,13 +152,13 @@ def descendants(root: int) -> set[int]:
     for name in os.listdir("/proc"):
         if name.isdigit() and (text := _read(f"/proc/{name}/stat")):
             children.setdefault(int(text[text.rindex(")") + 2 :].split()[1]), []).append(int(name))
-    found: set[int] = set()
+    pids: set[int] = set()
     pending = [root]
     while pending:
         for pid in children.get(pending.pop(), []):
-            found.add(pid)
+            pids.add(pid)
             pending.append(pid)
-    return found
+    return pids
 
 
 class _Lines:
@@ -231,8 +231,8 @@ def _watch(tree: _Tree, lines: _Lines, began: float, limit: float) -> tuple[list
         tree.sample()
         pid, status, usage = os.wait4(tree.root, os.WNOHANG)
         for line in lines.new():
-            if found := step_and_loss(line):
-                marks.append(Mark(*found, time.monotonic() - began, tree.cpu))
+            if parsed := step_and_loss(line):
+                marks.append(Mark(*parsed, time.monotonic() - began, tree.cpu))
         if pid:
             return marks, status, usage
         if now - began > limit:

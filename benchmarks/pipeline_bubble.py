@@ -92,10 +92,10 @@ def main() -> None:
         out = Path(folder) / "timelines"
         run_ranks(out, args)
         timelines: dict[str, list[Timeline]] = pickle.loads(out.read_bytes())
-    found = [bubble(row, steps) for row, steps in timelines.items()]
-    print(table(found))
+    bubbles = [bubble(row, steps) for row, steps in timelines.items()]
+    print(table(bubbles))
     if args.json:
-        rows = [vars(one) | {"error": one.error} for one in found]
+        rows = [vars(one) | {"error": one.error} for one in bubbles]
         args.json.write_text(json.dumps({"machine": machine.describe(), "bar": BAR, "rows": rows}, indent=1) + "\n")
 
 
@@ -127,9 +127,9 @@ def run_ranks(out: Path, args: argparse.Namespace) -> None:
         started.append(
             subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
-    said = [process.communicate()[0] for process in started]
+    outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
-        raise SystemExit("\n".join(said))
+        raise SystemExit("\n".join(outputs))
 
 
 def train(args: argparse.Namespace) -> None:
@@ -145,7 +145,7 @@ def train(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     place, spec = init_distributed(), families.from_hf(SHAPE)
-    found: dict[str, list[Timeline]] = {}
+    timelines: dict[str, list[Timeline]] = {}
     for row in args.only:
         layout, microbatches = layout_of(row)
         mesh = build_mesh(layout, place)
@@ -153,54 +153,54 @@ def train(args: argparse.Namespace) -> None:
         optimizer = init_adamw(bare(model).named_parameters(), decayed(spec), Optim())
         ids = torch.randint(0, spec.vocab_size, (ROWS_OF_TOKENS, SEQ_LEN))
         inputs = {"input_ids": ids, "labels": ids, "token_weights": torch.full(ids.shape, -1.0 / ids.numel())}
-        found[row] = []
+        timelines[row] = []
         for step in range(WARM + args.steps):
             record = start(mesh)
             pipeline.train(model, mesh, [inputs] * microbatches, record)
             timeline = gather(record, mesh)
             if timeline is not None and step >= WARM:
-                found[row].append(timeline)
+                timelines[row].append(timeline)
             optimizer.zero_grad()
     if place.rank == 0:
-        args.out.write_bytes(pickle.dumps(found))
+        args.out.write_bytes(pickle.dumps(timelines))
     close_distributed()
 
 
 def bubble(row: str, timelines: list[Timeline]) -> Bubble:
     """The bubble of the shortest of `timelines`, and that of the same list with each stage's own seconds."""
     layout, microbatches = layout_of(row)
-    best = min(timelines, key=lambda one: one.seconds)
+    best = min(timelines, key=lambda timeline: timeline.seconds)
     lists = actions(layout.schedule, layout.pp, layout.stages, microbatches)
-    held = placement(layout.schedule, layout.pp, layout.stages)
-    wanted = simulate(lists, held, [_durations(best, stage) for stage in range(layout.pp * layout.stages)])
-    return Bubble(row, _waiting(best), _waiting(wanted), best.seconds, wanted.seconds)
+    stage_ranks = placement(layout.schedule, layout.pp, layout.stages)
+    simulated = simulate(lists, stage_ranks, [_durations(best, stage) for stage in range(layout.pp * layout.stages)])
+    return Bubble(row, _waiting(best), _waiting(simulated), best.seconds, simulated.seconds)
 
 
-def _durations(found: Timeline, stage: int) -> tuple[float, float, float]:
+def _durations(timeline: Timeline, stage: int) -> tuple[float, float, float]:
     """Median seconds of a forward, of the input gradients and of the weight gradients of a stage."""
-    forward, whole, inputs, weights = (_median(found, stage, kind) for kind in "FBIW")
+    forward, whole, inputs, weights = (_median(timeline, stage, kind) for kind in "FBIW")
     return (forward, inputs, weights) if inputs else (forward, whole / 2, whole / 2)
 
 
-def _median(found: Timeline, stage: int, kind: str) -> float:
+def _median(timeline: Timeline, stage: int, kind: str) -> float:
     """Median seconds of a stage's actions of `kind`; 0 where there are none."""
-    took = [span.end - span.start for rank in found.spans for span in rank if span.action[:2] == (kind, stage)]
+    took = [span.end - span.start for rank in timeline.spans for span in rank if span.action[:2] == (kind, stage)]
     return statistics.median(took) if took else 0.0
 
 
-def _waiting(found: Timeline) -> float:
+def _waiting(timeline: Timeline) -> float:
     """The share of the time that ranks wait, on average."""
-    return sum(found.idle) / len(found.idle) / found.seconds
+    return sum(timeline.idle) / len(timeline.idle) / timeline.seconds
 
 
-def table(found: list[Bubble]) -> str:
+def table(bubbles: list[Bubble]) -> str:
     lines = ["| row | bubble | simulated | difference | step | simulated |", "|---|---|---|---|---|---|"]
     lines += [
         f"| {one.row} | {one.measured:.1%} | {one.simulated:.1%} | {one.error:+.0%} | {one.seconds:.3f} s | "
         f"{one.simulated_seconds:.3f} s |"
-        for one in found
+        for one in bubbles
     ]
-    worst = max(abs(one.error) for one in found)
+    worst = max(abs(one.error) for one in bubbles)
     return "\n".join([*lines, "", f"largest difference {worst:.0%}; at most {BAR:.0%} is wanted"])
 
 

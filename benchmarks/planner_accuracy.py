@@ -90,15 +90,15 @@ def accuracy(runs: Path, failures: Path | None = None, estimator: Estimator = pl
 
 def cases(path: Path, *, measured: bool) -> tuple[list[Case], list[tuple[str, str]]]:
     """The runs of a file that can be scored; and (source, reason) of those that cannot."""
-    found: list[Case] = []
+    scored: list[Case] = []
     refused: list[tuple[str, str]] = []
     for run in read(path):
         case = case_of(run, measured=measured)
         if isinstance(case, str):
             refused.append((run.source, case))
         else:
-            found.append(case)
-    return found, refused
+            scored.append(case)
+    return scored, refused
 
 
 def part(source: str) -> str:
@@ -122,8 +122,8 @@ def scores(ran: Scored, failed: Scored) -> dict:
 
 def mean_of(sources: Sequence[dict], name: str) -> float | None:
     """The mean over sources that have a score, each counting once however many rows it has."""
-    found = [source[name] for source in sources if source.get(name) is not None]
-    return float(np.mean(found)) if found else None
+    values = [source[name] for source in sources if source.get(name) is not None]
+    return float(np.mean(values)) if values else None
 
 
 def report(result: dict) -> str:

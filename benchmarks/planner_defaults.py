@@ -176,16 +176,16 @@ def zero_of(run: Run, engine: Engine, dp: int) -> tuple[int, int] | None:
     Megatron-Core's recipes and "DDP" in NVIDIA's tables divide optimizer states (the distributed optimizer); Megatron
     before 2022, and Megatron-DeepSpeed without a word, do not.
     """
-    said = run.sharding.lower()
-    number = re.search(r"zero-?(\d)", said)
-    group = re.search(r"fsdp=(\d+)|hsdp=(\d+)", said)
+    sharding = run.sharding.lower()
+    number = re.search(r"zero-?(\d)", sharding)
+    group = re.search(r"fsdp=(\d+)|hsdp=(\d+)", sharding)
     if group:
         return 3, int(group.group(1) or group.group(2))
     if number:
         return int(number.group(1)), dp
-    if "fsdp" in said or (not said and not engine.half_weights and engine.name != "kumi"):
+    if "fsdp" in sharding or (not sharding and not engine.half_weights and engine.name != "kumi"):
         return 3, dp
-    if said and said != "ddp":
+    if sharding and sharding != "ddp":
         return None
     undivided = ("megatron-lm-2021", "megatron-deepspeed", "megatron-deepspeed-bf16", "nanotron")
     return (0, dp) if engine.name in undivided else (1, dp)

@@ -1,4 +1,4 @@
-"""A published run as the planner takes it: a job and a layout, and the seconds that were measured."""
+"""Convert a published run to the planner's input, a job and a layout, with the measured seconds."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def stage_layers_of(run: Run, model: ModelSpec, layout: Layout) -> tuple[int, ..
 def _filled(count: int, pp: int) -> list[int]:
     """`count` pieces, as many to each stage as go up evenly, rounded up, until none are left."""
     each = -(-count // pp)
-    found = [min(each, max(0, count - each * stage)) for stage in range(pp)]
-    return found if min(found) > 1 else [count // pp + (stage < count % pp) for stage in range(pp)]
+    counts = [min(each, max(0, count - each * stage)) for stage in range(pp)]
+    return counts if min(counts) > 1 else [count // pp + (stage < count % pp) for stage in range(pp)]
 
 
 def _by_cost(model: ModelSpec, pp: int) -> tuple[int, ...]:
@@ -162,13 +162,13 @@ def _by_cost(model: ModelSpec, pp: int) -> tuple[int, ...]:
         sum(param.numel for op in ledger.layer_ops(model, index) for param in op.params if len(param.dims) > 1)
         for index in range(model.num_hidden_layers)
     ]
-    total, passed, stage, found = sum(costs) + model.vocab_size * model.hidden_size, 0, 0, [0] * pp
+    total, passed, stage, counts = sum(costs) + model.vocab_size * model.hidden_size, 0, 0, [0] * pp
     for cost in costs:
-        found[stage] += 1
+        counts[stage] += 1
         passed += cost
         if passed > total * (stage + 1) / pp and stage < pp - 1:
             stage += 1
-    return tuple(found)
+    return tuple(counts)
 
 
 def _stages(run: Run, pp: int) -> int:
@@ -243,10 +243,10 @@ def precision_of(run: Run, cluster: ClusterSpec) -> Precision | str:
     name = first(PRECISION_OF, run.precision)
     if name is None:
         return f"precision: {run.precision!r} is not known"
-    found = NVFP4 if name == "nvfp4" else PRECISIONS[name]
-    if not cluster.device.peak_flops(found.matmul_dtype):
-        return f"precision: no peak FLOP/s of {cluster.device.name} in {found.matmul_dtype}"
-    return found
+    precision = NVFP4 if name == "nvfp4" else PRECISIONS[name]
+    if not cluster.device.peak_flops(precision.matmul_dtype):
+        return f"precision: no peak FLOP/s of {cluster.device.name} in {precision.matmul_dtype}"
+    return precision
 
 
 def repeated_flops(job: Job, layout: Layout) -> float:
@@ -319,9 +319,9 @@ def with_bandwidth(cluster: ClusterSpec, run: Run) -> ClusterSpec:
 
 def bytes_per_second(text: str) -> float | None:
     """The bandwidth that `text` states ("NVLink 600 GB/s", "400 Gb/s per GPU"); None where it states none."""
-    found = re.search(r"([\d.]+)\s*(gb/s|gbps|gb/s|tb/s)", text, re.IGNORECASE)
-    if found is None:
+    match = re.search(r"([\d.]+)\s*(gb/s|gbps|gb/s|tb/s)", text, re.IGNORECASE)
+    if match is None:
         return None
-    unit = found.group(2)
+    unit = match.group(2)
     scale = 1e12 if unit[0] in "tT" else 1e9
-    return float(found.group(1)) * scale / (8 if "b" in unit[1:] and "B" not in unit else 1)
+    return float(match.group(1)) * scale / (8 if "b" in unit[1:] and "B" not in unit else 1)

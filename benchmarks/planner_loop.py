@@ -72,16 +72,16 @@ def train(work: Path, name: str, cluster: Path, ranks: int, steps: int, override
 
 def compared(folder: Path, files: dict[str, Path]) -> dict:
     """The run in `folder`, measured, and as estimated with each of `files`."""
-    found: dict = {"estimated_seconds": {}}
+    result: dict = {"estimated_seconds": {}}
     for name, file in files.items():
         run = read_run(folder, str(file))
         made = estimate(run.job, run.layout)
-        found |= {"measured_seconds": run.seconds, "steps": run.steps}
-        found["estimated_seconds"][name] = made.step_seconds
-        found["measured_memory"] = run.peak_memory
-        found["estimated_memory"] = max(stage.total - stage.reserved for stage in made.memory)
-        found.setdefault("time", {})[name] = {kind: seconds for kind, seconds in made.time if seconds}
-    return found
+        result |= {"measured_seconds": run.seconds, "steps": run.steps}
+        result["estimated_seconds"][name] = made.step_seconds
+        result["measured_memory"] = run.peak_memory
+        result["estimated_memory"] = max(stage.total - stage.reserved for stage in made.memory)
+        result.setdefault("time", {})[name] = {kind: seconds for kind, seconds in made.time if seconds}
+    return result
 
 
 def loop(work: Path, ranks: int, steps: int, quick: bool) -> dict:
@@ -111,21 +111,21 @@ def loop(work: Path, ranks: int, steps: int, quick: bool) -> dict:
 
 def summary(results: dict) -> dict:
     """Mean absolute and signed relative errors of the estimated steps, and whether the fastest was known."""
-    found = {}
+    scores = {}
     for file in ("bench", "calibrated"):
         for part in ("calibrated_on", "held_out"):
             errors = [error(run, file) for one in results.values() for run in runs_of(one, part)]
-            found[f"{part}_{file}_mean_abs_error"] = sum(map(abs, errors)) / len(errors)
-            found[f"{part}_{file}_signed_error"] = sum(errors) / len(errors)
+            scores[f"{part}_{file}_mean_abs_error"] = sum(map(abs, errors)) / len(errors)
+            scores[f"{part}_{file}_signed_error"] = sum(errors) / len(errors)
     quickstarts = {ranks: one["calibrated_on"] for ranks, one in results.items()}
     fastest = min(quickstarts, key=lambda ranks: quickstarts[ranks]["measured_seconds"])
     chosen = min(quickstarts, key=lambda ranks: quickstarts[ranks]["estimated_seconds"]["bench"])
     regret = quickstarts[chosen]["measured_seconds"] / quickstarts[fastest]["measured_seconds"] - 1
-    return found | {"fastest_ranks": fastest, "chosen_ranks": chosen, "regret": regret}
+    return scores | {"fastest_ranks": fastest, "chosen_ranks": chosen, "regret": regret}
 
 
-def runs_of(one: dict, part: str) -> list[dict]:
-    return list(one[part].values()) if part == "held_out" else [one[part]]
+def runs_of(result: dict, part: str) -> list[dict]:
+    return list(result[part].values()) if part == "held_out" else [result[part]]
 
 
 def error(run: dict, file: str) -> float:
@@ -134,8 +134,8 @@ def error(run: dict, file: str) -> float:
 
 def show(results: dict) -> None:
     print(f"{'ranks':>5} {'run':12} {'measured':>10} {'bench':>18} {'calibrated':>18} {'memory':>9} {'estimated':>9}")
-    for ranks, one in results.items():
-        for name, run in {"quickstart": one["calibrated_on"], **one["held_out"]}.items():
+    for ranks, result in results.items():
+        for name, run in {"quickstart": result["calibrated_on"], **result["held_out"]}.items():
             estimates = [
                 f"{run['estimated_seconds'][file] * 1e3:7.0f} ms {error(run, file):+7.1%}"
                 for file in ("bench", "calibrated")
@@ -158,10 +158,10 @@ def main() -> None:
     for ranks in arguments.ranks:
         results[ranks] = loop(arguments.work, ranks, arguments.steps, arguments.quick)
         show({ranks: results[ranks]})
-    found = {"machine": machine.describe(), "steps": arguments.steps, "summary": summary(results), "ranks": results}
-    print(json.dumps(found["summary"], indent=2))
+    report = {"machine": machine.describe(), "steps": arguments.steps, "summary": summary(results), "ranks": results}
+    print(json.dumps(report["summary"], indent=2))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

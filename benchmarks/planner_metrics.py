@@ -1,4 +1,4 @@
-"""What the planner is scored by: errors, rank correlation, regret, and who fits."""
+"""The scores of the planner: errors, rank correlation, regret."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def ranks(values: Floats) -> Floats:
     """The rank of every value, from 0; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    found: Floats = (last - (counts + 1) / 2)[inverse]
-    return found
+    positions: Floats = (last - (counts + 1) / 2)[inverse]
+    return positions
 
 
 def grouped(keys: Sequence[Hashable], least: int) -> list[NDArray[np.int64]]:
     """Positions of the members of every group of at least `least` equal keys."""
-    found: dict[Hashable, list[int]] = {}
+    positions: dict[Hashable, list[int]] = {}
     for position, key in enumerate(keys):
-        found.setdefault(key, []).append(position)
-    return [np.array(members) for members in found.values() if len(members) >= least]
+        positions.setdefault(key, []).append(position)
+    return [np.array(members) for members in positions.values() if len(members) >= least]
 
 
 def spearman(predicted: Floats, measured: Floats, keys: Sequence[Hashable]) -> tuple[float | None, int]:
@@ -59,11 +59,11 @@ def spearman(predicted: Floats, measured: Floats, keys: Sequence[Hashable]) -> t
 def top1_regrets(predicted: Floats, measured: Floats, keys: Sequence[Hashable]) -> Floats:
     """How much slower than the best the row is that is predicted to be fastest, of every group of two or more rows.
     Rows predicted equally fast share the choice."""
-    found = []
+    regrets = []
     for members in grouped(keys, 2):
         chosen = predicted[members] <= predicted[members].min() * (1 + 1e-9)
-        found.append(float(np.mean(measured[members][chosen]) / measured[members].min() - 1))
-    return np.array(found, np.float64)
+        regrets.append(float(np.mean(measured[members][chosen]) / measured[members].min() - 1))
+    return np.array(regrets, np.float64)
 
 
 def one_constant(flops: Floats, measured: Floats, keys: Sequence[Hashable]) -> Floats:

@@ -154,8 +154,8 @@ def model_of(run: Run) -> ModelSpec | str:
         if re.search(pattern, name):
             return f"model: {reason}"
     plain = re.sub(r"[^a-z0-9]", "", name)
-    known = next((shape for key, shape in KNOWN.items() if plain.startswith(key)), None)
-    shape = known if known is not None else _from_row(run)
+    shape_of_name = next((shape for key, shape in KNOWN.items() if plain.startswith(key)), None)
+    shape = shape_of_name if shape_of_name is not None else _from_row(run)
     if shape is None:
         return "model: the row has no layers and hidden size, and its name is not known"
     given = {
@@ -169,7 +169,7 @@ def model_of(run: Run) -> ModelSpec | str:
     shape = replace(shape, **given)
     if (shape.hidden % shape.heads and shape.head_dim is None) or shape.heads % shape.kv_heads:
         return f"model: {shape.heads} heads ({shape.kv_heads} of keys) do not divide hidden size {shape.hidden}"
-    if known is not None:
+    if shape_of_name is not None:
         return build(shape, positions_of(run))
     named = re.search(GPT_NAMES + LLAMA_NAMES, run.model.lower()) is not None
     return _nearest(shape, positions_of(run), run.params, named)
@@ -177,9 +177,9 @@ def model_of(run: Run) -> ModelSpec | str:
 
 def positions_of(run: Run) -> int:
     """Sequence length of a run: the column, what the notes say, or what the model was defined with."""
-    said = re.search(r"seq(?:uence)?(?:_len| length)? (\d{3,7})", run.text)
-    if run.seq_len or said:
-        return run.seq_len or int(said.group(1))
+    match = re.search(r"seq(?:uence)?(?:_len| length)? (\d{3,7})", run.text)
+    if run.seq_len or match:
+        return run.seq_len or int(match.group(1))
     return next((length for words, length in SEQ_LEN if re.search(words, run.model.lower())), 0)
 
 
@@ -208,12 +208,12 @@ def _nearest(shape: Shape, positions: int, params: float | None, named: bool) ->
     if params is None:
         return build(shape, positions)
     styles = [shape.style] if named else ["llama", "gpt"]
-    found = [
+    candidates = [
         build(replace(shape, tied=tied, style=style), positions)
         for style in styles
         for tied in (shape.tied, not shape.tied)
     ]
-    return min(found, key=lambda spec: abs(parameters(spec) - params))
+    return min(candidates, key=lambda spec: abs(parameters(spec) - params))
 
 
 @lru_cache(maxsize=4096)
@@ -240,10 +240,10 @@ def build(shape: Shape, positions: int) -> ModelSpec:
     mlp = MLP(shape.ffn, gpt, act, gated=shape.style == "llama")
     layers = []
     for index in range(shape.layers):
-        one = attention
-        if shape.window is not None and index % 2 == 0 and isinstance(one, Attention):
-            one = replace(one, sliding_window=shape.window)
-        layers.append(LayerSpec(one, shape.moe if shape.moe is not None and index >= shape.dense else mlp))
+        layer_attention = attention
+        if shape.window is not None and index % 2 == 0 and isinstance(layer_attention, Attention):
+            layer_attention = replace(layer_attention, sliding_window=shape.window)
+        layers.append(LayerSpec(layer_attention, shape.moe if shape.moe is not None and index >= shape.dense else mlp))
     return ModelSpec(
         family=shape.style,
         vocab_size=shape.vocab,

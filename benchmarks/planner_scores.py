@@ -1,4 +1,4 @@
-"""Scores of cases, by source: how far predicted steps and bytes are from measured ones, and who fits."""
+"""Scores of cases, by source: errors of predicted step times and memory, and of predictions that a layout fits."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def planner(job: Job, layouts: Sequence[Layout]) -> tuple[Floats, Floats]:
     for members in grouped([layout.stage_layers for layout in layouts], 1):
         some = [layouts[i] for i in members]
         if not some[0].stage_layers:
-            found = estimate_many(job, some)
-            seconds[members], memory[members] = found.seconds, found.memory
+            estimates = estimate_many(job, some)
+            seconds[members], memory[members] = estimates.seconds, estimates.memory
             continue
         x, ranks = batch_layouts(some), np.repeat(np.arange(some[0].pp)[:, None], len(some), axis=1)
         seconds[members] = step_times(job, x, ranks, np.ones(ranks.shape), some[0].stage_layers).seconds
-        held = memory_by_rank(job, x, ranks, some[0].stage_layers)
-        memory[members] = np.sum(list(held.values()), axis=0).max(axis=0)
+        device_memory = memory_by_rank(job, x, ranks, some[0].stage_layers)
+        memory[members] = np.sum(list(device_memory.values()), axis=0).max(axis=0)
     return seconds, memory
 
 
@@ -89,7 +89,7 @@ def by_job(cases: Sequence[Case]) -> list[list[int]]:
 def complete(cases: Sequence[Case], estimator: Estimator = planner) -> tuple[list[Case], list[tuple[str, str]]]:
     """`cases`, those that leave microbatch or recomputation open with the first of their choices that fits; and
     (source, reason) of those that are refused, as what is said of them cannot have run."""
-    found = list(cases)
+    completed = list(cases)
     for members in by_job(cases):
         tries = [(i, case) for i in members for case in (cases[i].choosing(*one) for one in cases[i].choices)]
         if not tries:
@@ -97,11 +97,11 @@ def complete(cases: Sequence[Case], estimator: Estimator = planner) -> tuple[lis
         job = cases[members[0]].job
         needs = estimator(job, [case.layout for _, case in tries])[1]
         for (i, case), size in reversed(list(zip(tries, needs))):
-            if size <= TOLERANCE * job.cluster.device.memory or found[i] is cases[i]:
-                found[i] = case
-    wrong = [impossible(case) for case in found]
-    refused = [(case.run.source, IMPOSSIBLE) for case, bad in zip(found, wrong) if bad]
-    return [case for case, bad in zip(found, wrong) if not bad], refused
+            if size <= TOLERANCE * job.cluster.device.memory or completed[i] is cases[i]:
+                completed[i] = case
+    wrong = [impossible(case) for case in completed]
+    refused = [(case.run.source, IMPOSSIBLE) for case, bad in zip(completed, wrong) if bad]
+    return [case for case, bad in zip(completed, wrong) if not bad], refused
 
 
 def impossible(case: Case) -> bool:
@@ -169,25 +169,25 @@ def predicted_memory(scored: Scored) -> Floats:
     """Predicted bytes as each run's were read: all of the device's, or only what PyTorch's allocator holds, which is
     what runs that do not say are taken to mean."""
     stated = [case.run.reading in STATED for case in scored.cases]
-    found = [
+    predictions = [
         memory_reading(case.job, case.layout, case.run.reading) if known else size - case.job.cluster.device.reserved
         for case, size, known in zip(scored.cases, scored.memory, stated)
     ]
-    return np.array(found)
+    return np.array(predictions)
 
 
 def memory_scores(scored: Scored) -> dict[str, float | int | None]:
     """Errors of peak memory: over runs that say how it was read, and over all others."""
-    found: dict[str, float | int | None] = {}
+    scores: dict[str, float | int | None] = {}
     for prefix, stated in (("", True), ("unstated_", False)):
         some = scored.where([c.run.memory is not None and (c.run.reading in STATED) == stated for c in scored.cases])
-        found[f"{prefix}memory_rows"] = len(some)
+        scores[f"{prefix}memory_rows"] = len(some)
         if len(some):
             measured = np.array([case.run.memory for case in some.cases])
             predicted = predicted_memory(some)
-            found[f"{prefix}memory_mean_abs_error"] = mean_abs_error(predicted, measured)
-            found[f"{prefix}memory_signed_error"] = signed_error(predicted, measured)
-    return found
+            scores[f"{prefix}memory_mean_abs_error"] = mean_abs_error(predicted, measured)
+            scores[f"{prefix}memory_signed_error"] = signed_error(predicted, measured)
+    return scores
 
 
 def fits(scored: Scored) -> NDArray[np.bool_]:
@@ -215,19 +215,19 @@ def fit_scores(ran: Scored, failed: Scored) -> dict[str, float | int | None]:
     of those that failed for that reason or another, the share said not to."""
     hard = failed.where([is_hard(case) for case in failed.cases])
     soft = failed.where([not is_hard(case) for case in failed.cases])
-    found: dict[str, float | int | None] = {"fits_rows": len(ran), "oom_rows": len(hard), "soft_oom_rows": len(soft)}
+    scores: dict[str, float | int | None] = {"fits_rows": len(ran), "oom_rows": len(hard), "soft_oom_rows": len(soft)}
     for name, some, value in (
         ("fits_recall", known_to_fit(ran), True),
         ("oom_recall", hard, False),
         ("soft_oom_recall", soft, False),
     ):
-        found[name] = float(np.mean(fits(some) == value)) if len(some) else None
-    return found
+        scores[name] = float(np.mean(fits(some) == value)) if len(some) else None
+    return scores
 
 
 def reasons(refused: Sequence[tuple[str, str]]) -> dict[str, dict[str, int]]:
     """How many rows of each source were not used, by reason."""
-    found: dict[str, Counter[str]] = {}
+    unused: dict[str, Counter[str]] = {}
     for source, reason in refused:
-        found.setdefault(source, Counter())[reason] += 1
-    return {source: dict(counts.most_common()) for source, counts in found.items()}
+        unused.setdefault(source, Counter())[reason] += 1
+    return {source: dict(counts.most_common()) for source, counts in unused.items()}

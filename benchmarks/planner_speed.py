@@ -1,4 +1,4 @@
-"""How many layouts a second the planner's search goes through.
+"""Measure how many layouts per second the planner's search covers.
 
     python benchmarks/planner_speed.py [--json OUT]
 
@@ -31,7 +31,7 @@ CASES = {
 def run(name: str) -> dict[str, object]:
     """One search: how many layouts, in how many seconds, and what won."""
     model, cluster, nodes, seq_len, sequences = CASES[name]
-    wanted = job(
+    searched = job(
         plan_from_dict(
             {
                 "model": {"source": str(MODELS / model), "init": "random"},
@@ -41,15 +41,15 @@ def run(name: str) -> dict[str, object]:
         )
     )
     start = time.perf_counter()
-    found = search(wanted, {})
+    result = search(searched, {})
     seconds = time.perf_counter() - start
-    best = found.plans[0]
+    best = result.plans[0]
     return {
-        "layouts": found.count,
+        "layouts": result.count,
         "seconds": seconds,
-        "fitting": found.fitting,
-        "timed": found.timed,
-        "layouts_per_second": found.count / seconds,
+        "fitting": result.fitting,
+        "timed": result.timed,
+        "layouts_per_second": result.count / seconds,
         "best": best.as_dict()["layout"],
         "step_seconds": best.step_seconds,
         "mfu": best.mfu,

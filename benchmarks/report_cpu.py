@@ -1,6 +1,6 @@
-"""The tables of benchmarks/train_cpu.py, from what it measured.
+"""The tables of benchmarks/train_cpu.py, from its measurements.
 
-python benchmarks/report_cpu.py FILE.json      prints the report of a measurement that was kept
+python benchmarks/report_cpu.py FILE.json      prints the report of a stored measurement
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PEAK_OF = {"fp32": ("fp32", "fp32 medium"), "bf16": ("bf16",), "amp": ("bf16",)}
 
 
 def report(result: dict) -> str:
-    """Everything that was measured, as text."""
+    """Return the report of a measurement as text."""
     parts = [_machine(result), _peaks(result)]
     parts += [_setup(result, setup) for setup in result["setups"]]
     parts += [f"skipped {row}: {reason}" for row, reason in result["skipped"].items()]
@@ -30,11 +30,12 @@ def report(result: dict) -> str:
 
 
 def _machine(result: dict) -> str:
-    found = result["machine"]
-    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    description = result["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in description["packages"].items())
     return (
-        f"{found['cpu']}, {found['cores']} cores ({' '.join(found['cpu_flags'])}), "
-        f"{found['memory_bytes'] / GIB:.0f} GiB; Python {found['python']}, {packages}; commit {found['commit']}"
+        f"{description['cpu']}, {description['cores']} cores ({' '.join(description['cpu_flags'])}), "
+        f"{description['memory_bytes'] / GIB:.0f} GiB; Python {description['python']}, {packages}; "
+        f"commit {description['commit']}"
     )
 
 
@@ -53,13 +54,13 @@ def _peaks(result: dict) -> str:
 
 def runs_of(result: dict, setup: dict) -> dict[str, list[Measured]]:
     """The runs of every row in `setup`."""
-    found: dict[str, list[Measured]] = {}
+    runs: dict[str, list[Measured]] = {}
     for entry in result["runs"]:
         if entry["setup"] == setup["name"]:
             fields = {key: value for key, value in entry.items() if key not in ("row", "setup", "marks", "output")}
             marks = tuple(Mark(**mark) for mark in entry["marks"])
-            found.setdefault(entry["row"], []).append(Measured(marks=marks, output="", **fields))
-    return found
+            runs.setdefault(entry["row"], []).append(Measured(marks=marks, output="", **fields))
+    return runs
 
 
 def spread(values: list[float], form: str) -> str:
@@ -78,17 +79,20 @@ def _setup(result: dict, setup: dict) -> str:
         f"{max(map(len, runs.values()))} runs, first {drop} of {setup['steps']} steps dropped"
     )
     columns: list[tuple[str, Callable[[str, list[Measured]], str]]] = [
-        ("tokens/s", lambda row, found: spread([setup["tokens"] / run.steady(drop).wall for run in found], ".0f")),
-        ("CPU s/step", lambda row, found: spread([run.steady(drop).cpu for run in found], ".2f")),
-        ("share of peak", lambda row, found: _share(result, row, found, flops)),
-        ("first step: s", lambda row, found: spread([run.first_step().wall for run in found], ".1f")),
-        ("CPU s", lambda row, found: spread([run.first_step().cpu for run in found], ".1f")),
-        ("peak RSS GiB", lambda row, found: spread([run.peak_rss / GIB for run in found], ".2f")),
-        ("PSS", lambda row, found: spread([run.peak_pss / GIB for run in found], ".2f")),
-        ("largest process", lambda row, found: spread([run.largest_rss / GIB for run in found], ".2f")),
+        (
+            "tokens/s",
+            lambda row, measured: spread([setup["tokens"] / run.steady(drop).wall for run in measured], ".0f"),
+        ),
+        ("CPU s/step", lambda row, measured: spread([run.steady(drop).cpu for run in measured], ".2f")),
+        ("share of peak", lambda row, measured: _share(result, row, measured, flops)),
+        ("first step: s", lambda row, measured: spread([run.first_step().wall for run in measured], ".1f")),
+        ("CPU s", lambda row, measured: spread([run.first_step().cpu for run in measured], ".1f")),
+        ("peak RSS GiB", lambda row, measured: spread([run.peak_rss / GIB for run in measured], ".2f")),
+        ("PSS", lambda row, measured: spread([run.peak_pss / GIB for run in measured], ".2f")),
+        ("largest process", lambda row, measured: spread([run.largest_rss / GIB for run in measured], ".2f")),
     ]
     table = [["", *(name for name, _ in columns)]]
-    table += [[row, *(cell(row, found) for _, cell in columns)] for row, found in runs.items()]
+    table += [[row, *(cell(row, measured) for _, cell in columns)] for row, measured in runs.items()]
     ratios = [*_default(runs, drop, setup), *_ratios(runs, drop), *_least(runs), *_losses(runs)]
     return "\n".join([head, aligned(table), "", *ratios])
 
@@ -100,12 +104,12 @@ def train_flops(shape: dict, tokens: int) -> int:
     return ledger.train_flops(families.from_hf(shape), tokens, shapes.W1["max_position_embeddings"])
 
 
-def _share(result: dict, row: str, found: list[Measured], flops: int) -> str:
-    """Model FLOPs per CPU second, of what a large product in the same format reaches per CPU second."""
+def _share(result: dict, row: str, measured: list[Measured], flops: int) -> str:
+    """Return model FLOPs per CPU second, relative to those of a large matmul in the same format."""
     kinds = PEAK_OF[next(word for word in row.split() if word in PEAK_OF)]
     kind = max(kinds, key=lambda kind: peak(result, kind, "peak_per_cpu_second"))
     best = peak(result, kind, "peak_per_cpu_second") * 1e9
-    return spread([100 * flops / run.steady(result["drop"]).cpu / best for run in found], ".0f") + f" % {kind}"
+    return spread([100 * flops / run.steady(result["drop"]).cpu / best for run in measured], ".0f") + f" % {kind}"
 
 
 def aligned(table: list[list[str]]) -> str:
@@ -200,9 +204,11 @@ def _losses(runs: dict[str, list[Measured]]) -> list[str]:
     lines = []
     for row, reference in (("kumi bf16", "kumi fp32"), ("kumi fp32", "bare fp32"), ("bare amp", "bare fp32")):
         if row in runs and reference in runs:
-            found = loss_difference(runs[row][0].losses(), runs[reference][0].losses())
+            difference = loss_difference(runs[row][0].losses(), runs[reference][0].losses())
             steps = len(runs[row][0].marks)
-            lines.append(f"loss of {row} against {reference} over {steps} steps: at most {100 * found:.3f} % apart")
+            lines.append(
+                f"loss of {row} against {reference} over {steps} steps: at most {100 * difference:.3f} % apart"
+            )
     return lines
 
 

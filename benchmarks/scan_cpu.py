@@ -34,8 +34,10 @@ def main() -> None:
     print("| positions | | forward, us a token | backward, us a token | memory, MiB |\n|---|---|---|---|---|")
     for length in args.lengths:
         for case in ("kumi", "transformers"):
-            found = alone(case, length, args.repeats)
-            print(f"| {length:,} | {case} | {found['forward']:.0f} | {found['backward']:.0f} | {found['memory']:.0f} |")
+            result = alone(case, length, args.repeats)
+            print(
+                f"| {length:,} | {case} | {result['forward']:.0f} | {result['backward']:.0f} | {result['memory']:.0f} |"
+            )
 
 
 def alone(case: str, length: int, repeats: int) -> dict[str, float]:
@@ -44,8 +46,8 @@ def alone(case: str, length: int, repeats: int) -> dict[str, float]:
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True, text=True
     )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def measure(case: str, length: int, repeats: int) -> dict[str, float]:

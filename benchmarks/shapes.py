@@ -1,4 +1,4 @@
-"""The model shapes that are measured, as Hugging Face `config.json` contents."""
+"""The model shapes of the benchmarks, as contents of Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LLAMA_8B = _LLAMA | {
     "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
 }
 
-# Qwen3-30B-A3B: 128 experts, of which a token takes 8.
+# Qwen3-30B-A3B: 128 experts, 8 per token.
 QWEN_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -88,7 +88,7 @@ QWEN_30B_A3B: dict[str, Any] = {
     "mlp_only_layers": [],
 }
 
-# W1 with 8 experts, of which a token takes 2 that are together as wide.
+# W1 with 8 experts, 2 per token, which together are as wide as its MLP.
 W1_EXPERTS: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

@@ -2,8 +2,8 @@
 
     python benchmarks/train_cpu.py [--work build/benchmark] [--repeats 2] [--only "kumi bf16" ...] [--json FILE]
 
-Every row is a command of its own, watched from outside by benchmarks/measure.py; rows follow one another A B C A B C,
-so that what else happens on the machine meets all of them. docs/benchmarks.md says what is measured and how.
+Each row is a command, measured from outside by benchmarks/measure.py. Rows alternate (A B C A B C), so that other load
+on the machine affects all of them. docs/benchmarks.md describes the measurements.
 """
 
 from __future__ import annotations
@@ -152,14 +152,14 @@ def run_row(row: str, setup: Setup, work: Path, repeat: int, size: str) -> measu
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     line, metrics = command(row, setup, work, out, size)
-    found = measure.run(line, metrics=metrics, env=environment(setup.threads), log=out / "log.txt")
-    if found.returncode != 0 or len(found.marks) != setup.steps:
+    measured = measure.run(line, metrics=metrics, env=environment(setup.threads), log=out / "log.txt")
+    if measured.returncode != 0 or len(measured.marks) != setup.steps:
         raise SystemExit(
-            f"{row}, {setup.name}: exit code {found.returncode} after {len(found.marks)} of {setup.steps} "
-            f"steps; the end of its output:\n{found.output}"
+            f"{row}, {setup.name}: exit code {measured.returncode} after {len(measured.marks)} of {setup.steps} "
+            f"steps; the end of its output:\n{measured.output}"
         )
     shutil.rmtree(out / "run", ignore_errors=True)
-    return found
+    return measured
 
 
 def matmul_peak(threads: int) -> dict:
@@ -172,9 +172,9 @@ def matmul_peak(threads: int) -> dict:
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    found = json.loads(file.read_text())
+    rates = json.loads(file.read_text())
     file.unlink()
-    return found
+    return rates
 
 
 def chosen(setup: Setup) -> dict:
@@ -198,20 +198,20 @@ def order(rows: list[str], setups: list[Setup], repeats: int) -> list[tuple[str,
 
 def measure_all(args: argparse.Namespace, setups: list[Setup], rows: list[str], began: float) -> tuple[dict, list[str]]:
     """(row, setup name) -> its runs, and what the budget, counted from `began`, left out."""
-    found: dict[tuple[str, str], list[measure.Measured]] = {}
+    measured: dict[tuple[str, str], list[measure.Measured]] = {}
     left_out = []
     for row, setup, repeat in order(rows, setups, args.repeats):
-        before = found.setdefault((row, setup.name), [])
-        same_setup = [run.wall for (_, name), runs in found.items() if name == setup.name for run in runs]
+        before = measured.setdefault((row, setup.name), [])
+        same_setup = [run.wall for (_, name), runs in measured.items() if name == setup.name for run in runs]
         expected = max((run.wall for run in before), default=max(same_setup, default=0.0))
         if time.monotonic() - began + expected > args.budget:
             left_out.append(f"{row}, {setup.name}, repeat {repeat + 1}")
             continue
         before.append(run_row(row, setup, args.work, repeat, args.size))
         mark = before[-1].steady(DROP)
-        said = f"  {row}, {setup.name}: {setup.tokens / mark.wall:.0f} tokens/s, {mark.cpu:.2f} CPU s a step"
-        print(said, file=sys.stderr, flush=True)
-    return {key: runs for key, runs in found.items() if runs}, left_out
+        summary = f"  {row}, {setup.name}: {setup.tokens / mark.wall:.0f} tokens/s, {mark.cpu:.2f} CPU s a step"
+        print(summary, file=sys.stderr, flush=True)
+    return {key: runs for key, runs in measured.items() if runs}, left_out
 
 
 def main() -> None:
@@ -228,14 +228,16 @@ def main() -> None:
     choices = {setup.name: chosen(setup) for setup in setups}
     began = time.monotonic()
     peaks = [matmul_peak(2)]
-    found, left_out = measure_all(args, setups, rows, began)
+    measured, left_out = measure_all(args, setups, rows, began)
     peaks.append(matmul_peak(2))
     result = {
         "machine": machine.describe(),
         "peaks": peaks,
         "shape": workload.SIZES[args.size].shape,
         "setups": [asdict(setup) | {"tokens": setup.tokens, "chosen": choices[setup.name]} for setup in setups],
-        "runs": [{"row": row, "setup": setup, **asdict(run)} for (row, setup), runs in found.items() for run in runs],
+        "runs": [
+            {"row": row, "setup": setup, **asdict(run)} for (row, setup), runs in measured.items() for run in runs
+        ],
         "skipped": skipped,
         "left_out": left_out,
         "drop": DROP,

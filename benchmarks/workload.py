@@ -1,4 +1,4 @@
-"""Makes the CPU benchmark's model and data once, in a folder of its own.
+"""Make the CPU benchmark's model and data once, in a separate folder.
 
 WORK/kumi/data/      tokenizer and tokens of the standard library's sources, made by `kumi data prepare`
 WORK/model/          config.json and one set of random weights, from which everyone starts
@@ -114,7 +114,7 @@ def write_batches(work: Path, sequences: int) -> None:
 
 
 def prepare(work: Path, sequences: int, size: str = "w1") -> None:
-    """Makes whatever of the workload is not there yet."""
+    """Make the missing files of the workload."""
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "model" / "model.safetensors").exists():
         write_model(work / "model", size)

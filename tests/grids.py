@@ -1,4 +1,4 @@
-"""Which cases of a grid run by default. The others run with `--all`: they are marked `exhaustive`."""
+"""Select the cases of a grid that run by default. The others are marked `exhaustive` and run with `--all`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ import pytest
 Case = Sequence[Hashable]
 
 
-def sampled(cases: Sequence[Case], kept: Callable[[int], bool], names: Callable[..., str] | None = None) -> list[Any]:
-    """`cases` as parameters of a test; by default only those whose place in `cases` is `kept`. `names` makes the
-    id of a case from its values."""
-    later = pytest.mark.exhaustive
+def sampled(
+    cases: Sequence[Case], selected: Callable[[int], bool], names: Callable[..., str] | None = None
+) -> list[Any]:
+    """Return `cases` as test parameters. By default, only cases whose index is `selected` run.
+
+    `names` makes a case's id from its values.
+    """
     return [
-        pytest.param(*case, id=names(*case) if names else None, marks=() if kept(place) else later)
-        for place, case in enumerate(cases)
+        pytest.param(*case, id=names(*case) if names else None, marks=() if selected(index) else pytest.mark.exhaustive)
+        for index, case in enumerate(cases)
     ]
 
 
 def pairwise(cases: Sequence[Case], names: Callable[..., str] | None = None) -> list[Any]:
-    """`cases` as parameters of a test; by default as few as show every two values together that any case has."""
+    """Return `cases` as test parameters. By default, a small selection runs that covers all pairs of values in `cases`.
+
+    `names` makes a case's id from its values.
+    """
     pairs = [set(combinations(enumerate(case), 2)) for case in cases]
-    missing, kept = set().union(*pairs), set()
+    missing, selected = set().union(*pairs), set()
     while missing:
-        best = max(range(len(cases)), key=lambda place: len(pairs[place] & missing))
-        kept.add(best)
+        best = max(range(len(cases)), key=lambda index: len(pairs[index] & missing))
+        selected.add(best)
         missing -= pairs[best]
-    return sampled(cases, kept.__contains__, names)
+    return sampled(cases, selected.__contains__, names)

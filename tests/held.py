@@ -1,4 +1,4 @@
-"""How much memory a piece of work leaves behind, for tests of what is kept for the backward pass."""
+"""Measure the bytes of tensors that a block allocates and does not free, for tests of saved activations."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Held:
-    """Bytes of tensors that were made and not freed."""
+    """Bytes of tensors that were allocated and not freed."""
 
     bytes: int = 0
 
 
 @contextmanager
 def held() -> Iterator[Held]:
-    """Counts within; nothing that was made before is freed meanwhile, for garbage is collected only before."""
-    found = Held()
+    """Count the bytes that the block allocates and does not free.
+
+    Garbage is collected before the block, not in it, so that no older tensor is freed in the block.
+    """
+    result = Held()
     gc.collect()
     gc.disable()
     try:
-        # One cycle has nothing to accumulate, but without `acc_events` PyTorch before 2.13 warns that it does not.
+        # One cycle has nothing to accumulate, but PyTorch before 2.13 warns unless `acc_events` is set.
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-            yield found
+            yield result
     finally:
         gc.enable()
-    found.bytes = sum(event.self_cpu_memory_usage for event in record.key_averages())
+    result.bytes = sum(event.self_cpu_memory_usage for event in record.key_averages())

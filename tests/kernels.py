@@ -1,7 +1,7 @@
-"""Other kernels for products of matrices: `eval "$(python tests/kernels.py)"` asks MKL for those of another CPU.
+"""Run the suite with other matmul kernels: `eval "$(python tests/kernels.py)"` has MKL use those of another CPU.
 
-The suite must be green with them, too, so that no tolerance is that of one machine's rounding. `ATEN_CPU_CAPABILITY`
-and `ONEDNN_MAX_CPU_ISA` leave products as they are.
+The suite must pass with them, too, so that no tolerance fits the rounding of one machine only. `ATEN_CPU_CAPABILITY`
+and `ONEDNN_MAX_CPU_ISA` do not change float32 matmuls.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 import subprocess
 import sys
 
-# The first is heard on Intel's CPUs, the second on all.
+# The first takes effect on Intel CPUs only, the second on all.
 OTHER = (("MKL_ENABLE_INSTRUCTIONS", "AVX2"), ("MKL_CBWR", "COMPATIBLE"))
 
 
 def product() -> str:
-    """A digest of the bits of some float32 products."""
+    """Return a digest of the bits of some float32 matmuls."""
     import torch
 
     generator, digest = torch.Generator().manual_seed(0), hashlib.sha256()
@@ -27,20 +27,20 @@ def product() -> str:
 
 
 def product_with(**variables: str) -> str:
-    """`product()` in a process of its own, with `variables` in its environment."""
+    """Return the result of `product()` in a new process with the environment `variables`."""
     command = [sys.executable, __file__, "product"]
     environment = {**os.environ, **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def other() -> tuple[str, str]:
-    """The variable, and its value, with which float32 products have other bits. SystemExit where none does that."""
-    usual = product_with()
+    """Return a variable and its value that change the bits of float32 matmuls. Raise SystemExit if none does."""
+    default = product_with()
     for name, value in OTHER:
-        if product_with(**{name: value}) != usual:
+        if product_with(**{name: value}) != default:
             return name, value
-    asked = " nor ".join(f"{name}={value}" for name, value in OTHER)
-    sys.exit(f"neither {asked} changes the bits of a float32 product here: this PyTorch has no MKL, or only one kind")
+    tried = " nor ".join(f"{name}={value}" for name, value in OTHER)
+    sys.exit(f"neither {tried} changes the bits of a float32 matmul here: this PyTorch has no MKL, or only one kernel")
 
 
 if __name__ == "__main__":

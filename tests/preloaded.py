@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from imports, so that they need not; what fails here, they try again."""
+"""Imports of the fork server, which the ranks then share. A rank repeats an import that fails here."""
 
 import contextlib
 import importlib

@@ -1,13 +1,13 @@
 """A pool of gloo ranks that lives as long as the test session.
 
-Ranks are forked from a server that has imported torch and has computed nothing, so a fork is safe whatever the test
-process did before; they keep their process group between tests, so a multi-rank test costs tenths of a second.
+Ranks are forked from a server that has imported torch but computed nothing, so forking is safe whatever the test
+process did before. The ranks keep their process group between tests, so a multi-rank test takes tenths of a second.
 
     results = run_ranks(4, work, argument)      # work(argument) on ranks 0..3 of one gloo group; their return values
 
-`work` must be a function at the top of a module. Each world size has its own ranks. World size 1 has no process group.
-When a rank raises, dies or hangs, `RankError` carries what the first rank to fail said; the ranks are killed and the
-next call starts new ones.
+`work` must be a module-level function. Each world size has its own ranks. World size 1 has no process group. If a rank
+raises, dies or hangs, `RankError` has the error of the first rank that failed; the ranks are killed, and the next call
+starts new ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# What the fork server imports; a syntax error in kumi is left to the ranks, where it fails one test.
+# Imports of the fork server. A syntax error in kumi is left to the ranks, where it fails one test.
 PRELOAD = [
     "numpy",
     "torch",
@@ -43,11 +43,11 @@ PRELOAD = [
     "preloaded",
 ]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
-# Every group that a test makes leaves threads in the ranks that wake up a hundred times a second: with more of them
-# than this a pool makes way for a new one.
+# Every process group that a test makes leaves threads in the ranks, which wake up a hundred times a second. A pool with
+# more threads per rank than this is replaced.
 THREADS = 60
-GRACE = 1.0  # seconds the other ranks get to finish after one has failed
-# What a rank says whose peer has gone; that one's own reason may take longer: a busy machine writes its core first.
+GRACE = 1.0  # seconds for the other ranks to finish after a rank has failed
+# The error of a rank whose peer has ended. The peer's own error may come later: a busy machine first writes its core.
 LOST = re.compile("Connection (reset|closed) by peer|Broken pipe")
 LOST_GRACE = 30.0
 
@@ -77,9 +77,9 @@ class Ranks:
         self.started = 0
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """What `function(*args)` returns on each rank of a group of `world_size`.
+        """Return the results of `function(*args)` on each rank of a group of `world_size`.
 
-        Raises RankError when a rank fails, or when one has not answered after `timeout` seconds.
+        Raise RankError if a rank fails, or does not answer within `timeout` seconds.
         """
         pool = self.pools.get(world_size) or self._start(world_size)
         module = sys.modules[function.__module__]
@@ -101,16 +101,16 @@ class Ranks:
         pool = []
         with _plain_main():
             for rank in range(world_size):
-                ours, theirs = self.context.Pipe()
-                process = self.context.Process(target=serve, args=(rank, world_size, str(store), theirs), daemon=True)
+                parent_end, rank_end = self.context.Pipe()
+                process = self.context.Process(target=serve, args=(rank, world_size, str(store), rank_end), daemon=True)
                 process.start()
-                theirs.close()
-                pool.append(Rank(process, ours))
+                rank_end.close()
+                pool.append(Rank(process, parent_end))
         self.pools[world_size] = pool
         return pool
 
     def stop(self, world_size: int | None = None) -> None:
-        """Kills the ranks of one world size, or all."""
+        """Kill the ranks of one world size, or of all."""
         for size in [world_size] if world_size else list(self.pools):
             for rank in self.pools.pop(size, []):
                 rank.process.kill()
@@ -119,28 +119,30 @@ class Ranks:
 
 
 def _threads(process: BaseProcess) -> int:
-    """How many threads `process` has, where the system tells."""
+    """Return the number of threads of `process`; 0 if the system does not tell."""
     tasks = Path(f"/proc/{process.pid}/task")
     return len(os.listdir(tasks)) if tasks.exists() else 0
 
 
 @contextlib.contextmanager
 def _plain_main() -> Any:
-    """Keeps a new process from importing the program that was started (pytest): it needs nothing from there."""
+    """Keep new processes from importing the main program (pytest), which they do not need."""
     main = sys.modules["__main__"]
-    kept = {name: getattr(main, name, None) for name in ("__file__", "__spec__")}
-    main.__dict__.update(dict.fromkeys(kept))
+    saved = {name: getattr(main, name, None) for name in ("__file__", "__spec__")}
+    main.__dict__.update(dict.fromkeys(saved))
     try:
         yield
     finally:
-        main.__dict__.update(kept)
+        main.__dict__.update(saved)
 
 
 def _collect(pool: list[Rank], timeout: float) -> list[Any]:
-    """The ranks' results in order. Raises RankError with the failure that came first, if it can that of a rank that did
-    not only lose another one."""
+    """Return the ranks' results in order.
+
+    Raise RankError with the first failure, preferably of a rank that did not merely lose its connection to another.
+    """
     results: dict[int, Any] = {}
-    failures: list[tuple[bool, float, str]] = []  # whether it is but the loss of another rank, when, what
+    failures: list[tuple[bool, float, str]] = []  # (only lost another rank, time, error)
     deadline = time.monotonic() + timeout
     waiting = set(range(len(pool)))
     while waiting and (left := deadline - time.monotonic()) > 0:
@@ -175,7 +177,7 @@ def _death(process: BaseProcess) -> str:
 
 
 def serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    """The life of a rank: joins its group, then runs what arrives until the pipe closes."""
+    """Join the process group as `rank`, then run the functions that arrive by the pipe until it closes."""
     import torch
     import torch.distributed as dist
 
@@ -207,7 +209,7 @@ def _run(rank: int, job: tuple[str, str, list[str], bytes]) -> tuple[float, str 
 
 
 def _load(name: str, file: str) -> None:
-    """Imports a test module from its file, under the name the test process knows it by."""
+    """Import a test module from its file, under the name that it has in the test process."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

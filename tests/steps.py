@@ -1,4 +1,4 @@
-"""A few training steps of a tiny decoder on the rank that calls, for tests that compare layouts."""
+"""Run a few training steps of a tiny decoder on the calling rank, for tests that compare layouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.storage.checkpoint import Piece
 
-VOCAB, SEQUENCES, LENGTH = 250, 12, 16  # 250 rows do not divide by 4 ranks
+VOCAB, SEQUENCES, LENGTH = 250, 12, 16  # 4 ranks do not divide the 250 rows
 
 
 def _spec(family: str, *, tied: bool, bias: bool, qk_norm: bool, layers: int = 3) -> ModelSpec:
@@ -42,7 +42,7 @@ def _spec(family: str, *, tied: bool, bias: bool, qk_norm: bool, layers: int = 3
 
 
 def _sinks_spec() -> ModelSpec:
-    """Heads that may look nowhere, in every other layer within a window."""
+    """Attention sinks, with a sliding window in every other layer."""
     layers = [
         LayerSpec(Attention(4, 2, 6, Rope(10000.0), sliding_window=window, sinks=True), MLP(36)) for window in (5, None)
     ]
@@ -50,10 +50,10 @@ def _sinks_spec() -> ModelSpec:
 
 
 def _scores_spec() -> ModelSpec:
-    """Scores that are scaled, capped and tilted in both ways, heads turned in part, and a document that is long though
-    what a rank has of it may not be."""
+    """Scaled and capped scores, both kinds of ALiBi, partial RoPE, and LongRoPE with a document that counts as long
+    even if a rank's part of it would not."""
     part = Rope(10000.0, partial_rotary_factor=0.7, interleave=True)
-    # Of the documents of a batch (see `batch`) only the last, of 7 tokens, is long.
+    # Only the last document of a batch (see `batch`) is long, with 7 tokens.
     long = Rope(
         10000.0,
         "longrope",
@@ -68,7 +68,7 @@ def _scores_spec() -> ModelSpec:
         Attention(4, 1, 6, None, alibi=True, alibi_stepped=True, sliding_window=7),
         Attention(4, 4, 6, long),
     )
-    return ModelSpec("llama", VOCAB, 18, tuple(LayerSpec(one, MLP(36)) for one in attentions), 1e-5, 128)
+    return ModelSpec("llama", VOCAB, 18, tuple(LayerSpec(attention, MLP(36)) for attention in attentions), 1e-5, 128)
 
 
 def _moe_spec() -> ModelSpec:
@@ -77,7 +77,7 @@ def _moe_spec() -> ModelSpec:
 
 
 def _latent_spec(*, dense: bool = False) -> ModelSpec:
-    """Latent attention, a dense layer, and experts in groups with a shared one; or `dense` layers alone."""
+    """Latent attention with one dense layer and layers of grouped experts with a shared expert; or all `dense`."""
     latent = LatentAttention(4, 10, 8, 6, 4, 6, Rope(10000.0))
     moe = MoE(
         8, 3, 12, 24, scoring_func="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5, topk_method="noaux_tc"
@@ -87,7 +87,7 @@ def _latent_spec(*, dense: bool = False) -> ModelSpec:
 
 
 def _hybrid_spec() -> ModelSpec:
-    """Every layer one of a Mamba mixer, attention, a dense layer and experts, none of them gated."""
+    """Layers with one part each: a Mamba mixer, attention, a dense MLP or experts, all without gates."""
     mamba = Mamba(num_heads=4, head_dim=6, state_size=5, n_groups=2, conv_kernel=4, chunk_size=5, bias=True)
     moe = MoE(8, 2, 12, 20, scoring_func="sigmoid", topk_method="noaux_tc", hidden_act="relu2", gated=False)
     halves = [
@@ -101,15 +101,15 @@ def _hybrid_spec() -> ModelSpec:
 
 
 def _gpt_spec() -> ModelSpec:
-    """Layer norms with biases, learned positions that are normalised with the tokens, and plain feed-forward layers
-    with biases: beside attention after one norm, beside it after another norm, and after it."""
-    # A bias of keys that nothing turns or norms has no gradient: it moves all scores of a query alike.
+    """Layer norms with biases, learned positions with an embedding norm, and plain MLPs with biases: parallel to
+    attention with a shared norm, parallel with a second norm, and after attention."""
+    # Without RoPE or a norm, a key bias has no gradient: it shifts all scores of a query by the same amount.
     attention = Attention(4, 2, 6, None, out_bias=True)
-    turned = Attention(4, 4, 6, Rope(10000.0), qkv_bias=True, qk_norm=True, qk_norm_whole=True, out_bias=True)
+    rotated = Attention(4, 4, 6, Rope(10000.0), qkv_bias=True, qk_norm=True, qk_norm_whole=True, out_bias=True)
     layers = (
         LayerSpec(attention, MLP(36, True, "gelu", gated=False), parallel=True, shared_norm=True),
         LayerSpec(attention, MLP(36, True, "gelu_new", gated=False), parallel=True),
-        LayerSpec(turned, MLP(36, True, "quick_gelu"), pre_norms=False, post_norms=True),
+        LayerSpec(rotated, MLP(36, True, "quick_gelu"), pre_norms=False, post_norms=True),
         LayerSpec(attention, MLP(36, True, "relu2", gated=False)),
     )
     return ModelSpec(
@@ -127,7 +127,7 @@ def _gpt_spec() -> ModelSpec:
 
 
 def _gemma_spec() -> ModelSpec:
-    """Norms around 1 before and after both halves, of heads, too, and scales and caps wherever there is one."""
+    """Zero-centred norms before and after both halves and of heads, with every scale and cap set."""
     layers = [
         LayerSpec(
             Attention(4, 2, 6, Rope(10000.0), qk_norm=True, sliding_window=window, score_scale=0.5, softcap=3.0),
@@ -143,7 +143,7 @@ def _gemma_spec() -> ModelSpec:
 
 
 def _biased_moe_spec() -> ModelSpec:
-    """Experts and routers with biases: clamped ones, and plain ones of one matrix, with a shared one behind a gate."""
+    """Experts and routers with biases: clamped experts, and ungated experts with a gated shared expert."""
     attention = Attention(4, 2, 6, Rope(10000.0), qkv_bias=True, out_bias=True, sinks=True)
     clamped = MoE(8, 2, 12, bias=True, act_limit=0.05)
     plain = MoE(8, 2, 12, bias=True, hidden_act="relu2", gated=False, shared_intermediate_size=12, shared_gate=True)
@@ -151,8 +151,8 @@ def _biased_moe_spec() -> ModelSpec:
     return ModelSpec("llama", VOCAB, 16, layers * 2, 1e-5, 128)
 
 
-# Grouped-query attention in all. A q_norm has 6 elements: on 4 ranks the last one holds none of them. The deep ones
-# have layers enough for eight stages.
+# All use grouped-query attention. A q_norm has 6 elements, so the last of 4 ranks has none of them. The deep specs have
+# enough layers for eight stages.
 SPECS = {
     "llama": _spec("llama", tied=False, bias=False, qk_norm=False),
     "qwen": _spec("qwen3", tied=True, bias=True, qk_norm=True),
@@ -172,39 +172,38 @@ SPECS = {
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a tensor: where it begins, and the values."""
+    """A rank's shard of a tensor."""
 
     name: str
-    start: tuple[int, ...]
+    start: tuple[int, ...]  # global index of its first element
     values: np.ndarray
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a rank saw: loss, norm and this rank's gradients of every step, then its parameters and step counters; and
-    the bytes of its parameters, gradients and optimizer states before an update."""
+    """The results of a rank's training steps."""
 
-    losses: list[float]
-    norms: list[float]
-    grads: list[list[Part]]
-    params: list[Part]
-    counters: set[float]
-    held: tuple[int, int, int]
+    losses: list[float]  # per step
+    norms: list[float]  # gradient norm per step
+    grads: list[list[Part]]  # this rank's gradients per step
+    params: list[Part]  # at the end
+    counters: set[float]  # the optimizer's step counters, at the end
+    held: tuple[int, int, int]  # bytes of parameters, gradients and optimizer states before the last update
 
 
 @cache
 def mesh_of(layout: Layout) -> Mesh:
-    """The mesh of `layout`, made once a rank: its groups stay."""
+    """Return the mesh of `layout`. Each rank makes its process groups once and keeps them."""
     return build_mesh(layout, init_distributed())
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
-    """The global batch of `step`: token ids, labels of which a third is not trained on, and three documents a row."""
+    """Return the global batch of `step`: token ids, labels (a third of them ignored), and three documents per row."""
     random = torch.Generator().manual_seed(step)
     ids, labels = (torch.randint(0, VOCAB, (SEQUENCES, LENGTH), generator=random) for _ in range(2))
     labels[torch.rand(labels.shape, generator=random) < 0.3] = -100
-    place = torch.arange(LENGTH)
-    documents = ((place >= 3).int() + (place >= 9).int()).expand(SEQUENCES, LENGTH)
+    positions = torch.arange(LENGTH)
+    documents = ((positions >= 3).int() + (positions >= 9).int()).expand(SEQUENCES, LENGTH)
     return {"input_ids": ids, "labels": labels, "document_ids": documents.contiguous()}
 
 
@@ -212,7 +211,7 @@ OPTIM = Optim(lr=1e-2)
 
 
 def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", steps: int = 3) -> Trace:
-    """Trains SPECS[family] for `steps` steps of the same global batches, whatever the layout."""
+    """Train SPECS[family] for `steps` steps. The global batches do not depend on the layout."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=7)
     optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), OPTIM)
@@ -224,14 +223,14 @@ def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", st
         norm = clip_gradients(model, 0.5, mesh, loss_scale=scale.scale)
         norms.append(norm.item())
         grads.append(gradients(model, mesh))
-        held = _held(model, optimizer)
+        sizes = _resident_bytes(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     counters = {state["step"].item() for state in optimizer.state.values()}
-    return Trace(losses, norms, grads, _parts(model_pieces(model, mesh)), counters, held)
+    return Trace(losses, norms, grads, _parts(model_pieces(model, mesh)), counters, sizes)
 
 
-def _held(model: torch.nn.Module, optimizer: Optimizer) -> tuple[int, int, int]:
+def _resident_bytes(model: torch.nn.Module, optimizer: Optimizer) -> tuple[int, int, int]:
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
     sizes = (
@@ -242,10 +241,10 @@ def _held(model: torch.nn.Module, optimizer: Optimizer) -> tuple[int, int, int]:
 
 
 def gradients(model: torch.nn.Module, mesh: Mesh) -> list[Part]:
-    """This rank's part of the gradients."""
-    known = by_name(bare(model).spec)
+    """Return this rank's shards of the gradients."""
+    params = by_name(bare(model).spec)
     named = bare(model).named_parameters()
-    return _parts(piece for name, value in named for piece in pieces_of(name, known[name], value.grad, mesh))
+    return _parts(piece for name, value in named for piece in pieces_of(name, params[name], value.grad, mesh))
 
 
 def forward_backward(
@@ -257,16 +256,16 @@ def forward_backward(
     dtype: torch.dtype = torch.float32,
     scale: float = 1.0,
 ) -> float:
-    """Runs this rank's share of the batch of `step` and returns the loss of the whole batch."""
-    whole = batch(step)
-    weight = 1.0 / (whole["labels"] >= 0).sum().item()
+    """Run forward and backward on this rank's share of the batch of `step`; return the loss of the global batch."""
+    columns = batch(step)
+    weight = 1.0 / (columns["labels"] >= 0).sum().item()
     share, index = SEQUENCES // mesh.layout.dp, mesh.layout.dp_index(mesh.rank)
-    whole["token_weights"] = torch.full(whole["labels"].shape, -weight * scale, dtype=dtype)
-    mine = {name: tensor[index * share : (index + 1) * share].chunk(microbatches) for name, tensor in whole.items()}
-    parts = [cut({name: chunks[number] for name, chunks in mine.items()}, mesh) for number in range(microbatches)]
-    loss = pipeline.train(model, mesh, parts).double() / scale
+    columns["token_weights"] = torch.full(columns["labels"].shape, -weight * scale, dtype=dtype)
+    mine = {name: column[index * share : (index + 1) * share].chunk(microbatches) for name, column in columns.items()}
+    inputs = [cut({name: chunks[number] for name, chunks in mine.items()}, mesh) for number in range(microbatches)]
+    loss = pipeline.train(model, mesh, inputs).double() / scale
     return total(loss * (mesh.index("tp") == 0), mesh).item()
 
 
 def _parts(pieces: Iterable[Piece]) -> list[Part]:
-    return [Part(one.name.removeprefix("model/"), one.start, one.data.numpy().copy()) for one in pieces]
+    return [Part(piece.name.removeprefix("model/"), piece.start, piece.data.numpy().copy()) for piece in pieces]

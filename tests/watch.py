@@ -1,4 +1,4 @@
-"""What a rank really sends: every message that goes through torch.distributed, seen where it is handed over."""
+"""Count the messages that a rank sends through torch.distributed, by patching its functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-# Function -> kind of message, and which of its tensors is the whole one: that of most bytes is.
+# Function -> kind of message.
 KINDS = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -25,10 +25,10 @@ KINDS = {
 
 
 class Sent:
-    """A context in which the messages of this rank are counted by (kind, ranks of the group, bytes of the tensor).
+    """A context that counts the messages of this rank by (kind, group size, bytes of the unsharded tensor).
 
-    Of an all-to-all the bytes are those that this rank gives. Operators of one's own are seen through, unlike in a
-    dispatch mode. What one function of torch.distributed does by another is counted once.
+    For an all-to-all, the bytes are those of this rank's input. Unlike a dispatch mode, it also counts messages inside
+    custom operators. If one function of torch.distributed calls another, the message counts once.
     """
 
     def __init__(self) -> None:

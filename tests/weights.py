@@ -1,4 +1,4 @@
-"""Weights for decoders that tests build by themselves, and those in the files of models."""
+"""Initialise decoders that tests build, and read the tensors of model folders."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kumi.spec.model import ModelSpec
 
 
 def init_weights(module: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Fill every parameter and buffer of `module` as a run on one device does that starts from `seed`."""
-    known = {tensor.name: tensor for tensor in tensors(spec)}
+    """Fill every parameter and buffer of `module` like a run on one device with the seed `seed`."""
+    specs = {tensor.name: tensor for tensor in tensors(spec)}
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
-            fill(tensor, known[name], (0,) * tensor.ndim, std=spec.initializer_range, seed=seed)
+            fill(tensor, specs[name], (0,) * tensor.ndim, std=spec.initializer_range, seed=seed)
 
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in the files of `folder`, with its name there."""
+    """Yield the name and the tensor of every entry in the weight files of `folder`."""
     return ((name, read_entry(entry)) for name, entry in entries(folder).items())

@@ -1,7 +1,7 @@
-"""How the suite is split between workers: by files, and all that needs several ranks in one of them.
+"""Split the test suite between pytest-xdist workers by file, with all multi-rank files on one worker.
 
-Ranks of two workers at a time would starve each other: a pool of eight has hundreds of threads. So every file that uses
-them goes to the worker that gets the first of them, which starts there; the other files go to whoever is free.
+Ranks of two workers at a time would starve each other, because a pool of eight ranks has hundreds of threads. So the
+worker that gets the first multi-rank file gets all of them. The other files go to any free worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RANKS = "files that use ranks"
 
 
 class Workers(LoadScopeScheduling):
-    """Hands files to workers, those of most tests first."""
+    """Assigns files to workers, those with the most tests first."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
@@ -25,5 +25,5 @@ class Workers(LoadScopeScheduling):
 
 @cache
 def uses_ranks(file: Path) -> bool:
-    """Whether a test of `file` asks for the ranks of `tests/ranks.py`."""
+    """Return True if a test in `file` uses the ranks of `tests/ranks.py`."""
     return bool(re.search(r"\brun_ranks\b|^def test_\w+\(.*\branks\b", file.read_text(), re.M))

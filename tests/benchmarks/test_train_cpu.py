@@ -25,7 +25,7 @@ from kumi_parts import make_parts, synthetic
 
 from kumi.config import from_dict
 from kumi.spec import families, ledger
-from kumi.train.step import StepCounts, train_step
+from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import TrainState
 
 
@@ -83,7 +83,7 @@ def test_the_bare_loop_trains_as_kumi_does(tmp_path):
     for step in range(3):
         two = slice(2 * step, 2 * step + 2)
         rows = {name: column[two] for name, column in batch.items()}
-        losses.append(train_step(parts, state, StepCounts(rows, 64, 64, None, 0.0), None).loss.item())
+        losses.append(train_step(parts, state, StepBatch(rows, 64, 64, None, 0.0), None).loss.item())
     assert [line["step"] for line in lines] == [1, 2, 3]
     np.testing.assert_allclose(losses, [line["loss"] for line in lines], rtol=1e-5)
 

@@ -64,7 +64,7 @@ def test_a_run_folder_with_links_is_refused(name, tmp_path, victim):
     (out / name).symlink_to(victim / "thesis.txt")
     with (
         pytest.raises(RefusedError, match=f"{name}: is a link to .*thesis.*let train.out be"),
-        run_folder.claim(out, None),
+        run_folder.claim_run_folder(out, None),
     ):
         pass
     with pytest.raises(RefusedError, match="link"):

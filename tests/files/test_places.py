@@ -51,11 +51,11 @@ REASONS: dict[str, list[str]] = {
     "files of the system, in /proc and /sys": [
         "config/local_machine.py _cpuinfo _memory",
         "convert/verify.py free_memory",
-        "launch/oom.py memory_kills _files",
+        "launch/oom.py oom_kills _files",
         "launch/standing.py _read",
         "launch/watch.py _state",
-        "train/process_memory.py memory_now",
-        "train/cpu_contention.py waited_seconds",
+        "train/process_memory.py baseline_memory",
+        "train/cpu_contention.py cpu_wait_seconds",
         "safe_output.py keep_output",
     ],
     "files that come with the package": ["config/presets.py toml_table", "cli/init.py recipe_files recipes"],
@@ -73,7 +73,7 @@ REASONS: dict[str, list[str]] = {
         "train/measure_numerics.py _started",
     ],
     "the launcher's own temporary folder, which nobody else may write to": [
-        "launch/control_folder.py control_folder _remove_stale announce read_pids let_all_go report_failure "
+        "launch/control_folder.py control_folder _remove_stale announce_rank read_pids release_ranks report_failure "
         "read_failures _publish",
         "launch/failure_causes.py _last_words",
     ],

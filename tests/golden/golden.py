@@ -1,11 +1,12 @@
-"""Whether kumi still does what another commit did: plans, training runs, conversions and `--json` output of both.
+"""Compare the behaviour of two versions of kumi: plans, training runs, conversions and `--json` output.
 
-    python tests/golden/golden.py make FILE.json [--source SRC] [--only plans ...]   # what the kumi in SRC does
+    python tests/golden/golden.py make FILE.json [--source SRC] [--only plans ...]   # record the kumi in SRC
     python tests/golden/golden.py compare BEFORE.json AFTER.json
-    python tests/golden/golden.py against COMMIT [--only plans ...]                  # both, COMMIT beside this folder
+    python tests/golden/golden.py against COMMIT [--only plans ...]                  # record COMMIT and this folder
 
-Kernels differ between machines, so nothing is committed: both sides are made on one machine. Numbers, keys, codes and
-files are facts; texts that people read are kept apart, for they may be worded better. Exit code 1 where facts differ.
+Kernels differ between machines, so no recording is committed: both sides are recorded on one machine. Numbers, keys,
+codes and files are facts. Sentences are recorded apart, because they may be reworded. The exit code is 1 if facts
+differ.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from golden_cases import PARTS, ROOT, Case, run_files
 
-# Keys whose values belong to one process on one day: that they are there is a fact, the values are not.
+# Keys whose values differ between runs: only their presence is a fact.
 MEASURED = re.compile(
     r"perf/(step_s|tokens_per_s|mfu)$|[. ]time/|mem/peak_bytes$|train_runtime$|cost\.(cpu_seconds|host_memory)$"
 )
@@ -34,8 +35,8 @@ Recorded = dict[str, dict[str, dict[str, Any]]]
 
 
 def make(source: Path, parts: list[str]) -> Recorded:
-    """Return what the kumi in `source` does, case -> "facts" and "sentences"."""
-    # Always the same folder, for its name is part of what is recorded of data and conversions.
+    """Run the cases of `parts` with the kumi in `source`; return case -> {"facts": ..., "sentences": ...}."""
+    # Always the same folder, because its name is part of the recorded data and conversions.
     work = Path(tempfile.gettempdir()) / "kumi-golden"
     try:
         run_files(work)
@@ -45,7 +46,7 @@ def make(source: Path, parts: list[str]) -> Recorded:
         run = Runner(work, source)
         cases = {part: PARTS[part]() for part in PARTS}
         done: Recorded = {}
-        # Plans are independent of one another; all else builds on what went before. Conversions and verbs need runs.
+        # Plans are independent of each other. All other cases run in order; conversions and verbs need the runs.
         if "plans" in parts:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 done |= dict(zip([case.name for case in cases["plans"]], pool.map(run, cases["plans"]), strict=True))
@@ -102,18 +103,18 @@ class Runner:
         return {"facts": facts, "sentences": sentences}
 
     def _files(self, folder: Path, digests: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        """The names of all files in `folder`, the SHA-256 of those in `digests`, and what metrics say."""
+        """Yield the names of all files in `folder`, the SHA-256 of those in `digests`, and the metrics."""
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = str(file.relative_to(folder))
-            whole = any(not below or name.startswith(f"{below}/") for below in digests)
+            with_digest = any(not below or name.startswith(f"{below}/") for below in digests)
             content = file.read_bytes()
-            yield f"file {name}", self._digest(content) if whole else "present"
+            yield f"file {name}", self._digest(content) if with_digest else "present"
             if name == "metrics.jsonl":
                 for number, line in enumerate(content.decode().splitlines()):
                     yield from _leaves(json.loads(line), f"metrics {number}")
 
     def _digest(self, content: bytes) -> str:
-        """The SHA-256 of `content`, in which the folder in which the case ran does not count."""
+        """Return the SHA-256 of `content`, with the name of the work folder replaced."""
         return hashlib.sha256(content.replace(str(self._work).encode(), b"{work}")).hexdigest()
 
     def _plain(self, text: str) -> str:
@@ -131,7 +132,7 @@ class Runner:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every number, text and empty container in `value`, by its path."""
+    """Yield the path and the value of every number, text and empty container in `value`."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}")
@@ -143,7 +144,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def differences(before: Recorded, after: Recorded, kind: str) -> list[str]:
-    """Return a line for every one of `kind`, "facts" or "sentences", that is not the same."""
+    """Return a line for each difference in `kind`, "facts" or "sentences"."""
     lines = [f"{name}: only {'before' if name in before else 'after'}" for name in sorted(before.keys() ^ after.keys())]
     for name in before.keys() & after.keys():
         old, new = before[name][kind], after[name][kind]
@@ -155,7 +156,7 @@ def differences(before: Recorded, after: Recorded, kind: str) -> list[str]:
 
 
 def report(before: Recorded, after: Recorded) -> int:
-    """Print what differs; the exit code, 1 where facts do."""
+    """Print the differences; return the exit code, 1 if facts differ."""
     facts, sentences = (differences(before, after, kind) for kind in ("facts", "sentences"))
     for line in facts:
         print(line)
@@ -169,7 +170,7 @@ def report(before: Recorded, after: Recorded) -> int:
 
 
 def against(commit: str, parts: list[str]) -> int:
-    """Compare `commit` with this folder as it is."""
+    """Compare `commit` with the present state of this folder."""
     with tempfile.TemporaryDirectory(prefix="golden-tree-") as scratch:
         tree = Path(scratch) / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -192,8 +193,8 @@ def main() -> int:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     both.add_argument("commit")
-    for one in (making, both):
-        one.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    for verb in (making, both):
+        verb.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     args = parser.parse_args()
     for file in (args.before, args.after) if args.verb == "compare" else ():
         if not file.is_file():

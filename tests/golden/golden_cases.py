@@ -1,7 +1,7 @@
-"""The commands of kumi whose results are compared between two commits, and the folders that each of them writes.
+"""The kumi commands whose results are compared between two commits, and the folders that they write.
 
-`{work}` in a command stands for the folder that all of them work in. Precision, number of threads and the way a CPU
-computes are pinned, so that one machine gives one result.
+`{work}` in a command stands for the common work folder. Precision, number of threads and numerics are pinned, so that
+results are reproducible on one machine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Case:
-    """One command. Of `folders`, below the work, every file is recorded; those named in `digests` with their bytes."""
+    """One command."""
 
     name: str
     command: tuple[str, ...]
-    folders: tuple[str, ...] = ()
-    digests: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()  # below the work folder; all their files are recorded
+    digests: tuple[str, ...] = ()  # below `folders`; their files are recorded with a digest of their bytes
 
 
-# From one GPU to a thousand, with fast and slow networks, of NVIDIA and AMD.
+# From one GPU to a thousand, NVIDIA and AMD, with fast and slow networks.
 GPUS = (
     "1xh200-sxm",
     "8xh100-sxm",
@@ -37,8 +37,8 @@ GPUS = (
     "32xmi300x",
 )
 
-# Models and machines on which every pin is tried: dense, with grouped heads, with experts, with latent attention, with
-# Mamba layers, and one that is too large.
+# Models and clusters on which every pin is tried: dense, with grouped-query attention, with experts, with latent
+# attention, with Mamba layers, and a model that is too large for its cluster.
 PINNED = (
     ("llama-3-8b", "16xh100-sxm"),
     ("llama-2-70b", "64xh100-sxm"),
@@ -82,7 +82,7 @@ PINS = (
 
 
 def plans() -> list[Case]:
-    """Return plans of every example model on all `GPUS`, and with every one of `PINS` where `PINNED` says."""
+    """Return plans of every example model on all `GPUS`, and of each pair in `PINNED` with each of `PINS`."""
     models = sorted(path.name for path in (ROOT / "examples/models").iterdir())
     free = [(model, gpus, "") for model in models for gpus in GPUS]
     pinned = [(model, gpus, pin) for model, gpus in PINNED for pin in PINS]
@@ -127,7 +127,7 @@ EXPERTS = {
     "tie_word_embeddings": False,
 }
 
-# Run -> its model, None for what `one` exported, and what it sets besides. Two ranks each but `one`.
+# Run -> (model, overrides). Model None: the export of run `one`. All runs but `one` have two ranks.
 RUNS: dict[str, tuple[dict | None, str]] = {
     "one": (DENSE, "cluster.devices_per_node=1 layout.microbatch=2"),
     "ddp": (DENSE, "layout.dp_replicate=2 layout.zero=0 layout.microbatch=2"),
@@ -146,11 +146,11 @@ _PINNED = ("cluster.devices_per_node=2", "precision.kind=fp32", "precision.numer
 
 
 def runs() -> list[Case]:
-    """Return training runs of four steps that are resumed for two more, so that the checkpoint's states count."""
+    """Return training runs of four steps, each resumed for two more, so that the checkpoint's states matter."""
     cases = []
     for name, (_, settings) in RUNS.items():
-        given = {pair.partition("=")[0]: pair for pair in (*_PINNED, *settings.split())}
-        file, keys = f"{{work}}/{name}.toml", tuple(given.values())
+        overrides = {pair.partition("=")[0]: pair for pair in (*_PINNED, *settings.split())}
+        file, keys = f"{{work}}/{name}.toml", tuple(overrides.values())
         longer = ("train.steps=6", "--allow-change", "train.steps")
         out = (f"runs/{name}",)
         cases += [
@@ -161,9 +161,9 @@ def runs() -> list[Case]:
 
 
 def run_files(work: Path) -> None:
-    """Write the run file of each of `RUNS` into `work`, and a text to train on.
+    """Write the run file of each of `RUNS` into the new folder `work`, and texts to train on.
 
-    Raise FileExistsError where `work` exists.
+    Raise FileExistsError if `work` exists.
     """
     work.mkdir()
     (work / "text").mkdir()
@@ -172,13 +172,13 @@ def run_files(work: Path) -> None:
         picked = [words[(number * 7 + place * place) % len(words)] for place in range(30 + number * 5)]
         text = work / "text" / f"{number:02}.txt"
         text.write_text(" ".join(picked) + "\n")
-        os.utime(text, (1e9, 1e9))  # the fingerprint of data holds the times of its files
+        os.utime(text, (1e9, 1e9))  # the fingerprint of the data includes file times
     for name, (model, _) in RUNS.items():
         exported = json.dumps(str(work / "runs/one/hf"))
         tokenizer = "{ vocab_size = 512 }" if model else exported
         lines = [f"{key} = {json.dumps(value)}" for key, value in (model or {}).items()]
-        given = ['init = "random"', "[model.config]", *lines] if model else [f"source = {exported}"]
-        text = _RUN.format(name=name, model="\n".join(given), tokenizer=tokenizer, work=work)
+        section = ['init = "random"', "[model.config]", *lines] if model else [f"source = {exported}"]
+        text = _RUN.format(name=name, model="\n".join(section), tokenizer=tokenizer, work=work)
         (work / f"{name}.toml").write_text(text)
 
 
@@ -209,9 +209,9 @@ every = 2
 
 
 def conversions() -> list[Case]:
-    """Return conversions of what the runs left behind."""
+    """Return conversions of the runs' checkpoints and exports."""
     work, last = "{work}", "checkpoints/step_000006"
-    given = {
+    sources = {
         "kumi to hf": (f"{work}/runs/zero3/{last}", "--to hf --verify"),
         "kumi to hf in bfloat16": (f"{work}/runs/tensor/{last}", "--to hf --dtype bfloat16"),
         "hf to kumi": (f"{work}/runs/one/hf", "--to kumi"),
@@ -231,7 +231,7 @@ def conversions() -> list[Case]:
             (f"converted/{name}",),
             ("",),
         )
-        for name, (source, options) in given.items()
+        for name, (source, options) in sources.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""The golden file's own functions: what counts as a fact, what is only measured, and what is a difference."""
+"""Tests of golden.py: facts, measured values, sentences and differences."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ import golden
 
 @pytest.fixture
 def record(tmp_path):
-    """`record(program)`: what is recorded of a kumi that prints and writes what the test wrote in its place."""
+    """`record(program)`: the recording of a fake kumi whose main program is `program`."""
     package = tmp_path / "src" / "kumi"
     package.mkdir(parents=True)
     work = tmp_path / "work"

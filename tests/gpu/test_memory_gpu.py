@@ -9,7 +9,7 @@ import shapes
 import torch
 from kumi_parts import make_parts, synthetic
 
-from kumi.train.step import StepCounts, train_step
+from kumi.train.step import StepBatch, train_step
 from kumi.train.train_state import TrainState
 
 # 134 M parameters with activations of about the states' size, so that neither hides the other's error.
@@ -40,6 +40,6 @@ def test_the_estimate_is_near_the_measured_peak(precision, recompute, device):
     data, state = synthetic(ROWS, SEQ_LEN, CONFIG["vocab_size"], documents=1), TrainState()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        train_step(parts, state, StepCounts(data, *[data["labels"].size] * 2, None, 0.0), None)
+        train_step(parts, state, StepBatch(data, *[data["labels"].size] * 2, None, 0.0), None)
     measured = torch.cuda.max_memory_allocated() - before
     assert measured == pytest.approx(parts.run.memory.total - parts.run.memory.reserved, rel=0.2)

@@ -13,8 +13,8 @@ from kumi_parts import make_parts, synthetic
 from kumi.data import Batch
 from kumi.parallel.state_tensors import fill, model_pieces, optimizer_pieces
 from kumi.storage import checkpoint
-from kumi.train.step import StepCounts, train_step
-from kumi.train.train_state import Parts, TrainState
+from kumi.train.step import StepBatch, train_step
+from kumi.train.train_state import RankState, TrainState
 
 SEQ_LEN, ROWS = 64, 4
 PRECISIONS = ("bf16", "fp32", "fp16")
@@ -23,7 +23,7 @@ RECOMPUTE = ("none", "selective", "full")
 RTOL = {"bf16": 1e-2, "fp32": 1e-4, "fp16": 1e-2}
 
 
-def parts_on(device: torch.device, precision: str, recompute: str = "none", compile: bool = False) -> Parts:
+def parts_on(device: torch.device, precision: str, recompute: str = "none", compile: bool = False) -> RankState:
     """Equal weights every time."""
     parts = make_parts(
         shapes.TINY, device, seq_len=SEQ_LEN, microbatch=ROWS, recompute=recompute, compile=compile, precision=precision
@@ -40,11 +40,11 @@ def batch() -> Batch:
     return synthetic(ROWS, SEQ_LEN, shapes.TINY["vocab_size"], documents=4)
 
 
-def train(parts: Parts, steps: int) -> list[tuple[float, float]]:
+def train(parts: RankState, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
     data, state, found = batch(), TrainState(), []
     tokens = int((data["labels"] >= 0).sum())
-    counts = StepCounts(data, tokens, tokens, None, 0.0)
+    counts = StepBatch(data, tokens, tokens, None, 0.0)
     for _ in range(steps):
         result = train_step(parts, state, counts, None)
         found.append((result.loss.item(), result.grad_norm.item()))

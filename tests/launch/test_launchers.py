@@ -6,8 +6,8 @@ import pytest
 
 from kumi.errors import LayoutError
 from kumi.launch import launchers, local
-from kumi.launch.launchers import LAUNCHERS, pick
-from kumi.launch.standing import Standing
+from kumi.launch.launchers import LAUNCHERS, pick_launcher
+from kumi.launch.standing import LaunchedRank
 
 
 def run_on(nodes, devices=2, out=None):
@@ -16,19 +16,19 @@ def run_on(nodes, devices=2, out=None):
 
 
 def test_one_machine_is_that_of_the_process(tmp_path):
-    assert pick(run_on(1), None) is LAUNCHERS["local"] is local
+    assert pick_launcher(run_on(1), None) is LAUNCHERS["local"] is local
     assert local.start(run_on(1, devices=1, out=tmp_path), lambda code: code, (3,)) == 3
 
 
 def test_several_machines_are_refused_unless_a_launcher_has_started_this_rank():
-    with pytest.raises(LayoutError, match=r"cluster.nodes=2: .* start the 4 ranks with a launcher such as torchrun"):
-        pick(run_on(2), None)
-    assert pick(run_on(2), Standing(3, 4, 1)) is local
+    with pytest.raises(LayoutError, match=r"cluster.nodes=2, .* start the 4 ranks with a launcher such as torchrun"):
+        pick_launcher(run_on(2), None)
+    assert pick_launcher(run_on(2), LaunchedRank(3, 4, 1)) is local
 
 
 def test_a_launcher_is_a_line_in_the_table(monkeypatch):
-    far = SimpleNamespace(name="far", most_nodes=None, start=lambda run, fn, args: 0)
+    far = SimpleNamespace(name="far", max_nodes=None, start=lambda run, fn, args: 0)
     monkeypatch.setattr(launchers, "LAUNCHERS", {**LAUNCHERS, "far": far})
-    assert pick(run_on(1), None) is local
-    assert pick(run_on(2), None) is far
-    assert pick(run_on(2), Standing(3, 4, 1)) is local
+    assert pick_launcher(run_on(1), None) is local
+    assert pick_launcher(run_on(2), None) is far
+    assert pick_launcher(run_on(2), LaunchedRank(3, 4, 1)) is local

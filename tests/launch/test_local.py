@@ -279,10 +279,10 @@ def test_the_users_threads_count(monkeypatch):
     assert threads_per_rank(8, {"OMP_NUM_THREADS": "5"}) == 5
     assert threads_per_rank(10**6, {"OMP_NUM_THREADS": "0"}) == 1
     assert threads_per_rank(10**6, {}) == 1
-    assert local.environment(
+    assert local.rank_environment(
         2, {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "GLOO_SOCKET_IFNAME": "eth0"}
     ) == {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    assert "OMP_NUM_THREADS" not in local.environment(1, {})
+    assert "OMP_NUM_THREADS" not in local.rank_environment(1, {})
 
 
 def test_the_interface_of_ranks_that_others_started_leads_to_rank_0(monkeypatch):
@@ -293,15 +293,15 @@ def test_the_interface_of_ranks_that_others_started_leads_to_rank_0(monkeypatch)
 
     def chosen(host, nproc, **more):
         environ = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": host, "MASTER_PORT": "1", **more}
-        return local.environment(nproc, environ).get("GLOO_SOCKET_IFNAME")
+        return local.rank_environment(nproc, environ).get("GLOO_SOCKET_IFNAME")
 
     assert chosen("10.0.0.1", 2) == "eth1"
     assert chosen("head", 4) == "lo"
     assert chosen("head", 2) == "eth0"
     assert chosen("nowhere", 2) is None
     assert chosen("10.0.0.1", 2, GLOO_SOCKET_IFNAME="ib0") is None, "what the user has set stays"
-    assert local.environment(2, {})["GLOO_SOCKET_IFNAME"] == "lo"
-    assert local.environment(2, {"RANK": "0", "WORLD_SIZE": "1"}).get("GLOO_SOCKET_IFNAME") is None
+    assert local.rank_environment(2, {})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert local.rank_environment(2, {"RANK": "0", "WORLD_SIZE": "1"}).get("GLOO_SOCKET_IFNAME") is None
 
 
 @pytest.mark.parametrize("code", [0, 75, 130, 143])
@@ -329,7 +329,9 @@ def test_an_error_of_another_package_keeps_its_exit_code(tmp_path):
 
 
 def test_an_unexpected_error_is_shown_once_with_its_log(tmp_path, capfd):
-    with pytest.raises(KumiError, match=r"rank 1 failed unexpectedly; all of it is in .*rank_00001.log") as caught:
+    with pytest.raises(
+        KumiError, match=r"rank 1 failed unexpectedly; the full traceback is in .*rank_00001.log"
+    ) as caught:
         local.run_ranks(fail, (ZeroDivisionError("one by zero"),), nproc=3, log_dir=tmp_path)
     assert caught.value.exit_code == 1
     assert str(caught.value).count("Traceback") == 1
@@ -355,7 +357,7 @@ def test_a_rank_that_fails_does_not_wait_to_leave_its_group(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the state of a process")
 def test_a_stopped_rank_is_named(tmp_path):
-    with pytest.raises(CommunicationError, match=r"^rank 1 \(stopped by a signal\) did not come .* rank 0 waited"):
+    with pytest.raises(CommunicationError, match=r"^rank 1 \(stopped by a signal\) did not join .* rank 0 waited"):
         local.run_ranks(stop_one, (4.0,), nproc=2, log_dir=tmp_path)
 
 
@@ -373,8 +375,10 @@ def test_the_reason_is_heard_on_a_full_disk(tmp_path):
 
 def test_memory_that_ran_out_is_told_from_another_kill(tmp_path, monkeypatch):
     kills = iter([3, 4])
-    monkeypatch.setattr(local, "memory_kills", lambda: next(kills))
-    with pytest.raises(DeviceMemoryError, match="rank 1 was killed by the system because memory ran out"):
+    monkeypatch.setattr(local, "oom_kills", lambda: next(kills))
+    with pytest.raises(
+        DeviceMemoryError, match="rank 1 was killed by the kernel because this machine ran out of memory"
+    ):
         local.run_ranks(die, (kill_self,), nproc=3, log_dir=tmp_path)
 
 
@@ -392,11 +396,11 @@ def test_no_room_for_semaphores_names_the_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        (kill_self, r"rank 1 was killed by signal 9 \(SIGKILL\); the system does that when memory runs out"),
+        (kill_self, r"rank 1 was killed by signal 9 \(SIGKILL\); the kernel kills processes when memory runs out"),
         (segfault, r"rank 1 was killed by signal 11 \(SIGSEGV\); see .*rank_00001.log"),
         (os.abort, r"rank 1 was killed by signal 6 \(SIGABRT\)"),
-        (leave, "rank 1 ended with exit code 0 without saying why"),
-        (leave_with_3, "rank 1 ended with exit code 3 without saying why"),
+        (leave, "rank 1 ended with exit code 0 without reporting a cause"),
+        (leave_with_3, "rank 1 ended with exit code 3 without reporting a cause"),
     ],
 )
 def test_a_dead_rank_stops_the_others(tmp_path, capfd, monkeypatch, how, sentence):
@@ -433,7 +437,7 @@ def test_the_words_of_an_aborted_rank_are_shown(tmp_path):
 
 def test_ranks_that_all_leave_without_a_word_do_not_hang_the_parent(tmp_path, monkeypatch):
     monkeypatch.setattr("kumi.launch.watch._SETTLE_SECONDS", 0.5)
-    with pytest.raises(CommunicationError, match="ended with exit code 0 without saying why"):
+    with pytest.raises(CommunicationError, match="ended with exit code 0 without reporting a cause"):
         local.run_ranks(leave, nproc=2, log_dir=tmp_path)
 
 

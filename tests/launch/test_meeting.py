@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from kumi.errors import CommunicationError, ConfigError
-from kumi.launch.rendezvous import meet
-from kumi.launch.standing import Standing
+from kumi.launch.rendezvous import rendezvous
+from kumi.launch.standing import LaunchedRank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked")
 
@@ -47,12 +47,12 @@ def test_a_second_meeting_has_words_of_its_own(address, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(agent.port))
 
     def program(rank, answers, second):
-        with meet(Standing(rank, 2, rank)) as meeting:
-            meeting.hear() if rank else meeting.say("first")
+        with rendezvous(LaunchedRank(rank, 2, rank)) as meeting:
+            meeting.receive() if rank else meeting.broadcast("first")
         if rank == 0:
             second.wait(0.5)  # rank 1 listens meanwhile
-        with meet(Standing(rank, 2, rank)) as meeting:
-            answers.put(meeting.hear() if rank else meeting.say("second"))
+        with rendezvous(LaunchedRank(rank, 2, rank)) as meeting:
+            answers.put(meeting.receive() if rank else meeting.broadcast("second"))
 
     assert set(in_ranks(program)) == {"second", None}
 
@@ -62,11 +62,11 @@ def test_rank_0_stays_until_a_late_rank_has_heard(address):
         if rank:
             said.wait()
             time.sleep(0.5)
-        with meet(Standing(rank, 2, rank)) as meeting:
+        with rendezvous(LaunchedRank(rank, 2, rank)) as meeting:
             if rank == 0:
-                meeting.say("finished")
+                meeting.broadcast("finished")
                 said.set()
-            answers.put(meeting.hear() if rank else None)
+            answers.put(meeting.receive() if rank else None)
 
     assert set(in_ranks(program)) == {"finished", None}
 
@@ -77,11 +77,11 @@ def test_a_late_rank_hears_why_rank_0_failed(address):
             failed.wait()
             time.sleep(0.5)
         try:
-            with meet(Standing(rank, 2, rank)) as meeting:
+            with rendezvous(LaunchedRank(rank, 2, rank)) as meeting:
                 if rank == 0:
                     failed.set()
                     raise ConfigError("a typo")
-                meeting.hear()
+                meeting.receive()
         except (ConfigError, CommunicationError) as error:
             answers.put(str(error))
 
@@ -89,8 +89,8 @@ def test_a_late_rank_hears_why_rank_0_failed(address):
 
 
 def test_rank_0_leaves_without_a_rank_that_never_comes(address, monkeypatch):
-    monkeypatch.setattr("kumi.launch.rendezvous._HEARING_SECONDS", 0.1)
+    monkeypatch.setattr("kumi.launch.rendezvous._LINGER_SECONDS", 0.1)
     began = time.monotonic()
-    with meet(Standing(0, 2, 0)) as meeting:
-        meeting.say("finished")
+    with rendezvous(LaunchedRank(0, 2, 0)) as meeting:
+        meeting.broadcast("finished")
     assert time.monotonic() - began < 30  # without the limit it would wait for the timeout of the group

@@ -85,17 +85,17 @@ def test_what_is_ignored_stays_ignored():
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGUSR1, 75)])
 def test_a_signal_before_training_ends_the_command_with_its_code(capsys, signum, code):
     before = signal.getsignal(signum)
-    with pytest.raises(SystemExit) as caught, signals.leaving():
+    with pytest.raises(SystemExit) as caught, signals.exit_on_signal():
         send(signum)
     assert caught.value.code == code
-    assert f"{signum.name}: ended; what is done is kept" in capsys.readouterr().err
+    assert f"{signum.name}: stopped; run the same command again" in capsys.readouterr().err
     assert signal.getsignal(signum) is before
 
 
 def test_training_has_its_own_way_with_signals_and_ignored_ones_stay_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with signals.leaving():
+        with signals.exit_on_signal():
             send(signal.SIGHUP)
             with signals.installed() as flag:
                 send(signal.SIGTERM)

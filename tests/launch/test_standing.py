@@ -3,8 +3,8 @@
 import pytest
 
 from kumi.errors import LayoutError
-from kumi.launch.oom import memory_kills
-from kumi.launch.standing import Standing, interface_to, outward_interface, standing
+from kumi.launch.oom import oom_kills
+from kumi.launch.standing import LaunchedRank, interface_to, launched_rank, outward_interface
 from kumi.parallel.mesh import init_distributed
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -19,49 +19,52 @@ RANK = {"RANK": "5", "WORLD_SIZE": "8"}
         ({}, None),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # srun of one program
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Standing(0, 1, 0)),
-        (RANK | {"LOCAL_RANK": "1"} | MEETING, Standing(5, 8, 1)),
-        (RANK | MEETING, Standing(5, 8, None)),
-        (SRUN | MEETING, Standing(5, 8, 1)),
-        (MPIRUN | MEETING, Standing(5, 8, 1)),
-        ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"} | MEETING, Standing(5, 8, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchedRank(0, 1, 0)),
+        (RANK | {"LOCAL_RANK": "1"} | MEETING, LaunchedRank(5, 8, 1)),
+        (RANK | MEETING, LaunchedRank(5, 8, None)),
+        (SRUN | MEETING, LaunchedRank(5, 8, 1)),
+        (MPIRUN | MEETING, LaunchedRank(5, 8, 1)),
+        ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"} | MEETING, LaunchedRank(5, 8, 1)),
         # mpirun in a Slurm job: srun started its daemons, one a node.
         (
             SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"} | MPIRUN | MEETING,
-            Standing(5, 8, 1),
+            LaunchedRank(5, 8, 1),
         ),
         # srun --mpi=pmi2 sets the numbers of its own step in PMI's variables.
-        (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"} | MEETING, Standing(5, 8, 1)),
-        (RANK | SRUN | MEETING, Standing(5, 8, 1)),
+        (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"} | MEETING, LaunchedRank(5, 8, 1)),
+        (RANK | SRUN | MEETING, LaunchedRank(5, 8, 1)),
         # One task a node, each of which has started its ranks itself: SLURM_LOCALID counts tasks.
-        (RANK | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | MEETING, Standing(5, 8, None)),
-        (RANK | SRUN | {"LOCAL_RANK": "3"} | MEETING, Standing(5, 8, 3)),
+        (RANK | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | MEETING, LaunchedRank(5, 8, None)),
+        (RANK | SRUN | {"LOCAL_RANK": "3"} | MEETING, LaunchedRank(5, 8, 3)),
     ],
 )
 def test_launchers(environ, wanted):
-    assert standing(environ) == wanted
+    assert launched_rank(environ) == wanted
 
 
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"RANK": "0"}, r"sets RANK=0, which is no rank of a launcher \(torchrun\): set WORLD_SIZE and MASTER_ADDR"),
+        (
+            {"RANK": "0"},
+            r"sets RANK=0, which does not describe a rank of a launcher \(torchrun\): set WORLD_SIZE and MASTER_ADDR",
+        ),
         ({"RANK": "x", "WORLD_SIZE": "2"} | MEETING, "sets RANK=x, WORLD_SIZE=2, MASTER_ADDR=10.0.0.1"),
         ({"RANK": "2", "WORLD_SIZE": "2"} | MEETING, "a rank is a number below the number of ranks"),
         (RANK, "set MASTER_ADDR and MASTER_PORT, too"),
         (RANK | MEETING | {"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1"),
-        (SRUN, r"SLURM_PROCID=5, SLURM_STEP_NUM_TASKS=8, which is no rank of a launcher \(srun\): set MASTER_ADDR"),
+        (SRUN, r"SLURM_STEP_NUM_TASKS=8, which does not describe a rank of a launcher \(srun\): set MASTER_ADDR"),
         ({"SLURM_STEP_NUM_TASKS": "8"} | MEETING, "set SLURM_PROCID"),
     ],
 )
-def test_half_set_environments_are_refused(environ, words):
+def test_incomplete_rank_variables_are_refused(environ, words):
     with pytest.raises(LayoutError, match=words):
-        standing(environ)
+        launched_rank(environ)
 
 
 def test_torch_gets_its_own_names():
-    assert Standing(5, 8, 1).environment() == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    assert Standing(5, 8, None).environment() == RANK
+    assert LaunchedRank(5, 8, 1).torch_environment() == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert LaunchedRank(5, 8, None).torch_environment() == RANK
 
 
 @pytest.mark.parametrize(
@@ -139,4 +142,4 @@ def test_processes_killed_for_memory(tmp_path, groups, file, text, wanted):
     counter.parent.mkdir(parents=True)
     counter.write_text(text)
     (tmp_path / "cgroup").write_text(groups)
-    assert memory_kills(tmp_path / "cgroup", tmp_path / "mount") == wanted
+    assert oom_kills(tmp_path / "cgroup", tmp_path / "mount") == wanted

@@ -1,9 +1,9 @@
-"""Makes the mistakes of `mutants.toml`, each in a copy of the source, and says which of them the tests catch.
+"""Apply each mutant of `mutants.toml` to a copy of the source, and report which mutants the tests catch.
 
-    .venv/bin/python tests/mutants/apply_mutants.py                # all of them: `make mutants`
-    .venv/bin/python tests/mutants/apply_mutants.py loss rotation  # those with one of these words in their name
+    .venv/bin/python tests/mutants/apply_mutants.py                # all mutants: `make mutants`
+    .venv/bin/python tests/mutants/apply_mutants.py loss rotation  # mutants with one of these words in their name
 
-The tests must pass without any mistake, which is tried first. The exit code is 0 if all mistakes are caught.
+The tests are first run without the mutant, where they must pass. The exit code is 0 if all mutants are caught.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kumi"
-# A mistake that makes ranks wait for each other is caught, too.
+# A mutant that makes ranks wait for each other counts as caught after this time.
 SECONDS = 900
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake, and the tests that must fail because of it; `select` is pytest's -k."""
+    """A mistake in the source, and the tests that must fail because of it."""
 
     name: str
-    file: str
+    file: str  # below src/kumi
     old: str
     new: str
     tests: list[str]
-    select: str = ""
+    select: str = ""  # pytest's -k
 
     def mutated(self) -> str:
-        """The text of the file with the mistake. ValueError unless `old` occurs in it once."""
+        """Return the file's text with the mistake. Raise ValueError unless `old` occurs in it exactly once."""
         text = (SOURCE / self.file).read_text()
         if text.count(self.old) != 1:
             raise ValueError(
@@ -46,13 +46,14 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """All of `mutants.toml`."""
-    listed = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())
-    return [Mutant(**entry) for entry in listed["mutant"]]
+    """Return the mutants of `mutants.toml`."""
+    table = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())
+    return [Mutant(**entry) for entry in table["mutant"]]
 
 
 def outcome(mutant: Mutant, *, mistaken: bool) -> str:
-    """What the mutant's tests do: "pass", "fail", "hang", or what pytest ended with instead."""
+    """Run the mutant's tests, on the `mistaken` source or on the original. Return "pass", "fail", "hang", or pytest's
+    error."""
     with tempfile.TemporaryDirectory(prefix="kumi-mutant-") as name:
         copy = Path(name) / "kumi"
         shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -71,7 +72,7 @@ def outcome(mutant: Mutant, *, mistaken: bool) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Prints a line for each mistake; 1 if one of those with any of `words` in their names is not caught."""
+    """Print a line for each mutant with any of `words` in its name; return 1 if a mutant is not caught."""
     chosen = [mutant for mutant in mutants() if not words or any(word in mutant.name for word in words)]
     for mutant in chosen:
         mutant.mutated()
@@ -80,11 +81,11 @@ def main(words: list[str]) -> int:
         tests, started = (*mutant.tests, mutant.select), time.monotonic()
         if tests not in sound:
             sound[tests] = outcome(mutant, mistaken=False)
-        found = outcome(mutant, mistaken=True) if sound[tests] == "pass" else f"without it the tests: {sound[tests]}"
-        caught += found in ("fail", "hang")
-        verdict = "caught" if found in ("fail", "hang") else "NOT CAUGHT" if found == "pass" else found
+        result = outcome(mutant, mistaken=True) if sound[tests] == "pass" else f"without the mutant: {sound[tests]}"
+        caught += result in ("fail", "hang")
+        verdict = "caught" if result in ("fail", "hang") else "NOT CAUGHT" if result == "pass" else result
         print(f"{verdict:10} {time.monotonic() - started:5.0f} s  {mutant.name} ({mutant.file})", flush=True)
-    print(f"{caught} of {len(chosen)} mistakes are caught")
+    print(f"{caught} of {len(chosen)} mutants are caught")
     return int(caught < len(chosen))
 
 

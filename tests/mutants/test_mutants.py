@@ -1,4 +1,4 @@
-"""The mistakes of `mutants.toml` can still be made: `make mutants` makes them."""
+"""The mutants of `mutants.toml` still apply to the source; `make mutants` runs them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from apply_mutants import ROOT, mutants
 
 
 def test_every_mistake_is_one_change_that_python_reads_and_names_tests_that_are_there():
-    found = mutants()
-    assert len({mutant.name for mutant in found}) == len(found) >= 24
-    for mutant in found:
+    listed = mutants()
+    assert len({mutant.name for mutant in listed}) == len(listed) >= 24
+    for mutant in listed:
         ast.parse(mutant.mutated())
         assert mutant.old != mutant.new
         assert all((ROOT / test).exists() for test in mutant.tests)

@@ -26,9 +26,9 @@ def two_steps(layout, microbatches):
     batch, seen = SimpleNamespace(tokens_per_step=SEQUENCES * LENGTH), []
     for step, wanted in enumerate((Balance("aux", 0.5, True), Balance("loss-free", 0.25))):
         run = SimpleNamespace(balance=wanted, model=spec, batch=batch)
-        expert_balance.begin(model, run, 1.0)
+        expert_balance.prepare_routers(model, run, 1.0)
         forward_backward(model, mesh, step, microbatches, dtype=torch.float64)
-        found = expert_balance.end(model, run, mesh, 1.0)
+        found = expert_balance.balance_experts(model, run, mesh, 1.0)
         seen += [found.aux_loss.item(), found.busiest.item(), clip_gradients(model, None, mesh).item()]
         for parameter in model.parameters():
             parameter.grad = None

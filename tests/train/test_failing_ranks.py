@@ -38,7 +38,7 @@ WORDS = {
     "disk": "No space left on device",
     "memory": "DeviceMemoryError: this machine ran out of memory",
     "kill": r"killed by signal 9 (SIGKILL)",
-    "stop": "did not come to a communication in which rank 0 waited",
+    "stop": "did not join a collective in which rank 0 waited",
 }
 CODES = {"forward": 1, "data": 3, "save": 8, "disk": 8, "memory": 5, "kill": 7, "stop": 7}
 

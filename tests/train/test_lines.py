@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.train.test_metrics import ENTRY
 
-from kumi.train.cpu_contention import CpuWait, explanation, waited_seconds
+from kumi.train.cpu_contention import CpuWait, busy_note, cpu_wait_seconds
 from kumi.train.step_lines import WIDTH, legend, step_line
 from kumi.units import format_seconds
 
@@ -88,25 +88,25 @@ def test_the_legend_says_once_what_stays(mfu, step_s):
     lines = legend(on_cpu=True, step_s=step_s, memory=2**60, mfu=mfu)
     assert all(len(line) <= WIDTH for line in lines)
     text = "\n".join(lines)
-    assert ("MFU        unknown, as the device's peak is" in text) is not mfu
+    assert ("MFU        not known, because the device's peak FLOPs are not known" in text) is not mfu
     assert ("the device's speed is not known" in text) is (step_s is None)
     assert "the growth of the process" in text
 
 
 def test_the_machine_is_called_busy_only_where_that_explains_a_slow_step():
-    assert explanation(8.37, 0.548, 0.7, 9.1, 2) == "machine busy: load 9.1/2"
-    assert explanation(0.6, 0.548, 0.7, 9.1, 2) == ""  # as fast as expected
-    assert explanation(8.37, 0.548, 0.05, 9.1, 2) == ""  # slow, but the process had its CPU
-    assert explanation(8.37, None, 0.7, 9.1, 2) == ""  # nothing to compare with
-    assert explanation(8.37, 0.548, None, 9.1, 2) == "machine busy: load 9.1/2"
-    assert explanation(8.37, 0.548, None, 2.1, 2) == ""
+    assert busy_note(8.37, 0.548, 0.7, 9.1, 2) == "machine busy: load 9.1/2"
+    assert busy_note(0.6, 0.548, 0.7, 9.1, 2) == ""  # as fast as expected
+    assert busy_note(8.37, 0.548, 0.05, 9.1, 2) == ""  # slow, but the process had its CPU
+    assert busy_note(8.37, None, 0.7, 9.1, 2) == ""  # nothing to compare with
+    assert busy_note(8.37, 0.548, None, 9.1, 2) == "machine busy: load 9.1/2"
+    assert busy_note(8.37, 0.548, None, 2.1, 2) == ""
 
 
 def test_the_wait_of_a_span_is_that_of_its_thread(monkeypatch):
-    if not waited_seconds():
+    if not cpu_wait_seconds():
         pytest.skip("this kernel does not count how long threads wait for a CPU")
     waits, clock = {"1": 5.0, "2": 1.0}, [0.0]
-    monkeypatch.setattr("kumi.train.cpu_contention.waited_seconds", lambda: dict(waits))
+    monkeypatch.setattr("kumi.train.cpu_contention.cpu_wait_seconds", lambda: dict(waits))
     monkeypatch.setattr("kumi.train.cpu_contention.time.perf_counter", lambda: clock[0])
     watch = CpuWait()
     waits["2"], clock[0] = 2.0, 4.0  # a quarter of four seconds

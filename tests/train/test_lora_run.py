@@ -18,7 +18,7 @@ from kumi.convert.base_digest import digest
 from kumi.convert.hf.adapter_write import CONFIG, WEIGHTS
 from kumi.convert.load_weights import load_decoder
 from kumi.storage import checkpoint
-from kumi.train.run_folder import OWN
+from kumi.train.run_folder import RUN_FILES
 
 SOME = {"r": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"], "dropout": 0.1}
 
@@ -56,7 +56,7 @@ def test_only_adapters_are_trained_and_saved(run):
     assert all(".lora_" in name for name in saved.tensors)
     assert len([name for name in saved.tensors if name.startswith("model/")]) == 2 * 3 * 2
     assert saved.meta["base_digest"] == digest(run / "run/hf")
-    assert {path.name for path in (run / "adapted").iterdir()} <= set(OWN)
+    assert {path.name for path in (run / "adapted").iterdir()} <= set(RUN_FILES)
     found = losses(run / "adapted")
     assert found[6] < found[1]
     assert found[1] == pytest.approx(losses(run / "run")[6], rel=0.2)
@@ -120,7 +120,7 @@ def test_another_base_is_refused(run, tmp_path, capsys):
     save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "run/hf/model.safetensors")
     with contextlib.chdir(tmp_path):
         assert main(["train", str(adapters(tmp_path, lora={"merge": True}))]) == 2
-        assert "holds adapters of the model that was in" in capsys.readouterr().err
+        assert "has adapters of the base model that was in" in capsys.readouterr().err
         assert main(["convert", "adapted/checkpoints/step_000002", "out", "--to", "hf", "--base", "run/hf"]) == 2
         assert "were trained on another model" in capsys.readouterr().err
 
@@ -134,7 +134,7 @@ def test_another_base_is_refused(run, tmp_path, capsys):
         (["model.init=random"], "model.init='random' has none"),
         (["layout.tiles=2"], "adapters stand beside whole matrices"),
         (["lora.source=nowhere"], "has no adapter_config.json"),
-        (["train.compile=true"], "compiled layers neither drop nor unpack"),
+        (["train.compile=true"], "compiled layers have neither dropout nor dequantisation"),
         (["model.balance=aux"], "model.balance"),
     ],
 )

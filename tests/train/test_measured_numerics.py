@@ -107,16 +107,16 @@ def hang(kind):
 @pytest.mark.parametrize("how", [die, hang])
 def test_a_measurement_that_dies_or_hangs_leaves_the_reference(folder, monkeypatch, capsys, how):
     monkeypatch.setattr("kumi.nn.fastest_numerics.measure", how)
-    monkeypatch.setattr(measure_numerics, "_PATIENCE_SECONDS", 1.0)
-    assert measure_numerics.with_measured(resolve(load("run.toml"))).numerics == REFERENCE
-    assert "could not be measured; it computes as the reference" in capsys.readouterr().out
+    monkeypatch.setattr(measure_numerics, "_TIMEOUT_SECONDS", 1.0)
+    assert measure_numerics.with_measured_numerics(resolve(load("run.toml"))).numerics == REFERENCE
+    assert "could not be measured; using the reference" in capsys.readouterr().out
     assert cached(this_processor(1)) is None
 
 
 def test_where_torch_is_loaded_a_new_process_measures(folder, monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr(measure_numerics, "_PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(measure_numerics, "_TIMEOUT_SECONDS", 600.0)
     assert not measure_numerics._may_fork()
     found = measure_numerics.measure_here(1)
     # On a machine as busy as one that runs tests it may not have come to its end.
@@ -130,8 +130,8 @@ def test_where_torch_is_loaded_a_new_process_measures(folder, monkeypatch, capsy
 def test_what_was_measured_in_part_is_not_kept_for_other_runs(folder, monkeypatch, capsys):
     measured = (FOUND, {"products": {"default": 1.0}, "formats": {}})
     monkeypatch.setattr("kumi.nn.fastest_numerics.measure", lambda kind: measured)
-    assert measure_numerics.with_measured(resolve(load("run.toml"))).numerics == FOUND
-    assert "the machine is busy, or slow: what was not measured in time is as the reference" in capsys.readouterr().out
+    assert measure_numerics.with_measured_numerics(resolve(load("run.toml"))).numerics == FOUND
+    assert "the machine is busy or slow: numerics not measured in time stay at the reference" in capsys.readouterr().out
     assert cached(this_processor(1)) is None
 
 
@@ -139,7 +139,7 @@ class Meeting:
     """Where rank 0 has said `word`."""
 
     def __init__(self, word):
-        self.hear = lambda: word
+        self.receive = lambda: word
 
 
 def test_the_other_ranks_of_a_launcher_compute_as_rank_0_says(folder, monkeypatch):

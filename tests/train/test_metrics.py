@@ -62,7 +62,10 @@ def test_a_tracker_that_fails_is_left_out_and_said_so(tmp_path, monkeypatch, cap
     made.step({**ENTRY, "step": 2})
     made.close()
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["wandb: not reporting there: no network", "trackio: stopped reporting there: no network"]
+    assert lines == [
+        "wandb: cannot be started, so metrics are not sent there: no network",
+        "trackio: failed, so metrics are no longer sent there: no network",
+    ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 

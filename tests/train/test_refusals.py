@@ -14,7 +14,7 @@ from tests.train.conftest import back_to, run_file
 from kumi.cli import main
 from kumi.config import load, resolve
 from kumi.errors import LayoutError, RefusedError
-from kumi.launch.standing import Standing
+from kumi.launch.standing import LaunchedRank
 from kumi.storage import checkpoint
 from kumi.train import run_folder
 from kumi.train.finish import _compare
@@ -68,7 +68,7 @@ def test_tokenizer_larger_than_the_vocabulary_of_the_model(refused):
 
 def test_given_tokenizer_larger_than_the_vocabulary_of_the_model(refused, small):
     error = refused(new_run, data__tokenizer=str(small.folder / "run" / "hf"), model__config__vocab_size=280)
-    assert "has 300 entries, the model's vocab_size is 280" in error
+    assert "has 300 entries, but the model's vocab_size is 280" in error
 
 
 def test_a_degree_that_does_not_divide(refused):
@@ -96,7 +96,7 @@ def test_a_trace_of_a_step_that_never_comes(refused):
 def test_compiled_layers_that_should_put_gradients_off(refused):
     layout = {"pp": 2, "schedule": "zb-h1"}
     error = refused(new_run, cluster__devices_per_node=2, layout=layout, train__compile=True)
-    assert "layout.schedule=zb-h1 puts the gradients of weights off, which compiled layers cannot" in error
+    assert "layout.schedule=zb-h1 defers weight gradients, which compiled layers cannot do" in error
 
 
 def test_unsupported_architecture(refused):
@@ -119,7 +119,7 @@ def test_a_folder_of_something_else(refused):
         (folder / "run").mkdir()
         (folder / "run" / "thesis.tex").write_text("years of work")
 
-    assert "holds 1 files that kumi did not write (thesis.tex)" in refused(occupy)
+    assert "has 1 files that kumi did not write (thesis.tex)" in refused(occupy)
 
 
 def test_data_that_were_prepared_before_are_the_run_s_own(small, tmp_path, monkeypatch, capsys):
@@ -132,13 +132,13 @@ def test_data_that_were_prepared_before_are_the_run_s_own(small, tmp_path, monke
     (folder / "run/data/thesis.tex").write_text("years of work")
     capsys.readouterr()
     assert main(["train", run]) == 2
-    assert "run holds 1 files that kumi did not write (data/thesis.tex)" in capsys.readouterr().err
+    assert "run has 1 files that kumi did not write (data/thesis.tex)" in capsys.readouterr().err
     (folder / "run/data/thesis.tex").unlink()
     assert main(["train", run]) == 0
 
 
 def test_a_run_folder_without_its_configuration(refused):
-    assert "run holds checkpoints but no config.toml" in refused(lambda folder: (folder / "run/config.toml").unlink())
+    assert "run has checkpoints but no config.toml" in refused(lambda folder: (folder / "run/config.toml").unlink())
 
 
 def test_a_damaged_probe(tmp_path):
@@ -223,23 +223,23 @@ def test_a_folder_in_use(small, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(run_folder._locked.__wrapped__, "__defaults__", (0.2,))
     with contextlib.chdir(folder):
         run = run_file(folder)
-        with run_folder.claim(folder / "run", load(run)):
+        with run_folder.claim_run_folder(folder / "run", load(run)):
             assert main(["train", str(run)]) == 2
     assert "run is in use by another kumi process" in capfd.readouterr().err
 
 
 def test_a_link_of_the_users_own_stops_no_resume(small, tmp_path):
     out = shutil.copytree(small.folder / "run", tmp_path / "run")
-    assert {path.name for path in out.iterdir()} <= set(run_folder.OWN)
+    assert {path.name for path in out.iterdir()} <= set(run_folder.RUN_FILES)
     (out / "latest").symlink_to("checkpoints/step_000006")
     with contextlib.chdir(small.folder):
         config = load("run.toml")
-    with run_folder.claim(out, config) as resumed:
+    with run_folder.claim_run_folder(out, config) as resumed:
         assert resumed
     (out / "checkpoints").rename(tmp_path / "elsewhere")
     (out / "checkpoints").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RefusedError, match=r"checkpoints: is a link to .*let train.out be a folder there, or a link"):
-        run_folder.claim(out, config).__enter__()
+        run_folder.claim_run_folder(out, config).__enter__()
 
 
 def test_a_run_that_would_read_what_it_writes(refused):
@@ -264,8 +264,8 @@ def test_weights_of_another_model_are_refused_before_the_data_are_made(refused):
 @pytest.mark.parametrize(
     ("nodes", "place", "words"),
     [
-        (2, None, "cluster.nodes=2: kumi starts the ranks of one machine only"),
-        (1, Standing(0, 2, 0), "needs 1 ranks and WORLD_SIZE=2"),
+        (2, None, "cluster.nodes=2, but kumi starts ranks on one machine only"),
+        (1, LaunchedRank(0, 2, 0), "needs 1 ranks, but WORLD_SIZE=2"),
     ],
 )
 def test_a_launcher_that_does_not_fit_the_layout(nodes, place, words, small):
@@ -276,21 +276,21 @@ def test_a_launcher_that_does_not_fit_the_layout(nodes, place, words, small):
     with pytest.raises(LayoutError, match=words):
         _check_ranks(run, place)
     if nodes == 1:
-        _check_ranks(run, Standing(0, 1, 0))
+        _check_ranks(run, LaunchedRank(0, 1, 0))
 
 
 def test_two_starts_of_different_runs_at_once(small, tmp_path):
     """The second finds the folder empty, waits for the first, and must not take it over then."""
     with contextlib.chdir(small.folder):
         config = load("run.toml")
-    out, first = tmp_path / "run", run_folder.claim(tmp_path / "run", config)
+    out, first = tmp_path / "run", run_folder.claim_run_folder(tmp_path / "run", config)
     first.__enter__()
     (out / "config.toml").rename(tmp_path / "config.toml")
     failed = []
 
     def second():
         try:
-            with run_folder.claim(out, config.model_copy(update={"name": "other"})):
+            with run_folder.claim_run_folder(out, config.model_copy(update={"name": "other"})):
                 pass
         except RefusedError as error:
             failed.append(str(error))

@@ -15,7 +15,7 @@ from kumi.errors import RefusedError
 from kumi.spec.lora import Lora
 from kumi.spec.saved_tensors import model_digest, model_shapes
 from kumi.storage import checkpoint
-from kumi.train.resume import check_resume, last_checkpoint, restored_state
+from kumi.train.resume import check_resume, last_checkpoint, restore_state
 
 SMALLER = "model.config.intermediate_size=32"
 
@@ -51,7 +51,7 @@ def test_another_model_is_refused_before_anything_is_written(stopped, capsys, ov
     printed = capsys.readouterr()
     if "rope_theta" in override:  # no tensor has another shape, and it was asked for
         assert code == 0
-        assert "step_000004: goes on with rope_theta: 'unset' -> 500000.0\n" in printed.out
+        assert "step_000004: continues with rope_theta: 'unset' -> 500000.0\n" in printed.out
     else:
         assert code == 2
         assert "step_000004: 'model/" in printed.err
@@ -82,7 +82,11 @@ def test_a_config_that_was_edited_in_its_folder_is_refused_with_what_differs(sto
             ["optim/model.norm.weight/exp_avg"],
             r"norm.weight/exp_avg' is missing in the checkpoint, \(32,\) in the m",
         ),
-        ({"optimizer": "sgd"}, [], "has states of the optimizer 'sgd', optim.kind is 'adamw'; restore it, or start"),
+        (
+            {"optimizer": "sgd"},
+            [],
+            "has optimizer states of 'sgd', but optim.kind is 'adamw'; set optim.kind=sgd, or start",
+        ),
     ],
 )
 def test_states_of_another_optimizer_are_refused(stopped, change, drop, sentence):
@@ -93,8 +97,8 @@ def test_states_of_another_optimizer_are_refused(stopped, change, drop, sentence
 
 def test_other_data_are_refused(stopped):
     run = run_with()
-    with pytest.raises(RefusedError, match=r"was trained on data .*, tokens holds 0123; restore the data files"):
-        restored_state(last_checkpoint(run), SimpleNamespace(content="0123", folder="tokens"), run)
+    with pytest.raises(RefusedError, match=r"with digest .*, but tokens has 0123; restore the data files"):
+        restore_state(last_checkpoint(run), SimpleNamespace(content="0123", folder="tokens"), run)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_other_data_are_refused(stopped):
         ({"model": None, "hf_config": None}, "has no digest of the model, so only names, shapes were compared"),
         (
             {"model": "0", "kumi": "0.9"},
-            "kumi 0.9 described the model otherwise, so only names, shapes and config.json",
+            "kumi 0.9 computed the model's digest otherwise, so only names, shapes and config.json",
         ),
     ],
 )

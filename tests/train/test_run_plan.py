@@ -113,7 +113,7 @@ class Meeting:
     """Where rank 0 has said `word`."""
 
     def __init__(self, **word):
-        self.hear = lambda: json.dumps(word)
+        self.receive = lambda: json.dumps(word)
 
 
 def test_other_ranks_take_the_layout_of_rank_0_unless_they_pin_another(folder, monkeypatch):
@@ -144,5 +144,5 @@ def test_ranks_that_disagree_refuse_to_start_in_one_sentence(folder):
     assert run_ranks(2, disagree, folder, pair, pair) == [None, None]
     said = f"rank 1 would train with the layout tp=2 microbatch=8, and rank 0 with {dp}{remedy}"
     assert run_ranks(2, disagree, folder, pair, pair | {"layout.tp": 2, "layout.pp": 1}) == [said] * 2
-    said = f"rank 1 would train another run than rank 0 (optim, train){remedy}"
+    said = f"rank 1 would train another run than rank 0 (different: optim, train){remedy}"
     assert run_ranks(2, disagree, folder, pair, pair | {"optim.lr": 1.0, "train.seed": 7}) == [said] * 2

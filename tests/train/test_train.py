@@ -166,8 +166,8 @@ def test_a_step_is_saved_once_whatever_the_disk_shows(monkeypatch, tmp_path):
     saved = []
     saver = SimpleNamespace(save=lambda folder, *_, **__: saved.append(folder.name), wait=lambda: None)
     parts = SimpleNamespace(run=SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(keep=1))), store=None)
-    monkeypatch.setattr(loop, "pieces", lambda parts: [])
-    monkeypatch.setattr(loop, "meta", lambda *_: {})
+    monkeypatch.setattr(loop, "checkpoint_pieces", lambda parts: [])
+    monkeypatch.setattr(loop, "checkpoint_meta", lambda *_: {})
     state = TrainState(step=6)
     heard = Callbacks(
         SimpleNamespace(train=SimpleNamespace(steps=6)), [SimpleNamespace(on_save=lambda *_: saved.append("told"))]

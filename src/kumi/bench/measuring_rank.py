@@ -19,7 +19,7 @@ from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, greatest, in
 from kumi.progress import showing
 from kumi.spec.layout import Layout
 from kumi.spec.numerics import Numerics
-from kumi.train.process_memory import memory_now
+from kumi.train.process_memory import baseline_memory
 
 # Seconds per measurement; allocation, first calls and long samples take about as much again.
 BUDGET, QUICK_BUDGET = 0.3, 0.1
@@ -68,7 +68,7 @@ def measure_rank(request: BenchRequest, out: Path) -> int:
 
 def _measure(request: BenchRequest, mesh: Mesh, flag: StopFlag) -> Measurements:
     torch.manual_seed(mesh.rank)
-    interpreter = memory_now(mesh.device)
+    interpreter = baseline_memory(mesh.device)
     if request.device_type == "cpu":
         use(request.numerics)
     compute = list(kernels(mesh.device, request.dtypes, request.main, quick=request.quick))

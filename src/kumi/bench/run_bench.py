@@ -19,7 +19,7 @@ from kumi.config.cluster_source import cluster_spec
 from kumi.config.numerics import known_here
 from kumi.config.schema import ClusterSection
 from kumi.errors import OK, ConfigError
-from kumi.launch.local import environment, is_rank
+from kumi.launch.local import is_rank, rank_environment
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.train.measure_numerics import measure_here
@@ -48,7 +48,7 @@ def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Calla
             file=sys.stderr,
         )
     # OpenMP reads these variables once, when torch is imported.
-    os.environ.update(environment(machine.devices_per_node, os.environ))
+    os.environ.update(rank_environment(machine.devices_per_node, os.environ))
     numerics, machine = _choose_numerics(machine)
     code, measured = _measure(machine, numerics, quick=quick)
     if measured is None:

@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
         raise ConfigError("train: --rank is for --dry-run; add that, or leave --rank out")
     from kumi.launch import signals
 
-    with signals.leaving():
+    with signals.exit_on_signal():
         return _train(arguments)
 
 

@@ -1,3 +1,3 @@
-"""Starting the ranks of a run. `launchers`: which ways there are; `local`: on this machine; `signals`: how a run is
-asked to stop.
+"""Start the ranks of a run: `launchers` is the table of launchers, `local` starts ranks on this machine, and `signals`
+turns stop signals into a flag.
 """

@@ -1,12 +1,13 @@
-"""The folder in which ranks tell their launcher that they have started, returned or failed, and why.
+"""The control folder: ranks report to their launcher that they started, returned or failed.
 
-    .launch-XXXX/lock           held by the launcher and its ranks: a folder whose lock is free belongs to dead ones
-                 go             from the launcher: all ranks are there
-                 1.pid          of rank 1: its process id
-                 1.returned     its exit code
-                 1.failure      why it failed
+    .launch-XXXX/lock           locked by the launcher and its ranks; a free lock means that all of them are dead
+                 go             written by the launcher once all ranks have started
+                 1.pid          process id of rank 1
+                 1.returned     exit code of rank 1
+                 1.failure      error of rank 1, as JSON
 
-It lies beside the ranks' logs, so that a launcher that is killed leaves nothing elsewhere; the next one removes it.
+The control folder lies beside the ranks' logs. If a launcher is killed, its control folder stays there, and the next
+launcher removes it.
 """
 
 from __future__ import annotations
@@ -22,38 +23,38 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _PREFIX = ".launch-"
-# Room on the disk that every rank takes at its start for the report of its failure: the failure may be a full disk.
+# Every rank allocates this many bytes on disk at its start, so that it can report a failure on a full disk.
 _REPORT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed: when (monotonic seconds), the names of the error's classes, its text and traceback.
-
-    `echo`: it may be the consequence of another rank's failure.
-    """
+    """The error that ended a rank."""
 
     rank: int
-    at: float
-    kinds: list[str]
+    at: float  # monotonic seconds
+    kinds: list[str]  # class names of the error, in method resolution order
     message: str
     trace: str
-    echo: bool
+    secondary: bool  # possibly a consequence of another rank's failure
 
 
 def log_path(log_dir: Path, rank: int) -> Path:
-    """The log of `rank`: all it prints for ranks other than 0, tracebacks for rank 0, which prints to the terminal."""
+    """The log file of `rank`: its output and tracebacks; for rank 0, which prints to the terminal, only tracebacks."""
     return log_dir / f"rank_{rank:05d}.log"
 
 
 @contextmanager
 def control_folder(log_dir: Path) -> Iterator[Path]:
-    """A new control folder in `log_dir`, removed at the end. Those of dead launchers are removed first."""
+    """Create a control folder in `log_dir` and remove it at the end of the block.
+
+    Remove the control folders of dead launchers first.
+    """
     for folder in log_dir.glob(f"{_PREFIX}*"):
         _remove_stale(folder)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=log_dir))
-    with open(folder / "lock", "w") as lock:  # ranks inherit it, so that the folder is held until the last one is dead
-        with suppress(OSError):  # a file system without locks: nothing there is ever taken for stale
+    with open(folder / "lock", "w") as lock:  # ranks inherit the lock, so it is free only when the last rank is dead
+        with suppress(OSError):  # a file system without locks: no control folder on it counts as stale
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield folder
@@ -66,47 +67,47 @@ def _remove_stale(folder: Path) -> None:
         with open(folder / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-    except FileNotFoundError:  # its launcher was killed before it made the lock, or makes it right now
+    except FileNotFoundError:  # the launcher was killed before it made the lock, or is just making it
         with suppress(OSError):
             folder.rmdir()
     except OSError:
         return
 
 
-def announce(control: Path, rank: int) -> None:
-    """Tell the launcher the process id of `rank`, and take the room for its report."""
+def announce_rank(control: Path, rank: int) -> None:
+    """Report the process id of `rank` to the launcher, and allocate disk space for a failure report."""
     with suppress(OSError), open(_report(control, rank), "wb") as file:
         os.posix_fallocate(file.fileno(), 0, _REPORT_BYTES)
     _publish(control / f"{rank}.pid", str(os.getpid()))
 
 
 def read_pids(control: Path) -> dict[int, int]:
-    """Rank to process id of the ranks that have started."""
+    """Return the process ids of the ranks that have started, keyed by rank."""
     return {int(path.stem): int(path.read_text()) for path in control.glob("*.pid")}
 
 
-def let_all_go(control: Path) -> None:
-    """Let the ranks begin, which wait for this until all are there."""
+def release_ranks(control: Path) -> None:
+    """Let all ranks begin. They wait for this call after their start."""
     (control / "go").touch()
 
 
-def may_go(control: Path) -> bool:
-    """Whether all ranks are there."""
+def ranks_released(control: Path) -> bool:
+    """Return True once the launcher has released the ranks."""
     return (control / "go").exists()
 
 
 def report_return(control: Path, rank: int, code: int) -> None:
-    """Tell the launcher that the function of `rank` has returned `code`."""
+    """Report to the launcher that the function of `rank` returned the exit `code`."""
     _publish(control / f"{rank}.returned", str(code))
 
 
 def has_returned(control: Path, rank: int) -> bool:
-    """Whether the function of `rank` has returned."""
+    """Return True if the function of `rank` has returned."""
     return (control / f"{rank}.returned").exists()
 
 
 def report_failure(control: Path, failure: Failure) -> None:
-    """Tell the launcher why a rank failed, within the room that it took at its start."""
+    """Report `failure` to the launcher, in the disk space that the rank allocated at its start."""
     text = _fitting(failure)
     report = _report(control, failure.rank)
     with open(report, "r+b" if report.exists() else "wb") as file:
@@ -116,7 +117,7 @@ def report_failure(control: Path, failure: Failure) -> None:
 
 
 def read_failures(control: Path) -> list[Failure]:
-    """The failures that ranks have reported in `control`."""
+    """Return the failures that ranks have reported in `control`."""
     return [Failure(**json.loads(path.read_text())) for path in sorted(control.glob("*.failure"))]
 
 
@@ -125,12 +126,12 @@ def _report(control: Path, rank: int) -> Path:
 
 
 def _fitting(failure: Failure) -> bytes:
-    """`failure` as JSON of at most `_REPORT_BYTES`, with the ends of its texts where they are long."""
+    """Encode `failure` as JSON of at most `_REPORT_BYTES`: cut the end of the message and the start of the trace."""
     keep = _REPORT_BYTES
     while len(text := json.dumps(asdict(failure)).encode()) > _REPORT_BYTES:
         keep //= 2
         failure = Failure(
-            failure.rank, failure.at, failure.kinds, failure.message[:keep], failure.trace[-keep:], failure.echo
+            failure.rank, failure.at, failure.kinds, failure.message[:keep], failure.trace[-keep:], failure.secondary
         )
     return text
 

@@ -1,4 +1,7 @@
-"""Cause or consequence: how the failure of one rank reads in another, and the sentence for it."""
+"""Find the rank whose failure caused the others, and the error to show for it.
+
+A failure is secondary if it may be a consequence of another rank's failure: a lost connection, a timeout.
+"""
 
 from __future__ import annotations
 
@@ -9,110 +12,115 @@ from pathlib import Path
 import kumi.errors
 from kumi.errors import CommunicationError, DeviceMemoryError, KumiError
 from kumi.launch.control_folder import Failure, log_path
-from kumi.launch.watch import Death, Watch
+from kumi.launch.watch import RankDeath, Watch
 
 _TRACE_LINES = 12
-# gloo raises bare RuntimeErrors: where a peer's process has ended, and where a peer does not come in time.
+# gloo raises plain RuntimeErrors, both if a peer's process has ended and if a peer does not respond in time.
 _CLOSED = ("closed by peer", "connection reset", "connection refused", "broken pipe", "pair closure")
-_LATE = ("timed out", "timeout", "failed to pass monitoredbarrier")
+_TIMEOUT = ("timed out", "timeout", "failed to pass monitoredbarrier")
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether `error` may be the consequence of another rank's failure."""
+def is_secondary(error: BaseException) -> bool:
+    """Return True if `error` may be a consequence of another rank's failure."""
     if isinstance(error, CommunicationError | ConnectionError | TimeoutError):
         return True
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in (*_CLOSED, *_LATE))
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in (*_CLOSED, *_TIMEOUT))
 
 
-def is_late(message: str) -> bool:
-    """Whether the text of an echo says that another rank did not come in time."""
-    return any(word in message.lower() for word in _LATE)
+def is_timeout(message: str) -> bool:
+    """Return True if the `message` of a secondary failure reports a timeout."""
+    return any(word in message.lower() for word in _TIMEOUT)
 
 
-def lost(rank: int, error: BaseException | str) -> CommunicationError:
-    """The error of `rank` where a communication with others ended in `error`, and no other rank has given a reason."""
+def connection_lost_error(rank: int, error: BaseException | str) -> CommunicationError:
+    """Return the error for `rank`, whose communication failed with `error` while no other rank reported a cause."""
     words = str(error).strip().splitlines() or [type(error).__name__]
     return CommunicationError(
-        f"rank {rank} lost the connection to another rank ({words[0]}), which has not said why it ended; see the "
-        f"output of the other ranks"
+        f"rank {rank} lost the connection to another rank ({words[0]}), and no rank reported a cause; look for it in "
+        f"the output of the other ranks"
     )
 
 
-def late(ranks: dict[int, str], *, waited: int) -> CommunicationError:
-    """The error where the rank `waited` gave up because of `ranks`: rank to the state of its process, or ''."""
-    named = " and ".join(f"rank {rank}{f' ({state})' if state else ''}" for rank, state in sorted(ranks.items()))
+def rank_timeout_error(ranks: dict[int, str], *, waited: int) -> CommunicationError:
+    """Return the error for rank `waited`, which timed out waiting for `ranks` (rank -> process state, or "")."""
+    names = " and ".join(f"rank {rank}{f' ({state})' if state else ''}" for rank, state in sorted(ranks.items()))
     return CommunicationError(
-        f"{named} did not come to a communication in which rank {waited} waited until train.timeout_s was over; see "
-        f"why there, raise train.timeout_s if it was only slow, and run the same command again: it goes on from the "
-        f"last checkpoint"
+        f"{names} did not join a collective in which rank {waited} waited for train.timeout_s seconds; look for the "
+        f"cause on that rank, raise train.timeout_s if it was only slow, and run the same command again to resume from "
+        f"the last checkpoint"
     )
 
 
-def first_error(
+def root_cause_error(
     watch: Watch, exits: dict[int, int], failures: list[Failure], log_dir: Path, *, out_of_memory: bool
 ) -> KumiError:
-    """The error of the rank that failed first, and of those the one that no other rank's failure explains.
+    """Return the error of the rank that caused the failure: the first primary failure, else the first secondary one.
 
-    `out_of_memory`: the system killed processes during the run because memory ran out.
+    `exits`: exit codes that the agent saw, by rank. `out_of_memory`: the kernel killed processes during the run
+    because memory ran out.
     """
     reported = {failure.rank for failure in failures}
     deaths = [death if death.code is not None else replace(death, code=exits.get(death.rank)) for death in watch.deaths]
     crashes = [death for death in deaths if death.rank not in reported | set(watch.killed)]
-    # Least likely a consequence first. gloo aborts a process whose peer sends less than was agreed.
+    # Sort primary causes first. gloo aborts a process whose peer sends fewer bytes than expected.
     unclear = (None, -signal.SIGABRT, -signal.SIGTERM)
-    causes: list[tuple[int, float, Failure | Death]] = [
-        *((2 if failure.echo else 0, failure.at, failure) for failure in failures),
+    causes: list[tuple[int, float, Failure | RankDeath]] = [
+        *((2 if failure.secondary else 0, failure.at, failure) for failure in failures),
         *((1 if death.code in unclear else 0, death.at, death) for death in crashes),
     ]
     if not causes:
-        return CommunicationError(f"a rank ended without saying why; see the logs in {log_dir}")
-    cause = min(causes, key=lambda one: one[:2])[2]
+        return CommunicationError(f"a rank ended without reporting a cause; see the logs in {log_dir}")
+    cause = min(causes, key=lambda candidate: candidate[:2])[2]
     silent = {rank: state for rank, state in watch.killed.items() if rank not in reported}
-    words = _last_words(log_path(log_dir, cause.rank)) if isinstance(cause, Death) else cause.echo * cause.message
-    if silent and is_late(words):  # NCCL ends a rank that waited in vain by SIGABRT, gloo raises
-        return late(silent, waited=cause.rank)
-    if isinstance(cause, Death):
+    words = (
+        _last_words(log_path(log_dir, cause.rank)) if isinstance(cause, RankDeath) else cause.secondary * cause.message
+    )
+    if silent and is_timeout(words):  # on a timeout, NCCL aborts the rank and gloo raises
+        return rank_timeout_error(silent, waited=cause.rank)
+    if isinstance(cause, RankDeath):
         return _crash(cause, log_dir, out_of_memory=out_of_memory)
     return _reported(cause, log_dir)
 
 
 def _reported(failure: Failure, log_dir: Path) -> KumiError:
-    """The rank's KumiError again, or a KumiError with the end of its traceback."""
+    """Rebuild the rank's KumiError; for any other error, return a KumiError with the end of its traceback."""
     for name in failure.kinds:
         kind = getattr(kumi.errors, name, None)
         if isinstance(kind, type) and issubclass(kind, KumiError):
             return kind(failure.message)
-    if failure.echo:
-        return lost(failure.rank, failure.message)
+    if failure.secondary:
+        return connection_lost_error(failure.rank, failure.message)
     tail = "\n".join(failure.trace.rstrip().splitlines()[-_TRACE_LINES:])
     return KumiError(
-        f"rank {failure.rank} failed unexpectedly; all of it is in {log_path(log_dir, failure.rank)}\n{tail}"
+        f"rank {failure.rank} failed unexpectedly; the full traceback is in {log_path(log_dir, failure.rank)}\n{tail}"
     )
 
 
-def _crash(death: Death, log_dir: Path, *, out_of_memory: bool) -> KumiError:
+def _crash(death: RankDeath, log_dir: Path, *, out_of_memory: bool) -> KumiError:
     log = log_path(log_dir, death.rank)
     if death.code is None or death.code >= 0:
-        return CommunicationError(f"rank {death.rank} ended with exit code {death.code} without saying why; see {log}")
+        return CommunicationError(
+            f"rank {death.rank} ended with exit code {death.code} without reporting a cause; see {log}"
+        )
     try:
         name = signal.Signals(-death.code).name
     except ValueError:
         name = "a real-time signal"
     if -death.code == signal.SIGKILL and out_of_memory:
         return DeviceMemoryError(
-            f"rank {death.rank} was killed by the system because memory ran out; use fewer ranks on this machine, "
-            f"layout.zero=3, layout.recompute=full or a smaller layout.microbatch; its log is {log}"
+            f"rank {death.rank} was killed by the kernel because this machine ran out of memory; use fewer ranks on "
+            f"this machine, layout.zero=3, layout.recompute=full or a smaller layout.microbatch; its log is {log}"
         )
     hint = f"{_last_words(log)}see {log}"
     if -death.code == signal.SIGKILL:
-        hint = f"the system does that when memory runs out (see `dmesg`): use less memory per rank; its log is {log}"
+        hint = f"the kernel kills processes when memory runs out (see `dmesg`): use less memory per rank; see {log}"
     return CommunicationError(f"rank {death.rank} was killed by signal {-death.code} ({name}); {hint}")
 
 
 def _last_words(log: Path) -> str:
-    """What a C++ exception said that ended a rank, from the end of its log; empty when there was none."""
+    """Return the message of the C++ exception that ended a rank, from the end of its log; "" without one."""
     if not log.exists():
         return ""
     with log.open("rb") as file:

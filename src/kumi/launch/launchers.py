@@ -1,8 +1,8 @@
-"""What brings the ranks of a run onto machines: a table of launchers, and the one place that picks from it.
+"""The table of launchers, which start the ranks of a run on machines, and the choice of one for a run.
 
-A launcher for other machines (Slurm, Kubernetes, ...) is a module with the same names and a line in the table. It takes
-nodes, devices and the run folder from the run, and has each machine run `kumi train` on the same run file, which finds
-its rank by `kumi.launch.standing` and so comes to the same function.
+To add a launcher for other machines (Slurm, Kubernetes, ...), write a module with the names of `Launcher` and add it
+to the table. It reads nodes, devices and run folder from the run and executes `kumi train` with the same run file on
+each machine. That command finds its rank with `kumi.launch.standing` and runs the same function.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any, Protocol
 from kumi.config import ResolvedRun
 from kumi.errors import LayoutError
 from kumi.launch import local
-from kumi.launch.standing import Standing
+from kumi.launch.standing import LaunchedRank
 
 
 class Launcher(Protocol):
-    """`name` is its key in the table, `most_nodes` on how many machines it starts ranks, None for any number."""
+    """Starts the ranks of a run. `name`: its key in the table. `max_nodes`: machines it can reach, None for any."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def most_nodes(self) -> int | None: ...
+    def max_nodes(self) -> int | None: ...
 
     def start(self, run: ResolvedRun, fn: Callable[..., int | None], args: tuple[Any, ...]) -> int:
-        """Have every rank of `run` do `fn(*args)`, wait for all, and return the run's exit code (see kumi.errors).
+        """Run `fn(*args)` on every rank of `run`, wait for all, and return the run's exit code (see kumi.errors).
 
         Raise the KumiError of the rank that failed first.
         """
@@ -35,16 +35,18 @@ class Launcher(Protocol):
 LAUNCHERS: Mapping[str, Launcher] = {launcher.name: launcher for launcher in (local,)}
 
 
-def pick(run: ResolvedRun, place: Standing | None) -> Launcher:
-    """Return the first launcher of the table that reaches the machines of `run`; `local` for a rank that an outside
-    launcher has started at `place`. Raise LayoutError where none does."""
-    if place is not None:
+def pick_launcher(run: ResolvedRun, launched: LaunchedRank | None) -> Launcher:
+    """Return the first launcher of the table that reaches all machines of `run`; `local` on a `launched` rank.
+
+    Raise LayoutError if no launcher does.
+    """
+    if launched is not None:
         return LAUNCHERS[local.name]
     nodes = run.cluster.nodes
     for launcher in LAUNCHERS.values():
-        if launcher.most_nodes is None or launcher.most_nodes >= nodes:
+        if launcher.max_nodes is None or launcher.max_nodes >= nodes:
             return launcher
     raise LayoutError(
-        f"cluster.nodes={nodes}: kumi starts the ranks of one machine only; start the {run.layout.world_size} ranks "
+        f"cluster.nodes={nodes}, but kumi starts ranks on one machine only; start the {run.layout.world_size} ranks "
         f"with a launcher such as torchrun, or set cluster.nodes=1"
     )

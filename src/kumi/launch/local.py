@@ -1,9 +1,9 @@
-"""Starting ranks on this machine, and stopping them: one call, one exit code, one error.
+"""Start ranks on this machine and stop them: one call, one exit code, one error.
 
     CLI --run--> parent: torch's elastic agent + Watch --fork--> rank 0 (terminal), rank 1 ... (log files)
 
-Ranks are forked, so they have the parent's imports and start in a tenth of a second; the parent must not have used
-CUDA (it is spawned from then on, which takes seconds) and must not have computed with more than one thread.
+Ranks are forked, so they share the parent's imports and start in a tenth of a second. Once the parent has used CUDA,
+ranks are spawned instead, which takes seconds. The parent must not have computed with more than one thread.
 """
 
 from __future__ import annotations
@@ -26,38 +26,39 @@ from kumi.config.local_machine import threads_per_rank
 from kumi.errors import CommunicationError, RefusedError
 from kumi.launch import signals
 from kumi.launch.control_folder import control_folder, read_failures
-from kumi.launch.failure_causes import first_error
-from kumi.launch.oom import memory_kills
-from kumi.launch.rank_process import Start, run_rank
-from kumi.launch.standing import Standing, interface_to, outward_interface, standing
+from kumi.launch.failure_causes import root_cause_error
+from kumi.launch.oom import oom_kills
+from kumi.launch.rank_process import RankStart, run_rank
+from kumi.launch.standing import LaunchedRank, interface_to, launched_rank, outward_interface
 from kumi.launch.watch import Watch
 
-# The one signal that is left to the agent: it makes it give up. The others are for `signals`.
+# The agent handles only this signal, which makes it give up. `signals` handles the others.
 _AGENT_SIGNAL = signal.SIGUSR2
 _CUDA_ERROR_NOT_INITIALIZED = 3
 _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
 name = "local"
-most_nodes = 1
+max_nodes = 1
 
 
 def start(run: ResolvedRun, fn: Callable[..., int | None], args: tuple[Any, ...]) -> int:
-    """Have every rank of `run` on this machine do `fn(*args)`; its exit code (see `kumi.launch.launchers`)."""
+    """Run `fn(*args)` on every rank of `run` on this machine; return the exit code (see `kumi.launch.launchers`)."""
     return run_ranks(fn, args, nproc=run.cluster.devices_per_node, log_dir=run.out / "logs")
 
 
 def run_ranks(
     fn: Callable[..., int | None], args: tuple[Any, ...] = (), *, nproc: int, log_dir: Path | str, grace: float = 600.0
 ) -> int:
-    """The exit code that `fn(*args)` returns (None is 0), run as each of `nproc` ranks of this machine.
+    """Run `fn(*args)` on each of `nproc` ranks of this machine; return its exit code (None counts as 0).
 
-    With one rank, or as a rank that torchrun or srun has started (RANK and WORLD_SIZE are set), `fn` runs in this
-    process. `fn` finds its rank where torch's env:// finds it, asks `signals.install()` whether to stop, and returns
-    `signals.exit_code(...)` when it did. After SIGINT, SIGTERM, SIGHUP or SIGUSR1 it has `grace` seconds for that.
+    `fn` runs in this process if there is one rank, or if torchrun or srun started this process as a rank (RANK and
+    WORLD_SIZE are set). `fn` reads its rank from the variables of torch's env://, polls `signals.install()` for a stop
+    request, and returns `signals.exit_code(...)` if it stopped. After SIGINT, SIGTERM, SIGHUP or SIGUSR1, `fn` has
+    `grace` seconds to return.
 
-    Raises the first failing rank's KumiError; KumiError with the end of the traceback for any other exception; and
-    CommunicationError for a rank that was killed. The rest is in `log_dir`/rank_00001.log and so on.
+    Raise the KumiError of the first failing rank; KumiError with the end of the traceback for any other exception;
+    CommunicationError if a rank was killed. `log_dir`/rank_00001.log and so on have the ranks' full output.
     """
     if nproc == 1 or is_rank(os.environ):
         with signals.installed():
@@ -68,49 +69,50 @@ def run_ranks(
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process as one rank of several."""
-    return standing(environ) is not None
+    """Return True if an outside launcher started this process as one of several ranks."""
+    return launched_rank(environ) is not None
 
 
-def environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that `nproc` ranks of this machine need and `environ` does not set.
+def rank_environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that `nproc` ranks of this machine need and that `environ` does not set.
 
-    OMP_NUM_THREADS and OMP_WAIT_POLICY count only when they are set before torch is imported. Ranks that kumi starts
-    meet on the loopback interface; those of an outside launcher, on the one that leads to the host of rank 0.
+    OMP_NUM_THREADS and OMP_WAIT_POLICY take effect only if they are set before torch is imported. Ranks that kumi
+    starts communicate over the loopback interface; ranks of an outside launcher, over the interface that leads to
+    rank 0.
     """
-    wanted = {
-        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the other ranks
+    variables = {
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from the other ranks
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not start CUDA in the parent: a fork cannot use it
     }
     if nproc > 1:
-        wanted["OMP_NUM_THREADS"] = str(threads_per_rank(nproc, environ))
-    place = standing(environ)
-    if place is not None:
-        wanted |= place.environment()
-        interface = _interface(place, nproc, environ)
-        wanted |= {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
+        variables["OMP_NUM_THREADS"] = str(threads_per_rank(nproc, environ))
+    launched = launched_rank(environ)
+    if launched is not None:
+        variables |= launched.torch_environment()
+        interface = _interface(launched, nproc, environ)
+        variables |= {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
     elif nproc > 1:
-        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    return {name: value for name, value in wanted.items() if name not in environ}
+        variables["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
-def _interface(place: Standing, nproc: int, environ: Mapping[str, str]) -> str | None:
-    """The network interface on which the ranks of an outside launcher reach each other; None leaves it to gloo.
+def _interface(launched: LaunchedRank, nproc: int, environ: Mapping[str, str]) -> str | None:
+    """Return the network interface for the ranks of an outside launcher; None leaves the choice to gloo.
 
-    On many systems a machine's own name stands for a loopback address, where no other machine reaches it.
+    On many systems a machine's own name resolves to a loopback address, which other machines cannot reach.
     """
-    if place.world_size == 1:
+    if launched.world_size == 1:
         return None
-    found = interface_to(environ["MASTER_ADDR"])
-    return outward_interface() if found == "lo" and place.world_size > nproc else found
+    interface = interface_to(environ["MASTER_ADDR"])
+    return outward_interface() if interface == "lo" and launched.world_size > nproc else interface
 
 
 def _run_under_agent(
     fn: Callable[..., int | None], args: tuple[Any, ...], nproc: int, log_dir: Path, grace: float
 ) -> int:
-    before, killed_before = dict(os.environ), memory_kills()
+    environ_before, kills_before = dict(os.environ), oom_kills()
     threads = threads_per_rank(nproc, os.environ)
-    os.environ.update(environment(nproc, before))
+    os.environ.update(rank_environment(nproc, environ_before))
     try:
         with control_folder(log_dir) as control:
             with (
@@ -119,28 +121,31 @@ def _run_under_agent(
                 Watch(control, nproc, flag, grace, _AGENT_SIGNAL) as watch,
             ):
                 flag.patient = True
-                codes, exits = _elastic(nproc, fn, args, Start(control, log_dir, os.getpid(), threads))
+                codes, exits = _elastic(nproc, fn, args, RankStart(control, log_dir, os.getpid(), threads))
             if codes is not None:
                 return next((code for code in codes if code), 0)
             if flag.requested is not None and (flag.insisted or watch.out_of_grace):
                 return _stopped_hard(flag, grace)
-            out_of_memory = memory_kills() != killed_before
-            raise first_error(watch, exits, read_failures(control), log_dir, out_of_memory=out_of_memory)
+            out_of_memory = oom_kills() != kills_before
+            raise root_cause_error(watch, exits, read_failures(control), log_dir, out_of_memory=out_of_memory)
     finally:
-        for name in set(os.environ) - set(before):  # the agent leaves one of its own, too
+        for name in set(os.environ) - set(environ_before):  # the agent also leaves a variable
             del os.environ[name]
 
 
 def _elastic(
-    nproc: int, fn: Callable[..., int | None], args: tuple[Any, ...], start: Start
+    nproc: int, fn: Callable[..., int | None], args: tuple[Any, ...], start: RankStart
 ) -> tuple[list[int] | None, dict[int, int]]:
-    """What the ranks returned under torch's elastic agent; None, and the exit codes it saw, when one failed."""
+    """Run the ranks under torch's elastic agent.
+
+    Return the exit codes of all ranks, and {}; if a rank failed, None and the exit codes that the agent saw, by rank.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The kernel chooses the port, and it stays bound: the agent finds this store in its process and the ranks use it.
+    # The kernel chooses a port, which stays bound. The agent and the ranks use this store.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = TCPStore("127.0.0.1", port, 1, is_master=True, multi_tenant=True, master_listen_fd=listener.detach())
@@ -168,10 +173,10 @@ def _elastic(
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        # The agent's queue to its ranks needs a semaphore, a file of a few bytes there.
+        # The agent's queue to its ranks needs a semaphore, a file of a few bytes in /dev/shm.
         raise RefusedError(
-            "/dev/shm: no space is left for the semaphores by which ranks are started; delete what dead processes left "
-            "there, or give it more (`mount -o remount,size=1G /dev/shm`, `docker run --shm-size=1g`)"
+            "/dev/shm: no space is left for the semaphores that start the ranks; delete the files that dead processes "
+            "left there, or enlarge it (`mount -o remount,size=1G /dev/shm`, `docker run --shm-size=1g`)"
         ) from error
     except SignalException:
         return None, {}
@@ -182,7 +187,7 @@ def _elastic(
 
 
 def can_fork() -> bool:
-    """Whether a forked rank can use what this process has loaded: not on macOS, and not once CUDA has started here."""
+    """Return True if a forked rank can use this process's libraries: not on macOS, and not after CUDA was used here."""
     import torch
 
     if sys.platform != "linux" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -190,12 +195,12 @@ def can_fork() -> bool:
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
     except OSError:
-        return True  # nobody has even loaded the driver
+        return True  # the driver is not even loaded
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_ERROR_NOT_INITIALIZED)
 
 
 def _no_agent_logs() -> Any:
-    """What tells the agent to leave the ranks' output alone, which `run_rank` directs itself."""
+    """Return the agent's log setting that leaves the ranks' output alone: `run_rank` redirects it."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class NoLogs(LogsSpecs):
@@ -211,20 +216,21 @@ def _no_agent_logs() -> Any:
 
 
 def _stopped_hard(flag: signals.StopFlag, grace: float) -> int:
-    """The exit code after the user insisted; CommunicationError when the ranks used up their grace."""
+    """Return the exit code after a second stop request; raise CommunicationError if the grace period ran out."""
     assert flag.requested is not None
     if flag.insisted:
         return signals.exit_code(flag.requested)
     name = signal.Signals(flag.requested).name
     raise CommunicationError(
-        f"the ranks did not stop within {grace:.0f} s of {name} and were killed; the last complete checkpoint counts"
+        f"the ranks did not stop within {grace:.0f} s of {name} and were killed; run the same command again to resume "
+        f"from the last complete checkpoint"
     )
 
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Silences the agent's own reports of what `run_ranks` reports in a sentence."""
-    import torch.distributed.launcher.api  # noqa: F401  (its loggers exist from here on)
+    """Silence the agent's logs and warnings: `run_ranks` reports failures in one sentence."""
+    import torch.distributed.launcher.api  # noqa: F401  (creates its loggers)
 
     loggers = [
         logger
@@ -235,7 +241,7 @@ def _quiet_agent() -> Iterator[None]:
         logger.disabled = True
     try:
         with warnings.catch_warnings():
-            # Said from Python 3.12 on; the threads here (the store's, the watch's) hold nothing that a rank needs.
+            # Python 3.12 and later warn; the threads here (the store's, the watch's) hold no lock that a rank needs.
             warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
             yield
     finally:

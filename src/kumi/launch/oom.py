@@ -1,4 +1,4 @@
-"""How many processes the kernel has killed because memory ran out, as the control group of this process counts them."""
+"""Count the processes that the kernel killed for lack of memory, from the control group (cgroup) of this process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def memory_kills(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int | None:
-    """Return how many processes of this control group were killed so far, None where the system does not count them.
+def oom_kills(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int | None:
+    """Return the number of out-of-memory kills in this cgroup so far; None if the system does not count them.
 
-    Reads `oom_kill` of memory.events (version 2 of control groups) or memory.oom_control (version 1).
+    Read `oom_kill` from memory.events (cgroup v2) or memory.oom_control (cgroup v1).
     """
     for file in _files(groups, mount):
         try:
             lines = [line.split() for line in file.read_text().splitlines()]
-        except OSError:  # the system has the other version, or no such group
+        except OSError:  # the other cgroup version, or no such group
             continue
         for name, *values in lines:
             if name == "oom_kill" and len(values) == 1 and values[0].isdecimal():
@@ -24,10 +24,13 @@ def memory_kills(groups: Path = _GROUPS, mount: Path = _MOUNT) -> int | None:
 
 
 def _files(groups: Path, mount: Path) -> list[Path]:
-    """Return where the counter may be. In a container, the group's path may be the host's, and the mount its root."""
+    """Return the files that may have the counter.
+
+    In a container, the cgroup's path may be the host's, and the mount point the root of the container's cgroup.
+    """
     try:
         lines = groups.read_text().splitlines()
-    except OSError:  # no Linux, or one that hides /proc
+    except OSError:  # not Linux, or /proc is hidden
         return []
     files = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""What each started rank does around the function it runs: dies with its parent, logs, and says why it failed."""
+"""Run a function in a started rank: die with the parent, redirect output, report failures to the launcher."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from typing import Any, NoReturn
 
 from kumi.errors import KumiError
 from kumi.launch import signals
-from kumi.launch.control_folder import Failure, announce, log_path, may_go, report_failure, report_return
-from kumi.launch.failure_causes import is_echo
+from kumi.launch.control_folder import Failure, announce_rank, log_path, ranks_released, report_failure, report_return
+from kumi.launch.failure_causes import is_secondary
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a rank needs to know: where to report, where to log, who its parent is, how many threads it has."""
+class RankStart:
+    """What the launcher passes to each rank."""
 
-    control: Path
+    control: Path  # control folder
     log_dir: Path
-    parent: int
-    threads: int
+    parent: int  # process id of the launcher
+    threads: int  # for computation
 
 
-def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: Start) -> int:
-    """The exit code that `fn` returns, in a started process; on an error the process ends here and leaves a Failure."""
+def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: RankStart) -> int:
+    """Run `fn(*args)` in a started rank and return its exit code; on an error, report a Failure and end the process."""
     import torch
 
     rank = int(os.environ["RANK"])
-    die_with(start.parent)
+    die_with_parent(start.parent)
     log = os.open(log_path(start.log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     if rank != 0:
         _redirect_output(log)
     faulthandler.enable(file=log)
     flag = signals.install()
-    flag.patient = True  # the parent decides when patience ends
+    flag.patient = True  # the parent decides when to kill this rank
     torch.set_num_threads(start.threads)
-    announce(start.control, rank)
+    announce_rank(start.control, rank)
     try:
         code = _await_all(start.control, flag)
         if code is None:
@@ -60,12 +60,13 @@ def run_rank(fn: Callable[..., int | None], args: tuple[Any, ...], start: Start)
 
 
 def _await_all(control: Path, flag: signals.StopFlag) -> int | None:
-    """None when all ranks have started; the exit code when this one is asked to stop before that.
+    """Wait until all ranks have started. Return None, or the exit code if this rank is asked to stop before that.
 
-    No rank may talk to the parent's store before the last one is forked: a thread of the store looks up the address
-    of whoever connects, and a rank forked at that instant finds the C library's resolver locked for ever.
+    No rank may connect to the parent's store before the last rank is forked: on each connection, a thread of the store
+    looks up the client's address, and a rank forked at that instant inherits the C library's resolver lock, locked for
+    ever.
     """
-    while not may_go(control):
+    while not ranks_released(control):
         if flag.requested is not None:
             return signals.exit_code(flag.requested)
         time.sleep(0.005)
@@ -81,8 +82,8 @@ def _call(fn: Callable[..., int | None], args: tuple[Any, ...]) -> int:
         return end.code or 0
 
 
-def die_with(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` to this process when its parent dies, which may be too busy dying to do it."""
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when its parent dies, however the parent dies."""
     if sys.platform != "linux":
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum) != 0:
@@ -92,7 +93,7 @@ def die_with(parent: int, signum: int = signal.SIGKILL) -> None:
 
 
 def _redirect_output(log: int) -> None:
-    """Sends what this process and its native libraries print to `log`."""
+    """Redirect the output of this process and its native libraries to the file descriptor `log`."""
     _flush()
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
@@ -101,15 +102,15 @@ def _redirect_output(log: int) -> None:
 
 
 def _fail(rank: int, error: BaseException, control: Path, log: int) -> NoReturn:
-    """Report `error` and end the process, without the tear-down, in which a broken communicator may hang.
+    """Report `error` and end the process without tear-down, in which a broken communicator may hang.
 
-    The report comes first: whatever comes after it may fail, too.
+    The report comes first, because later steps may fail.
     """
     at = time.monotonic()
     trace = "".join(traceback.format_exception(error))
     kinds = [kind.__name__ for kind in type(error).__mro__]
     with suppress(OSError):
-        report_failure(control, Failure(rank, at, kinds, str(error), trace, echo=is_echo(error)))
+        report_failure(control, Failure(rank, at, kinds, str(error), trace, secondary=is_secondary(error)))
     with suppress(OSError):  # a full disk
         os.write(log, trace.encode())
     with suppress(OSError):

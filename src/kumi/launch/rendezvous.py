@@ -1,14 +1,15 @@
-"""Ranks that an outside launcher started: what they tell each other before their group exists, and when one fails.
+"""Rendezvous of ranks that an outside launcher started, before their process group exists and when a rank fails.
 
-They meet in the store at MASTER_ADDR:MASTER_PORT, which torchrun serves, or else rank 0.
+The ranks communicate through the TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun or else rank 0 serves.
 
-    prepare   rank 0 prepares the data, however long that takes; the others wait for its word
-    ready     all ranks wait for all; only then do they make their group, whose timeout is too short for preparing
+    prepare   rank 0 prepares the data, however long that takes; the other ranks wait for its message
+    ready     all ranks wait for each other, then make their process group, whose timeout is too short for preparing
     train
-    failed    the first rank that fails for a reason of its own leaves it in the store, where the others find it
+    failed    the first rank with a failure of its own stores the cause, which the other ranks read
 
-Each rank beats until all are ready, so that one that died is missed within a minute, and one that is slow is not.
-Where rank 0 serves the store, it stays until the others have heard how it ended, or for a while where they do not come.
+Each rank sends a heartbeat until all are ready, so a dead rank is noticed within a minute and a slow rank is not
+mistaken for a dead one. If rank 0 serves the store, it lingers until the other ranks have read its message, or for a
+limited time.
 """
 
 from __future__ import annotations
@@ -28,110 +29,115 @@ from functools import cache
 from typing import Any, NoReturn
 
 from kumi.errors import CommunicationError, KumiError
-from kumi.launch.failure_causes import is_echo, is_late, late, lost
-from kumi.launch.standing import Standing
+from kumi.launch.failure_causes import connection_lost_error, is_secondary, is_timeout, rank_timeout_error
+from kumi.launch.standing import LaunchedRank
 
 _ARRIVAL_SECONDS = 600.0  # until all ranks have connected
-_SILENCE_SECONDS = 60.0  # without a beat, after which a rank counts as dead
+_SILENCE_SECONDS = 60.0  # a rank counts as dead after this long without a heartbeat
 _BEAT_SECONDS = 2.0
 _POLL_SECONDS = 0.05
-# A rank that lost the others waits this long for the reason of the one that failed first.
+# A rank that lost its connection waits this long for the failing rank to store the cause.
 _SETTLE_SECONDS = 3.0
-_CONSEQUENCE_SECONDS = 1.2  # between a failure and the end of the ranks that it ends
-# How long rank 0, where it serves the store, stays for ranks that have not heard its word, or why it failed.
-_HEARING_SECONDS = 60.0
-_FAILURE_HEARING_SECONDS = 5.0
+_CONSEQUENCE_SECONDS = 1.2  # a rank with a secondary failure ends this long after reading the cause
+# If rank 0 serves the store, it lingers at most this long for ranks that have not read its message or its failure.
+_LINGER_SECONDS = 60.0
+_FAILURE_LINGER_SECONDS = 5.0
 
-_meetings = itertools.count()  # of this process; all ranks meet equally often
+_count = itertools.count()  # rendezvous of this process; the same number on all ranks
 
 
-class Meeting:
-    """The ranks of `place`, of which this is one, in `store`: a prefixed client of the TCPStore, which it may serve."""
+class Rendezvous:
+    """The launched ranks as seen from one of them. `store`: a prefixed client of the TCPStore, which this rank may
+    serve."""
 
-    def __init__(self, place: Standing, store: Any, *, serves: bool) -> None:
-        self.rank, self._size, self._store, self._serves = place.rank, place.world_size, store, serves
-        self._heard = False
-        self._beats: dict[int, tuple[bytes, float]] = {}  # of other ranks: the last one, and when it came
+    def __init__(self, launched: LaunchedRank, store: Any, *, serves: bool) -> None:
+        self.rank, self._size, self._store, self._serves = launched.rank, launched.world_size, store, serves
+        self._received = False
+        self._beats: dict[int, tuple[bytes, float]] = {}  # other rank -> its last heartbeat, and when it came
         self._began = time.monotonic()
         self._all_ready = threading.Event()
         threading.Thread(target=self._beat, name="kumi-beat", daemon=True).start()
 
-    def say(self, word: str) -> None:
-        """As rank 0, let the others go on with `word`."""
-        self._store.set("word", word)
+    def broadcast(self, message: str) -> None:
+        """Send `message` to all other ranks. For rank 0."""
+        self._store.set("word", message)
 
-    def hear(self) -> str:
-        """As another rank, the word of rank 0, once it comes. Raises CommunicationError when rank 0 failed or died."""
+    def receive(self) -> str:
+        """Wait for the message of rank 0 and return it. Raise CommunicationError if rank 0 failed or died.
+
+        For ranks other than 0.
+        """
         while not self._store.check(["word"]):
-            self._look_after([0])
+            self._check_alive([0])
             time.sleep(_POLL_SECONDS)
-        word = str(self._store.get("word").decode())
-        self._count_as_heard()
-        return word
+        message = str(self._store.get("word").decode())
+        self._acknowledge()
+        return message
 
-    def await_all(self) -> None:
-        """Return once all ranks have come here. Raises CommunicationError when one failed, died or never came."""
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have called this. Raise CommunicationError if a rank failed, died or never connected."""
         self._store.set(f"ready/{self.rank}", "")
         self._store.add("ready", 1)
         while self._store.add("ready", 0) < self._size:
-            # Rank 0 looks after all others, which look after it: a store cannot bear more of thousands of ranks.
-            self._look_after([0] if self.rank else [rank for rank in range(self._size) if not self._has("ready", rank)])
+            # Rank 0 checks all others, and they check rank 0: with thousands of ranks, a store bears no more requests.
+            missing = [rank for rank in range(self._size) if not self._has("ready", rank)] if self.rank == 0 else [0]
+            self._check_alive(missing)
             time.sleep(_POLL_SECONDS)
         self._all_ready.set()
 
-    def stay(self, seconds: float) -> None:
-        """Where this rank serves the store, return once all others have heard its word or ended, or after `seconds`."""
+    def linger(self, seconds: float) -> None:
+        """If this rank serves the store, wait at most `seconds` until all others have its message or ended."""
         until = time.monotonic() + seconds
         while self._serves and time.monotonic() < until and self._store.add("heard", 0) < self._size - 1:
             time.sleep(_POLL_SECONDS)
 
     def end(self) -> None:
-        """Stop beating."""
+        """Stop the heartbeat."""
         self._all_ready.set()
-        with suppress(RuntimeError):  # whoever served the store has gone
-            self._count_as_heard()
+        with suppress(RuntimeError):  # the process that served the store has ended
+            self._acknowledge()
 
-    def _count_as_heard(self) -> None:
-        """Let rank 0 know, once, that this other rank does not need it to learn how to go on."""
-        if self.rank and not self._heard:
-            self._heard = True
+    def _acknowledge(self) -> None:
+        """Tell rank 0, once, that this rank needs no message from it any more."""
+        if self.rank and not self._received:
+            self._received = True
             self._store.add("heard", 1)
 
-    def explained(self, error: BaseException) -> BaseException:
-        """Leave the reason why this rank fails in the store; or, where `error` is the echo of another's, find that."""
+    def explain_failure(self, error: BaseException) -> BaseException:
+        """Return the error to raise: `error` if it is primary, after storing it, else the cause behind it."""
         try:
-            if not is_echo(error):
+            if not is_secondary(error):
                 reason = {"rank": self.rank, "error": f"{type(error).__name__}: {error}"}
                 self._store.compare_set("failed", "", json.dumps(reason))
                 return error
             return self._cause(error)
-        except RuntimeError:  # the store went with whoever served it
-            return lost(self.rank, error) if is_echo(error) else error
+        except RuntimeError:  # the process that served the store has ended
+            return connection_lost_error(self.rank, error) if is_secondary(error) else error
 
     def _cause(self, error: BaseException) -> BaseException:
-        """The failure behind the echo `error`: another rank's reason, or the ranks that did not come in time."""
-        in_vain = is_late(str(error))
-        if in_vain:
+        """Return the cause of the secondary failure `error`: another rank's failure, or the ranks that timed out."""
+        timed_out = is_timeout(str(error))
+        if timed_out:
             self._store.set(f"late/{self.rank}", "")
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until:
             if self._store.check(["failed"]):
-                found = self._failure()
-                # torchrun takes the earliest report, by whole seconds, for the cause; and others still read the store.
+                cause = self._failure()
+                # torchrun shows the earliest report, in full seconds; other ranks may still be reading the store.
                 time.sleep(_CONSEQUENCE_SECONDS)
-                return found
+                return cause
             time.sleep(_POLL_SECONDS)
-        silent = [rank for rank in range(self._size) if not self._has("late", rank)] if in_vain else []
+        silent = [rank for rank in range(self._size) if not self._has("late", rank)] if timed_out else []
         if silent:
-            return late(dict.fromkeys(silent, ""), waited=self.rank)
-        return error if isinstance(error, KumiError) else lost(self.rank, error)
+            return rank_timeout_error(dict.fromkeys(silent, ""), waited=self.rank)
+        return error if isinstance(error, KumiError) else connection_lost_error(self.rank, error)
 
     def _failure(self) -> CommunicationError:
         reason = json.loads(self._store.get("failed"))
         return CommunicationError(f"rank {self.rank} ends because rank {reason['rank']} failed: {reason['error']}")
 
-    def _look_after(self, ranks: list[int]) -> None:
-        """Raise CommunicationError when any rank has failed, or one of `ranks` does not beat any more."""
+    def _check_alive(self, ranks: list[int]) -> None:
+        """Raise CommunicationError if any rank has failed, or one of `ranks` has no heartbeat."""
         if self._store.check(["failed"]):
             raise self._failure()
         now = time.monotonic()
@@ -145,22 +151,22 @@ class Meeting:
                 self._beats[rank] = (beat, now)
             elif now - since > _SILENCE_SECONDS:
                 raise CommunicationError(
-                    f"rank {rank} has died or hangs before training began: it has said nothing for "
+                    f"rank {rank} died or hangs before training began: it has sent no heartbeat for "
                     f"{_SILENCE_SECONDS:.0f} s; see its output"
                 )
         if absent and now - self._began > _ARRIVAL_SECONDS:
             raise CommunicationError(
-                f"rank {', '.join(map(str, absent))} of {self._size} has not come within {_ARRIVAL_SECONDS:.0f} s; "
-                f"check that all {self._size} ranks were started, and that they reach "
+                f"rank {', '.join(map(str, absent))} of {self._size} did not connect within {_ARRIVAL_SECONDS:.0f} s; "
+                f"check that all {self._size} ranks were started, and that they can reach "
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             )
 
-    def _has(self, what: str, rank: int) -> bool:
-        return bool(self._store.check([f"{what}/{rank}"]))
+    def _has(self, key: str, rank: int) -> bool:
+        return bool(self._store.check([f"{key}/{rank}"]))
 
     def _beat(self) -> None:
         count = 0
-        with suppress(RuntimeError):  # whoever served the store has gone; the main thread hears of that, too
+        with suppress(RuntimeError):  # the process that served the store has ended; the main thread notices it, too
             while True:
                 self._store.set(f"beat/{self.rank}", str(count))
                 count += 1
@@ -169,43 +175,44 @@ class Meeting:
 
 
 @contextmanager
-def meet(place: Standing) -> Iterator[Meeting]:
-    """The meeting of all ranks that the launcher started, until the end of the block.
+def rendezvous(launched: LaunchedRank) -> Iterator[Rendezvous]:
+    """Open the rendezvous of all ranks that the launcher started, for the duration of the block.
 
-    An exception there is left for the other ranks, and for torchrun's report where that wants one; where it is only
-    the consequence of another rank's failure, a CommunicationError with the cause takes its place. Raises
-    CommunicationError when the store cannot be reached.
+    An exception in the block is stored for the other ranks and reported to torchrun. If it is only a consequence of
+    another rank's failure, raise a CommunicationError with the cause instead. Raise CommunicationError if the store
+    cannot be reached.
     """
-    meeting = _open(place)
+    peers = _open(launched)
     try:
-        yield meeting
-        meeting.stay(_HEARING_SECONDS)
+        yield peers
+        peers.linger(_LINGER_SECONDS)
     except Exception as error:
-        _end(meeting, error)
+        _end(peers, error)
     finally:
-        meeting.end()
+        peers.end()
 
 
-def _open(place: Standing) -> Meeting:
+def _open(launched: LaunchedRank) -> Rendezvous:
     from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
-    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        store = _connect(host, int(port), place.world_size, serves)
+        store = _connect(host, int(port), launched.world_size, serves)
     except (DistError, ValueError) as error:
         raise CommunicationError(
-            f"rank {place.rank} of {place.world_size} cannot meet the others at {host}:{port} ({error}); check that "
-            f"rank 0 runs there and that the address can be reached from here"
+            f"rank {launched.rank} of {launched.world_size} cannot reach rank 0 at {host}:{port} ({error}); check that "
+            f"rank 0 runs there, and that this machine can reach the address"
         ) from error
-    # torchrun serves one store to all its attempts, and any store serves all meetings of an attempt.
-    prefix = f"kumi/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
-    return Meeting(place, PrefixStore(prefix, store), serves=serves)
+    # torchrun serves one store to all its attempts, and a store serves every rendezvous of an attempt.
+    prefix = f"kumi/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_count)}"
+    return Rendezvous(launched, PrefixStore(prefix, store), serves=serves)
 
 
 @cache
 def _connect(host: str, port: int, size: int, serves: bool) -> Any:
-    """The store, kept for the next meeting, which other ranks may have begun when rank 0 ends this one."""
+    """Connect to the store. The cache keeps it open for the next rendezvous, which other ranks may already have begun
+    when rank 0 ends this one."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(
@@ -219,14 +226,14 @@ def _connect(host: str, port: int, size: int, serves: bool) -> Any:
     )
 
 
-def _end(meeting: Meeting, error: Exception) -> NoReturn:
-    """Raise `error`, or its cause. The process will end without the tear-down, in which broken groups may hang."""
+def _end(peers: Rendezvous, error: Exception) -> NoReturn:
+    """Raise `error` or its cause, and have the process end without tear-down, in which broken groups may hang."""
     import torch.distributed as dist
 
-    cause = meeting.explained(error)
+    cause = peers.explain_failure(error)
     _write_error_file(cause, error)
     with suppress(RuntimeError):
-        meeting.stay(_FAILURE_HEARING_SECONDS)
+        peers.linger(_FAILURE_LINGER_SECONDS)
     if dist.is_initialized():
         atexit.register(_leave, cause.exit_code if isinstance(cause, KumiError) else 1)
     if cause is error:
@@ -241,7 +248,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _write_error_file(cause: BaseException, error: BaseException) -> None:
-    """Write the failure to where torchrun looks for it, in its format. What it shows is `py_callstack`."""
+    """Write the failure to torchrun's error file, in its format. torchrun shows `py_callstack`."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return

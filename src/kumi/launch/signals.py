@@ -1,9 +1,9 @@
-"""How a process is asked to stop: the first signal sets a flag that the loop polls, the second ends it at once.
+"""Stop requests by signals: the first signal sets a flag that the loop polls, the second ends the process at once.
 
 flag = signals.install()
 for step in ...:
     ...
-    if flag.requested:            # all ranks agree on it first, by reducing it with max
+    if flag.requested:            # after all ranks have agreed on it by an all-reduce
         save()
         return signals.exit_code(flag.requested)
 """
@@ -22,35 +22,35 @@ from typing import Any
 
 from kumi.errors import INTERRUPTED, REQUEUE, TERMINATED
 
-# SIGHUP is a lost terminal; SIGUSR1 is what batch systems are told to send some time before a job's time is up.
+# SIGHUP: the terminal is gone. SIGUSR1: batch systems are configured to send it some time before a job's time limit.
 EXIT_CODES = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGTERM: TERMINATED,
     signal.SIGHUP: TERMINATED,
     signal.SIGUSR1: REQUEUE,
 }
-# One Ctrl-C, `timeout` or `scancel` reaches a process on several ways: signals this close together are one request.
+# One Ctrl-C, `timeout` or `scancel` may reach a process several times: signals this close together are one request.
 _SAME_REQUEST_SECONDS = 1.0
 
 
 class StopFlag:
-    """`requested`: the number of the first signal that asked to stop, None before; `insisted`: whether a second came.
+    """The signal handler, and the state it sets.
 
-    It is the signal handler itself. Where it is not `patient`, the second request raises SystemExit with the exit
-    code of the first, and the third ends the process on the spot.
+    Unless it is `patient`, the second request raises SystemExit with the exit code of the first, and the third ends
+    the process on the spot.
     """
 
     def __init__(self) -> None:
-        self.requested: int | None = None
-        self.insisted = False
+        self.requested: int | None = None  # number of the first stop signal
+        self.insisted = False  # a second request has come
         self.patient = False
-        self._heard_at = 0.0
+        self._received_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        before, self._heard_at = self._heard_at, time.monotonic()
+        before, self._received_at = self._received_at, time.monotonic()
         if self.requested is None:
             self.requested = signum
-        elif self._heard_at - before >= _SAME_REQUEST_SECONDS:
+        elif self._received_at - before >= _SAME_REQUEST_SECONDS:
             already, self.insisted = self.insisted, True
             if not self.patient:
                 if already:
@@ -59,12 +59,12 @@ class StopFlag:
 
 
 def exit_code(signum: int) -> int:
-    """What a process that saved because of signal `signum` ends with: 130, 143, or 75 (please run again)."""
+    """Return the exit code of a process that saved and stopped because of `signum`: 130, 143, or 75 (run again)."""
     return EXIT_CODES[signal.Signals(signum)]
 
 
 def install() -> StopFlag:
-    """The flag that signals to this process set; the same one when there is one already. For the main thread.
+    """Install a StopFlag for the stop signals, or return the installed one. Call it from the main thread.
 
     A signal that the process was started to ignore (as by nohup) stays ignored.
     """
@@ -78,7 +78,7 @@ def install() -> StopFlag:
 
 @contextmanager
 def installed() -> Iterator[StopFlag]:
-    """The flag, until the end of the block, when the handlers that were there before are back."""
+    """Install a StopFlag and restore the previous handlers at the end of the block."""
     before: dict[signal.Signals, Any] = {signum: signal.getsignal(signum) for signum in EXIT_CODES}
     try:
         yield install()
@@ -88,9 +88,10 @@ def installed() -> Iterator[StopFlag]:
 
 
 @contextmanager
-def leaving() -> Iterator[None]:
-    """Until ranks train, and once they have: a signal ends the process with its exit code, for there is nothing to
-    save. Ctrl-C goes on raising KeyboardInterrupt. Does nothing outside of the main thread, which alone gets signals.
+def exit_on_signal() -> Iterator[None]:
+    """Within the block, a signal ends the process with its exit code: before and after training, nothing is to save.
+
+    Ctrl-C still raises KeyboardInterrupt. Do nothing outside the main thread, which alone gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -108,5 +109,5 @@ def leaving() -> Iterator[None]:
 
 def _leave(signum: int, frame: FrameType | None) -> None:
     name = signal.Signals(signum).name
-    print(f"{name}: ended; what is done is kept, and the same command goes on from there", file=sys.stderr, flush=True)
+    print(f"{name}: stopped; run the same command again to continue", file=sys.stderr, flush=True)
     raise SystemExit(exit_code(signum))

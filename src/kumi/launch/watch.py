@@ -1,7 +1,7 @@
-"""Watching started ranks from their parent: who ended first and how, and stopping the others.
+"""Watch the ranks from their parent: record which rank died first and how, and stop the others.
 
-A thread beside torch's elastic agent, because the agent gives the surviving ranks 30 seconds after a failure, gives
-none of them time to save after a signal, and waits for ever for ranks that left without a word.
+The watch is a thread beside torch's elastic agent. The agent alone would give the surviving ranks 30 seconds after a
+failure, give them no time to save after a signal, and wait for ever for ranks that exit early without an error.
 """
 
 from __future__ import annotations
@@ -15,44 +15,41 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kumi.launch.control_folder import has_returned, let_all_go, read_pids
+from kumi.launch.control_folder import has_returned, read_pids, release_ranks
 from kumi.launch.signals import EXIT_CODES, StopFlag
 
 _POLL_SECONDS = 0.05
 _START_SECONDS = 0.01
-# The first to report is not always the first to fail; a rank that is busy dying gets this long to say why.
+# The rank that failed first may not be the first to report: a dying rank gets this long to report its failure.
 _SETTLE_SECONDS = 3.0
 _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
-class Death:
-    """That a rank ended without returning: when (monotonic seconds), and its exit code, negative for a signal.
-
-    `code` is None where only the agent has seen it.
-    """
+class RankDeath:
+    """The end of a rank whose function did not return."""
 
     rank: int
-    at: float
-    code: int | None
+    at: float  # monotonic seconds
+    code: int | None  # exit code, negative for a signal; None if only the agent knows it
 
 
 class Watch:
-    """The thread: forwards a stop request, and kills what is left when a rank failed or the grace is over.
+    """A thread that forwards a stop request to the ranks, and kills the remaining ranks after a failure or `grace`.
 
     `agent_signal` makes the agent in the main thread give up.
     """
 
     def __init__(self, control: Path, nproc: int, flag: StopFlag, grace: float, agent_signal: signal.Signals) -> None:
-        self.deaths: list[Death] = []
-        self.killed: dict[int, str] = {}  # rank to the state that its process was in
+        self.deaths: list[RankDeath] = []
+        self.killed: dict[int, str] = {}  # killed rank -> the state of its process, see _state
         self.out_of_grace = False
         self._control, self._nproc, self._flag, self._grace = control, nproc, flag, grace
         self._agent_signal = agent_signal
         self._pids: dict[int, int] = {}
-        self._handles: dict[int, int] = {}  # of the ranks that live; where the system has such handles
+        self._handles: dict[int, int] = {}  # living rank -> its pidfd, if the system has pidfds
         self._alive: set[int] = set()
-        self._told: set[int] = set()
+        self._signalled: set[int] = set()
         self._kill_at = self._give_up_at = _NEVER
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kumi-watch", daemon=True)
@@ -70,12 +67,12 @@ class Watch:
             os.close(handle)
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # they are for the main thread, which they wake
+        signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)  # only the main thread receives signals, which wake it
         while not self._ended.is_set():
             if len(self._pids) < self._nproc:
                 self._find_ranks()
                 if len(self._pids) == self._nproc:
-                    let_all_go(self._control)
+                    release_ranks(self._control)
             self._pause(_POLL_SECONDS if len(self._pids) == self._nproc else _START_SECONDS)
             self._note_deaths()
             self._decide(time.monotonic())
@@ -90,10 +87,10 @@ class Watch:
                 try:
                     self._handles[rank] = os.pidfd_open(pid)
                 except ProcessLookupError:
-                    self._bury(rank, None)
+                    self._record_death(rank, None)
 
     def _pause(self, seconds: float) -> None:
-        """Sleeps for a moment, or until a rank ends: the times of death tell cause from consequence."""
+        """Sleep for `seconds`, or until a rank ends: exact times of death tell cause from consequence."""
         if self._handles:
             _readable(self._handles.values(), seconds)
         else:
@@ -104,25 +101,25 @@ class Watch:
         for handle in _readable(handles, 0):
             code = _exit_code(handle)
             os.close(self._handles.pop(handles[handle]))
-            self._bury(handles[handle], code)
+            self._record_death(handles[handle], code)
         for rank in self._alive - set(self._handles):
             if not _exists(self._pids[rank]):
-                self._bury(rank, None)
+                self._record_death(rank, None)
 
-    def _bury(self, rank: int, code: int | None) -> None:
+    def _record_death(self, rank: int, code: int | None) -> None:
         now = time.monotonic()
         self._alive.discard(rank)
         if code or not has_returned(self._control, rank):
-            self.deaths.append(Death(rank, now, code))
+            self.deaths.append(RankDeath(rank, now, code))
             self._kill_at = min(self._kill_at, now + _SETTLE_SECONDS)
 
     def _decide(self, now: float) -> None:
         requested = self._flag.requested
-        if requested is not None and not self._told and not self.deaths:
+        if requested is not None and not self._signalled and not self.deaths:
             self._kill_at = min(self._kill_at, now + self._grace)
         if requested is not None:
-            for rank in self._alive - self._told:
-                self._told.add(rank)
+            for rank in self._alive - self._signalled:
+                self._signalled.add(rank)
                 self._send(rank, signal.Signals(requested))
         if self._flag.insisted:
             self._kill_at = min(self._kill_at, now)
@@ -143,12 +140,15 @@ class Watch:
                 signal.pidfd_send_signal(self._handles[rank], signum)
             else:
                 os.kill(self._pids[rank], signum)
-        except ProcessLookupError:  # it ended by itself a moment ago; the next round notes it
+        except ProcessLookupError:  # the rank ended by itself a moment ago; the next round records it
             return
 
 
 def _readable(handles: Iterable[int], seconds: float) -> list[int]:
-    """Return the `handles` whose process has ended, after `seconds` at most. select would take none beyond 1,023."""
+    """Return the pidfds in `handles` whose process has ended, after at most `seconds`.
+
+    poll() is used because select() rejects descriptors above 1,023.
+    """
     poll = select.poll()
     for handle in handles:
         poll.register(handle, select.POLLIN)
@@ -156,7 +156,7 @@ def _readable(handles: Iterable[int], seconds: float) -> list[int]:
 
 
 def _exit_code(handle: int) -> int | None:
-    """The exit code of an ended process, which stays there for the agent; None when the agent has it already."""
+    """Return the exit code of an ended process and leave it for the agent; None if the agent has read it already."""
     try:
         status = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
@@ -178,10 +178,10 @@ _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiti
 
 
 def _state(pid: int) -> str:
-    """The state of the process `pid` in words; empty where it is an ordinary one or the system does not tell."""
+    """Return an unusual state of the process `pid` in words; "" for an ordinary or unknown state."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    # The name of the program, which may hold anything, stands in brackets before the state.
+    # The program's name, which may contain any character, stands in brackets before the state.
     return _STATES.get(stat.rpartition(")")[2].split()[0], "")

@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainerState:
-    """Where the run stands. `log_history`: the entries of metrics.jsonl that this start has written, oldest first."""
+    """The progress of the run."""
 
     global_step: int = 0
     max_steps: int = 0
     num_input_tokens_seen: int = 0
-    log_history: list[dict[str, Any]] = field(default_factory=list)
+    log_history: list[dict[str, Any]] = field(default_factory=list)  # this start's entries of metrics.jsonl, in order
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
 
 @dataclass
 class TrainerControl:
-    """What callbacks ask for. `should_training_stop`: save a checkpoint and end after the step under way."""
+    """Requests of callbacks to the trainer."""
 
-    should_training_stop: bool = False
+    should_training_stop: bool = False  # save a checkpoint and end the run after the current step
 
 
 class TrainerCallback:
     """Base class of callbacks: every event does nothing until a subclass overrides it."""
 
     def on_train_begin(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called once, before the first step; `state.global_step` is above 0 where the run resumes."""
+        """Called once, before the first step; `state.global_step` is above 0 if the run resumes."""
 
     def on_step_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called once the figures of a step are known: on a GPU that is every `log.every` steps, for each step."""
+        """Called for each step, once its figures are known; on a GPU, they become known every `log.every` steps."""
 
     def on_log(
         self, args: RunConfig, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
@@ -53,14 +53,14 @@ class TrainerCallback:
         """Called after an evaluation with `metrics`: eval/loss, eval/tokens, eval/unigram_entropy."""
 
     def on_save(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called when a checkpoint is begun; with checkpoint.asynchronous it is complete before the next one begins."""
+        """Called when a save begins; with checkpoint.asynchronous, it is complete before the next save begins."""
 
     def on_train_end(self, args: RunConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called once, after the last step or the step after which the run was stopped."""
+        """Called once, after the last step, or after the step at which the run was stopped."""
 
 
 class Listener(Protocol):
-    """What the training loop tells on rank 0, and asks whether to go on."""
+    """Receives the events of the training loop on rank 0, and can stop it by its `control`."""
 
     @property
     def control(self) -> TrainerControl: ...
@@ -77,7 +77,7 @@ class Listener(Protocol):
 
 
 class Callbacks:
-    """A listener that calls callbacks, with the state and the control that they share."""
+    """A listener that calls callbacks. They share one state and one control."""
 
     def __init__(self, config: RunConfig, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = TrainerState(max_steps=config.train.steps)
@@ -85,33 +85,33 @@ class Callbacks:
         self._config, self._callbacks = config, tuple(callbacks)
 
     def fire(self, event: str, **kwargs: Any) -> None:
-        """Call the method `event` of every callback in turn; those that have none are passed over."""
+        """Call the method `event` of every callback that has one, in order."""
         for callback in self._callbacks:
             method = getattr(callback, event, None)
             if method is not None:
                 method(self._config, self.state, self.control, **kwargs)
 
     def begin(self, step: int, tokens: int) -> None:
-        """Tell that training begins after `step` steps, on `tokens` tokens so far."""
+        """Report that training begins, after `step` steps on `tokens` tokens."""
         self.state.global_step, self.state.num_input_tokens_seen = step, tokens
         self.fire("on_train_begin")
 
     def step(self, entry: dict[str, Any]) -> None:
-        """Tell of a step: `entry` is its line of metrics.jsonl."""
+        """Report a step. `entry`: its line of metrics.jsonl."""
         self.state.global_step, self.state.num_input_tokens_seen = entry["step"], entry["tokens"]
         self.state.log_history.append(entry)
         self.fire("on_step_end")
         self.fire("on_log", logs=entry)
 
     def evaluation(self, entry: dict[str, Any]) -> None:
-        """Tell of an evaluation: `entry` is its line of metrics.jsonl."""
+        """Report an evaluation. `entry`: its line of metrics.jsonl."""
         self.state.log_history.append(entry)
         self.fire("on_evaluate", metrics=entry)
 
     def saved(self) -> None:
-        """Tell that a checkpoint is being written."""
+        """Report that a checkpoint is being saved."""
         self.fire("on_save")
 
     def end(self) -> None:
-        """Tell that training has ended, at the last step or before."""
+        """Report that training has ended, at the last step or earlier."""
         self.fire("on_train_end")

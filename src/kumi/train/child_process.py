@@ -1,7 +1,7 @@
-"""Training in a process of its own, for programs and notebooks: the program that runs there, and what starts it.
+"""Train in a child process, for programs and notebooks: the child's program, and the function that starts it.
 
     train_in_child --stdin: the configuration as JSON--> child: start() -> ranks
-                   <--stdout: what the run prints, and what its listener is told, as lines that begin with RECORD--
+                   <--stdout: the run's output, and events for the callbacks as JSON after _RECORD_MARK--
 
 The calling process is never forked and keeps its signal handlers, threads and CUDA as they are.
 """
@@ -20,22 +20,22 @@ import kumi.errors
 from kumi.config import RunConfig, from_dict
 from kumi.errors import OK, TERMINATED, KumiError
 from kumi.launch import signals
-from kumi.launch.rank_process import die_with
+from kumi.launch.rank_process import die_with_parent
 from kumi.train.callbacks import Callbacks, TrainerControl
 
-# RFC 7464 marks the beginning of a JSON text in a stream with this character.
-RECORD = "\x1e"
+# RFC 7464: this character marks the beginning of a JSON text in a stream.
+_RECORD_MARK = "\x1e"
 
 
 def train_in_child(
     config: RunConfig, callbacks: Callbacks, allow_change: Sequence[str], show: Callable[[str], None]
 ) -> int:
-    """Train `config` in a new process and return its exit code: OK, too, where a callback ended the run.
+    """Train `config` in a new process and return its exit code, which is OK if a callback ended the run.
 
-    `show` gets every line that the run prints; the callbacks are called here, while the training goes on. An exception
-    of theirs, or Ctrl-C, stops the run after a save, and is raised once that is done.
+    `show` receives every line that the run prints. The callbacks are called in this process, while the training
+    continues. An exception of a callback, or Ctrl-C, stops the run after a save, and is raised after that.
 
-    Raise the KumiError that the run ended with, and KumiError where the process died without a word.
+    Raise the KumiError that ended the run; KumiError if the process died without reporting one.
     """
     request = {"config": config.model_dump(mode="json", exclude_none=True), "allow_change": list(allow_change)}
     command = [sys.executable, "-m", "kumi.train.child_process", str(os.getpid())]
@@ -46,37 +46,41 @@ def train_in_child(
     if "message" in end:
         raise getattr(kumi.errors, end["kind"])(end["message"])
     if "code" not in end:
-        raise KumiError(f"the training process {_ending(child.returncode)} without a reason; its output says more")
+        raise KumiError(
+            f"the training process {_ending(child.returncode)} without reporting a cause; look for it in its output"
+        )
     return OK if callbacks.control.should_training_stop and end["code"] == TERMINATED else int(end["code"])
 
 
 def _follow(
     child: subprocess.Popen[str], request: str, callbacks: Callbacks, show: Callable[[str], None]
 ) -> tuple[dict[str, Any], BaseException | None]:
-    """Show what `child` prints and tell `callbacks` what it reports, to its end. Return the record of how it ended, and
-    the exception that stopped it."""
+    """Show the output of `child` and pass its events to `callbacks`, until it ends.
+
+    Return its last record (the exit code or the error), and the exception that stopped it.
+    """
     assert child.stdin is not None and child.stdout is not None, "both are pipes"  # noqa: PT018
     failure: BaseException | None = None
-    stopping, ended, end, told = False, False, dict[str, Any](), dict[str, Any]()
+    stopping, ended, end, event = False, False, dict[str, Any](), dict[str, Any]()
     child.stdin.write(request)
     child.stdin.close()
     while True:
         try:
             if not (line := child.stdout.readline()):
                 return end, failure
-            text, _, record = line.rstrip("\n").partition(RECORD)
+            text, _, record = line.rstrip("\n").partition(_RECORD_MARK)
             if failure is None and (text or not record):
                 show(text)
-            told = json.loads(record) if record else {}
-            if "call" in told and failure is None:
-                getattr(callbacks, told["call"])(*told["arguments"])
-            end = told if "call" not in told and told else end
+            event = json.loads(record) if record else {}
+            if "call" in event and failure is None:
+                getattr(callbacks, event["call"])(*event["arguments"])
+            end = event if "call" not in event and event else end
         except BaseException as error:
-            if failure is not None:  # a second Ctrl-C: the user does not want to wait for the save
+            if failure is not None:  # a second Ctrl-C: do not wait for the save
                 child.kill()
                 raise
             failure = error
-        ended = ended or told.get("call") == "end"
+        ended = ended or event.get("call") == "end"
         if not stopping and (failure is not None or (callbacks.control.should_training_stop and not ended)):
             stopping = True
             child.send_signal(signal.SIGINT if isinstance(failure, KeyboardInterrupt) else signal.SIGTERM)
@@ -86,8 +90,8 @@ def _ending(code: int) -> str:
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
-class Relay:
-    """A listener that writes what it is told to standard output, for `train_in_child`."""
+class ListenerRelay:
+    """A listener that writes its events to standard output, for `train_in_child`."""
 
     def __init__(self) -> None:
         self.control = TrainerControl()
@@ -110,21 +114,21 @@ class Relay:
 
 def _send(record: dict[str, Any]) -> None:
     sys.stdout.flush()
-    data = f"{RECORD}{json.dumps(record)}\n".encode()
+    data = f"{_RECORD_MARK}{json.dumps(record)}\n".encode()
     while data:
         data = data[os.write(1, data) :]
 
 
 def main() -> int:
-    """Train what standard input describes; the exit code. The last record says how it ended."""
+    """Train the configuration on standard input. Return the exit code; the last record has it, or the error."""
     from kumi.train.start import start
 
-    die_with(int(sys.argv[1]), signal.SIGTERM)
+    die_with_parent(int(sys.argv[1]), signal.SIGTERM)
     request = json.load(sys.stdin)
     try:
-        # A signal that comes before or after the training has nothing to save, and ends the process with its code.
-        with signals.leaving():
-            code = start(from_dict(request["config"]), allow_change=request["allow_change"], listener=Relay())
+        # Before and after training there is nothing to save: a signal then ends the process with its exit code.
+        with signals.exit_on_signal():
+            code = start(from_dict(request["config"]), allow_change=request["allow_change"], listener=ListenerRelay())
     except KumiError as error:
         _send({"kind": type(error).__name__, "message": str(error)})
         return error.exit_code

@@ -1,4 +1,4 @@
-"""All ranks compare what they are about to train, before any of them makes a group of the layout."""
+"""Compare the runs of all ranks, before any rank makes the layout's process groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kumi.parallel.mesh import Place
 
 
 def check_agreement(run: ResolvedRun, place: Place) -> None:
-    """Raise LayoutError, on all ranks, unless every rank is to train the same `run` with the same layout."""
+    """Raise LayoutError, on all ranks, unless every rank has the same `run` and layout."""
     if place.world_size == 1:
         return
     digest = int(run.digest[:15], 16)
@@ -19,17 +19,18 @@ def check_agreement(run: ResolvedRun, place: Place) -> None:
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     if ends[0] == -ends[1]:
         return
-    every: list[dict[str, str]] = [{} for _ in range(place.world_size)]
-    dist.all_gather_object(every, run.identity)
-    raise LayoutError(_difference(every))
+    identities: list[dict[str, str]] = [{} for _ in range(place.world_size)]
+    dist.all_gather_object(identities, run.identity)
+    raise LayoutError(_difference(identities))
 
 
-def _difference(every: list[dict[str, str]]) -> str:
-    """Return the sentence on the first rank whose part of `every`, by rank, is not that of rank 0."""
-    first = every[0]
-    rank, other = next((rank, one) for rank, one in enumerate(every) if one != first)
+def _difference(identities: list[dict[str, str]]) -> str:
+    """Return the error message for the first rank that differs from rank 0. `identities`: the run of each rank."""
+    first = identities[0]
+    rank, other = next((rank, identity) for rank, identity in enumerate(identities) if identity != first)
     if other["layout"] != first["layout"]:
-        what = f"would train with the layout {other['layout']}, and rank 0 with {first['layout']}"
+        difference = f"would train with the layout {other['layout']}, and rank 0 with {first['layout']}"
     else:
-        what = f"would train another run than rank 0 ({', '.join(key for key in first if other[key] != first[key])})"
-    return f"rank {rank} {what}; start all ranks with the same run file and overrides, on machines of one kind"
+        keys = ", ".join(key for key in first if other[key] != first[key])
+        difference = f"would train another run than rank 0 (different: {keys})"
+    return f"rank {rank} {difference}; start all ranks with the same run file and overrides, on machines of one kind"

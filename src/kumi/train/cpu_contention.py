@@ -1,6 +1,6 @@
-"""Whether other processes explain a slow step: how long this process was ready to run and had no CPU.
+"""Detect slow steps that other processes explain: the time in which this process was ready to run but had no CPU.
 
-Linux counts that for every thread, in /proc/self/task/*/schedstat. Elsewhere the load average has to do.
+Linux counts this time for every thread, in /proc/self/task/*/schedstat. Other systems only have the load average.
 """
 
 from __future__ import annotations
@@ -9,51 +9,52 @@ import os
 import time
 from pathlib import Path
 
-# A step is slow from SLOW times the expected seconds on. Waiting for the share EXPLAINS of its time makes it as slow.
-SLOW, EXPLAINS = 1.25, 0.2
+# A step is slow from _SLOW_FACTOR times the expected seconds on. Waiting for _BUSY_SHARE of its time causes that.
+_SLOW_FACTOR, _BUSY_SHARE = 1.25, 0.2
 
 
 class CpuWait:
-    """Watches how long the threads of this process wait for a CPU."""
+    """Measures how long the threads of this process wait for a CPU."""
 
     def __init__(self) -> None:
-        self._waits, self._since = waited_seconds(), time.perf_counter()
+        self._waits, self._since = cpu_wait_seconds(), time.perf_counter()
         self._fastest: float | None = None
 
     def explain(self, step_s: float, estimated: float | None) -> str:
-        """Return why a step that took `step_s` seconds was slow, "" unless waiting for a CPU explains it.
+        """Return a note if waiting for a CPU explains a slow step of `step_s` seconds, else "".
 
-        Slow is compared with the `estimated` seconds, else with the fastest step so far. Each call begins a new span.
+        The expected time is `estimated`, or without an estimate the fastest step so far. Waiting is counted since the
+        previous call.
         """
-        waits, now = waited_seconds(), time.perf_counter()
+        waits, now = cpu_wait_seconds(), time.perf_counter()
         waited = max((seconds - self._waits.get(thread, 0.0) for thread, seconds in waits.items()), default=None)
         share = None if waited is None else waited / max(now - self._since, 1e-9)
         self._waits, self._since = waits, now
         expected = estimated or self._fastest
         self._fastest = min(step_s, self._fastest or step_s)
-        return explanation(step_s, expected, share, os.getloadavg()[0], _cores())
+        return busy_note(step_s, expected, share, os.getloadavg()[0], _cores())
 
 
-def explanation(step_s: float, expected: float | None, share: float | None, load: float, cores: int) -> str:
-    """Return what the line of a step of `step_s` seconds says of the machine, "" where that is not why it was slow.
+def busy_note(step_s: float, expected: float | None, share: float | None, load: float, cores: int) -> str:
+    """Return the note for a step of `step_s` seconds that is slow because the machine is busy, else "".
 
-    `share` is the part of the time that a thread waited for a CPU, None where the system does not say; then the load
-    average has to exceed the `cores` by half.
+    `share`: largest share of the time that a thread waited for a CPU; if None (not counted by the system), a load
+    average above 1.5 times the `cores` counts as busy.
     """
-    if expected is None or step_s < SLOW * expected:
+    if expected is None or step_s < _SLOW_FACTOR * expected:
         return ""
-    busy = load > 1.5 * cores if share is None else share >= EXPLAINS
+    busy = load > 1.5 * cores if share is None else share >= _BUSY_SHARE
     return f"machine busy: load {load:.1f}/{cores}" if busy else ""
 
 
-def waited_seconds() -> dict[str, float]:
-    """Return for each thread of this process the seconds that it was ready and had no CPU; none where Linux does not
-    count them."""
+def cpu_wait_seconds() -> dict[str, float]:
+    """Return the seconds that each thread of this process was ready but had no CPU; {} if the system does not count
+    them."""
     waits = {}
     for thread in Path("/proc/self/task").glob("*"):
         try:
             waits[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
-        except (OSError, IndexError, ValueError):  # the thread has just ended, or the kernel does not count
+        except (OSError, IndexError, ValueError):  # the thread has just ended, or the kernel keeps no count
             continue
     return waits
 

@@ -1,4 +1,4 @@
-"""What a step does so that routed experts are equally busy (see `kumi.nn.router`), and what it reports of them."""
+"""Load balancing of routed experts in a training step (see `kumi.nn.router`), and the figures about it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from kumi.spec.model import ModelSpec, MoE
 
 
 @dataclass(frozen=True)
-class Balanced:
-    """Of a step: the auxiliary loss, as it was added to the loss, and the rows of the busiest expert of any layer
-    relative to the mean of its layer. Scalars; nothing waits for them."""
+class ExpertBalance:
+    """Scalars of one step, on the device, so that nothing waits for them."""
 
-    aux_loss: Tensor
-    busiest: Tensor
+    aux_loss: Tensor  # as added to the loss
+    busiest: Tensor  # rows of the busiest expert of any layer, relative to the mean of its layer
 
 
-def begin(model: nn.Module, run: ResolvedRun, scale: float) -> None:
+def prepare_routers(model: nn.Module, run: ResolvedRun, scale: float) -> None:
     """Set every router of `model` for a step whose loss is multiplied by `scale`."""
     balance = run.balance
-    layers = len(routed_layers(run.model))
+    layers = len(moe_layers(run.model))
     for _, router in _numbered(model, run.model):
         router.balance.reset()
         router.balance.per_sequence = balance.per_sequence
@@ -36,31 +35,34 @@ def begin(model: nn.Module, run: ResolvedRun, scale: float) -> None:
 
 
 @torch.no_grad()
-def end(model: nn.Module, run: ResolvedRun, mesh: Mesh, scale: float) -> Balanced | None:
-    """Move the biases after a step, where that is wanted; what is to be reported, None of a model without experts."""
-    layers = routed_layers(run.model)
+def balance_experts(model: nn.Module, run: ResolvedRun, mesh: Mesh, scale: float) -> ExpertBalance | None:
+    """Sum the expert counts over all ranks and, for loss-free balancing, update the routers' biases.
+
+    Return the figures to report; None for a model without experts.
+    """
+    layers = moe_layers(run.model)
     if not layers:
         return None
-    # A row for each layer with experts, of whatever stage: the choices of all ranks and the auxiliary loss.
+    # One row per layer with experts, for all pipeline stages: rows per expert, then the auxiliary loss.
     table = torch.zeros(len(layers), _experts(run.model) + 1, dtype=torch.float64, device=mesh.device)
-    found = [(layers.index(number), router) for number, router in _numbered(model, run.model)]
-    for row, router in found:
+    own_rows = [(layers.index(number), router) for number, router in _numbered(model, run.model)]
+    for row, router in own_rows:
         if router.balance.counts is not None:
             table[row, :-1] = router.balance.counts
         if router.balance.loss is not None:
             table[row, -1] = router.balance.loss / scale
     if mesh.index("tp") > 0 and not mesh.layout.sequence_parallel:
-        table.zero_()  # these ranks have the same tokens
+        table.zero_()  # without sequence parallelism, all tp ranks count the same tokens
     table = total(table, mesh)
     counts = table[:, :-1]
     if run.balance.kind == "loss-free":
-        for row, router in found:
+        for row, router in own_rows:
             router.update_bias(counts[row], run.balance.coef)
-    return Balanced(table[:, -1].sum(), (counts.amax(dim=1) / counts.mean(dim=1)).max())
+    return ExpertBalance(table[:, -1].sum(), (counts.amax(dim=1) / counts.mean(dim=1)).max())
 
 
-def routed_layers(model: ModelSpec) -> list[int]:
-    """The numbers of the layers that have experts."""
+def moe_layers(model: ModelSpec) -> list[int]:
+    """Return the numbers of the layers that have experts."""
     return [number for number, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)]
 
 
@@ -69,6 +71,6 @@ def _experts(model: ModelSpec) -> int:
 
 
 def _numbered(model: nn.Module, spec: ModelSpec) -> Iterator[tuple[int, Router]]:
-    """The routers of `model`, whatever it is wrapped in, and the numbers of their layers."""
+    """Yield the layer number and the router of every layer with experts in `model`, which may be wrapped."""
     for name, router in routers(model):
         yield int(name.rpartition(LAYERS)[2].partition(".")[0]), router

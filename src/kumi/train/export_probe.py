@@ -1,4 +1,4 @@
-"""The trained model's own logits on a few tokens, kept so that an export can be compared with them."""
+"""The export probe: the trained model's logits on a few tokens, with which an export is compared."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from kumi.data import Mixture
 from kumi.parallel import context_parallel, pipeline
 from kumi.parallel.data_parallel import release
 from kumi.spec.layout import AXES
-from kumi.train.train_state import Parts
+from kumi.train.train_state import RankState
 
-FILE = "probe.safetensors"
-ROWS, LENGTH = 3, 32
+PROBE_FILE = "probe.safetensors"
+_ROWS, _LENGTH = 3, 32
 
 
 def probe_ids(mixture: Mixture) -> npt.NDArray[np.int64]:
-    """Return the tokens (3, S) that the probe is made of: the beginnings of the first sequences of `mixture`."""
-    return np.ascontiguousarray(mixture.batch(0, ROWS)["input_ids"][:, :LENGTH])
+    """Return the probe's tokens (3, S): the beginnings of the first sequences of `mixture`."""
+    return np.ascontiguousarray(mixture.batch(0, _ROWS)["input_ids"][:, :_LENGTH])
 
 
 @torch.no_grad()
-def write_probe(parts: Parts, out: Path) -> None:
-    """One rank, the first of those with the head, writes input ids (3, S) and the trained model's float32 logits
-    (3, S, V) to `out`/probe.safetensors."""
-    input_ids: Tensor = torch.from_numpy(parts.probe_ids).to(parts.mesh.device)
-    parts.model.eval()
-    with context_parallel.whole_sequences(parts.model):
-        found = pipeline.forward(parts.model, parts.mesh, [{"input_ids": input_ids}])
-    parts.model.train()
-    release(parts.model)
-    if found and all(parts.mesh.index(name) == 0 for name in AXES if name != "pp"):
-        tensors = {"input_ids": input_ids.cpu(), "logits": found[0].float().cpu().contiguous()}
+def write_probe(rank_state: RankState, out: Path) -> None:
+    """Write input ids (3, S) and the trained model's float32 logits (3, S, V) to `out`/probe.safetensors.
+
+    All ranks call this; the first rank with the head writes the file.
+    """
+    input_ids: Tensor = torch.from_numpy(rank_state.probe_ids).to(rank_state.mesh.device)
+    rank_state.model.eval()
+    with context_parallel.whole_sequences(rank_state.model):
+        outputs = pipeline.forward(rank_state.model, rank_state.mesh, [{"input_ids": input_ids}])
+    rank_state.model.train()
+    release(rank_state.model)
+    if outputs and all(rank_state.mesh.index(name) == 0 for name in AXES if name != "pp"):
+        tensors = {"input_ids": input_ids.cpu(), "logits": outputs[0].float().cpu().contiguous()}
         try:
-            save_file(tensors, out / FILE)
+            save_file(tensors, out / PROBE_FILE)
         except SafetensorError as error:
-            raise OSError(f"{out / FILE}: {error}") from error
+            raise OSError(f"{out / PROBE_FILE}: {error}") from error

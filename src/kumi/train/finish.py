@@ -1,4 +1,4 @@
-"""The end of a run: a Hugging Face folder from the last checkpoint, checked against the trained model, and a sample."""
+"""The end of a run: export the last checkpoint to a Hugging Face folder, verify and push it, print samples."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from kumi.nn.nf4 import quantize_linears
 from kumi.nn.numerics import use
 from kumi.spec.numerics import REFERENCE
 from kumi.spec.precision import ITEMSIZE
-from kumi.train.export_probe import FILE
+from kumi.train.export_probe import PROBE_FILE
 from kumi.train.metrics import read_metrics
 from kumi.train.prepare_data import tokenizer_folder
 from kumi.train.resume import last_checkpoint
-from kumi.train.train_state import carried_from, origin
+from kumi.train.train_state import model_origin, passthrough_source
 
-# Largest share of the logits' own spread by which an export may differ from the trained model. Equal weights in equal
-# arithmetic give 0; another number of threads, or weights rounded on export, give rounding errors of the compute dtype.
-TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+# Largest difference between the logits of export and trained model, relative to the logits' standard deviation. Equal
+# weights and arithmetic give 0; another number of threads, or weights rounded on export, give rounding errors.
+_TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 def finish(run: ResolvedRun, store: Store, *, anew: bool) -> None:
-    """Export where the trained model is not there yet, verify, and print what the model writes.
+    """Export the trained model unless an export of it exists; verify it, push it, and print samples.
 
-    `anew`: the model was trained on just now, so that a folder from before is another model's, and is put aside.
+    `anew`: this start trained the model, so an existing export is out of date and gets another name.
     """
     folder = run.out / "hf"
     if not run.config.export.enabled:
         return
     if run.cluster.device.kind == "cpu":
-        use(run.numerics or REFERENCE)  # as the ranks did, with which the model is compared
+        use(run.numerics or REFERENCE)  # the same arithmetic as the ranks, whose logits the export is compared with
     if run.model.lora is not None:
         adapted = _finish_adapters(run, store, anew=anew)
         _push(run, run.out / "adapter")
@@ -55,10 +55,10 @@ def finish(run: ResolvedRun, store: Store, *, anew: bool) -> None:
     decoder = None if anew or not folder.exists() else load_decoder(folder)
     difference, allowed = (math.inf, 0.0) if decoder is None else _difference(decoder, run)
     if decoder is not None and difference <= allowed:
-        print(f"export     {folder} is there already; nothing to do")
+        print(f"export     {folder} exists already and matches the trained model; nothing to do")
     else:
         if folder.exists():
-            print(f"export     {folder} was of an earlier state of the model; it is {_put_aside(folder)} now")
+            print(f"export     {folder} was an export of an earlier step; renamed to {_put_aside(folder)}")
         decoder, difference = _export(run, store, folder)
         print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
     _push(run, folder)
@@ -66,13 +66,15 @@ def finish(run: ResolvedRun, store: Store, *, anew: bool) -> None:
 
 
 def _finish_adapters(run: ResolvedRun, store: Store, *, anew: bool) -> Decoder:
-    """The same for a run that has trained adapters: `adapter` has them, and `hf`, where asked for, the merged model.
-    Returns the model with the adapters beside it."""
-    folder, whole, section = run.out / "adapter", run.out / "hf", run.config.lora
+    """Export the adapters to `adapter`, verify them, and write the merged model to `hf` if lora.merge asks for it.
+
+    Return the model with its adapters unmerged.
+    """
+    folder, merged, section = run.out / "adapter", run.out / "hf", run.config.lora
     assert section is not None, "adapters are in the run file"
-    for other in (folder, whole) if anew else ():
-        if other.exists():
-            print(f"export     {other} was of an earlier state of the model; it is {_put_aside(other)} now")
+    for old in (folder, merged) if anew else ():
+        if old.exists():
+            print(f"export     {old} was an export of an earlier step; renamed to {_put_aside(old)}")
     part = folder if folder.exists() else _write_adapters(run, store, folder.with_name(folder.name + ".unverified"))
     decoder = merge.decoder_of(merge.open_beside(part, str(run.source)))
     if run.model.lora is not None and run.model.lora.quantize:
@@ -82,8 +84,8 @@ def _finish_adapters(run: ResolvedRun, store: Store, *, anew: bool) -> Decoder:
         mark_verified(part, f"logits within {difference:.1e} of the trained model's")
     part.rename(folder)
     print(f"export     {folder}: logits within {difference:.1e} of the trained model's")
-    if section.merge and not whole.exists():
-        print(f"export     {convert(folder, whole, to='hf', verify=False, base=str(run.source))}")
+    if section.merge and not merged.exists():
+        print(f"export     {convert(folder, merged, to='hf', verify=False, base=str(run.source))}")
     return decoder
 
 
@@ -100,7 +102,7 @@ def _write_adapters(run: ResolvedRun, store: Store, folder: Path) -> Path:
 
 
 def _push(run: ResolvedRun, folder: Path) -> None:
-    """Send `folder` to the repository that `run` names, unless it is not what was verified."""
+    """Push `folder` to the repository of export.push, if set. Raise unless `folder` is what was verified."""
     export = run.config.export
     if export.push is not None:
         check_verified(folder)
@@ -108,13 +110,13 @@ def _push(run: ResolvedRun, folder: Path) -> None:
 
 
 def _put_aside(folder: Path) -> Path:
-    """The new name of `folder`: the first of folder.1, folder.2 ... that is free."""
+    """Rename `folder` to the first free name of folder.1, folder.2 ..., and return it."""
     names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
     return folder.rename(next(name for name in names if not name.exists()))
 
 
 def _export(run: ResolvedRun, store: Store, folder: Path) -> tuple[Decoder, float]:
-    """Write `folder`, load it back, compare; the loaded decoder and the largest difference of logits."""
+    """Write `folder`, load it back and compare. Return the loaded decoder and the largest difference of logits."""
     saved = last_checkpoint(run)
     assert saved is not None, "a finished run has a checkpoint"
     part = folder.with_name(folder.name + ".unverified")
@@ -125,11 +127,11 @@ def _export(run: ResolvedRun, store: Store, folder: Path) -> tuple[Decoder, floa
         base_config=run.hf_config,
         dtype=_export_dtype(run),
         tokenizer_folder=tokenizer_folder(run),
-        carried=carried(source, run.model) if (source := carried_from(run)) else None,
+        carried=carried(source, run.model) if (source := passthrough_source(run)) else None,
         card=model_card(**_card(run, store)),
         replace=True,
     )
-    if source := carried_from(run):
+    if source := passthrough_source(run):
         copy_processor(Path(source), part)
     decoder = load_decoder(part)
     difference = _compare(decoder, run, part)
@@ -139,54 +141,53 @@ def _export(run: ResolvedRun, store: Store, folder: Path) -> tuple[Decoder, floa
 
 
 def _export_dtype(run: ResolvedRun) -> str:
-    wanted = run.config.export.dtype
-    if wanted != "auto":
-        return wanted
-    given = str(run.hf_config.get("dtype") or run.hf_config.get("torch_dtype") or "float32")
-    return given if run.source is not None and given in ITEMSIZE else "float32"
+    dtype = run.config.export.dtype
+    if dtype != "auto":
+        return dtype
+    source_dtype = str(run.hf_config.get("dtype") or run.hf_config.get("torch_dtype") or "float32")
+    return source_dtype if run.source is not None and source_dtype in ITEMSIZE else "float32"
 
 
 def _compare(decoder: Decoder, run: ResolvedRun, folder: Path) -> float:
-    """The largest difference of the logits of `decoder` from the trained model's; KumiError when it is too large."""
+    """Return the largest difference of `decoder`'s logits from the trained model's; raise KumiError if too large."""
     difference, allowed = _difference(decoder, run)
     if not difference <= allowed:
         raise KumiError(
-            f"{folder}: its logits differ from the trained model's by {difference:.3g}, more than {allowed:.3g}; the "
-            f"checkpoint is intact, the folder is kept for inspection; please report this"
+            f"{folder}: its logits differ from the trained model's by {difference:.3g}, more than the allowed "
+            f"{allowed:.3g}; the checkpoint is intact, and the folder stays for inspection; please report this"
         )
     return difference
 
 
 def _difference(decoder: Decoder, run: ResolvedRun) -> tuple[float, float]:
-    """The largest difference between the logits of `decoder` and those that the trained model gave at the end; and
-    how large it may be."""
+    """Return the largest difference of `decoder`'s logits from the export probe, and the largest allowed."""
     try:
-        probe = load_file(run.out / FILE)
+        probe = load_file(run.out / PROBE_FILE)
     except (SafetensorError, OSError) as error:
         raise RefusedError(
-            f"{run.out / FILE} is damaged ({error}); delete it and run the same command again, which makes it anew"
+            f"{run.out / PROBE_FILE} is damaged ({error}); delete it and run the same command again to rewrite it"
         ) from None
     decoder.compute_dtype = getattr(torch, run.precision.compute)
     with torch.no_grad():
         logits = decoder(probe["input_ids"]).float()
     decoder.compute_dtype = torch.float32
     difference = float((logits - probe["logits"]).abs().max())
-    tolerance = max(TOLERANCE[run.precision.compute], TOLERANCE[_export_dtype(run)])
+    tolerance = max(_TOLERANCE[run.precision.compute], _TOLERANCE[_export_dtype(run)])
     return difference, tolerance * float(probe["logits"].std())
 
 
 def _card(run: ResolvedRun, store: Store) -> dict[str, Any]:
-    """What the model card says of this run."""
+    """Return the contents of the model card."""
     evaluations = [entry for entry in read_metrics(run.out / "metrics.jsonl") if "eval/loss" in entry]
     return {
         "name": run.config.name,
-        "origin": origin(run),
+        "origin": model_origin(run),
         "license": run.config.export.license,
         "datasets": run.config.export.datasets,
         "model": run.model,
         "facts": {
             "made by": f"kumi train, predicting tokens with {run.optim.kind}, learning rate {run.optim.lr:g}",
-            "trained on": ", ".join(dict.fromkeys(Path(one.path).name for one in run.config.data.sources)),
+            "trained on": ", ".join(dict.fromkeys(Path(source.path).name for source in run.config.data.sources)),
             "training tokens": f"{run.config.train.steps * run.batch.tokens_per_step:,}",
             "steps": f"{run.config.train.steps:,}",
             "sequence length": f"{run.batch.seq_len:,}",

@@ -1,6 +1,6 @@
-"""What one rank does: build, restore, then step after step until the end or a signal.
+"""The training loop of one rank: build, restore, then train step by step until the end or a stop signal.
 
-mesh -> model -> optimizer -> data -> restore -> [step -> report -> evaluate -> save]* -> probe
+mesh -> model -> optimizer -> data -> restore -> [step -> report -> evaluate -> save]* -> export probe
 """
 
 from __future__ import annotations
@@ -33,40 +33,47 @@ from kumi.train.evaluate import evaluate
 from kumi.train.export_probe import probe_ids, write_probe
 from kumi.train.metrics import Metrics, truncate_metrics
 from kumi.train.open_batches import OpenSource, mixture_source
-from kumi.train.preflight import fire_drill
-from kumi.train.process_memory import TRIM_EVERY, keep_freed_memory, memory_errors, memory_now, out_of_memory, trim
-from kumi.train.resume import last_checkpoint, restored_state
+from kumi.train.preflight import run_preflight
+from kumi.train.process_memory import (
+    TRIM_EVERY,
+    baseline_memory,
+    convert_memory_errors,
+    is_out_of_memory,
+    keep_freed_memory,
+    trim_heap,
+)
+from kumi.train.resume import last_checkpoint, restore_state
 from kumi.train.run_folder import checkpoint_root
 from kumi.train.step import read_step, train_step
 from kumi.train.step_report import Reporter
-from kumi.train.train_state import Parts, TrainState, meta, pieces
+from kumi.train.train_state import RankState, TrainState, checkpoint_meta, checkpoint_pieces
 from kumi.train.warmup import with_stored_warmup
 
 
 def train_rank(
     run: ResolvedRun, store: Store, listener: Listener | None = None, open_source: OpenSource = mixture_source
 ) -> int:
-    """Train on this rank from where the run folder's last checkpoint left off; the exit code (see kumi.errors).
+    """Train on this rank, from the run's last checkpoint if there is one. Return the exit code (see kumi.errors).
 
-    `listener` is told on rank 0 how the training goes, and may end it. `open_source` opens the batches of this rank.
+    `listener` receives the training's events on rank 0, and may end it. `open_source` opens this rank's batches.
     """
     stop = install()
-    with memory_errors(run):
+    with convert_memory_errors(run):
         place = init_distributed(run.cluster.device.kind, timeout_s=run.config.train.timeout_s)
         check_agreement(run, place)
         code = _train(run, store, build_mesh(run.layout, place), stop, listener, open_source)
-    close_distributed()  # only after success: a rank that fails must not wait there for others
+    close_distributed()  # only after success: a failing rank must not wait here for other ranks
     return code
 
 
 def _train(
     run: ResolvedRun, store: Store, mesh: Mesh, stop: StopFlag, listener: Listener | None, open_source: OpenSource
 ) -> int:
-    memory_before = memory_now(mesh.device)
+    memory_before = baseline_memory(mesh.device)
     if mesh.device.type == "cpu":
         use(run.numerics or REFERENCE)
         keep_freed_memory()
-    parts, state = _restore(run, store, mesh, open_source)
+    rank_state, state = _restore(run, store, mesh, open_source)
     attempt = _attempt(mesh)
     saver = checkpoint.AsyncSaver(
         rank=mesh.rank, ranks=run.layout.world_size, attempt=attempt, timeout=run.config.train.timeout_s
@@ -74,35 +81,36 @@ def _train(
     metrics = _metrics(run, state) if mesh.rank == 0 else None
     if listener is None or mesh.rank != 0:
         listener = Callbacks(run.config, ())
-    reporter = Reporter(parts, state, metrics, memory_before, listener)
+    reporter = Reporter(rank_state, state, metrics, memory_before, listener)
     reporter.legend()
     if state.step:
-        data = "".join(f", {value} {name}" for name, value in parts.data.state(state.step).items())
+        data = "".join(f", {value} {name}" for name, value in rank_state.data.state(state.step).items())
         reporter.note(f"resumed after step {state.step} ({state.tokens} tokens{data})")
-    if parts.run.optim.warmup_steps != run.optim.warmup_steps:
+    if rank_state.run.optim.warmup_steps != run.optim.warmup_steps:
         reporter.note(
-            f"the warm-up stays {parts.run.optim.warmup_steps} steps, as the run began; optim.warmup_ratio="
-            f"{run.config.optim.warmup_ratio} of {run.config.train.steps} steps would be {run.optim.warmup_steps}"
+            f"the warm-up stays {rank_state.run.optim.warmup_steps} steps, as in the run's first start; "
+            f"optim.warmup_ratio={run.config.optim.warmup_ratio} of train.steps={run.config.train.steps} would be "
+            f"{run.optim.warmup_steps} steps"
         )
     try:
         listener.begin(state.step, state.tokens)
-        code = _steps(parts, state, stop, reporter, saver, attempt)
+        code = _steps(rank_state, state, stop, reporter, saver, attempt)
         saver.wait()
         if code == OK:
-            write_probe(parts, run.out)
+            write_probe(rank_state, run.out)
         listener.end()
         return code
-    except DivergedError:  # on all ranks at the same step: the last save can be completed, and the run goes on from it
+    except DivergedError:  # raised on all ranks at the same step, so the last save can complete for a resume
         saver.wait()
         raise
-    except (ConnectionError, TimeoutError):  # of the ranks, not of the disk
+    except (ConnectionError, TimeoutError):  # OSErrors of the communication, not of the disk
         raise
     except OSError as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise SaveError(
             f"{error.filename or run.out}: cannot be written ({error.strerror or error}); free some space or make it "
-            f"writable, and run the same command again: it goes on from the last checkpoint"
+            f"writable, and run the same command again to resume from the last checkpoint"
         ) from error
     finally:
         if metrics is not None:
@@ -110,37 +118,44 @@ def _train(
 
 
 def _steps(
-    parts: Parts, state: TrainState, stop: StopFlag, reporter: Reporter, saver: checkpoint.AsyncSaver, attempt: str
+    rank_state: RankState,
+    state: TrainState,
+    stop: StopFlag,
+    reporter: Reporter,
+    saver: checkpoint.AsyncSaver,
+    attempt: str,
 ) -> int:
-    """Every step that is left. A signal ends them after a save."""
-    config, root = parts.run.config, checkpoint_root(parts.run.out)
-    before_update: Callable[[], None] | None = partial(fire_drill, parts, state, root, attempt)
+    """Train all remaining steps; a stop signal ends them after a save. Return the exit code."""
+    config, root = rank_state.run.config, checkpoint_root(rank_state.run.out)
+    before_update: Callable[[], None] | None = partial(
+        run_preflight, rank_state, state, root, attempt
+    )  # first step only
     while state.step < config.train.steps:
         saver.check()
-        counts = read_step(parts, state, _stop_signal(stop, reporter.listener))
-        if counts.signal is not None:
+        step_batch = read_step(rank_state, state, _stop_signal(stop, reporter.listener))
+        if step_batch.signal is not None:
             reporter.flush()
-            _save(parts, state, saver, root, reporter.listener, wait=True)
+            _save(rank_state, state, saver, root, reporter.listener, wait=True)
             reporter.note(
-                f"{Signals(counts.signal).name}: saved after step {state.step}; the same command goes on from there"
+                f"{Signals(step_batch.signal).name}: saved after step {state.step}; the same command resumes from there"
             )
-            return exit_code(counts.signal)
-        reporter.step(train_step(parts, state, counts, before_update))
+            return exit_code(step_batch.signal)
+        reporter.step(train_step(rank_state, state, step_batch, before_update))
         before_update = None
         if _due(state.step, TRIM_EVERY):
-            trim(parts.mesh.device)
+            trim_heap(rank_state.mesh.device)
         last = state.step == config.train.steps
-        if parts.validation is not None and (last or _due(state.step, config.eval.every)):
+        if rank_state.validation is not None and (last or _due(state.step, config.eval.every)):
             reporter.flush()
-            reporter.evaluation(state.step, evaluate(parts))
+            reporter.evaluation(state.step, evaluate(rank_state))
         if last or _due(state.step, config.checkpoint.every):
             reporter.flush()
-            _save(parts, state, saver, root, reporter.listener, wait=last or not config.checkpoint.asynchronous)
+            _save(rank_state, state, saver, root, reporter.listener, wait=last or not config.checkpoint.asynchronous)
     return OK
 
 
 def _stop_signal(stop: StopFlag, listener: Listener) -> int | None:
-    """The signal this rank was sent, or SIGTERM where the listener ends the run; else None."""
+    """Return the stop signal that this rank received, SIGTERM if the listener ends the run, else None."""
     return SIGTERM if stop.requested is None and listener.control.should_training_stop else stop.requested
 
 
@@ -149,24 +164,32 @@ def _due(step: int, every: int) -> bool:
 
 
 def _save(
-    parts: Parts, state: TrainState, saver: checkpoint.AsyncSaver, root: Path, listener: Listener, *, wait: bool
+    rank_state: RankState,
+    state: TrainState,
+    saver: checkpoint.AsyncSaver,
+    root: Path,
+    listener: Listener,
+    *,
+    wait: bool,
 ) -> None:
-    """Begin to save, unless this very step has been. That must not be looked up on the disk, where the ranks would see
-    different things: the folder appears when rank 0 is done, and the others must not write into it again.
+    """Start saving a checkpoint, unless this step was saved already; with `wait`, until it is complete.
+
+    `state.saved` decides, not the disk: rank 0 renames the folder when it is done, so slower ranks would see another
+    answer there.
     """
     if state.saved != state.step:
-        folder, keep = checkpoint.step_folder(root, state.step), parts.run.config.checkpoint.keep
-        saver.save(folder, pieces(parts), meta(state, parts), keep=keep)
+        folder, keep = checkpoint.step_folder(root, state.step), rank_state.run.config.checkpoint.keep
+        saver.save(folder, checkpoint_pieces(rank_state), checkpoint_meta(state, rank_state), keep=keep)
         state.saved = state.step
         listener.saved()
     if wait:
         saver.wait()
 
 
-def _restore(run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource) -> tuple[Parts, TrainState]:
-    """Model, optimizer and data as the last checkpoint left them, or as the run begins."""
+def _restore(run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource) -> tuple[RankState, TrainState]:
+    """Build model, optimizer and data, and load the last checkpoint if there is one."""
     saved = last_checkpoint(run)
-    state = TrainState() if saved is None else restored_state(saved, store, run)
+    state = TrainState() if saved is None else restore_state(saved, store, run)
     run = run if saved is None else with_stored_warmup(run, saved.meta)
     weights: int | Reader = run.config.train.seed
     adapters: int | Reader = run.config.train.seed if saved is None else saved.read
@@ -193,12 +216,12 @@ def _restore(run: ResolvedRun, store: Store, mesh: Mesh, open_source: OpenSource
     mixture = store.mixture(run.batch.seq_len, run.config.train.seed, cross_document=cross)
     source = open_source(run, mixture, run.layout.dp_index(mesh.rank), None if saved is None else saved.meta)
     limit = run.config.eval.sequences
-    held_out = store.sweep(run.batch.seq_len, cross_document=cross, limit=limit) if store.validation_tokens else None
-    return Parts(run, mesh, model, optimizer, source, held_out, store, probe_ids(mixture)), state
+    validation = store.sweep(run.batch.seq_len, cross_document=cross, limit=limit) if store.validation_tokens else None
+    return RankState(run, mesh, model, optimizer, source, validation, store, probe_ids(mixture)), state
 
 
 def _attempt(mesh: Mesh) -> str:
-    """A name for this start of the run that all ranks share, so that files of a dead start are never taken for ours."""
+    """Return a random name for this start of the run, equal on all ranks. It keeps the files of starts apart."""
     return f"{int(total(torch.tensor(secrets.randbits(48) if mesh.rank == 0 else 0), mesh)):012x}"
 
 

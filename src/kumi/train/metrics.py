@@ -1,9 +1,10 @@
-"""What a run reports: lines or a progress bar in the terminal, metrics.jsonl, trackers.
+"""Report the metrics of a run: lines or a progress bar in the terminal, metrics.jsonl, trackers.
 
-Keys: step, tokens, layout (as text, the fields that are not at their defaults), train/loss, train/grad_norm, train/lr,
-perf/tokens_per_s, perf/mfu, perf/step_s, perf/estimated_step_s, time/data_s, mem/peak_bytes, mem/estimated_bytes; of
-routed experts train/aux_loss (not in train/loss) and train/busiest_expert (its rows, relative to the mean); of float16
-runs train/skipped_updates (so far) and train/loss_scale; eval/loss, eval/tokens on evaluation lines.
+Keys of a step: step, tokens, layout (text with the fields that differ from their defaults), train/loss,
+train/grad_norm, train/lr, perf/tokens_per_s, perf/mfu, perf/step_s, perf/estimated_step_s, time/data_s, mem/peak_bytes,
+mem/estimated_bytes. With routed experts: train/aux_loss (not included in train/loss), train/busiest_expert (its rows
+relative to the mean). In float16 runs: train/skipped_updates (so far), train/loss_scale. Keys of an evaluation:
+eval/loss, eval/tokens, eval/unigram_entropy.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ Tracker = Callable[[dict[str, Any], int], None]
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl without lines that a kill or an editor broke; none when the file is gone."""
-    found = []
+    """Return the entries of a metrics.jsonl, without broken lines; [] if the file does not exist."""
+    entries = []
     for line in _lines(file) if file.exists() else []:
         try:
             entry = json_record(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries
 
 
 def _lines(file: Path) -> list[str]:
@@ -46,17 +47,17 @@ def _lines(file: Path) -> list[str]:
 
 
 def truncate_metrics(file: Path, step: int) -> None:
-    """Drop the lines of `file` that lie after `step`, and broken ones: those steps will be done again."""
+    """Remove from `file` the entries after `step`, because these steps will be trained again, and broken lines."""
     if not file.exists():
         return
-    kept = [json.dumps(entry) + "\n" for entry in read_metrics(file) if entry["step"] <= step]
+    lines = [json.dumps(entry) + "\n" for entry in read_metrics(file) if entry["step"] <= step]
     part = file.with_suffix(".part")
-    write_text(part, "".join(kept))
+    write_text(part, "".join(lines))
     os.replace(part, file)
 
 
 class Metrics:
-    """The run's reports on rank 0. A tracker that fails is reported once and left out; it never stops training."""
+    """The metrics of a run on rank 0. A tracker that fails is reported once and then ignored."""
 
     def __init__(
         self, out: Path, *, name: str, steps: int, first_step: int, every: int, trackers: tuple[str, ...]
@@ -71,8 +72,7 @@ class Metrics:
         self._bar = _Bar(steps, first_step) if sys.stdout.isatty() else None
 
     def step(self, entry: dict[str, Any], busy: str = "") -> None:
-        """Record the entry of one train step; `busy` says that other processes had the CPU (see
-        kumi.train.cpu_contention)."""
+        """Record the entry of one training step. `busy`: the note of `kumi.train.cpu_contention`, or ""."""
         self._write(entry)
         step = entry["step"]
         left = self._time_left(step)
@@ -83,7 +83,7 @@ class Metrics:
             self.note(step_line(entry, self.steps, left, busy))
 
     def note(self, text: str, entry: dict[str, Any] | None = None) -> None:
-        """Print `text` and, when given, record `entry`."""
+        """Print `text` and, if given, record `entry`."""
         if entry is not None:
             self._write(entry)
         if self._bar is not None:
@@ -92,13 +92,13 @@ class Metrics:
             print(text, flush=True)
 
     def close(self) -> None:
-        with suppress(OSError):  # what a full disk did not take has been reported when it was written
+        with suppress(OSError):  # a full disk was reported when the entry was written
             self._file.close()
         if self._bar is not None:
             self._bar.close()
 
     def _time_left(self, step: int) -> str:
-        """From the pace since the first step here, which holds the fire drill and is no measure."""
+        """Estimate the remaining time from the steps since the first, which includes the preflight check."""
         if self._timed_from is None or step == self._timed_from[0]:
             self._timed_from = self._timed_from or (step, time.monotonic())
             return "..."
@@ -106,29 +106,29 @@ class Metrics:
         return format_seconds((time.monotonic() - started) / (step - done) * (self.steps - step))
 
     def _write(self, entry: dict[str, Any]) -> None:
-        # JSON knows no NaN; the norm of a float16 step that overflowed and was left out is none.
-        known = {
+        # JSON has no NaN, which is the gradient norm of a skipped float16 step.
+        finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in entry.items()
         }
-        self._file.write(json.dumps(known, allow_nan=False) + "\n")
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
         for kind, send in list(self._trackers.items()):
             try:
                 send({key: value for key, value in entry.items() if isinstance(value, int | float)}, entry["step"])
-            except Exception as error:  # a tracker is a guest: whatever it raises must not stop the run
+            except Exception as error:  # no error of a tracker may stop the run
                 del self._trackers[kind]
-                print(f"{kind}: stopped reporting there: {error}", file=sys.stderr, flush=True)
+                print(f"{kind}: failed, so metrics are no longer sent there: {error}", file=sys.stderr, flush=True)
 
     def _start_tracker(self, kind: str, out: Path, name: str) -> None:
         try:
-            self._trackers[kind] = TRACKERS[kind](out, name)
+            self._trackers[kind] = _TRACKERS[kind](out, name)
         except Exception as error:
-            print(f"{kind}: not reporting there: {error}", file=sys.stderr, flush=True)
+            print(f"{kind}: cannot be started, so metrics are not sent there: {error}", file=sys.stderr, flush=True)
 
 
 class _Bar:
-    """A progress bar with the latest figures, for a person who watches."""
+    """A progress bar with the latest figures."""
 
     def __init__(self, steps: int, first_step: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -185,7 +185,7 @@ def _trackio(out: Path, name: str) -> Tracker:
     return lambda values, step: run.log(values, step=step)
 
 
-TRACKERS: dict[str, Callable[[Path, str], Tracker]] = {
+_TRACKERS: dict[str, Callable[[Path, str], Tracker]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "mlflow": _mlflow,

@@ -1,4 +1,4 @@
-"""The source of a run's batches: where it begins, and where a checkpoint left it."""
+"""Open the source of a run's batches at its beginning, or at the position that a checkpoint stored."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 from kumi.config import ResolvedRun
 from kumi.data import BatchSource, Mixture, MixtureSource
 
-# (run, its tokens, the rank's index along dp, the last checkpoint's metadata or None) -> the rank's batches
+# (run, mixture of its data, the rank's dp index, metadata of the last checkpoint or None) -> the rank's batches
 OpenSource = Callable[[ResolvedRun, Mixture, int, Mapping[str, Any] | None], BatchSource]
 
 
 def mixture_source(run: ResolvedRun, mixture: Mixture, index: int, saved: Mapping[str, Any] | None) -> MixtureSource:
-    """Return consecutive sequences of `mixture`, from its first one or from where the checkpoint with metadata `saved`
-    left it: the number of sequences a step may have changed since."""
+    """Return a source of consecutive sequences of `mixture`, from the first, or from where the checkpoint stopped.
+
+    `saved`: the checkpoint's metadata. The sequences per step may have changed since that checkpoint.
+    """
     step, sequence = (0, 0) if saved is None else (saved["step"], saved["sequences"])
     return MixtureSource(mixture, run.batch.sequences, index, run.layout.dp, step, sequence)

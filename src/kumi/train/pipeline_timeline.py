@@ -1,4 +1,4 @@
-"""What a pipeline did in one step, written beside what was planned for it."""
+"""Write the measured timeline of a pipeline in one step, next to the planned one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from kumi.report.pipeline_picture import compared
 from kumi.report.trace import trace
 
 
-def write_timeline(measured: Timeline | None, run: ResolvedRun, step: int) -> None:
-    """Writes `pipeline-step-<step>.json`, a trace, and `.svg` into the run's folder, on the rank that has `measured`;
-    nothing on the others. What was planned is left out where the device's speed is not known."""
+def write_pipeline_timeline(measured: Timeline | None, run: ResolvedRun, step: int) -> None:
+    """Write `pipeline-step-<step>.json` (a trace) and `.svg` into the run folder, on the rank that has `measured`.
+
+    Both include the planned timeline unless the device's speed is not known.
+    """
     if measured is None:
         return
     planned = estimated_timeline(run.job, run.estimate) if run.step_seconds is not None else None

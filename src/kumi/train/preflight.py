@@ -1,7 +1,7 @@
-"""The fire drill: what would fail after an hour fails in the first minute.
+"""The preflight check: failures of evaluation or saving occur in the first minute, not after an hour.
 
-Between the first backward pass and its update, when memory is fullest, the run evaluates one microbatch a rank and
-saves a whole checkpoint to the disk, which is then removed. Nothing that the run learns from is touched.
+Between the first backward pass and its update, when memory is fullest, the run evaluates one microbatch per rank,
+saves a complete checkpoint and removes it. The check does not change the training result.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ from kumi.files.output import remove_tree
 from kumi.parallel.mesh import barrier
 from kumi.storage import checkpoint
 from kumi.train.evaluate import evaluate
-from kumi.train.train_state import Parts, TrainState, meta, pieces
+from kumi.train.train_state import RankState, TrainState, checkpoint_meta, checkpoint_pieces
 
-FOLDER = "drill"
+_FOLDER = "drill"
 
 
-def fire_drill(parts: Parts, state: TrainState, root: Path, attempt: str) -> None:
-    """Evaluate, and save into a folder of its own under `root` that is gone afterwards. Raises what they raise."""
-    layout, rank = parts.run.layout, parts.mesh.rank
-    if parts.validation is not None:
-        evaluate(parts, first=layout.dp * layout.microbatch)
+def run_preflight(rank_state: RankState, state: TrainState, root: Path, attempt: str) -> None:
+    """Evaluate, save a checkpoint into a temporary folder below `root`, remove it. Raise any error of the two."""
+    layout, rank = rank_state.run.layout, rank_state.mesh.rank
+    if rank_state.validation is not None:
+        evaluate(rank_state, first=layout.dp * layout.microbatch)
     if rank == 0:
-        remove_tree(root / FOLDER)  # of a run that was killed before it removed its own
-    barrier(parts.mesh)
-    folder = checkpoint.step_folder(root / FOLDER, state.step)
-    checkpoint.save(folder, pieces(parts), meta(state, parts), rank=rank, ranks=layout.world_size, attempt=attempt)
-    barrier(parts.mesh)
+        remove_tree(root / _FOLDER)  # left behind by a killed run
+    barrier(rank_state.mesh)
+    folder = checkpoint.step_folder(root / _FOLDER, state.step)
+    checkpoint.save(
+        folder,
+        checkpoint_pieces(rank_state),
+        checkpoint_meta(state, rank_state),
+        rank=rank,
+        ranks=layout.world_size,
+        attempt=attempt,
+    )
+    barrier(rank_state.mesh)
     if rank == 0:
-        remove_tree(root / FOLDER)
+        remove_tree(root / _FOLDER)

@@ -1,4 +1,4 @@
-"""A run's tokenizer and tokenised data, made before any rank starts so that no rank waits in a collective."""
+"""Prepare a run's tokenizer and tokenised data before any rank starts, so that no rank waits in a collective."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kumi.train.run_folder import DATA
 
 
 def data_folder(run: ResolvedRun) -> Path:
-    """Where the tokenizer and the tokenised data of `run` lie."""
+    """Return the folder of the run's tokenizer and tokenised data."""
     cache = run.config.data.cache
     return run.out / DATA if cache is None else Path(os.path.expanduser(cache))
 
 
 def check_data(run: ResolvedRun) -> None:
-    """Nothing, when the sources exist and a given tokenizer fits the model; ConfigError otherwise. Writes nothing."""
+    """Raise ConfigError unless the data sources exist and the tokenizer fits the model. Write nothing."""
     for source in _sources(run):
         _refuse_own_files(run, source)
         expand(source)
@@ -45,22 +45,22 @@ def check_data(run: ResolvedRun) -> None:
 
 
 def _refuse_own_files(run: ResolvedRun, source: Source) -> None:
-    """A run must not read what it writes: its data would be others at every start."""
+    """Raise ConfigError if `source` would read files that the run writes: its data would change at every start."""
     data = data_folder(run)
     for key, folder, names in (
         ("train.out", run.out, ("config.toml", "metrics.jsonl", "hf/README.md")),
         ("data.cache", data, (f"{TOKENS}/faults.jsonl", f"{TOKENS}/meta.json", f"{TOKENIZER}/tokenizer.json")),
     ):
-        found = next((folder / name for name in names if would_read(source, (folder / name).absolute())), None)
-        if found is not None:
+        own_file = next((folder / name for name in names if would_read(source, (folder / name).absolute())), None)
+        if own_file is not None:
             raise ConfigError(
-                f"{key}: {folder} lies inside data source {source.path!r}, which would read what the run writes "
-                f"({found}); name a folder outside of it, or add {f'{folder.name}/**'!r} to the source's exclude"
+                f"{key}: {folder} lies inside data source {source.path!r}, which would read files that the run writes "
+                f"({own_file}); name a folder outside of it, or add {f'{folder.name}/**'!r} to the source's exclude"
             )
 
 
 def prepare_data(run: ResolvedRun) -> Store:
-    """The tokenised data of `run`, made now where it is not there yet."""
+    """Return the tokenised data of `run`, after preparing it if it does not exist yet."""
     data = run.config.data
     return prepare(
         _sources(run),
@@ -75,16 +75,16 @@ def prepare_data(run: ResolvedRun) -> Store:
 
 
 def open_data(run: ResolvedRun) -> Store:
-    """The tokenised data of `run` as it lies there. Raises ConfigError when there is none."""
+    """Open the existing tokenised data of `run`. Raise ConfigError without any."""
     return open_store(data_folder(run) / TOKENS)
 
 
 def tokenizer_folder(run: ResolvedRun) -> Path:
-    """The folder of the run's tokenizer: the one given, or the one trained for the run."""
-    wanted = run.config.data.tokenizer
+    """Return the folder of the run's tokenizer: the given one, or the one that is trained for the run."""
+    tokenizer = run.config.data.tokenizer
     if "data.tokenizer" in run.snapshots:
         return run.snapshots["data.tokenizer"].folder
-    return local_folder(wanted) if isinstance(wanted, str) else data_folder(run) / TOKENIZER
+    return local_folder(tokenizer) if isinstance(tokenizer, str) else data_folder(run) / TOKENIZER
 
 
 def _sources(run: ResolvedRun) -> list[Source]:
@@ -106,8 +106,9 @@ def _tokenizer(run: ResolvedRun) -> Tokenizer:
 def _check_vocabulary(run: ResolvedRun, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(
-            f"data.tokenizer: {tokenizer.folder} has {tokenizer.vocab_size} entries, the model's vocab_size "
-            f"is {run.model.vocab_size}; use the model's own tokenizer, or a model with at least that vocab_size"
+            f"data.tokenizer: {tokenizer.folder} has {tokenizer.vocab_size} entries, but the model's vocab_size "
+            f"is {run.model.vocab_size}; use the model's own tokenizer, or a model with a vocab_size of at least "
+            f"{tokenizer.vocab_size}"
         )
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint compared with the run that is to go on from it, before any of its tensors is read.
+"""Compare a checkpoint with the run that resumes from it, before any tensor is read.
 
-Compared are the names and global shapes of all tensors, those of the model and of the optimizer's states, in both
-directions; the model's digest; and the digest of the training tokens. A layout takes no part.
+The comparison covers the names and global shapes of all tensors of the model and the optimizer, in both directions, the
+model's digest, and the digest of the training tokens. It does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kumi.spec.saved_tensors import model_digest, model_shapes, optimizer_shapes
 from kumi.storage import checkpoint
 from kumi.storage.checkpoint import Checkpoint
 from kumi.train.run_folder import checkpoint_root
-from kumi.train.train_state import TrainState, base_of, computed_by
+from kumi.train.train_state import TrainState, adapter_base, cpu_arithmetic
 
-_ANEW = "or start a new run in another train.out"
+_OR_NEW_RUN = "or start a new run in another train.out"
 
 
 def last_checkpoint(run: ResolvedRun) -> Checkpoint | None:
-    """Return the last checkpoint of `run`, its tensors those of the run's model and optimizer; None where none is.
+    """Return the last checkpoint of `run`; None without any.
 
-    Raise RefusedError where it is damaged, or a name or a global shape differs.
+    Raise RefusedError if it is damaged, or if names or global shapes differ from the run's model and optimizer.
     """
     folder = checkpoint.latest(checkpoint_root(run.out))
     if folder is None:
@@ -36,17 +36,18 @@ def last_checkpoint(run: ResolvedRun) -> Checkpoint | None:
     stored, kind = saved.meta.get("optimizer", run.optim.kind), run.optim.kind
     if stored != kind:
         raise RefusedError(
-            f"{folder}: has states of the optimizer {stored!r}, optim.kind is {kind!r}; restore it, {_ANEW}"
+            f"{folder}: has optimizer states of {stored!r}, but optim.kind is {kind!r}; set optim.kind={stored}, "
+            f"{_OR_NEW_RUN}"
         )
     if difference := saved.difference(model_shapes(run.model) | optimizer_shapes(run.model, run.optim)):
-        raise RefusedError(f"{folder}: {difference}; restore the run's model, {_ANEW}")
+        raise RefusedError(f"{folder}: {difference}; restore the run's model, {_OR_NEW_RUN}")
     return saved
 
 
 def check_resume(run: ResolvedRun, allow_change: Sequence[str] = ()) -> list[str]:
-    """Return lines on what a resume of `run` changes or cannot compare. Raise RefusedError where it must not go on.
+    """Return lines on the changes of a resume and on missing comparisons. Raise RefusedError if `run` cannot resume.
 
-    `allow_change` may name "model" or a key in it: the model may then compute otherwise, with tensors of equal shapes.
+    If `allow_change` names "model" or a key in it, the model's config.json may differ as long as all shapes are equal.
     """
     folder = checkpoint.latest(checkpoint_root(run.out))
     if folder is None:
@@ -57,34 +58,34 @@ def check_resume(run: ResolvedRun, allow_change: Sequence[str] = ()) -> list[str
     if changed and not allowed:
         raise RefusedError(
             f"{folder}: was saved by a model with another config.json ({', '.join(changed[:3])}"
-            f"{', ...' if len(changed) > 3 else ''}); restore it, {_ANEW}, or train on with the new values, which have "
-            f"to leave all shapes as they are: --allow-change model"
+            f"{', ...' if len(changed) > 3 else ''}); restore config.json, {_OR_NEW_RUN}, or continue with the new "
+            f"values, if they leave all shapes unchanged: --allow-change model"
         )
     last_checkpoint(run)
-    lines = [f"goes on with {', '.join(changed)}"] if changed else _not_compared(meta, run)
-    lines += _computed_otherwise(meta, run)
+    lines = [f"continues with {', '.join(changed)}"] if changed else _not_compared(meta, run)
+    lines += _changed_arithmetic(meta, run)
     return [f"resume     {folder}: {line}" for line in lines]
 
 
-def _computed_otherwise(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
-    """Return a line where the steps before `meta` were computed by another CPU than the next ones, or otherwise.
+def _changed_arithmetic(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
+    """Return a line if the CPU, the compute dtype or the numerics differ from those of the checkpoint.
 
-    A checkpoint of an earlier version does not say how; the run's configuration does then.
+    A checkpoint of an earlier version does not store them; the run's configuration then has the numerics.
     """
-    now = computed_by(run)
+    now = cpu_arithmetic(run)
     if not now:
         return []
     stored = load_stored(run.out).precision.numerics
-    known = now if stored == "auto" else now | {"numerics": stored}
-    before = {key: meta.get(key, known[key]) for key in now}
+    fallback = now if stored == "auto" else now | {"numerics": stored}
+    before = {key: meta.get(key, fallback[key]) for key in now}
     if before == now:
         return []
-    was, becomes = (f"{one['cpu']} in {one['compute']} with {one['numerics']!r}" for one in (before, now))
+    was, becomes = (f"{used['cpu']} in {used['compute']} with {used['numerics']!r}" for used in (before, now))
     return [f"was computed on {was}, and continues on {becomes}; losses are equal up to rounding only"]
 
 
 def _changed_config(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
-    """Return "key: old -> new" for what differs between the config.json in `meta` and the run's; none for one model."""
+    """Return "key: old -> new" for each difference between the stored config.json and the run's; [] for one model."""
     stored = meta.get("hf_config")
     if not isinstance(stored, dict) or meta.get("model") == model_digest(run.model) or _reads_as(stored, run):
         return []
@@ -94,42 +95,47 @@ def _changed_config(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
 
 
 def _reads_as(hf_config: dict[str, Any], run: ResolvedRun) -> bool:
-    """Return True where this version reads `hf_config` as the model of `run`."""
+    """Return True if this version of kumi reads `hf_config` as the model of `run`."""
     try:
         return families.from_hf(hf_config) == run.base
-    except KumiError:  # one that only another version of kumi reads
+    except KumiError:  # only another version of kumi reads it
         return False
 
 
 def _not_compared(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
-    """Return a line where `meta` has no digest of the model, or one that another version of kumi made of it."""
+    """Return a line if `meta` has no digest of the model, or another kumi version's digest of it."""
     if "model" not in meta:
         rest = " and config.json" if isinstance(meta.get("hf_config"), dict) else ""
-        return [f"has no digest of the model, so only names, shapes{rest} were compared; the next one has a digest"]
+        return [
+            f"has no digest of the model, so only names, shapes{rest} were compared; the next checkpoint will have one"
+        ]
     if meta["model"] != model_digest(run.model):
         version = meta.get("kumi")
-        return [f"kumi {version} described the model otherwise, so only names, shapes and config.json were compared"]
+        return [
+            f"kumi {version} computed the model's digest otherwise, so only names, shapes and config.json were compared"
+        ]
     return []
 
 
-def restored_state(saved: Checkpoint, store: Store, run: ResolvedRun) -> TrainState:
-    """Return the state in `saved`. Raise RefusedError where it was trained on other data than `store` holds."""
+def restore_state(saved: Checkpoint, store: Store, run: ResolvedRun) -> TrainState:
+    """Return the TrainState in `saved`. Raise RefusedError if its training data differ from those in `store`, or its
+    base model from the run's."""
     meta, folder = saved.meta, saved.folder
     if meta["data"] != store.content:
         raise RefusedError(
-            f"{folder}: was trained on data {meta['data'][:12]}, {store.folder} holds {store.content[:12]}; restore "
-            f"the data files, {_ANEW}"
+            f"{folder}: was trained on the data with digest {meta['data'][:12]}, but {store.folder} has "
+            f"{store.content[:12]}; restore the data files, {_OR_NEW_RUN}"
         )
-    base = base_of(run)
+    base = adapter_base(run)
     if meta.get("base_digest") != base.get("base_digest"):
         raise RefusedError(
-            f"{folder}: holds adapters of the model that was in {meta.get('base')}, and {base.get('base')} holds "
-            f"another one now; restore it, {_ANEW}"
+            f"{folder}: has adapters of the base model that was in {meta.get('base')}, but {base.get('base')} has "
+            f"another model now; restore that model, {_OR_NEW_RUN}"
         )
     scale = LossScale(
         meta["loss_scale"],
         meta["loss_scale_good_steps"],
-        skipped=meta.get("skipped_updates", 0),  # which earlier versions did not count
+        skipped=meta.get("skipped_updates", 0),  # earlier versions did not count them
         in_a_row=meta.get("skipped_in_a_row", 0),
     )
     return TrainState(meta["step"], meta["tokens"], scale, saved=meta["step"])

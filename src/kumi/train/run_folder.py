@@ -1,10 +1,10 @@
-"""The run folder: whose it is, and what may change when the same command runs again.
+"""The run folder: claim it for one run and one process, and check which keys a resume changes.
 
 runs/<name>/
-  config.toml        the resolved configuration, with the layout spelled out
-  plan.json          what the run file pinned of the layout, what it was made for, and its estimate
-  sources.json       the commits of what came from a hub
-  metrics.jsonl      one JSON object a step, and one an evaluation
+  config.toml        the resolved configuration, with every field of the layout
+  plan.json          the layout's pinned fields, the machines it was planned for, and its estimate
+  sources.json       the commits of models and tokenizers from a hub
+  metrics.jsonl      one JSON object per step, and one per evaluation
   data/              tokenizer and tokenised data
   checkpoints/       step_000200/ ...
   logs/              output of the ranks
@@ -28,16 +28,16 @@ from kumi.data import foreign_files
 from kumi.errors import RefusedError
 from kumi.files.output import open_kept, open_new, refuse_link
 
-CHECKPOINTS, DATA, LOCK = "checkpoints", "data", ".lock"
-CONFIG_DRAFT, PLAN_DRAFT = "config.part", "plan.part"
-# What a run writes here. Others' files may lie beside it once the run has begun, links among them.
-OWN = (
-    LOCK,
+_CHECKPOINTS, DATA, _LOCK = "checkpoints", "data", ".lock"
+_CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
+# Names that a run writes in its folder. Other files and links may be added once the run has begun.
+RUN_FILES = (
+    _LOCK,
     CONFIG,
-    CONFIG_DRAFT,
+    _CONFIG_DRAFT,
     PLAN,
-    PLAN_DRAFT,
-    CHECKPOINTS,
+    _PLAN_DRAFT,
+    _CHECKPOINTS,
     DATA,
     "sources.json",
     "metrics.jsonl",
@@ -52,8 +52,8 @@ OWN = (
     "wandb",
 )
 
-# What may differ between a run and its continuation: nothing here changes what is learned.
-FREE = (
+# Keys that a resume may change, because they do not change the training result beyond rounding.
+_CHANGEABLE_KEYS = (
     "cluster",
     "layout",
     "eval",
@@ -77,41 +77,40 @@ FREE = (
 
 def checkpoint_root(out: Path) -> Path:
     """Return the folder of the checkpoints of the run in `out`."""
-    return out / CHECKPOINTS
+    return out / _CHECKPOINTS
 
 
 @contextmanager
-def claim(
+def claim_run_folder(
     out: Path,
     config: RunConfig,
     allow_change: Sequence[str] = (),
     check: Callable[[], None] = lambda: None,
     plan: RunPlan | None = None,
 ) -> Iterator[bool]:
-    """Hold the folder `out` for this run; yields whether an earlier start of the run left its configuration there.
+    """Lock the folder `out` for this run and write `config` and `plan` there; yield True if the run resumes.
 
-    Raises RefusedError when the folder belongs to another run, when the configuration differs in a key that decides
-    what is learned and that `allow_change` does not name, or when another process is training there; and whatever
-    `check` raises, which is called once the folder is held. Nothing is written before all of that is clear; then
-    `config` is, and `plan` unless it is None.
+    Raise RefusedError if the folder belongs to another run, if the stored configuration differs in a key that neither
+    `_CHANGEABLE_KEYS` nor `allow_change` names, or if another process is training there. Call `check` once the folder
+    is locked, and let its errors through. Nothing is written before all checks have passed.
     """
     _check_names(allow_change)
     _refuse_links(out)
     _check(out, config, allow_change)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
-        _check(out, config, allow_change)  # another start may have claimed it while this one waited
+        _check(out, config, allow_change)  # another start may have claimed the folder in the meantime
         check()
         resumed = (out / CONFIG).exists()
-        if plan is not None:  # first, so that a configuration with a layout has a plan beside it
-            _write_atomically(out / PLAN, out / PLAN_DRAFT, plan.text())
-        _write_atomically(out / CONFIG, out / CONFIG_DRAFT, dump(config))
+        if plan is not None:  # first, so that a configuration with a layout always has a plan
+            _write_atomically(out / PLAN, out / _PLAN_DRAFT, plan.text())
+        _write_atomically(out / CONFIG, out / _CONFIG_DRAFT, dump(config))
         yield resumed
 
 
 def _refuse_links(out: Path) -> None:
-    """Raise RefusedError where a link has the name of a file or folder that a run writes in `out`."""
-    for name in OWN:
+    """Raise RefusedError if `out` has a link with the name of a file or folder that a run writes."""
+    for name in RUN_FILES:
         refuse_link(out / name, "; to keep the run on another disk, let train.out be a folder there, or a link to one")
 
 
@@ -126,51 +125,51 @@ def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
     if refused:
         keys = " ".join(f"--allow-change {key}" for key, _ in changed if not _allowed(key, allow_change))
         raise RefusedError(
-            f"train.out: {out} holds a run with another configuration ({'; '.join(refused)}); "
+            f"train.out: {out} has a run with another configuration ({'; '.join(refused)}); "
             f"choose another train.out, or continue with the new values: {keys}"
         )
 
 
 def _refuse_foreign(out: Path) -> None:
-    """Raise RefusedError where `out`, which is no run's folder yet, holds more than what kumi leaves before a run.
+    """Raise RefusedError if `out`, which has no configuration yet, has files that kumi did not write.
 
-    That is the data that `kumi data prepare` makes, and what a start leaves that was killed before it wrote its
+    Allowed are the data of `kumi data prepare`, and the files of a start that was killed before it wrote its
     configuration.
     """
     names = {item.name for item in out.iterdir()} if out.exists() else set()
-    names -= {LOCK, CONFIG_DRAFT, PLAN, PLAN_DRAFT}
-    if CHECKPOINTS in names:
+    names -= {_LOCK, _CONFIG_DRAFT, PLAN, _PLAN_DRAFT}
+    if _CHECKPOINTS in names:
         raise RefusedError(
-            f"train.out: {out} holds checkpoints but no {CONFIG}, so it is not known whose they are; restore the file "
+            f"train.out: {out} has checkpoints but no {CONFIG}, so their run is not known; restore the file "
             f"(`kumi describe RUN.toml --resolved` prints it), or name another folder"
         )
     if (out / DATA).is_dir():
         names = (names - {DATA}) | {f"{DATA}/{name}" for name in foreign_files(out / DATA)}
     if names:
         raise RefusedError(
-            f"train.out: {out} holds {len(names)} files that kumi did not write ({', '.join(sorted(names)[:3])}); "
+            f"train.out: {out} has {len(names)} files that kumi did not write ({', '.join(sorted(names)[:3])}); "
             f"name an empty or new folder"
         )
 
 
 def _check_names(keys: Sequence[str]) -> None:
-    """Raises RefusedError where one of the dotted `keys` names nothing that a run file can say."""
+    """Raise RefusedError unless each of the dotted `keys` is a key or a section of run files."""
     for key in keys:
         section, *inner = key.split(".")
         field = RunConfig.model_fields.get(section)
         within: Any = getattr(field and field.annotation, "model_fields", None)
         if field is None or (inner and within is not None and inner[0] not in within):
-            raise RefusedError(f"--allow-change {key}: no key of a run file has this name; name one, as in optim.lr")
+            raise RefusedError(f"--allow-change {key}: no key of a run file has this name; name a key such as optim.lr")
 
 
 def _allowed(key: str, allow_change: Sequence[str]) -> bool:
-    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*FREE, *allow_change))
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*_CHANGEABLE_KEYS, *allow_change))
 
 
 @contextmanager
 def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
-    """Hold an exclusive lock on `out`. The ranks of a killed run let go of it within seconds, hence the patience."""
-    with open_kept(out / LOCK) as file:
+    """Take an exclusive lock on `out`, waiting at most `patience` seconds for the dying ranks of a killed run."""
+    with open_kept(out / _LOCK) as file:
         for attempt in range(int(patience / 0.1) + 1):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

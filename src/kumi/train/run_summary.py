@@ -1,4 +1,4 @@
-"""How a run ended: as a TrainOutput for programs, and as lines for people, with commands that can follow."""
+"""The result of a run, as a TrainOutput and as lines for the terminal, with commands to continue with."""
 
 from __future__ import annotations
 
@@ -20,35 +20,28 @@ from kumi.units import format_count, format_seconds
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """How a training run ended.
+    """The result of a training run, from the files in its run folder. Losses are in nats per token."""
 
-    `global_step` of `max_steps` updates are done and saved. `num_input_tokens_seen`: of all steps so far.
-    `train_runtime`: seconds of all steps, over all starts of the run. `training_loss`: the mean loss of the steps in
-    the run folder's metrics.jsonl, in nats a token; None where it has none. `train_losses`, `eval_losses`: the first
-    and the last one there. `metrics`: the last value of each of its keys. `output_dir`: the run folder. `checkpoint`:
-    its last complete checkpoint. `model_dir`: the Hugging Face folder, or the adapters; None where nothing is exported.
-    """
-
-    global_step: int
+    global_step: int  # updates that are done and saved
     max_steps: int
-    num_input_tokens_seen: int
-    train_runtime: float
-    training_loss: float | None
-    train_losses: tuple[float, float] | None
-    eval_losses: tuple[float, float] | None
-    metrics: dict[str, Any]
-    output_dir: Path
-    checkpoint: Path | None
-    model_dir: Path | None
+    num_input_tokens_seen: int  # tokens of all steps so far
+    train_runtime: float  # seconds of all steps, over all starts of the run
+    training_loss: float | None  # mean loss of the steps in metrics.jsonl; None without any
+    train_losses: tuple[float, float] | None  # first and last training loss in metrics.jsonl
+    eval_losses: tuple[float, float] | None  # first and last evaluation loss in metrics.jsonl
+    metrics: dict[str, Any]  # the last value of each key in metrics.jsonl
+    output_dir: Path  # the run folder
+    checkpoint: Path | None  # the last complete checkpoint
+    model_dir: Path | None  # the Hugging Face folder, or the adapters; None if nothing is exported
 
     @property
     def stopped(self) -> bool:
-        """True where the run ended before its last step: the same call goes on from there."""
+        """True if the run ended before its last step; the same call resumes it."""
         return self.global_step < self.max_steps
 
 
 def train_output(config: RunConfig, code: int = OK) -> TrainOutput:
-    """Return how the run of `config`, which ended with the exit `code`, stands, from the files in its folder."""
+    """Return the result of the run of `config`, which ended with the exit `code`, from the files in its folder."""
     out = Path(os.path.expanduser(config.train.out))
     entries = read_metrics(out / "metrics.jsonl")
     steps = [entry for entry in entries if "train/loss" in entry]
@@ -81,9 +74,9 @@ def _ends(values: list[float]) -> tuple[float, float] | None:
 
 
 def summary_lines(run: ResolvedRun, code: int = OK, *, already_finished: bool = False) -> list[str]:
-    """Return what the terminal shows after `run` ended with the exit `code`.
+    """Return the lines that the terminal shows after `run` ended with the exit `code`.
 
-    `already_finished`: an earlier start had done all steps.
+    `already_finished`: an earlier start did all steps.
     """
     output = train_output(run.config, code)
     status = "interrupted" if code != OK else "already finished" if already_finished else "finished"
@@ -106,9 +99,10 @@ def _labelled(label: str, parts: list[str]) -> list[str]:
 
 
 def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iterator[str]:
-    """Yield commands that work after `run`, from the folder that it was started in: three on one machine."""
+    """Yield commands to continue with after `run`, to be run in the folder that it was started in: three on one
+    machine."""
     file = shlex.quote(str(run.out / "config.toml"))
-    alone = run.cluster.nodes == 1  # else a launcher has to start the ranks, in a way that only the user knows
+    alone = run.cluster.nodes == 1  # with more nodes, only the user knows the launcher's command
     if code != OK or output.checkpoint is None:
         if alone:
             yield f"kumi train {file}"
@@ -131,11 +125,11 @@ def next_commands(run: ResolvedRun, output: TrainOutput, code: int = OK) -> Iter
 
 
 def _free(folder: Path) -> Path:
-    """Return `folder`, or where that exists the first of its name with -2, -3, ... that does not."""
+    """Return `folder`, or if it exists the first free name of folder-2, folder-3, ..."""
     names = chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in count(2)))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def _load(model: Path) -> str:
-    """Python that loads and prints `model`, without single quotes where its name allows that."""
+    """Return Python code that loads and prints `model`; json.dumps avoids single quotes in most names."""
     return f"import kumi; print(kumi.load_decoder({json.dumps(str(model))}))"

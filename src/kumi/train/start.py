@@ -17,9 +17,9 @@ from kumi.config.run_plan import RunPlan, parse_plan
 from kumi.config.schema import LayoutSection
 from kumi.data import Store
 from kumi.errors import OK, ConfigError, LayoutError, ModelError
-from kumi.launch.launchers import pick
-from kumi.launch.local import environment
-from kumi.launch.standing import Standing, standing
+from kumi.launch.launchers import pick_launcher
+from kumi.launch.local import rank_environment
+from kumi.launch.standing import LaunchedRank, launched_rank
 from kumi.report.run_description import console, describe, render
 from kumi.spec.families import check_trained
 from kumi.spec.numerics import parse
@@ -27,46 +27,46 @@ from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import free_space_check, latest, list_complete, step_of
 from kumi.train.callbacks import Listener
-from kumi.train.measure_numerics import with_measured, with_numerics
+from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
-from kumi.train.run_folder import checkpoint_root, claim
+from kumi.train.run_folder import checkpoint_root, claim_run_folder
 from kumi.train.run_summary import summary_lines
 from kumi.units import format_count
 
 if TYPE_CHECKING:
-    from kumi.launch.rendezvous import Meeting
+    from kumi.launch.rendezvous import Rendezvous
 
 
 def start(config: RunConfig, *, allow_change: Sequence[str] = (), listener: Listener | None = None) -> int:
-    """Train the run of `config`, or go on with it, and write the Hugging Face folder; the exit code (see kumi.errors).
+    """Start or resume the run of `config` and write its Hugging Face folder. Return the exit code (see kumi.errors).
 
-    Under an external launcher (torchrun, srun), which has started the ranks already, every rank calls this. `listener`
-    is told on rank 0 how the training goes.
+    Under an outside launcher (torchrun, srun), every rank calls this. `listener` receives the training's events on
+    rank 0.
     """
     run = open_run(config)
-    # OpenMP reads these once, when torch is imported, which everything below may do.
-    os.environ.update(environment(run.cluster.devices_per_node, os.environ))
-    place = standing(os.environ)
-    _check_ranks(run, place)
-    if place is None or place.rank == 0:
-        run = with_measured(run)  # before this process has threads, which it would fork
-    if place is None or place.world_size == 1:
+    # OpenMP reads these variables once, when torch is imported, and any call below may import it.
+    os.environ.update(rank_environment(run.cluster.devices_per_node, os.environ))
+    launched = launched_rank(os.environ)
+    _check_ranks(run, launched)
+    if launched is None or launched.rank == 0:
+        run = with_measured_numerics(run)  # before this process has threads: it forks
+    if launched is None or launched.world_size == 1:
         return _lead(run, allow_change, None, listener)
-    from kumi.launch.rendezvous import meet
+    from kumi.launch.rendezvous import rendezvous
 
-    with meet(place) as meeting:
-        return _follow(run, meeting) if place.rank else _lead(run, allow_change, meeting, listener)
+    with rendezvous(launched) as peers:
+        return _follow(run, peers) if launched.rank else _lead(run, allow_change, peers, listener)
 
 
-def _lead(run: ResolvedRun, allow_change: Sequence[str], meeting: Meeting | None, listener: Listener | None) -> int:
-    """The start of rank 0, or of the process that starts the ranks. `meeting`: of ranks that a launcher has started."""
+def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | None, listener: Listener | None) -> int:
+    """Start the run as rank 0 of launched ranks (`peers`), or as the process that starts the ranks (`peers` None)."""
     if run.config.export.push is not None:
         hub.check_push(run.config.export.push, "export.push")
     _fetch_weights(run)
-    check(run)
+    check_run(run)
     lines = [f"layout     {run.change}"] if run.change else []
-    written, plan = _to_keep(run)
-    with claim(run.out, written, allow_change, lambda: lines.extend(_resumable(run, allow_change)), plan):
+    config, plan = _config_and_plan(run)
+    with claim_run_folder(run.out, config, allow_change, lambda: lines.extend(_resumable(run, allow_change)), plan):
         hub.write_record(run.out, hub_sources(run.config), run.snapshots)
         console().print(render(describe(run)))
         for line in lines:
@@ -74,36 +74,37 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], meeting: Meeting | None
         store = prepare_data(run)
         print(_data_line(store), flush=True)
         trained = _trained(run)
-        if meeting is not None:
-            meeting.say(json.dumps({"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}))
-        code = OK if trained else _launch(run, store, meeting, listener)
+        if peers is not None:
+            peers.broadcast(json.dumps({"finished": trained, "numerics": str(run.numerics), "plan": run.plan.plain()}))
+        code = OK if trained else _launch(run, store, peers, listener)
         if code == OK:
             from kumi.train.finish import finish
-            from kumi.train.process_memory import memory_errors
+            from kumi.train.process_memory import convert_memory_errors
 
-            with memory_errors(run):
+            with convert_memory_errors(run):
                 finish(run, store, anew=not trained)
         for line in summary_lines(run, code, already_finished=trained):
             print(line, flush=True)
         return code
 
 
-def _follow(run: ResolvedRun, meeting: Meeting) -> int:
-    """The start of a rank other than 0 that an external launcher started: rank 0 prepares, the others wait for it."""
+def _follow(run: ResolvedRun, peers: Rendezvous) -> int:
+    """Start the run as a launched rank other than 0: wait for rank 0 to prepare the data, then train."""
     _fetch_weights(run)
-    check(run)
-    word = json.loads(meeting.hear())
-    if word["finished"]:
+    check_run(run)
+    message = json.loads(peers.receive())
+    if message["finished"]:
         return OK
-    # Where this rank's run file pins another layout, it keeps that, and the ranks refuse to train
-    # (kumi.train.compare_ranks).
-    run = with_plan(with_numerics(run, parse(word["numerics"])), parse_plan(word["plan"], "rank 0's plan"))
-    return _launch(run, open_data(run), meeting, None)
+    # If this rank's run file pins another layout, the rank uses its own, and kumi.train.compare_ranks refuses.
+    run = with_plan(with_numerics(run, parse(message["numerics"])), parse_plan(message["plan"], "rank 0's plan"))
+    return _launch(run, open_data(run), peers, None)
 
 
-def _to_keep(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
-    """Return the configuration and the plan that the run folder gets: of a run that has done all its steps, the layout
-    with which it did them, even where it is left alone on other machines now."""
+def _config_and_plan(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
+    """Return the configuration and the plan for the run folder.
+
+    A finished run keeps the layout that trained it, even if this start is on other machines.
+    """
     if not _trained(run):
         return run.config, run.plan
     plan = None if run.begun is None else run.begun.plan
@@ -117,8 +118,8 @@ def _fetch_weights(run: ResolvedRun) -> None:
         hub.fetch_weights(run.snapshots["model.source"])
 
 
-def check(run: ResolvedRun) -> None:
-    """Nothing, when the run can start; the reason as a ConfigError otherwise. Writes nothing."""
+def check_run(run: ResolvedRun) -> None:
+    """Raise ConfigError unless the run can start. Write nothing."""
     check_trained(run.model)
     _check_compiled(run)
     _check_adapters(run)
@@ -127,55 +128,56 @@ def check(run: ResolvedRun) -> None:
         _check_weights(run)
     root = checkpoint_root(run.out)
     size = checkpoint_bytes(run.model, run.precision, run.optim)
-    # While a new checkpoint is written the kept ones are still there.
+    # Old checkpoints are removed only after the new one is complete.
     free_space_check(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
 
 
 def _resumable(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:
-    """Return what a resume changes or cannot compare. Raise RefusedError where the last checkpoint is not the run's."""
+    """Return lines on the changes of a resume. Raise RefusedError if the run cannot resume from its last checkpoint."""
     if not list_complete(checkpoint_root(run.out)):
-        return []  # without having imported torch
+        return []  # before torch is imported
     from kumi.train.resume import check_resume
 
     return check_resume(run, allow_change)
 
 
-def _check_ranks(run: ResolvedRun, place: Standing | None) -> None:
-    """Raise LayoutError unless a launcher reaches the machines of `run` and WORLD_SIZE, where set, is its layout's."""
-    pick(run, place)
+def _check_ranks(run: ResolvedRun, launched: LaunchedRank | None) -> None:
+    """Raise LayoutError unless a launcher reaches the machines of `run` and WORLD_SIZE, if set, matches the layout."""
+    pick_launcher(run, launched)
     needed = run.layout.world_size
-    if place is not None and place.world_size != needed:
+    if launched is not None and launched.world_size != needed:
         raise LayoutError(
-            f"the layout needs {needed} ranks and WORLD_SIZE={place.world_size} were started; start {needed}, or set "
-            f"cluster and layout for {place.world_size}"
+            f"the layout needs {needed} ranks, but WORLD_SIZE={launched.world_size}; start {needed} ranks, or set "
+            f"cluster and layout for {launched.world_size}"
         )
 
 
 def _check_compiled(run: ResolvedRun) -> None:
-    """Nothing, unless compiled layers are to put off the gradients of their weights."""
+    """Raise LayoutError if compiled layers cannot run with the run's schedule or adapters."""
     schedule = run.layout.schedule
     if run.config.train.compile and schedule not in FULL_BACKWARD:
         raise LayoutError(
-            f"layout.schedule={schedule} puts the gradients of weights off, which compiled layers cannot; set "
+            f"layout.schedule={schedule} defers weight gradients, which compiled layers cannot do; set "
             f"train.compile=false, or layout.schedule to {', '.join(FULL_BACKWARD[:-1])} or {FULL_BACKWARD[-1]}"
         )
     lora = run.model.lora
     if run.config.train.compile and lora is not None and (lora.dropout or lora.quantize):
         raise LayoutError(
-            f"train.compile=true with lora.dropout={lora.dropout:g} and lora.quantize={lora.quantize or 'none'!r}: "
-            f"compiled layers neither drop nor unpack; set train.compile=false, or dropout=0 and quantize='none'"
+            f"train.compile=true with lora.dropout={lora.dropout:g} and lora.quantize={lora.quantize or 'none'!r} is "
+            f"unsupported, because compiled layers have neither dropout nor dequantisation; set train.compile=false, "
+            f"or lora.dropout=0 and lora.quantize='none'"
         )
 
 
 def _check_adapters(run: ResolvedRun) -> None:
-    """Nothing, when what the adapters of `run` need is there."""
+    """Raise ConfigError unless the packages and adapter weights that the run's adapters need are available."""
     section = run.config.lora
     if section is None:
         return
     if section.quantize != "none" and find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"lora.quantize={section.quantize!r} needs the package bitsandbytes: pip install bitsandbytes, or set "
-            f"lora.quantize='none'"
+            f"lora.quantize={section.quantize!r} needs the package bitsandbytes, which is not installed; pip install "
+            f"bitsandbytes, or set lora.quantize='none'"
         )
     if section.source is not None:
         from kumi.convert.hf.adapter_read import adapters_reader
@@ -184,7 +186,7 @@ def _check_adapters(run: ResolvedRun) -> None:
 
 
 def _check_weights(run: ResolvedRun) -> None:
-    """The headers of the weight files alone: what they hold is read when the ranks fill the model."""
+    """Raise ModelError unless the weight files fit the model, from their headers; ranks read the tensors later."""
     assert run.source is not None, "the configuration allows pretrained weights only with a source"
     from kumi.convert.hf import read_folder
 
@@ -196,26 +198,26 @@ def _check_weights(run: ResolvedRun) -> None:
 
 
 def _trained(run: ResolvedRun) -> bool:
-    """Whether the last checkpoint is the run's last step, and its probe is there: only the export is left."""
-    found = latest(checkpoint_root(run.out))
-    return found is not None and step_of(found) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
+    """Return True if only the export is left: the last step has its checkpoint, and the export probe exists."""
+    last = latest(checkpoint_root(run.out))
+    return last is not None and step_of(last) >= run.config.train.steps and (run.out / "probe.safetensors").exists()
 
 
-def _launch(run: ResolvedRun, store: Store, meeting: Meeting | None, listener: Listener | None) -> int:
-    # torch comes in here, once: ranks are forked from this process and find it imported.
+def _launch(run: ResolvedRun, store: Store, peers: Rendezvous | None, listener: Listener | None) -> int:
+    # This imports torch once: ranks are forked from this process, with torch imported.
     from kumi.train.loop import train_rank
 
-    if meeting is not None:
-        meeting.await_all()
-    return pick(run, standing(os.environ)).start(run, train_rank, (run, store, listener))
+    if peers is not None:
+        peers.wait_for_all()
+    return pick_launcher(run, launched_rank(os.environ)).start(run, train_rank, (run, store, listener))
 
 
 def _data_line(store: Store) -> str:
     faults = sum(store.faults.values())
-    skipped = f"; {faults} records left out, listed in {_shown(store.folder / 'faults.jsonl')}" if faults else ""
+    skipped = f"; {faults} records skipped, listed in {_shown(store.folder / 'faults.jsonl')}" if faults else ""
     return (
         f"data       {format_count(store.documents)} documents: {format_count(store.train_tokens)} tokens to train on, "
-        f"{format_count(store.validation_tokens)} held out; unigram entropy {store.unigram_entropy:.4f} nats a token"
+        f"{format_count(store.validation_tokens)} held out; unigram entropy {store.unigram_entropy:.4f} nats per token"
         f"{skipped}"
     )
 

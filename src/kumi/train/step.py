@@ -1,4 +1,4 @@
-"""One update: the forward and backward of every microbatch, one gradient norm, one step of the optimizer."""
+"""One training step: forward and backward of every microbatch, gradient clipping, optimizer update."""
 
 from __future__ import annotations
 
@@ -21,26 +21,23 @@ from kumi.parallel.optim.optimizer import forget_gradients
 from kumi.parallel.pipeline_trace import gather, start
 from kumi.parallel.run_microbatches import forward_backward
 from kumi.train import expert_balance
-from kumi.train.expert_balance import Balanced
-from kumi.train.pipeline_timeline import write_timeline
-from kumi.train.train_state import Parts, TrainState
+from kumi.train.expert_balance import ExpertBalance
+from kumi.train.pipeline_timeline import write_pipeline_timeline
+from kumi.train.train_state import RankState, TrainState
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one update. `loss`, the mean over the step's tokens, and `grad_norm` are tensors: nothing waits.
-
-    `scale`: the loss scale after the step, of a float16 run.
-    """
+    """Figures of one step. Those on the device are tensors, so that nothing waits for the device."""
 
     step: int
-    loss: Tensor
-    grad_norm: Tensor
+    loss: Tensor  # mean over the step's tokens
+    grad_norm: Tensor  # before clipping
     lr: float
-    tokens: int
-    data_s: float
-    experts: Balanced | None = None
-    scale: LossScale | None = None
+    tokens: int  # trained tokens
+    data_s: float  # seconds to read the batch
+    experts: ExpertBalance | None = None
+    scale: LossScale | None = None  # after the step; None unless the run is float16
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -49,71 +46,72 @@ def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 
 
 def train_step(
-    parts: Parts, state: TrainState, counts: StepCounts, before_update: Callable[[], None] | None
+    rank_state: RankState, state: TrainState, step_batch: StepBatch, before_update: Callable[[], None] | None
 ) -> StepResult:
-    """Train on the step's sequences and advance `state`. `before_update` is called once all gradients are there."""
-    run, mesh = parts.run, parts.mesh
+    """Train on `step_batch` and advance `state`. Call `before_update` between the backward pass and the update."""
+    run, mesh = rank_state.run, rank_state.mesh
     scale = state.scale.scale if run.precision.loss_scaling else 1.0
-    expert_balance.begin(parts.model, run, scale)
-    begin_step(bare(parts.model), run.config.train.seed, state.step)
+    expert_balance.prepare_routers(rank_state.model, run, scale)
+    begin_step(bare(rank_state.model), run.config.train.seed, state.step)
     record = start(mesh) if state.step + 1 == run.config.train.trace_step else None
-    microbatches = (to_device(one, mesh.device) for one in _microbatches(counts.batch, run.layout.microbatch))
-    # The head may form its gradient in the forward pass, so the loss scale must be in it already.
-    loss = forward_backward(parts.model, mesh, parts.objective, microbatches, counts.units / scale, record) / scale
+    microbatches = (to_device(batch, mesh.device) for batch in _microbatches(step_batch.batch, run.layout.microbatch))
+    # The head may compute its gradient in the forward pass, so the token weights must include the loss scale.
+    loss = (
+        forward_backward(rank_state.model, mesh, rank_state.objective, microbatches, step_batch.units / scale, record)
+        / scale
+    )
     if record is not None:
-        write_timeline(gather(record, mesh), run, state.step + 1)
+        write_pipeline_timeline(gather(record, mesh), run, state.step + 1)
     if before_update is not None:
         before_update()
-    norm, lr = _update(parts, state)
-    experts = expert_balance.end(parts.model, run, mesh, scale)
+    norm, lr = _update(rank_state, state)
+    experts = expert_balance.balance_experts(rank_state.model, run, mesh, scale)
     state.step += 1
-    state.tokens += counts.tokens
+    state.tokens += step_batch.tokens
     scaling = state.scale if run.precision.loss_scaling else None
-    return StepResult(state.step, total(loss, mesh), norm, lr, counts.tokens, counts.data_s, experts, scaling)
+    return StepResult(state.step, total(loss, mesh), norm, lr, step_batch.tokens, step_batch.data_s, experts, scaling)
 
 
-def _update(parts: Parts, state: TrainState) -> tuple[Tensor, float]:
-    """Clip, step the optimizer, drop the gradients; the norm before clipping and the learning rate used."""
-    run, scaling = parts.run, parts.run.precision.loss_scaling
+def _update(rank_state: RankState, state: TrainState) -> tuple[Tensor, float]:
+    """Clip the gradients, update the weights, free the gradients. Return the unclipped norm and the learning rate."""
+    run, scaling = rank_state.run, rank_state.run.precision.loss_scaling
     scale = state.scale.scale if scaling else 1.0
-    norm = clip_gradients(parts.model, run.optim.grad_clip, parts.mesh, loss_scale=scale)
+    norm = clip_gradients(rank_state.model, run.optim.grad_clip, rank_state.mesh, loss_scale=scale)
     lr = run.optim.lr_at(state.step, run.config.train.steps)
-    for group in parts.optimizer.param_groups:
+    for group in rank_state.optimizer.param_groups:
         group["lr"] = lr
-    # A float16 gradient that overflowed is no gradient: that update is left out, and the scale comes down.
+    # A float16 gradient that overflowed is useless: skip the update and lower the loss scale.
     if not scaling or bool(torch.isfinite(norm)):
-        parts.optimizer.step()
+        rank_state.optimizer.step()
     if scaling:
         state.scale = state.scale.after(norm)
-    forget_gradients(parts.model, parts.optimizer)
+    forget_gradients(rank_state.model, rank_state.optimizer)
     return norm, lr
 
 
 @dataclass(frozen=True)
-class StepCounts:
-    """This rank's sequences of a step, what the objective counts in those of all ranks, their trained tokens, and
-    whether a rank was asked to stop."""
+class StepBatch:
+    """This rank's sequences of a step, and the figures that all ranks agree on."""
 
     batch: Batch
-    units: int
-    tokens: int
-    signal: int | None
-    data_s: float
+    units: int  # the objective's units in the sequences of all ranks
+    tokens: int  # trained tokens in the sequences of all ranks
+    signal: int | None  # a stop signal that any rank received
+    data_s: float  # seconds to read the batch
 
 
-def read_step(parts: Parts, state: TrainState, signal: int | None) -> StepCounts:
-    """The next step's sequences, and what all ranks agree on. `signal` is the one this rank was sent, if any."""
+def read_step(rank_state: RankState, state: TrainState, signal: int | None) -> StepBatch:
+    """Read the next step's sequences and agree with all ranks. `signal`: a stop signal that this rank received."""
     started = time.perf_counter()
-    batch = parts.data.at(state.step)
+    batch = rank_state.data.at(state.step)
     data_s = time.perf_counter() - started
     trained = int(np.count_nonzero(batch["labels"] != IGNORED))
-    units, tokens, signal = _agree(parts.objective.count(batch), trained, signal, parts.mesh)
-    return StepCounts(batch, units, tokens, signal, data_s)
+    units, tokens, signal = _agree(rank_state.objective.count(batch), trained, signal, rank_state.mesh)
+    return StepBatch(batch, units, tokens, signal, data_s)
 
 
 def _agree(units: int, tokens: int, signal: int | None, mesh: Mesh) -> tuple[int, int, int | None]:
-    """One reduction: the sums of `units` and `tokens` over all sequences, and a signal that any rank was sent, the same
-    on all."""
+    """All-reduce in one call: the sums of `units` and `tokens` over all sequences, and a signal that any rank got."""
     own = (units, tokens) if counts_once(mesh) else (0, 0)
     counts = total(torch.tensor([*own, *(int(signal == number) for number in EXIT_CODES)], dtype=torch.int64), mesh)
     sent = [int(number) for number, count in zip(EXIT_CODES, counts[2:].tolist(), strict=True) if count]

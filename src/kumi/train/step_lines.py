@@ -1,9 +1,9 @@
-"""The lines that a run prints: one for each step that is shown, at most WIDTH characters, and a legend once before.
+"""The lines that a run prints: a legend, then one line of at most WIDTH characters for each step that is shown.
 
     step 40/400  loss 5.8843  lr 2.0e-03  norm 0.65  3.97k tok/s  258/241 ms  MFU 41.2%  912/870 MiB  eta 2m05s
 
-`258/241 ms` is the measured time of the step over the estimated one, `912/870 MiB` the same of memory. Where not all
-fits into the width, the figures that can be worked out from the others are left out first; metrics.jsonl has all.
+`258/241 ms` is the measured and the estimated time of the step, `912/870 MiB` the measured and the estimated peak
+memory. If not all figures fit, those that follow from the others are left out first; metrics.jsonl has all.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from kumi.units import format_bytes, format_count, format_seconds
 WIDTH = 100
 _GAP = "  "
 
-# In this order figures get room in a line; they are printed in the order of `_figures`.
+# Figures are added to a line in this order of priority, and printed in the order of `_figures`.
 _PRIORITY = ("step", "loss", "time", "skipped", "busy", "memory", "eta", "norm", "tokens", "lr", "mfu")
 
 _BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def legend(*, on_cpu: bool, step_s: float | None, memory: int, mfu: bool) -> list[str]:
-    """Return the lines that say once what is the same for every step.
+    """Return the lines that explain the step lines.
 
-    `step_s` and `memory` (bytes) are estimates; `step_s` is None where the device's speed is not known. `mfu`: whether
-    the step lines have a model FLOPs utilisation; if not, that is because the device's peak is not known.
+    `step_s` and `memory` (bytes) are estimates; `step_s` is None if the device's speed is not known. `mfu`: step lines
+    have the model FLOPs utilisation, because the device's peak FLOPs are known.
     """
-    holds = "the growth of the process" if on_cpu else "what is allocated"
+    counted = "the growth of the process" if on_cpu else "allocated bytes"
     time = "measured; the device's speed is not known"
     if step_s is not None:
         time = f"measured/estimated ({_seconds(step_s)})"
     lines = [f"time       of a step, {time}"]
-    lines.append(f"peak       of rank 0's memory, measured/estimated ({format_bytes(memory)}): {holds}")
-    return lines if mfu else [*lines, "MFU        unknown, as the device's peak is"]
+    lines.append(f"peak       of rank 0's memory, measured/estimated ({format_bytes(memory)}): {counted}")
+    return lines if mfu else [*lines, "MFU        not known, because the device's peak FLOPs are not known"]
 
 
 def step_line(entry: dict[str, Any], steps: int, time_left: str, busy: str = "") -> str:
     """Return the line for the metrics `entry` of a step out of `steps`, at most WIDTH characters long.
 
-    `busy` says that other processes had the CPU, where that explains a slow step.
+    `busy`: the note of `kumi.train.cpu_contention` on a slow step, or "".
     """
     figures = {"step": f"step {entry['step']}/{steps}", **_figures(entry), "busy": busy, "eta": f"eta {time_left}"}
     shown, room = set(), WIDTH + len(_GAP)
@@ -52,7 +52,7 @@ def step_line(entry: dict[str, Any], steps: int, time_left: str, busy: str = "")
 
 
 def _figures(entry: dict[str, Any]) -> dict[str, str]:
-    """The figures of a step, in the order of a line; empty where there is none."""
+    """Return the figures of a step in the order of a line; "" for a figure that the step does not have."""
     mfu, skipped = entry["perf/mfu"], entry.get("train/skipped_updates", 0)
     return {
         "loss": f"loss {_decimals(entry['train/loss'], 4)}",
@@ -67,18 +67,18 @@ def _figures(entry: dict[str, Any]) -> dict[str, str]:
 
 
 def _decimals(value: float, places: int) -> str:
-    """`value` with so many decimals, or in scientific notation where that would be long."""
+    """Format `value` with `places` decimals; from 1000 on with 3 significant digits."""
     return f"{value:.{places}f}" if abs(value) < 1000 else f"{value:.3g}"
 
 
 def _pair_of_seconds(measured: float, estimated: float | None) -> str:
-    """Measured over estimated seconds, in the unit of the measured ones."""
+    """Format measured/estimated seconds, in the unit that suits the measured value."""
     unit, scale = ("s", 1) if measured >= 1 else ("ms", 1000)
     return f"{scale * measured:.3g}{'' if estimated is None else f'/{scale * estimated:.3g}'} {unit}"
 
 
 def _pair_of_bytes(measured: float, estimated: float) -> str:
-    """Measured over estimated bytes, in the unit of the measured ones."""
+    """Format measured/estimated bytes, in the unit that suits the measured value."""
     unit = format_bytes(measured).split()[1]
     size = _BYTE_UNITS[unit]
     return f"{_short(measured / size)}/{_short(estimated / size)} {unit}"

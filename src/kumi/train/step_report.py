@@ -1,4 +1,4 @@
-"""From a step's tensors to the figures that people read, on every rank that must act on them."""
+"""Turn the tensors of a step into metrics, and stop all ranks if the loss is not finite."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kumi.train.metrics import Metrics
 from kumi.train.process_memory import peak_memory
 from kumi.train.step import StepResult
 from kumi.train.step_lines import legend
-from kumi.train.train_state import Parts, TrainState
+from kumi.train.train_state import RankState, TrainState
 
 
 class Reporter:
-    """Turns results into metrics. On CUDA it waits for figures only at the steps that are shown.
+    """Turns step results into metrics. On CUDA, it waits for the figures only at steps that are shown.
 
-    All ranks use it, since all must stop when the loss is not finite; only rank 0 has `metrics` to write to.
+    All ranks have one, because all must stop if the loss is not finite; only rank 0 has `metrics` to write to.
     """
 
     def __init__(
-        self, parts: Parts, state: TrainState, metrics: Metrics | None, memory_before: int, listener: Listener
+        self, rank_state: RankState, state: TrainState, metrics: Metrics | None, memory_before: int, listener: Listener
     ) -> None:
-        self._parts, self._metrics, self._memory_before = parts, metrics, memory_before
+        self._rank_state, self._metrics, self._memory_before = rank_state, metrics, memory_before
         self.listener = listener
         self._tokens = state.tokens
         self._pending: list[StepResult] = []
@@ -36,36 +36,36 @@ class Reporter:
         self._wait = CpuWait()
 
     def legend(self) -> None:
-        """Say once what is the same for every step."""
-        run, memory = self._parts.run, self._estimated_memory()
+        """Print the figures that are the same for every step."""
+        run, memory = self._rank_state.run, self._estimated_memory()
         for line in legend(
-            on_cpu=self._parts.mesh.device.type == "cpu",
+            on_cpu=self._rank_state.mesh.device.type == "cpu",
             step_s=run.step_seconds,
             memory=memory,
-            mfu=model_flops_utilisation(self._parts, 1.0) is not None,
+            mfu=model_flops_utilisation(self._rank_state, 1.0) is not None,
         ):
             self.note(line)
 
     def _estimated_memory(self) -> int:
-        """Estimated bytes of the fullest rank, counted as the measured peak is: what is allocated."""
-        return self._parts.run.memory.total - self._parts.run.memory.reserved
+        """Return the estimated bytes of the fullest rank without the allocator's reserve, like the measured peak."""
+        return self._rank_state.run.memory.total - self._rank_state.run.memory.reserved
 
     def step(self, result: StepResult) -> None:
-        """Take in one step; raises DivergedError when a loss or gradient now known is not finite."""
+        """Add one step; raise DivergedError if a loss or gradient that has become available is not finite."""
         self._pending.append(result)
-        run = self._parts.run
+        run = self._rank_state.run
         shown = result.step % run.config.log.every == 0 or result.step == run.config.train.steps
-        if self._parts.mesh.device.type == "cpu" or shown or len(self._pending) == 1 == result.step:
+        if self._rank_state.mesh.device.type == "cpu" or shown or len(self._pending) == 1 == result.step:
             self.flush()
 
     def flush(self) -> None:
-        """Read the figures of all pending steps and record them."""
+        """Read and record the figures of all pending steps."""
         if not self._pending:
             return
         losses = [float(result.loss) for result in self._pending]
         now = time.perf_counter()
         step_s = (now - self._since) / len(self._pending)
-        busy = self._wait.explain(step_s, self._parts.run.step_seconds)
+        busy = self._wait.explain(step_s, self._rank_state.run.step_seconds)
         for result, loss in zip(self._pending, losses, strict=True):
             self._check(result, loss)
             self._tokens += result.tokens
@@ -75,18 +75,18 @@ class Reporter:
                 self.listener.step(entry)
         self._pending, self._since = [], now
 
-    def evaluation(self, step: int, found: Evaluation) -> None:
-        """Record an evaluation after `step` steps, beside the entropy of the tokens themselves."""
+    def evaluation(self, step: int, result: Evaluation) -> None:
+        """Record an evaluation after `step` steps, with the tokens' unigram entropy."""
         if self._metrics is not None:
-            entropy = self._parts.store.unigram_entropy
+            entropy = self._rank_state.store.unigram_entropy
             entry = {
                 "step": step,
-                "eval/loss": found.loss,
-                "eval/tokens": found.tokens,
+                "eval/loss": result.loss,
+                "eval/tokens": result.tokens,
                 "eval/unigram_entropy": entropy,
             }
             self._metrics.note(
-                f"step {step} | validation loss {found.loss:.4f} on {found.tokens} held-out tokens "
+                f"step {step} | validation loss {result.loss:.4f} on {result.tokens} held-out tokens "
                 f"(unigram entropy {entropy:.4f})",
                 entry,
             )
@@ -94,15 +94,15 @@ class Reporter:
         self._since = time.perf_counter()
 
     def note(self, text: str) -> None:
-        """Show `text` to whoever watches."""
+        """Print `text` on rank 0."""
         if self._metrics is not None:
             self._metrics.note(text)
 
     def _check(self, result: StepResult, loss: float) -> None:
-        norm, run = float(result.grad_norm), self._parts.run
+        norm, run = float(result.grad_norm), self._rank_state.run
         if result.scale is not None:
             self._check_scale(result, result.scale)
-        # A float16 gradient that overflowed was left out; any other has gone into the weights, which are lost.
+        # A float16 update with an overflowed gradient was skipped; any other non-finite gradient is in the weights.
         if not math.isfinite(loss) or not (math.isfinite(norm) or run.precision.loss_scaling):
             self._diverged(
                 result,
@@ -111,8 +111,8 @@ class Reporter:
             )
 
     def _check_scale(self, result: StepResult, scale: LossScale) -> None:
-        """Raise DivergedError where float16 updates keep being skipped, or none of the whole run was made."""
-        run = self._parts.run
+        """Raise DivergedError if float16 updates keep being skipped, or all updates of the run were skipped."""
+        run = self._rank_state.run
         if not scale.hopeless and not (result.step == run.config.train.steps == scale.skipped):
             return
         kind = "bf16" if "bfloat16" in run.cluster.device.dtypes else "fp32"
@@ -123,17 +123,17 @@ class Reporter:
             f"in a format of wider range: kumi train RUN.toml precision.kind={kind} --allow-change precision.kind",
         )
 
-    def _diverged(self, result: StepResult, what: str, remedy: str) -> NoReturn:
+    def _diverged(self, result: StepResult, reason: str, remedy: str) -> NoReturn:
         """Close the metrics and raise DivergedError."""
         if self._metrics is not None:
             self._metrics.close()
         raise DivergedError(
-            f"step {result.step}: {what} (gradient norm {float(result.grad_norm):.3g}, lr {result.lr:.2e}); go on from "
-            f"the last checkpoint {remedy}"
+            f"step {result.step}: {reason} (gradient norm {float(result.grad_norm):.3g}, lr {result.lr:.2e}); resume "
+            f"from the last checkpoint {remedy}"
         )
 
     def _entry(self, result: StepResult, loss: float, step_s: float) -> dict[str, Any]:
-        run, experts, scaling = self._parts.run, {}, {}
+        run, experts, scaling = self._rank_state.run, {}, {}
         if result.scale is not None:
             scaling = {"train/skipped_updates": result.scale.skipped, "train/loss_scale": result.scale.scale}
         if result.experts is not None:
@@ -153,16 +153,16 @@ class Reporter:
             "perf/step_s": step_s,
             "perf/estimated_step_s": run.step_seconds,
             "perf/tokens_per_s": run.batch.tokens_per_step / step_s,
-            "perf/mfu": model_flops_utilisation(self._parts, step_s),
+            "perf/mfu": model_flops_utilisation(self._rank_state, step_s),
             "time/data_s": result.data_s,
-            "mem/peak_bytes": peak_memory(self._parts.mesh.device) - self._memory_before,
+            "mem/peak_bytes": peak_memory(self._rank_state.mesh.device) - self._memory_before,
             "mem/estimated_bytes": self._estimated_memory(),
         }
 
 
-def model_flops_utilisation(parts: Parts, step_s: float) -> float | None:
-    """Share of the devices' peak that the model's own FLOPs take, or None where the peak is not known."""
-    run = parts.run
+def model_flops_utilisation(rank_state: RankState, step_s: float) -> float | None:
+    """Return the model's FLOPs per second over the devices' peak (MFU); None if the peak is not known."""
+    run = rank_state.run
     peak = run.cluster.device.peak_flops(run.precision.compute)
     if peak is None or "device.peak_flops" in run.cluster.assumed:
         return None

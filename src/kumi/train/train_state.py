@@ -1,4 +1,4 @@
-"""What changes while a run trains, and how it is saved and found again."""
+"""The state of a run on one rank, and the tensors and metadata that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -31,101 +31,98 @@ from kumi.train.warmup import warmup_meta
 
 @dataclass
 class TrainState:
-    """The only thing in kumi that changes: updates done, and tokens trained on.
+    """The counters of a run, the same on all ranks. Everything else about a run is immutable or a tensor."""
 
-    `saved` is the step of the last checkpoint that was begun or restored; None before any.
-    """
-
-    step: int = 0
-    tokens: int = 0
+    step: int = 0  # updates done
+    tokens: int = 0  # tokens trained on
     scale: LossScale = field(default_factory=LossScale)
-    saved: int | None = None
+    saved: int | None = None  # step of the last checkpoint that was begun or restored
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What one rank trains with. `validation` is None when nothing is held out. `probe_ids` (3, S) are the tokens on
-    which the exported model is compared with the trained one, equal on all ranks."""
+class RankState:
+    """Everything that one rank trains with."""
 
     run: ResolvedRun
     mesh: Mesh
     model: nn.Module
     optimizer: Optimizer
     data: BatchSource
-    validation: Sweep | None
+    validation: Sweep | None  # held-out sequences; None without any
     store: Store
-    probe_ids: npt.NDArray[np.int64]
+    probe_ids: npt.NDArray[np.int64]  # (3, S): tokens for the comparison of export and model, equal on all ranks
 
     @property
     def objective(self) -> Objective:
-        """What the run learns."""
+        """The training objective of the run."""
         return OBJECTIVES[self.run.config.objective.kind]
 
 
-def pieces(parts: Parts) -> list[Piece]:
-    """The part of the model and the optimizer that this rank saves: what is frozen is where it came from."""
-    model = model_pieces(parts.model, parts.mesh)
-    if parts.run.model.lora is not None:
+def checkpoint_pieces(rank_state: RankState) -> list[Piece]:
+    """Return the pieces of model and optimizer that this rank saves; with adapters, the frozen weights are left out."""
+    model = model_pieces(rank_state.model, rank_state.mesh)
+    if rank_state.run.model.lora is not None:
         model = [piece for piece in model if is_adapter(piece.name)]
-    every = [*model, *optimizer_pieces(parts.model, parts.optimizer, parts.mesh)]
-    return owned(every, parts.model, parts.mesh, parts.run.optim)
+    pieces = [*model, *optimizer_pieces(rank_state.model, rank_state.optimizer, rank_state.mesh)]
+    return owned(pieces, rank_state.model, rank_state.mesh, rank_state.run.optim)
 
 
-def meta(state: TrainState, parts: Parts) -> dict[str, Any]:
-    """What a checkpoint says besides its tensors: all that is needed to go on, and to export the model."""
-    run = parts.run
+def checkpoint_meta(state: TrainState, rank_state: RankState) -> dict[str, Any]:
+    """Return the metadata of a checkpoint: everything but tensors that a resume and an export need."""
+    run = rank_state.run
     return {
         "kumi": __version__,
         "run": run.config.name,
         "step": state.step,
         "tokens": state.tokens,
-        **parts.data.state(state.step),
+        **rank_state.data.state(state.step),
         **warmup_meta(run),
         "loss_scale": state.scale.scale,
         "loss_scale_good_steps": state.scale.good_steps,
         "skipped_updates": state.scale.skipped,
         "skipped_in_a_row": state.scale.in_a_row,
-        "data": parts.store.content,
+        "data": rank_state.store.content,
         "model": model_digest(run.model),
         "optimizer": run.optim.kind,
         "layout": spelled(run.layout),
         "run_digest": run.digest,
-        **computed_by(run),
+        **cpu_arithmetic(run),
         "hf_config": run.hf_config,
-        "origin": origin(run).plain(),
-        "carried_from": carried_from(run),
+        "origin": model_origin(run).plain(),
+        "carried_from": passthrough_source(run),
         "tokenizer": str(tokenizer_folder(run).resolve()),
-        **base_of(run),
+        **adapter_base(run),
     }
 
 
-def computed_by(run: ResolvedRun) -> dict[str, str]:
-    """The CPU, the number format, and how it computes; nothing on other devices."""
+def cpu_arithmetic(run: ResolvedRun) -> dict[str, str]:
+    """Return the CPU's name, compute dtype and numerics, which decide rounding; {} on other devices."""
     if run.cluster.device.kind != "cpu":
         return {}
     return {"cpu": cpu_name(), "compute": run.precision.compute, "numerics": str(run.numerics or REFERENCE)}
 
 
-def base_of(run: ResolvedRun) -> dict[str, Any]:
-    """Where the frozen model is beside which adapters are trained, its digest, and what they are; else nothing."""
+def adapter_base(run: ResolvedRun) -> dict[str, Any]:
+    """Return the adapters' settings, and the folder and digest of the frozen base model; {} without adapters."""
     if run.model.lora is None or run.source is None:
         return {}
     return {"lora": asdict(run.model.lora), "base": str(run.source.resolve()), "base_digest": digest(run.source)}
 
 
-def carried_from(run: ResolvedRun) -> str | None:
-    """The folder of what the model of `run` carries along; None where there is nothing."""
+def passthrough_source(run: ResolvedRun) -> str | None:
+    """Return the folder with the tensors that the model passes through unchanged; None if it has none."""
     if run.source is None or run.config.model.init != "pretrained" or not run.model.weights.carried:
         return None
     return str(run.source.resolve())
 
 
-def origin(run: ResolvedRun) -> Origin:
-    """What the model of `run` was made of; nothing that is known where it began from random weights."""
+def model_origin(run: ResolvedRun) -> Origin:
+    """Return the origin of the model, for its model card: the base model, data sets, license. UNKNOWN for random
+    weights."""
     if run.source is None or run.config.model.init != "pretrained":
         return UNKNOWN
-    found = run.snapshots.get("model.source")
-    base = origin_of(run.source) if found is None else origin_of(run.source, found.name, found.commit)
+    snapshot = run.snapshots.get("model.source")
+    base = origin_of(run.source) if snapshot is None else origin_of(run.source, snapshot.name, snapshot.commit)
     trained_on, license = run.config.export.datasets, run.config.export.license
     return replace(
         base, relation="finetune", datasets=trained_on, license={"license": license} if license else base.license

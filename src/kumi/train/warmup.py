@@ -1,4 +1,4 @@
-"""The warm-up of a resumed run: as many steps as when the run began, though a share of the run may be more by now."""
+"""The warm-up of a resumed run keeps its original number of steps, even if train.steps has changed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kumi.config.optim_section import choose_optim
 
 
 def warmup_meta(run: ResolvedRun) -> dict[str, Any]:
-    """Return what a checkpoint says of the warm-up: its length in steps, and the ratio that it was derived from."""
+    """Return the checkpoint's metadata on the warm-up: its length in steps, and the ratio that gave it."""
     return {"warmup_steps": run.optim.warmup_steps, "warmup_ratio": run.config.optim.warmup_ratio}
 
 
 def with_stored_warmup(run: ResolvedRun, meta: Mapping[str, Any]) -> ResolvedRun:
-    """Return `run` with the warm-up of a checkpoint with `meta` where both were derived from the same ratio.
+    """Return `run` with the warm-up length of the checkpoint's `meta`, if both come from the same warmup_ratio.
 
-    Raise ConfigError where the run has become too short for it. A checkpoint from before the key says nothing.
+    Raise ConfigError if the run is too short for it. Checkpoints of earlier versions have no warm-up length.
     """
     section, stored = run.config.optim, meta.get("warmup_steps")
     if stored is None or section.warmup_ratio is None or section.warmup_ratio != meta.get("warmup_ratio"):
