@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 
 @dataclass
@@ -21,14 +21,13 @@ class Held:
 def held() -> Iterator[Held]:
     """Count the bytes that the block allocates and does not free.
 
-    Garbage is collected before the block, not in it, so that no older tensor is freed in the block.
+    Nothing that was made before is freed in the block, for no garbage is collected.
     """
     result = Held()
-    gc.collect()
     gc.disable()
     try:
         # One cycle has nothing to accumulate, but PyTorch before 2.13 warns unless `acc_events` is set.
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+        with profile(profile_memory=True, acc_events=True) as record:
             yield result
     finally:
         gc.enable()

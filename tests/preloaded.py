@@ -1,8 +1,11 @@
 """Imports of the fork server, which the ranks then share. A rank repeats an import that fails here."""
 
 import contextlib
+import gc
 import importlib
 
-for name in ("kumi.parallel", "kumi.train.loop", "kumi.dryrun", "steps", "planned"):
+for name in ("pytest", "kumi.parallel", "kumi.train.loop", "kumi.dryrun", "steps", "planned"):
     with contextlib.suppress(Exception):
         importlib.import_module(name)
+# Else every rank would copy what is shared with it, for its own collections look at all of it.
+gc.freeze()

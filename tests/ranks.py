@@ -23,8 +23,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -99,6 +100,8 @@ class Ranks:
         self.started += 1
         store = Path(self.folder.name) / str(self.started)
         pool = []
+        with _found_here():
+            forkserver.ensure_running()
         with _plain_main():
             for rank in range(world_size):
                 parent_end, rank_end = self.context.Pipe()
@@ -122,6 +125,20 @@ def _threads(process: BaseProcess) -> int:
     """Return the number of threads of `process`; 0 if the system does not tell."""
     tasks = Path(f"/proc/{process.pid}/task")
     return len(os.listdir(tasks)) if tasks.exists() else 0
+
+
+@contextlib.contextmanager
+def _found_here() -> Iterator[None]:
+    """Has a server that starts meanwhile find `preloaded`, too: it is not told `sys.path`, and leaves out what it does
+    not find."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before]), str(Path(__file__).parent)])
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 @contextlib.contextmanager

@@ -210,7 +210,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 OPTIM = Optim(lr=1e-2)
 
 
-def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", steps: int = 3) -> Trace:
+def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", steps: int = 2) -> Trace:
     """Train SPECS[family] for `steps` steps. The global batches do not depend on the layout."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=7)

@@ -101,7 +101,7 @@ def test_plans_count_gradients_and_states_of_adapters_only():
     "layout",
     [
         Layout(dp_shard=2, tp=2, zero=3),
-        Layout(dp_replicate=2, tp=2, sequence_parallel=False),
+        pytest.param(Layout(dp_replicate=2, tp=2, sequence_parallel=False), marks=pytest.mark.exhaustive),
         Layout(pp=2, tp=2, recompute="full"),
     ],
     ids=["zero3-sp", "ddp-tp", "pp-sp"],

@@ -149,8 +149,8 @@ def test_another_tokenizer_never_meets_old_tokens(corpus, tokens, tmp_path):
 
 KILLED = """
 import sys
-from kumi.data import Source, load_tokenizer, prepare, work
-work._MIN_BYTES = 32 << 10
+from kumi.data import Source, load_tokenizer, prepare, shards
+shards._MIN_BYTES = 32 << 10
 prepare([Source(sys.argv[1])], load_tokenizer(sys.argv[2]), sys.argv[3], validation=0.1, workers=2)
 """
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from grids import sampled
 from kumi.cli import main
 from kumi.dryrun import chosen_ranks, dry_run
 from kumi.dryrun.compare import compared, model_flops
@@ -43,7 +44,6 @@ def _job(family: str):
 @contextlib.contextmanager
 def _nothing_collected():
     """Where tensors that only a cycle holds stay: when Python looks for cycles depends on all that ran before."""
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -86,18 +86,19 @@ def test_the_states_of_every_optimizer_are_the_planned_ones(kind):
 
 
 LAYOUTS = [
-    Layout(dp_replicate=2, microbatch=2),
+    Layout(dp_replicate=2, microbatch=3),
     Layout(dp_replicate=2, dp_shard=2, zero=3, microbatch=3, recompute="full"),
     Layout(dp_shard=2, zero=1, microbatch=2, recompute="selective"),
-    Layout(dp_shard=2, zero=2, tp=2, microbatch=2),
-    Layout(tp=2, sequence_parallel=False, microbatch=4),
-    Layout(pp=2, microbatch=2),
-    Layout(pp=2, dp_shard=2, zero=1, microbatch=1, schedule="zb-h1"),
-    Layout(dp_shard=2, zero=3, cp=2, context="ulysses", microbatch=2),
+    Layout(dp_shard=2, zero=2, tp=2, microbatch=3),
+    Layout(tp=2, sequence_parallel=False, microbatch=6),
+    Layout(pp=2, microbatch=3),
+    Layout(pp=2, dp_shard=2, zero=1, microbatch=2, schedule="zb-h1"),
+    Layout(dp_shard=2, zero=3, cp=2, context="ulysses", microbatch=3, recompute="selective"),
 ]
+# Recomputation and the division of optimizer states, which one of them has alone, others have, too.
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", sampled([(layout,) for layout in LAYOUTS], lambda place: place != 2, str))
 def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
     family = "llama"
     really = ranks(layout.world_size, _really, layout, family)
@@ -131,7 +132,7 @@ def test_a_dry_run_is_the_real_run_to_the_byte(ranks, layout):
 )
 def test_a_step_that_is_not_carried_out_to_its_end_costs_what_all_of_it_does(layout, monkeypatch):
     many = 20  # more than what such a pipeline carries out
-    job = job_of(SPECS["deep"], seq_len=LENGTH, sequences=many * layout.dp)
+    job = job_of(SPECS["sinks"], seq_len=LENGTH, sequences=many * layout.dp)
     some = dry_step(job, layout, 0)
     monkeypatch.setattr("kumi.dryrun.program.microbatches_to_run", lambda layout, microbatches: (microbatches, 0))
     every = dry_step(job, layout, 0)
@@ -156,6 +157,7 @@ def test_schedules_that_keep_everything_are_carried_out_to_their_end():
 )
 def test_the_planner_is_near_an_8b_model_on_64_ranks(layout):
     model = families.from_hf(json.loads((MODELS / "llama-3.1-8b" / "config.json").read_text()))
+    model = replace(model, layers=model.layers[:12])
     job = job_of(model, seq_len=8192, sequences=64 // layout.tp)
     found = compared(job, layout, 0, dry_step(job, layout, 0))
     assert abs(found["memory"]["difference"]) < 0.05
@@ -188,7 +190,7 @@ def test_scores_of_every_kind_keep_on_a_gpu_what_plain_ones_keep(layout):
     )
     found = []
     for one in kinds:
-        model = replace(SPECS["llama"], layers=(LayerSpec(one, MLP(32)),) * 2)
+        model = replace(SPECS["llama"], layers=(LayerSpec(one, MLP(32)),))
         found.append(dry_step(job_of(model, seq_len=64, sequences=4), layout, 0))
     # A kernel keeps besides what it would draw random numbers from.
     assert all(0 <= found[0].peak - other.peak <= 64 for other in found[1:])

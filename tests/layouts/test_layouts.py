@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: loss, gradient norm, gradients, and parameters after three AdamW steps.
+"""Every layout trains as one process does: loss, gradient norm, gradients, and parameters after two AdamW steps.
 
 In float64, because Adam turns float32's rounding of a gradient near zero into a difference of the size of the step; of
 float64's rounding it makes something, too, which `updates_apart` bounds.
@@ -13,7 +13,7 @@ from itertools import cycle, product
 import numpy as np
 import pytest
 
-from grids import pairwise
+from grids import pairwise, sampled
 from kumi.spec.layout import RECOMPUTE, Layout
 from ranks import run_ranks
 from steps import OPTIM, Part, Trace, train
@@ -39,10 +39,18 @@ def _name(layout: Layout) -> str:
 FAMILIES = ("llama", "qwen", "moe")
 CASES_2 = [(*case, how) for case in product(ON_2, FAMILIES, (1, 3)) for how in RECOMPUTE]
 CASES_4 = [(*case, how) for case, how in zip(product(ON_4, FAMILIES, (1, 3)), cycle(RECOMPUTE))]
-CASES = pairwise(
-    [*CASES_2, *CASES_4],
-    lambda layout, family, count, how: f"{layout.world_size}-{_name(layout)}-{family}-{count}-{how}",
-)
+# By default four ranks are there where they hold copies besides, and where some are left without a part.
+OFTEN = [case for case in CASES_4 if case[0].dp_replicate == 2 or case[0].zero == 3]
+
+
+def _case(layout: Layout, family: str, count: int, how: str) -> str:
+    return f"{layout.world_size}-{_name(layout)}-{family}-{count}-{how}"
+
+
+CASES = [
+    *pairwise([*CASES_2, *OFTEN], _case),
+    *sampled([case for case in CASES_4 if case not in OFTEN], lambda place: False, _case),
+]
 
 
 @cache
@@ -83,7 +91,7 @@ def equal(trace: Trace, wanted: Trace) -> None:
         assert [part.name for part in mine if not close(part, known[part.name])] == []
     known, apart = {part.name: part for part in wanted.params}, updates_apart(wanted.grads)
     assert [part.name for part in trace.params if not close(part, known[part.name], apart.get(part.name, 0.0))] == []
-    assert trace.counters == {3.0}
+    assert trace.counters == {2.0}
 
 
 @pytest.mark.parametrize(("layout", "family", "microbatches", "recompute"), CASES)

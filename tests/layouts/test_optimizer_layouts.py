@@ -95,7 +95,7 @@ def together(runs: list[Run]) -> dict[str, np.ndarray]:
 @cache
 def alone(family: str, kind: str) -> Run:
     """What one process sees."""
-    return run_ranks(1, train, Layout(), family, kind, None, range(3))[0]
+    return run_ranks(1, train, Layout(), family, kind, None, range(2))[0]
 
 
 def equal(whole: dict[str, np.ndarray], family: str, kind: str) -> None:
@@ -133,14 +133,15 @@ LAYOUTS = [
 ]
 CASES = sampled(
     [(kind, layout, family) for layout, family in LAYOUTS for kind in KINDS],
-    lambda place: place < 3 * len(KINDS),
+    # The first one trains below, from where it begins to where another layout goes on.
+    lambda place: len(KINDS) <= place < 3 * len(KINDS),
     lambda kind, layout, family: f"{kind}-{family}-{named(layout)}",
 )
 
 
 @pytest.mark.parametrize(("kind", "layout", "family"), CASES)
 def test_layout_equals_one_process(ranks, kind, layout, family):
-    runs = ranks(layout.world_size, train, layout, family, kind, None, range(3))
+    runs = ranks(layout.world_size, train, layout, family, kind, None, range(2))
     for rank, run in enumerate(runs):
         assert run.losses == pytest.approx(alone(family, kind).losses, rel=max(TOLERANCE, APART[kind]))
         assert run.held == state_bytes(SPECS[family], layout, rank, PRECISIONS["fp64"], optim_of(kind)).optimizer
@@ -157,16 +158,16 @@ RESUMED = [(LAYOUTS[0], Layout(dp_shard=4, zero=1)), (LAYOUTS[2], Layout(tp=2)),
     ("kind", "first", "second", "family"),
     sampled(
         [(kind, first, second, family) for (first, family), second in RESUMED for kind in KINDS],
-        lambda place: place < 2 * len(KINDS),
+        lambda place: place < len(KINDS) or place in (5, 7),
     ),
 )
 def test_a_checkpoint_is_read_exactly_and_goes_on_in_any_layout(ranks, kind, first, second, family):
-    begun = together(ranks(first.world_size, train, first, family, kind, None, range(2)))
-    through = together(ranks(first.world_size, train, first, family, kind, None, range(3)))
+    begun = together(ranks(first.world_size, train, first, family, kind, None, range(1)))
+    through = together(ranks(first.world_size, train, first, family, kind, None, range(2)))
     for layout in (first, second):
         read = together(ranks(layout.world_size, train, layout, family, kind, begun, range(0)))
         assert all(np.array_equal(read[name], values) for name, values in begun.items())
-        resumed = together(ranks(layout.world_size, train, layout, family, kind, begun, range(2, 3)))
+        resumed = together(ranks(layout.world_size, train, layout, family, kind, begun, range(1, 2)))
         if layout == first:
             assert all(np.array_equal(resumed[name], values) for name, values in through.items())
         else:

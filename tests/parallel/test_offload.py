@@ -102,12 +102,12 @@ def test_drives_without_room_are_said(tmp_path):
 
 
 def _trained(layout, family, folder):
-    """Parameters and states after three steps, with what a rank saves then filled into an optimizer in memory."""
+    """Parameters and states after two steps, with what a rank saves then filled into an optimizer in memory."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp32"], weights=3)
     weights = decayed(SPECS[family])
     optimizer = init_placed_adamw(bare(model).named_parameters(), weights, OPTIM, mesh, Path(folder), bucket=1024)
-    for step in range(3):
+    for step in range(2):
         forward_backward(model, mesh, step, 2)
         clip_gradients(model, 0.5, mesh)
         optimizer.step()
@@ -121,10 +121,10 @@ def _trained(layout, family, folder):
 
 CASES = [
     (Layout(), ("optimizer", "optimizer-nvme", "activations")),
-    (Layout(dp_shard=2, zero=1), ("optimizer", "activations")),
+    (Layout(dp_shard=2, zero=1), ("optimizer",)),
     (Layout(dp_shard=2, zero=3), ("optimizer-nvme", "states", "states-nvme", "activations")),
     (Layout(tp=2), ("optimizer-nvme", "activations")),
-    (Layout(pp=2), ("optimizer", "activations")),
+    (Layout(pp=2), ("activations",)),
 ]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from grids import sampled
 from kumi.nn.router import routers
 from kumi.parallel import bare, build, fill, init_adamw, model_pieces, optimizer_pieces, owned
 from kumi.spec.layout import Layout
@@ -74,7 +75,7 @@ def _loaded(layout, family, whole):
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]
 
 
-@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("family", "layout"), sampled(LAYOUTS, lambda place: place not in (2, 7)))
 def test_every_element_is_saved_once_and_any_layout_reads_it(ranks, family, layout):
     parts = ranks(layout.world_size, _saved, layout, family)
     whole = _gather(parts)
@@ -94,7 +95,8 @@ def test_replicated_tensors_are_shared_out_by_bytes(ranks):
         assert max(sizes) - min(sizes) <= largest
 
 
-@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+# Divided by rows or by columns, by experts, by layers, and not at all, which is what the others are made of.
+@pytest.mark.parametrize(("family", "layout"), sampled(LAYOUTS, lambda place: place in (1, 3, 5, 8, 9)))
 def test_start_weights_do_not_depend_on_the_layout(ranks, family, layout):
     whole = _gather(ranks(layout.world_size, _saved, layout, family, 0))
     alone = _gather(ranks(1, _saved, Layout(), family, 0))

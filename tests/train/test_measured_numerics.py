@@ -59,7 +59,7 @@ def stored(out):
         return tomllib.load(file)["precision"]["numerics"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_it_is_measured_once_and_stored(folder, monkeypatch, capfd, ranks):
     count = measures(monkeypatch)
     assert main(["describe", "run.toml", f"cluster.devices_per_node={ranks}"]) == 0

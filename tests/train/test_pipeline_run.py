@@ -9,7 +9,7 @@ from kumi.cli import main
 from kumi.storage import checkpoint
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_pipeline_goes_on_with_what_one_process_began_and_says_what_it_did(small, tmp_path, tied):
     """From data to export: the same losses and weights, what was traced, and the evaluation."""
     folder = small.copy(tmp_path)

@@ -94,8 +94,12 @@ def test_resuming_gives_the_very_same_losses_and_weights(small, tmp_path, step):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"zero": 0}, {"zero": 3, "recompute": "full"}, {"zero": 1, "microbatch": 1}, {"tp": 2}],
-    ids=["ddp", "zero3-full", "zero1-micro1", "tp2"],
+    [
+        pytest.param({"zero": 0}, marks=pytest.mark.exhaustive, id="ddp"),
+        pytest.param({"zero": 3, "recompute": "full"}, id="zero3-full"),
+        pytest.param({"zero": 1, "microbatch": 1}, marks=pytest.mark.exhaustive, id="zero1-micro1"),
+        pytest.param({"tp": 2}, id="tp2"),
+    ],
 )
 def test_training_goes_on_under_another_layout(small, tmp_path, layout):
     folder = small.copy(tmp_path)

@@ -52,8 +52,8 @@ def nodes():
         yield names
 
 
-def torchrun(names, folder, program, **environ):
-    """What torchrun prints on each node, two ranks a node, once both have ended with exit code 0."""
+def torchrun(names, folder, ranks, program, **environ):
+    """What torchrun prints on each node, `ranks` ranks a node, once both have ended with exit code 0."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     environment.pop("GLOO_SOCKET_IFNAME", None)  # the suite sets it
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,7 @@ def torchrun(names, folder, program, **environ):
                 "--nnodes",
                 "2",
                 "--nproc-per-node",
-                "2",
+                str(ranks),
                 "--node-rank",
                 str(rank),
                 "--master-addr",
@@ -89,16 +89,16 @@ def torchrun(names, folder, program, **environ):
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("ranks", "program"),
     [
-        pytest.param(["-m", "kumi.cli"], marks=pytest.mark.exhaustive, id="at-once"),
-        pytest.param([str(SLOW)], id="data-prepared-for-longer-than-the-timeout"),
+        pytest.param(2, ["-m", "kumi.cli"], marks=pytest.mark.exhaustive, id="at-once"),
+        pytest.param(1, [str(SLOW)], id="data-prepared-for-longer-than-the-timeout"),
     ],
 )
-def test_two_nodes_with_two_ranks_train_as_one_process(nodes, small, tmp_path, program):
+def test_two_nodes_train_as_one_process(nodes, small, tmp_path, ranks, program):
     folder = small.copy(tmp_path)
     shutil.rmtree(folder / "run")
-    run_file(folder, cluster={"devices_per_node": 2, "nodes": 2}, train__timeout_s=TIMEOUT_S)
-    torchrun(nodes, folder, [*program, "train", "run.toml"], SLOW_SECONDS=str(TIMEOUT_S + 2))
+    run_file(folder, cluster={"devices_per_node": ranks, "nodes": 2}, train__timeout_s=TIMEOUT_S)
+    torchrun(nodes, folder, ranks, [*program, "train", "run.toml"], SLOW_SECONDS=str(TIMEOUT_S + 2))
     assert losses(folder / "run") == pytest.approx(losses(small.folder / "run"), rel=1e-5)
     assert (folder / "run" / "hf" / "model.safetensors").exists()
