@@ -34,7 +34,7 @@ import measure
 import shapes
 import torch
 
-from kumi.config.numerics import Measured
+from kumi.config.numerics import MeasuredNumerics
 from kumi.nn.numerics import use
 from kumi.parallel import bare as unwrapped
 from kumi.parallel import build, build_mesh, clip_gradients, init_adamw, init_distributed, pipeline
@@ -107,13 +107,13 @@ def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def slowdown(measured: Measured) -> float:
+def slowdown(measured: MeasuredNumerics) -> float:
     """How many times as long a product takes in bf16 as in fp32; 1 where there was no time to measure it."""
     formats = measured.seconds.get("formats")
     return formats["bf16"] / formats["fp32"] if formats else 1.0
 
 
-def ways(measured: Measured, name: str) -> list[Numerics]:
+def ways(measured: MeasuredNumerics, name: str) -> list[Numerics]:
     """What is chosen, and all that can be forced on the shape `name`. Only float32 has products of several kinds, and
     only with experts do those of experts differ."""
     chosen = measured.numerics
@@ -203,12 +203,12 @@ def main() -> None:
     if not measured.complete:
         print("the machine is busy: what could not be measured in time counts as the reference", flush=True)
     times = slowdown(measured)
-    print(f"chosen: {measured.numerics}, measured in {measured.took:.2f} s", flush=True)
+    print(f"chosen: {measured.numerics}, measured in {measured.measuring_seconds:.2f} s", flush=True)
     print(f"products in bf16 take {times:.1f} times as long as in fp32", flush=True)
     result: dict[str, Any] = {
         "machine": machine.describe(),
         "threads": args.threads,
-        "seconds": measured.took,
+        "seconds": measured.measuring_seconds,
         "chosen": str(measured.numerics),
         "shapes": {},
     }

@@ -21,8 +21,8 @@ from planner_defaults import (
 from planner_models import model_of, positions_of
 from planner_rows import Run
 
-from kumi.config.assemble import assemble
-from kumi.config.presets import presets, read_node
+from kumi.config.assemble import assemble_cluster
+from kumi.config.presets import preset_names, read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import KumiError
 from kumi.spec import ledger
@@ -291,12 +291,12 @@ def cluster_of(run: Run, world: int) -> ClusterSpec | str:
 def machines(preset: str, per_node: int, nodes: int, network: str | None) -> ClusterSpec:
     """`nodes` of a preset with `per_node` devices each, joined by `network` where it is given."""
     section = ClusterSection(source=preset, nodes=nodes, devices_per_node=per_node, network=network)
-    return assemble(section, read_node(preset), preset)
+    return assemble_cluster(section, read_node(preset), preset)
 
 
 @lru_cache(maxsize=2)
 def _presets(kind: str) -> tuple[str, ...]:
-    return tuple(presets(kind))
+    return tuple(preset_names(kind))
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from hypothesis.internal.conjecture import providers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kumi.config.numerics import given
+from kumi.config.numerics import numerics_from_environment
 from kumi.spec.numerics import REFERENCE
 from ranks import Ranks, run_ranks
 from workers import Workers
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the profile before the first test file is imported."""
     settings.load_profile("search" if config.getoption("--all") else "fixed")
-    if (numerics := given() or REFERENCE) != REFERENCE:
+    if (numerics := numerics_from_environment() or REFERENCE) != REFERENCE:
         from kumi.nn.numerics import use
 
         use(numerics)

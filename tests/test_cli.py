@@ -134,7 +134,7 @@ def test_describe_resolved_is_a_run_file(capsys, tmp_path):
 
 def test_describe_without_a_run_file_says_what_to_do(capsys):
     assert main(["describe"]) == 2
-    assert "name a run file" in capsys.readouterr().err
+    assert "no run file is given; name one" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_is_no_error():
@@ -146,7 +146,7 @@ def test_a_closed_pipe_is_no_error():
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (KeyboardInterrupt(), 130, "interrupted; what was finished is kept"),
+        (KeyboardInterrupt(), 130, "interrupted; finished work is kept"),
         (PermissionError(13, "Permission denied", "runs/x"), 2, "PermissionError: runs/x: Permission denied; make it"),
         (OSError("No usable temporary directory"), 2, "OSError: No usable temporary directory; make it usable"),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kumi.cli import main
-from kumi.config.reference import reference
+from kumi.config.reference import run_file_page
 from kumi.spec import ledger
 
 ROOT = Path(__file__).parents[1]
@@ -133,12 +133,12 @@ def test_a_family_is_quoted_whole():
 
 
 def test_the_reference_of_run_files_is_up_to_date():
-    assert (ROOT / "docs" / "run-file.md").read_text() == reference()
+    assert (ROOT / "docs" / "run-file.md").read_text() == run_file_page()
 
 
 def keys():
     """Every key of a run file, as `section.key`, from the reference."""
-    sections = re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## |\Z)", reference(), re.M | re.S)
+    sections = re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## |\Z)", run_file_page(), re.M | re.S)
     return {f"{section}.{key}" for section, text in sections for key in re.findall(r"^\| `(\w+)` \|", text, re.M)}
 
 

@@ -86,7 +86,7 @@ def test_an_error_prints_no_object(capsys):
     assert main(["plan", MODEL, "--json"]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert "say on which machines" in output.err
+    assert "no machines are given" in output.err
 
 
 @pytest.mark.parametrize("wanted", [True, False])

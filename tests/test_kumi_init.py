@@ -49,7 +49,7 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
     (tmp_path / "dangling.toml").symlink_to("elsewhere")
     for words in (["plan/llama-3-8b"], ["--out", "dangling.toml"]):
         assert main(["init", *words]) == 2
-        assert "exists, and nothing is overwritten" in capsys.readouterr().err
+        assert "exists and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "models/llama-3-8b/config.json").read_text() == "mine"
     assert not (tmp_path / "run.toml").exists()
     assert not (tmp_path / "elsewhere").exists()
@@ -58,7 +58,7 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
 def test_an_unknown_recipe_is_refused_with_the_nearest(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "quikstart"]) == 2
-    assert "there is no recipe 'quikstart'; did you mean 'quickstart'? use lora, moe, " in capsys.readouterr().err
+    assert "'quikstart' is not a recipe; did you mean 'quickstart'? use lora, moe, " in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

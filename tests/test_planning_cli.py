@@ -110,7 +110,7 @@ def test_a_saved_plan_is_a_run_file_with_everything_pinned(run, tmp_path, capsys
     assert again["searched"] <= 2
     before = saved.read_text()
     assert plan(run, "--save", str(saved)) == 2
-    assert "saved.toml exists; name another place, or remove it" in capsys.readouterr().err
+    assert "saved.toml exists and is not overwritten; name another path" in capsys.readouterr().err
     assert saved.read_text() == before
 
 
@@ -172,7 +172,7 @@ def test_sizes_as_json(run, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--days", "2"], "give --tokens, too"),
+        (["--days", "2"], "--days has no effect without --tokens"),
         (["layout.tp=3"], "tp=3"),
         (["layout.zero=2", "layout.pp=2"], "zero=2 with pp=2"),
         (["layout.tpp=2"], "layout.tpp"),
@@ -182,13 +182,13 @@ def test_sizes_as_json(run, capsys):
         (["batch.tokens_per_step=131_073"], "tokens_per_step"),
         (["--trainable", "precision.kind=bf16-pure"], "precision.kind='bf16-pure'"),
         (["--out", "somewhere"], "name a trainer with --export"),
-        (["--tokens", "1T", "--days", "2", "--html", "plan.html"], "--html is for one plan"),
+        (["--tokens", "1T", "--days", "2", "--html", "plan.html"], "--html needs one plan"),
         (["--tokens", "1T", "--days", "2", "--trainable", "precision.kind=bf16-pure"], "precision.kind='bf16-pure'"),
         (["--export", "nanotron", "layout.cp=2", "--out", "somewhere"], "nanotron's Llama does not support it"),
         (["--engine", "deepspeed", "layout.pp=2"], "PipelineModule"),
         (["--html", "."], "is a folder; name a file"),
         (["--svg", __file__], "is a file; name a folder"),
-        (["--save", f"{__file__}/saved.toml"], "is no folder that can be written"),
+        (["--save", f"{__file__}/saved.toml"], "is not a writable folder"),
     ],
 )
 def test_what_cannot_be_planned_is_exit_code_2_and_one_sentence(run, words, said, capsys):
@@ -247,13 +247,13 @@ def test_gpus_replace_the_machines_of_a_run_file(run, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([MODEL], f"{MODEL} is a model; say on which machines to plan it, such as --gpus 8xh100-sxm"),
-        ([MODEL, "--gpus", "8"], "write a number and a name, such as 16xh100-sxm"),
-        ([MODEL, "--gpus", "0xh100-sxm"], "write a number and a name"),
+        ([MODEL], f"{MODEL} is a model, and no machines are given; name them, such as --gpus 8xh100-sxm"),
+        ([MODEL, "--gpus", "8"], "not a number and a name; write it as 16xh100-sxm"),
+        ([MODEL, "--gpus", "0xh100-sxm"], "not a number and a name"),
         ([MODEL, "--gpus", "8xh100"], "did you mean 8xh100-96gb or 8xh100-pcie or 8xh100-sxm?"),
         ([MODEL, "--gpus", "8xh10-sxm"], "did you mean 8xh100-sxm"),
-        ([MODEL, "--gpus", "8xabacus"], "'abacus' is unknown; use a100-pcie-80gb, "),
-        ([MODEL, "--gpus", "12xh100-sxm"], "h100-sxm has nodes of 8; use 8 or 16"),
+        ([MODEL, "--gpus", "8xabacus"], "'abacus' is not a known node; use a100-pcie-80gb, "),
+        ([MODEL, "--gpus", "12xh100-sxm"], "h100-sxm has nodes of 8 devices, and 12 do not fill them; use 8 or 16"),
         ([str(ROOT / "examples")], f"name a run file in it: {ROOT}/examples/lora.toml, "),
         ([str(ROOT / "docs")], "holds neither a TOML run file nor a model's config.json"),
     ],

@@ -38,7 +38,12 @@ def floors() -> str:
             middle = x + (width - GAP) / 2
             marks.append(
                 svg.text(
-                    middle, y + 18, name, anchor="middle", size=12 if len(packages) < 6 else 10.5, fill=svg.on(fill)
+                    middle,
+                    y + 18,
+                    name,
+                    anchor="middle",
+                    size=12 if len(packages) < 6 else 10.5,
+                    fill=svg.contrasting(fill),
                 )
             )
         y += ROW

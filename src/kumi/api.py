@@ -1,8 +1,8 @@
-"""What kumi does, for programs and notebooks. `kumi` exports these functions by the same names.
+"""The functions of kumi for programs and notebooks. The package `kumi` exports them.
 
-plan_run(run)       -> Report       the layout that `kumi plan` chooses, with all that explains it
-describe_run(run)   -> dict         what `kumi describe --json` prints
-train_run(run)      -> TrainOutput  what `kumi train` does, with callbacks
+plan_run(run)       -> Report       the layout that `kumi plan` chooses, with the reasons
+describe_run(run)   -> dict         the output of `kumi describe --json`
+train_run(run)      -> TrainOutput  `kumi train`, with callbacks
 tokenizer(source)   -> Tokenizer    the tokenizer of a model or run folder
 
 `run` is a run file, or a mapping of its sections; `overrides` set single keys, as on the command line.
@@ -33,13 +33,15 @@ def plan_run(
     top: int = 6,
     trainable: bool = False,
 ) -> Report:
-    """Return the fastest layout for `run` with its estimate, `top` runners-up and what one might have expected.
+    """Return the fastest layout for `run` with its estimate, `top` runners-up and the standard layouts for comparison.
 
-    `run` may leave out data and training steps, or be a model: a folder with config.json, or a hub id. `gpus`, such as
-    "16xh100-sxm", replaces the machines of a run file, and names those of a model. `tokens`: say how long training on
-    so many takes, and what it costs. `trainable`: only layouts that this version of kumi trains itself.
-    No torch is imported. Raise ConfigError, ModelError, LayoutError (what is pinned is illegal) or FitError (nothing
-    fits; the error names the smallest change that would help).
+    run: a run file, where data and steps are optional, or a model: a folder with config.json, or a hub id.
+    gpus: machines, such as "16xh100-sxm"; they replace those of a run file, and a model needs them.
+    tokens: also report time and cost of training on this many tokens.
+    trainable: search only layouts that this version of kumi can train.
+
+    This does not import torch. Raise ConfigError, ModelError, LayoutError (the pinned fields are illegal) or FitError
+    (no layout fits; the message names the smallest change that would help).
     """
     from kumi.config import plan_input
     from kumi.config.model_plan import load_plan_or_model
@@ -54,9 +56,9 @@ def plan_run(
 
 def describe_run(run: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
     """Return the model, layout, batch, memory and placement of `run` as plain data. Raise as `plan_run` does."""
-    from kumi.report.run_description import described
+    from kumi.report.run_description import describe_run_file
 
-    return described(run, overrides)
+    return describe_run_file(run, overrides)
 
 
 def train_run(
@@ -67,15 +69,15 @@ def train_run(
     allow_change: Sequence[str] = (),
     verbose: bool = True,
 ) -> TrainOutput:
-    """Train `run`, or go on with it, and return how it ended; the run folder is that of `kumi train`.
+    """Train `run`, or resume it, and return how it ended; the run folder is that of `kumi train`.
 
-    Training runs in a process of its own, which starts the ranks, so that a notebook can call this as often as it
-    likes; callbacks are called in this process while it goes on. Ctrl-C, a callback's exception, or a callback that
-    sets `control.should_training_stop` stop the run after a checkpoint is saved. Under torchrun or srun, which have
+    Training runs in a separate process, which starts the ranks, so a notebook can call this repeatedly; callbacks are
+    called in this process meanwhile. Ctrl-C, an exception in a callback, or a callback that sets
+    `control.should_training_stop` stops the run after a checkpoint is saved. Under torchrun or srun, which have already
     started the ranks, every rank calls this and trains in its own process; callbacks are called on rank 0.
 
-    `allow_change` names keys that may differ from those of the run's earlier start. `verbose`: print what the run
-    prints. Raise the KumiError that `kumi train` would end with.
+    `allow_change` names keys that may differ from those of the run's earlier start. `verbose`: print the run's output.
+    Raise the KumiError with which `kumi train` would end.
     """
     from kumi.config import load
     from kumi.launch.local import is_rank
@@ -98,7 +100,7 @@ def train_run(
 def tokenizer(source: str | Path) -> Tokenizer:
     """Return the tokenizer of `source`: a Hugging Face folder or hub id, adapters, a checkpoint, or a run folder.
 
-    Raise ConfigError where there is none, or its end mark is not known.
+    Raise ConfigError if there is none, or if its end-of-text token is unknown.
     """
     from kumi.config.model_source import model_folder
     from kumi.data import load_tokenizer

@@ -18,7 +18,7 @@ def ddp_without_buffer_sync() -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
 
 
-def one_tensor_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def single_tensor_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the all-gather and the reduce-scatter of a single tensor.
 
     2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`.
@@ -32,7 +32,7 @@ def one_tensor_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return getattr(dist, names[0]), getattr(dist, names[1])
 
 
-def group_of(name: str) -> dist.ProcessGroup:
+def group_by_name(name: str) -> dist.ProcessGroup:
     """Return the process group called `name`; dispatcher operators take names of groups."""
     from torch._C._distributed_c10d import _resolve_process_group
 
@@ -64,7 +64,7 @@ def name_of_group(args: tuple[Any, ...]) -> str:
     raise TypeError(f"no process group among the arguments {args}")
 
 
-def fsdp_after_backward(module: nn.Module) -> None:
+def rerun_fsdp_post_backward(module: nn.Module) -> None:
     """Run FSDP2's post-backward of `module` again, to reduce gradients that were added after its backward pass.
 
     `module` is the root of an FSDP2 model. In 2.13 a module has several parameter groups, before one or none.
@@ -196,7 +196,7 @@ def flash_backward(
     return grads
 
 
-def share_memory(group: dist.ProcessGroup) -> None:
+def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
     """Enable symmetric memory between the ranks of `group`, each with its GPU.
 
     Newer versions of PyTorch enable it themselves and deprecate the call.
@@ -208,7 +208,7 @@ def share_memory(group: dist.ProcessGroup) -> None:
         enable(group.group_name)
 
 
-def gathered_products(
+def all_gather_matmul(
     x: Tensor, matrices: list[Tensor], group: str, *, keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
     """All-gather `x` (T/n, D) over the n ranks of `group` and multiply it by each of `matrices` (D, O), overlapped.
@@ -224,7 +224,7 @@ def gathered_products(
     return result
 
 
-def scattered_product(x: Tensor, matrix: Tensor, group: str) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: str) -> Tensor:
     """Multiply `x` (T, F) by `matrix` (F, O) and reduce-scatter the product over the n ranks of `group`, overlapped.
 
     Return this rank's shard of the sum, (T/n, O).

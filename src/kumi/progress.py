@@ -17,7 +17,7 @@ from kumi.units import format_bytes, format_seconds
 # Seconds before progress is first shown, and seconds between lines.
 PATIENCE, LINE_EVERY = 2.0, 10.0
 
-Size = Callable[[float], str]
+Format = Callable[[float], str]
 
 
 class Update(Protocol):
@@ -27,7 +27,7 @@ class Update(Protocol):
 
 
 @contextmanager
-def showing(title: str, total: float, size: Size = format_bytes, *, enabled: bool = True) -> Iterator[Update]:
+def show_progress(title: str, total: float, size: Format = format_bytes, *, enabled: bool = True) -> Iterator[Update]:
     """Yield a function update(done, note) that shows how much of `total` is done; `size` formats an amount."""
     if not enabled:
         yield lambda done, note="": None
@@ -39,7 +39,7 @@ def showing(title: str, total: float, size: Size = format_bytes, *, enabled: boo
 
 
 @contextmanager
-def _bar(title: str, total: float, size: Size) -> Iterator[Update]:
+def _bar(title: str, total: float, size: Format) -> Iterator[Update]:
     """Yield an update function for a rich progress bar, which is erased at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -62,7 +62,7 @@ def _bar(title: str, total: float, size: Size) -> Iterator[Update]:
             bar.stop()
 
 
-def _lines(title: str, total: float, size: Size) -> Update:
+def _lines(title: str, total: float, size: Format) -> Update:
     """Return an update function that prints a line with the remaining time."""
     started = time.monotonic()
     due = started + PATIENCE
@@ -79,5 +79,5 @@ def _lines(title: str, total: float, size: Size) -> Update:
     return update
 
 
-def _state(done: float, total: float, size: Size, note: str) -> str:
+def _state(done: float, total: float, size: Format, note: str) -> str:
     return f"{size(done)} of {size(total)}" + (f" | {note}" if note else "")

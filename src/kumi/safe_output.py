@@ -29,7 +29,7 @@ class _SafeStream(io.FileIO):
             return len(data)
 
 
-def keep_output() -> None:
+def make_output_safe() -> None:
     """Replace sys.stdout and sys.stderr by streams that raise no error on a write.
 
     They survive a closed pipe, a closed descriptor, and characters outside the terminal's encoding.
@@ -42,10 +42,10 @@ def keep_output() -> None:
             if null != descriptor:
                 os.close(null)
             os.set_inheritable(descriptor, True)
-        setattr(sys, name, resilient(descriptor, getattr(stream, "encoding", "utf-8")))
+        setattr(sys, name, safe_stream(descriptor, getattr(stream, "encoding", "utf-8")))
 
 
-def resilient(descriptor: int, encoding: str) -> io.TextIOWrapper:
+def safe_stream(descriptor: int, encoding: str) -> io.TextIOWrapper:
     """Return a text stream over `descriptor` that raises no error on a write, and does not close the descriptor."""
     raw = _SafeStream(descriptor, "w", closefd=False)
     return io.TextIOWrapper(

@@ -37,7 +37,7 @@ TINY = replace(
 def shrink(patch):
     """Makes all work tiny; `patch(thing, name, value)` sets an attribute or, of a dict, an item."""
     patch(time_kernels.SIZES, "cpu", TINY)
-    patch(time_collectives.MOST, "cpu", 2**16)
+    patch(time_collectives._MAX_BYTES, "cpu", 2**16)
     patch(clock, "SAMPLE_S", 1e-4)
     patch(measuring_rank, "BUDGET", 1e-3)
     patch(measuring_rank, "QUICK_BUDGET", 1e-3)
@@ -98,7 +98,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     gpus = replace(cluster_spec(ClusterSection(source="h100-sxm")), devices_per_node=8)
     monkeypatch.setattr(run_bench, "cluster_spec", lambda section: gpus)
     with pytest.raises(run_bench.ConfigError, match="--ranks 9, and this machine has 8 GPUs"):
-        run_bench.this_machine(9)
+        run_bench.machine_to_measure(9)
 
 
 def _measured(quick):

@@ -4,31 +4,31 @@ import numpy as np
 import pytest
 from measured import CPU, GPU, LINK, transfers
 
-from kumi.bench.fit_links import fit_link, line
+from kumi.bench.fit_links import fit_line, fit_link
 from kumi.spec.cluster import Link
 
 SIZES = [2.0**power for power in range(12, 26, 2)]
 
 
 def test_a_line_is_found_again():
-    found = line(SIZES, [2e-4 + size / 3e9 for size in SIZES])
+    found = fit_line(SIZES, [2e-4 + size / 3e9 for size in SIZES])
     assert (found.latency, found.bandwidth) == (pytest.approx(2e-4), pytest.approx(3e9))
     assert found.error == pytest.approx(0, abs=1e-9)
 
 
 def test_noise_of_a_tenth_moves_a_line_by_less():
     noise = 1 + 0.1 * np.random.default_rng(0).uniform(-1, 1, len(SIZES))
-    found = line(SIZES, noise * [2e-4 + size / 3e9 for size in SIZES])
+    found = fit_line(SIZES, noise * [2e-4 + size / 3e9 for size in SIZES])
     assert found.latency == pytest.approx(2e-4, rel=0.1)
     assert found.bandwidth == pytest.approx(3e9, rel=0.1)
     assert 0.01 < found.error < 0.1
 
 
 def test_neither_figure_is_negative():
-    falling = line(SIZES, [1e-2 - 1e-3 * index for index in range(len(SIZES))])
+    falling = fit_line(SIZES, [1e-2 - 1e-3 * index for index in range(len(SIZES))])
     assert falling.bandwidth == np.inf
     assert falling.latency > 0
-    steep = line(SIZES, [size**1.3 / 1e9 for size in SIZES])
+    steep = fit_line(SIZES, [size**1.3 / 1e9 for size in SIZES])
     assert steep.latency == 0
     assert 0 < steep.bandwidth < np.inf
 

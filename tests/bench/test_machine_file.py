@@ -8,7 +8,7 @@ from measured import CPU, GPU, LINK, found, transfers
 from kumi.bench.cluster_toml import node_toml, refuse_existing, write_new
 from kumi.bench.describe_machine import node_of, remarks
 from kumi.config.cluster_source import cluster_spec
-from kumi.config.presets import presets, read_node
+from kumi.config.presets import preset_names, read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import RefusedError
 from kumi.spec.cluster import Device
@@ -74,7 +74,7 @@ def test_the_file_says_with_what_it_was_measured():
     assert "#   bfloat16  forward 999x999x999" in text
 
 
-@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_survives_being_written(preset, tmp_path):
     (tmp_path / "copy.toml").write_text(node_toml(read_node(preset)))
     assert read_node(str(tmp_path / "copy.toml")) == read_node(preset)

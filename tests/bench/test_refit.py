@@ -9,7 +9,7 @@ from measured import CPU, found, transfers
 
 from kumi.bench.cluster_toml import node_toml
 from kumi.bench.describe_machine import node_of
-from kumi.bench.refit import LEAST_STEPS, WARM_UP, read_run, recalibrate, render
+from kumi.bench.refit import LEAST_STEPS, WARM_UP, read_run, recalibrate, render_calibration
 from kumi.cli import main
 from kumi.config import dump, load, open_run, resolve
 from kumi.config.cluster_source import cluster_spec
@@ -17,7 +17,7 @@ from kumi.config.presets import read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError, RefusedError
 from kumi.plan.estimate import estimate
-from kumi.report.run_description import console
+from kumi.report.run_description import make_console
 from kumi.spec.job import Job
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -58,7 +58,7 @@ def test_the_new_file_explains_the_run(tmp_path):
     text = out.read_text()
     assert "calibrated on quickstart: 10 steps" in text
     assert text.startswith(f"# {before}, calibrated on")
-    console().print(render(calibration))
+    make_console().print(render_calibration(calibration))
 
 
 def test_the_rest_of_the_file_stays(tmp_path):

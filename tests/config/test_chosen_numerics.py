@@ -7,12 +7,20 @@ import pytest
 
 from kumi.config import dump, load, load_plan, open_run, resolve
 from kumi.config.cluster_source import cluster_spec
-from kumi.config.numerics import Measured, Processor, cached, chosen, given, keep, this_processor
+from kumi.config.numerics import (
+    MeasuredNumerics,
+    Processor,
+    cache_numerics,
+    choose_numerics,
+    numerics_from_environment,
+    read_cached_numerics,
+    this_processor,
+)
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 from kumi.spec.numerics import REFERENCE, Numerics
 
-MEASURED = Measured(Numerics("fp32", "default", ("fp32-long",)), {"products": {"default": 1.0, "onednn": 2.0}})
+MEASURED = MeasuredNumerics(Numerics("fp32", "default", ("fp32-long",)), {"products": {"default": 1.0, "onednn": 2.0}})
 RUN = {
     "name": "small",
     "model": {
@@ -46,16 +54,16 @@ def _home(tmp_path, monkeypatch):
 
 def test_a_measurement_holds_for_its_cpu_torch_and_threads(tmp_path):
     processor = Processor("a CPU", "flags", "2.13.0", 2)
-    assert cached(processor) is None
-    keep(processor, MEASURED)
-    assert cached(processor) == MEASURED
+    assert read_cached_numerics(processor) is None
+    cache_numerics(processor, MEASURED)
+    assert read_cached_numerics(processor) == MEASURED
     others = (
         Processor("another", "flags", "2.13.0", 2),
         Processor("a CPU", "fewer", "2.13.0", 2),
         Processor("a CPU", "flags", "2.12.0", 2),
         Processor("a CPU", "flags", "2.13.0", 1),
     )
-    assert [cached(other) for other in others] == [None] * 4
+    assert [read_cached_numerics(other) for other in others] == [None] * 4
     assert [file.name for file in (tmp_path / "kumi/numerics").iterdir()] == [processor.file]
 
 
@@ -76,15 +84,15 @@ def test_a_measurement_holds_for_its_cpu_torch_and_threads(tmp_path):
 )
 def test_a_damaged_cache_is_none(tmp_path, text):
     processor = this_processor(1)
-    keep(processor, MEASURED)
+    cache_numerics(processor, MEASURED)
     (tmp_path / "kumi/numerics" / processor.file).write_text(text)
-    assert cached(processor) is None
+    assert read_cached_numerics(processor) is None
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "kumi").write_text("a file")
-    keep(this_processor(1), MEASURED)
-    assert cached(this_processor(1)) is None
+    cache_numerics(this_processor(1), MEASURED)
+    assert read_cached_numerics(this_processor(1)) is None
 
 
 def test_ranks_share_the_threads(monkeypatch):
@@ -96,10 +104,10 @@ def test_ranks_share_the_threads(monkeypatch):
 def test_what_is_said_first_counts(monkeypatch):
     """The run file before the run folder, the variable and the cache."""
     assert open_run(load(RUN)).numerics is None
-    keep(this_processor(1), MEASURED)
+    cache_numerics(this_processor(1), MEASURED)
     assert open_run(load(RUN)).numerics == MEASURED.numerics
     monkeypatch.setenv("KUMI_NUMERICS", "products=default flash=none")
-    assert open_run(load(RUN)).numerics == given() == Numerics(products="default")
+    assert open_run(load(RUN)).numerics == numerics_from_environment() == Numerics(products="default")
     os.mkdir("run")
     with open("run/config.toml", "w") as file:
         file.write(dump(load(RUN, {"precision.numerics": "products=onednn flash=fp32-short"})))
@@ -109,13 +117,13 @@ def test_what_is_said_first_counts(monkeypatch):
 
 def test_it_is_spelled_out_in_the_configuration_that_a_run_stores():
     assert resolve(load(RUN)).config.precision.numerics == "auto"
-    keep(this_processor(1), MEASURED)
+    cache_numerics(this_processor(1), MEASURED)
     assert resolve(load(RUN)).config.precision.numerics == str(MEASURED.numerics)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_the_precision_is_the_faster_one_unless_the_run_file_says(kind):
-    keep(this_processor(1), Measured(Numerics(kind), MEASURED.seconds))
+    cache_numerics(this_processor(1), MeasuredNumerics(Numerics(kind), MEASURED.seconds))
     assert resolve(load(RUN)).precision.compute == {"fp32": "float32", "bf16": "bfloat16"}[kind]
     for said in ("fp32", "bf16"):
         compute = resolve(load(RUN, {"precision.kind": said})).precision.compute
@@ -128,29 +136,29 @@ def test_what_was_measured_here_says_nothing_of_the_precision_of_other_machines(
         'devices_per_node = 1\n[device]\nname = "another"\nkind = "cpu"\nmemory = "8 GiB"\n'
         'dtypes = ["float32", "bfloat16"]\n'
     )
-    keep(this_processor(1), MEASURED)
+    cache_numerics(this_processor(1), MEASURED)
     run = resolve(load(RUN, {"cluster.source": str(file)}))
     assert (run.precision.compute, run.numerics) == ("bfloat16", Numerics("", "default", ("fp32-long",)))
 
 
 def test_gpus_have_no_numerics():
     config = load_plan(RUN, {"cluster.source": "h100-sxm"})
-    assert chosen(config, cluster_spec(config.cluster)) == REFERENCE
+    assert choose_numerics(config, cluster_spec(config.cluster)) == REFERENCE
 
 
 def test_a_variable_that_says_something_else_is_refused(monkeypatch):
     monkeypatch.setenv("KUMI_NUMERICS", "fast")
     with pytest.raises(ConfigError, match=r"^KUMI_NUMERICS: 'fast' is none of kind=, products= and flash="):
-        chosen(load(RUN), cluster_spec(ClusterSection(source="auto")))
+        choose_numerics(load(RUN), cluster_spec(ClusterSection(source="auto")))
     with pytest.raises(ConfigError, match=r"^precision.numerics: 'fast' is none of"):
         load(RUN, {"precision.numerics": "fast"})
     for unset in ("auto", ""):
         monkeypatch.setenv("KUMI_NUMERICS", unset)
-        assert given() is None
+        assert numerics_from_environment() is None
 
 
 def test_the_cache_can_be_read_by_people(tmp_path):
-    keep(this_processor(1), MEASURED)
+    cache_numerics(this_processor(1), MEASURED)
     written = json.loads((tmp_path / "kumi/numerics" / this_processor(1).file).read_text())
     assert written["numerics"] == "kind=fp32 products=default flash=fp32-long"
     assert set(written) == {"cpu", "torch", "threads", "numerics", "seconds"}

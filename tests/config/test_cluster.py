@@ -8,8 +8,8 @@ import pytest
 
 from kumi.config import local_machine
 from kumi.config.cluster_source import cluster_spec
-from kumi.config.hardware import hardware
-from kumi.config.presets import presets, read_device, read_link, read_network, read_node
+from kumi.config.hardware import hardware_page
+from kumi.config.presets import preset_names, read_device, read_link, read_network, read_node
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 
@@ -51,7 +51,7 @@ def test_this_machine_is_described_without_torch():
     assert 0 < found.device.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_a_whole_cluster(name):
     found = cluster(source=name, nodes=2)
     assert found.devices == 2 * found.devices_per_node
@@ -62,10 +62,10 @@ def test_every_preset_is_a_whole_cluster(name):
 
 
 def parts():
-    yield from ((f"device {name}", read_device(name)) for name in presets("devices"))
-    yield from ((f"link {name}", read_link(name)) for name in presets("links"))
-    yield from ((f"network {name}", read_network(name)) for name in presets("networks"))
-    yield from ((f"host of {name}", read_node(name).host) for name in presets())
+    yield from ((f"device {name}", read_device(name)) for name in preset_names("devices"))
+    yield from ((f"link {name}", read_link(name)) for name in preset_names("links"))
+    yield from ((f"network {name}", read_network(name)) for name in preset_names("networks"))
+    yield from ((f"host of {name}", read_node(name).host) for name in preset_names())
 
 
 @pytest.mark.parametrize(("name", "part"), [pytest.param(*part, id=part[0]) for part in parts()])
@@ -75,23 +75,24 @@ def test_every_figure_says_where_it_came_from(name, part):
 
 
 def test_a_cluster_that_is_not_there_is_refused_with_what_is():
-    assert "'h100' is no preset and no TOML file; did you mean 'h100-sxm'? use 'auto', a100-pcie-80gb, " in refusal(
-        source="h100"
+    assert (
+        "'h100' is neither a preset nor a TOML file; did you mean 'h100-sxm'? use 'auto', a100-pcie-80gb, "
+        in refusal(source="h100")
     )
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("foo = 1\ndevices_per_node = 0\n", "device: required, and not set; "),
-        ("devices_per_node = 0" + DEVICE, "devices_per_node: 0 is wrong, it should be greater than 0"),
+        ("foo = 1\ndevices_per_node = 0\n", "device: required, but not set; "),
+        ("devices_per_node = 0" + DEVICE, "devices_per_node: must be greater than 0, got 0"),
         ("devices_per_node = ", "cannot be read as TOML"),
         ("devices_per_node = 1\nlnks = []" + DEVICE, "lnks: unknown key; did you mean 'links'?"),
         ("devices_per_node = 1" + DEVICE.replace("80 GiB", "lots"), "device.memory: 'lots' is not a quantity"),
         ("devices_per_node = 1" + DEVICE + "stram = 0.5", "device.stram: unknown key; did you mean 'stream'?"),
         ("devices_per_node = 1" + DEVICE + "launch = 5", "device.launch: '5' is not a quantity; write a number and"),
-        ("devices_per_node = 1" + DEVICE + 'sources = {streem = "x"}', "'streem' is no figure of this table; did you"),
-        ('devices_per_node = 1\ndevice = "h10"', "device: 'h10' is no preset and no TOML file; use a100-"),
+        ("devices_per_node = 1" + DEVICE + 'sources = {streem = "x"}', "'streem' is not a figure of this table; did"),
+        ('devices_per_node = 1\ndevice = "h10"', "device: 'h10' is neither a preset nor a TOML file; use a100-"),
     ],
 )
 def test_a_cluster_file_that_is_wrong_is_refused_in_one_line(text, error, written):
@@ -159,13 +160,13 @@ def test_a_cluster_knows_what_was_assumed_of_it():
 @pytest.mark.parametrize(
     ("section", "error"),
     [
-        ({"devices_per_node": 9}, "cluster.devices_per_node=9: h100-sxm has 8 devices a node; use at most those"),
-        ({"nodes": 3, "sites": 2}, "cluster.sites=2 does not divide cluster.nodes=3; give every site as many nodes"),
-        ({"nodes": 2, "sites": 2}, "cluster.sites=2: say what joins the sites; set cluster.site_link to 100gbe, "),
-        ({"site_link": "internet"}, "cluster.site_link='internet' joins sites, and cluster.sites is 1; set"),
-        ({"nodes": 2, "network": "internet"}, "joins sites, not nodes; set cluster.site_link to it, and"),
-        ({"nodes": 2, "network": "ib"}, "cluster.network: 'ib' is no preset and no TOML file; use 100gbe, "),
-        ({"nodes": 2, "network": "ib-nrd"}, "'ib-nrd' is no preset and no TOML file; did you mean 'ib-ndr'? use "),
+        ({"devices_per_node": 9}, "cluster.devices_per_node=9: h100-sxm has 8 devices per node; use at most 8"),
+        ({"nodes": 3, "sites": 2}, "cluster.sites=2 does not divide cluster.nodes=3, and all sites have equally"),
+        ({"nodes": 2, "sites": 2}, "cluster.sites=2, but cluster.site_link is not set; set it to"),
+        ({"site_link": "internet"}, "cluster.site_link='internet' connects sites, but cluster.sites is 1; set"),
+        ({"nodes": 2, "network": "internet"}, "connects sites, not nodes; set cluster.site_link to it, and"),
+        ({"nodes": 2, "network": "ib"}, "cluster.network: 'ib' is neither a preset nor a TOML file; use 100gbe, "),
+        ({"nodes": 2, "network": "ib-nrd"}, "'ib-nrd' is neither a preset nor a TOML file; did you mean 'ib-ndr'?"),
     ],
 )
 def test_machines_that_cannot_be_put_together_are_refused(section, error):
@@ -176,19 +177,19 @@ def test_fewer_ranks_than_a_cpu_s_file_was_measured_with_are_refused(written):
     file = written("devices_per_node = 4\n" + DEVICE.replace("cuda", "cpu") + 'peak_flops = {bfloat16 = "1 TFLOP/s"}')
     said = refusal(source=file, devices_per_node=1)
     assert "cluster.devices_per_node=1: " in said
-    assert "describes 4 ranks that share a CPU, and fewer would have more of it each; measure them with" in said
+    assert "describes 4 ranks that share a CPU, and fewer ranks would each have a larger share of it; measure" in said
     assert cluster(source=file).devices == cluster(source=file, devices_per_node=4).devices == 4
 
 
 def test_links_of_a_file_are_refused_where_they_leave_devices_out(written):
     link = '[[links]]\nname = "x"\nspan = {}\nbandwidth = "1 GB/s"\nlatency = "1 us"\nefficiency = 1.0\n'
     file = "devices_per_node = 4\n" + DEVICE
-    assert "the outermost spans 2 devices, and a node has 4" in refusal(source=written(file + link.format(2)))
-    assert "a span of 6 is no whole number of nodes of 4" in refusal(source=written(file + link.format(6)))
-    assert "must grow from the innermost" in refusal(source=written(file + link.format(4) * 2))
+    assert "the outermost link spans 2 devices, but a node has 4" in refusal(source=written(file + link.format(2)))
+    assert "a span of 6 is not a multiple of devices_per_node=4" in refusal(source=written(file + link.format(6)))
+    assert "spans [4, 4] do not increase" in refusal(source=written(file + link.format(4) * 2))
     said = refusal(source=written(file + link.format(4)), nodes=2)
-    assert "does not say what joins its nodes; set it to 100gbe, " in said
-    assert "internet" not in said, "that joins sites"
+    assert "names no network between its nodes; set it to 100gbe, " in said
+    assert "internet" not in said, "it connects sites"
     assert spans(source=written(file + link.format(4)), nodes=2, network="ib-hdr") == [4, 8]
 
 
@@ -247,7 +248,7 @@ def test_the_gpus_are_those_that_cuda_visible_devices_names(monkeypatch, visible
 @pytest.mark.parametrize("visible", [None, "0", "MIG-ab12", "MIG-GPU-10ab-0/1/0"])
 def test_parts_of_a_gpu_are_not_described_as_the_whole(monkeypatch, visible):
     smi(monkeypatch, ("NVIDIA H200", "143771", "9.0", "Enabled"), visible=visible)
-    assert "is divided by MIG" in refusal()
+    assert "is partitioned by MIG" in refusal()
 
 
 def test_of_a_cpu_speeds_are_assumed_and_said_to_be():
@@ -258,7 +259,7 @@ def test_of_a_cpu_speeds_are_assumed_and_said_to_be():
 
 
 def test_the_page_on_hardware_is_up_to_date():
-    assert PAGE.read_text() == hardware()
+    assert PAGE.read_text() == hardware_page()
 
 
 def test_the_file_that_the_page_shows_is_one(written):

@@ -10,7 +10,7 @@ from tests.config.test_chosen_numerics import RUN
 from kumi import hub
 from kumi.config import dump, load, open_run, resolve
 from kumi.config.run_plan import parse_plan, read_plan
-from kumi.config.stored_config import Begun
+from kumi.config.stored_config import StoredRun
 from kumi.errors import FitError, LayoutError, RefusedError
 from kumi.plan.search import select
 
@@ -46,7 +46,7 @@ def config(**overrides):
 def began(**overrides):
     """What a run's folder says where it began on the machines of now."""
     run = resolve(config(**overrides))
-    return Begun(run.config.model_dump(mode="json", exclude_none=True), run.plan)
+    return StoredRun(run.config.model_dump(mode="json", exclude_none=True), run.plan)
 
 
 # With so much reserved, what is left of 1 GiB is too little for all eight sequences at once.
@@ -63,7 +63,7 @@ def test_a_layout_stays_where_a_search_would_choose_another():
     for begun in (small, large):
         for reserved in ("0 B", FULL):
             machines(reserved=reserved)
-            run = resolve(config(), begun=begun)
+            run = resolve(config(), stored=begun)
             assert (run.layout, run.change, run.pinned) == (begun.plan.layout, "", {})
             assert run.estimate == select.estimate_for_training(run.job, run.layout)
 
@@ -72,21 +72,21 @@ def test_nothing_is_searched_for_a_layout_that_stays(monkeypatch):
     machines()
     begun = began()
     monkeypatch.setattr("kumi.config.decide_layout.select_layout", None)
-    assert resolve(config(), begun=begun).layout == begun.plan.layout
+    assert resolve(config(), stored=begun).layout == begun.plan.layout
 
 
 def test_a_pin_changes_it_and_the_change_is_said():
     machines()
     begun = began()
-    run = resolve(config(layout__microbatch=4), begun=begun)
+    run = resolve(config(layout__microbatch=4), stored=begun)
     assert run.layout == replace(begun.plan.layout, microbatch=4)
     assert run.change == (
         "microbatch: 8 -> 4, because layout.microbatch=4 is pinned now; losses are equal up to rounding only"
     )
     assert run.pinned == {"microbatch": 4}
     # What is pinned to what it is changes nothing, nor does a pin that is taken away.
-    assert resolve(config(layout__microbatch=8), begun=begun).change == ""
-    run = resolve(config(), begun=Begun(None, run.plan))
+    assert resolve(config(layout__microbatch=8), stored=begun).change == ""
+    run = resolve(config(), stored=StoredRun(None, run.plan))
     assert (run.layout.microbatch, run.change) == (4, "")
 
 
@@ -94,31 +94,31 @@ def test_on_machines_where_it_cannot_run_another_is_chosen_and_the_change_is_sai
     machines()
     begun = began()
     machines(ranks=2)
-    run = resolve(config(), begun=begun)
+    run = resolve(config(), stored=begun)
     assert run.layout.world_size == 2
     assert run.change.startswith("dp_replicate: 1 -> 2, microbatch: 8 -> 4, because the layout needs 1 devices")
     assert "; losses are equal up to rounding only" in run.change
     machines(memory="1.1 MiB")
-    run = resolve(config(), begun=begun)
+    run = resolve(config(), stored=begun)
     assert run.layout.microbatch < 8
     assert re.search(r"because the layout needs 1.\d+ MiB per device, and a CPU has 1.08 MiB usable;", run.change)
     with pytest.raises(FitError):
-        resolve(config(layout__microbatch=8), begun=begun)
+        resolve(config(layout__microbatch=8), stored=begun)
 
 
 def test_the_run_folder_s_own_configuration_pins_only_what_the_run_file_did():
     machines()
     begun = began(layout__recompute="full")
     (own, machine) = load(begun.config), {"cluster.source": "cpu.toml"}
-    run = resolve(own, begun=begun)
+    run = resolve(own, stored=begun)
     assert (run.layout, run.change, run.pinned) == (begun.plan.layout, "", {"recompute": "full"})
     machines(ranks=2)
-    run = resolve(load(begun.config, machine), begun=begun)
+    run = resolve(load(begun.config, machine), stored=begun)
     assert (run.layout.world_size, run.layout.recompute, run.layout.microbatch) == (2, "full", 4)
     with pytest.raises(LayoutError, match="needs 1 devices"):
         resolve(own)  # as another run's file all of it counts
     machines()
-    run = resolve(load(begun.config, {"layout.recompute": "none"}), begun=begun)
+    run = resolve(load(begun.config, {"layout.recompute": "none"}), stored=begun)
     assert run.change.startswith("recompute: 'full' -> 'none', because layout.recompute=none is pinned now;")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kumi.cli import main
 from kumi.errors import ConfigError, LayoutError
-from kumi.report.run_description import described
+from kumi.report.run_description import describe_run_file
 from kumi.spec.layout import Layout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -21,7 +21,7 @@ PINS = ["layout.pp=4", "layout.tp=8", "layout.dp_replicate=2", "layout.zero=0", 
 
 
 def test_a_file_of_a_plan_is_described_with_the_layout_that_it_pins():
-    found = described(LLAMA, PINS)
+    found = describe_run_file(LLAMA, PINS)
     layout = Layout(**{**found["layout"], "stage_layers": tuple(found["layout"]["stage_layers"])})
     assert (layout.pp, layout.tp, layout.dp_replicate) == (4, 8, 2)
     assert {one["axis"]: one["stride"] for one in found["placement"]["axes"]} == {"pp": 16, "dp_replicate": 8, "tp": 1}
@@ -30,24 +30,26 @@ def test_a_file_of_a_plan_is_described_with_the_layout_that_it_pins():
 
 def test_the_experts_of_a_plan_have_axes_of_their_own():
     pins = ["layout.pp=1", "layout.tp=4", "layout.dp_shard=16", "layout.ep=8", "layout.zero=3", "layout.expert_tp=1"]
-    found = {one["axis"]: one["degree"] for one in described(MIXTRAL, pins)["placement"]["axes"]}
+    found = {one["axis"]: one["degree"] for one in describe_run_file(MIXTRAL, pins)["placement"]["axes"]}
     assert (found["ep"], found["expert_dp"]) == (8, 8)
 
 
 def test_what_is_illegal_is_refused_with_its_reason():
     with pytest.raises(LayoutError, match="tp=3 does not divide"):
-        described(LLAMA, ["layout.tp=3"])
+        describe_run_file(LLAMA, ["layout.tp=3"])
 
 
 def test_half_a_run_file_is_no_plan():
     with pytest.raises(ConfigError, match="data: required"):
-        described(LLAMA, ["train.steps=3", "train.out=runs/x"])
+        describe_run_file(LLAMA, ["train.steps=3", "train.out=runs/x"])
 
 
 def test_the_resolved_run_file_has_the_layout(capsys):
     assert main(["describe", QUICKSTART, "--resolved", "layout.zero=3", "--json"]) == 0
     layout = json.loads(capsys.readouterr().out)["layout"]
-    assert Layout(**layout) == Layout(**{**described(QUICKSTART, ["layout.zero=3"])["layout"], "stage_layers": ()})
+    assert Layout(**layout) == Layout(
+        **{**describe_run_file(QUICKSTART, ["layout.zero=3"])["layout"], "stage_layers": ()}
+    )
     assert (layout["zero"], layout["dp_shard"]) == (3, 2)
     assert main(["describe", QUICKSTART, "--resolved", "layout.zero=3"]) == 0
     assert tomllib.loads(capsys.readouterr().out)["layout"] == layout

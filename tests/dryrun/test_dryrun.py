@@ -251,7 +251,7 @@ def test_the_verb_prints_tables_and_json(tmp_path, capsys):
     for words in ("memory at the peak", "dry run", "planner", "it fits", "CPU seconds", "reduce_scatter"):
         assert words in said
     assert main(["train", str(file), "--rank", "1"]) == 2
-    assert "--rank is for --dry-run" in capsys.readouterr().err
+    assert "--rank has no effect without --dry-run" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_exit_code_4(tmp_path, capsys, monkeypatch):

@@ -56,9 +56,9 @@ REASONS: dict[str, list[str]] = {
         "launch/watch.py _state",
         "train/process_memory.py baseline_memory",
         "train/cpu_contention.py cpu_wait_seconds",
-        "safe_output.py keep_output",
+        "safe_output.py make_output_safe",
     ],
-    "files that come with the package": ["config/presets.py toml_table", "cli/init.py recipe_files recipes"],
+    "files that come with the package": ["config/presets.py read_machine_toml", "cli/init.py recipe_files recipes"],
     "a message from a process that kumi started, by its pipe or the store of the launch": [
         "launch/rendezvous.py _failure",
         "train/start.py _follow",

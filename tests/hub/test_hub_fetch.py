@@ -10,7 +10,7 @@ import pytest
 
 from kumi import hub as kumi_hub
 from kumi.config import load_plan
-from kumi.config.model_source import model_folder, read_hf_config, snapshot
+from kumi.config.model_source import fetch_snapshot, model_folder, read_hf_config
 from kumi.config.schema import ModelSection
 from kumi.errors import ConfigError, ModelError
 
@@ -99,16 +99,16 @@ def test_revisions_are_branches_tags_or_commits(hub):
 
 def test_a_run_goes_on_from_the_commit_that_it_began_from(hub, tmp_path):
     old = hub.add("org/model", FILES)
-    found = snapshot("org/model", "model.source", tmp_path)
+    found = fetch_snapshot("org/model", "model.source", tmp_path)
     kumi_hub.write_record(tmp_path, {"model.source": "org/model"}, {"model.source": found})
     new = hub.add("org/model", FILES | {"tokenizer.json": b"{ }"})
     assert old != new
-    assert snapshot("org/model", "model.source", tmp_path).commit == old
-    assert snapshot("org/model@main", "model.source", tmp_path).commit == new, "another wish is another run's"
-    assert snapshot("org/model", "data.tokenizer", tmp_path).commit == new
+    assert fetch_snapshot("org/model", "model.source", tmp_path).commit == old
+    assert fetch_snapshot("org/model@main", "model.source", tmp_path).commit == new, "another wish is another run's"
+    assert fetch_snapshot("org/model", "data.tokenizer", tmp_path).commit == new
     (tmp_path / "sources.json").write_text("{")
     with pytest.raises(ConfigError, match=r"sources\.json: damaged"):
-        snapshot("org/model", "model.source", tmp_path)
+        fetch_snapshot("org/model", "model.source", tmp_path)
 
 
 def test_a_folder_wins_over_an_id(hub, tmp_path, monkeypatch):

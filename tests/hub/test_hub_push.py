@@ -145,9 +145,9 @@ def test_what_a_push_needs_is_known_before_anything_is_done(hub, model, tmp_path
     assert "'mine' is not a repository name; write it as organisation/name" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert main(["convert", str(model[0]), str(tmp_path / "out"), "--to", "kumi", "--push", "me/mine"]) == 2
-    assert "sends Hugging Face folders, not --to kumi" in capsys.readouterr().err
+    assert "--push needs a Hugging Face folder, not --to kumi" in capsys.readouterr().err
     assert main(["convert", str(model[0]), str(tmp_path / "out"), "--to", "hf", "--public"]) == 2
-    assert "are for --push" in capsys.readouterr().err
+    assert "have no effect without --push" in capsys.readouterr().err
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

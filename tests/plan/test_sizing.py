@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from small import GPU, LINKS, job, model
 
-from kumi.config.cluster_source import on_nodes
+from kumi.config.cluster_source import cluster_with_nodes
 from kumi.config.schema import ClusterSection
 from kumi.errors import FitError, LayoutError
 from kumi.plan.search.diagnose import remedies
@@ -88,11 +88,11 @@ def test_a_model_that_fits_on_no_number_of_nodes_is_refused():
 def test_a_cluster_grows_over_the_network_that_its_description_names():
     """Not over the links inside its node."""
     section = ClusterSection(source="aws-p5", nodes=1)
-    single, four = on_nodes(section, 1), on_nodes(section, 4)
+    single, four = cluster_with_nodes(section, 1), cluster_with_nodes(section, 4)
     assert [link.span for link in single.links] == [8]
     assert [link.span for link in four.links] == [8, 32]
     assert four.links[1].bandwidth < four.links[0].bandwidth / 5
-    sites = partial(on_nodes, ClusterSection(source="aws-p5", nodes=2, sites=2, site_link="optical-100g"))
+    sites = partial(cluster_with_nodes, ClusterSection(source="aws-p5", nodes=2, sites=2, site_link="optical-100g"))
     assert [link.span for link in sites(4).links] == [8, 16, 32]
     # A site's link is shared by all of its devices.
     assert sites(8).links[-1].bandwidth == pytest.approx(sites(4).links[-1].bandwidth / 2)

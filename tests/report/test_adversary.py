@@ -20,7 +20,7 @@ from kumi.plan.report import Report
 from kumi.plan.session import plan
 from kumi.report import phrases
 from kumi.report.advice import advice, verdict
-from kumi.report.bottleneck import WORTH, binding, levers
+from kumi.report.bottleneck import WORTH, bottlenecks, levers
 from kumi.report.summary import headline
 from kumi.spec.layout import Layout
 from kumi.spec.trainable import untrained
@@ -67,7 +67,7 @@ def test_most_of_the_memory_is_more_than_half_of_it():
         found = estimate(
             Layout(), {"forward": 1.0, "backward": 2.0}, (memory(activations=size, params=12, optimizer=10),)
         )
-        assert part in binding(Report(report_job(), found))[1]
+        assert part in bottlenecks(Report(report_job(), found))[1]
 
 
 def test_machines_without_links_are_said_to_send_for_nothing():

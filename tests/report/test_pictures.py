@@ -101,7 +101,7 @@ def test_every_kind_of_memory_can_be_told_from_every_other_without_its_colour_al
 
 def test_the_timeline_has_a_box_for_every_action():
     found = timeline(8)
-    root = ElementTree.fromstring(pipeline_picture.timeline(found, "timeline", found.seconds))
+    root = ElementTree.fromstring(pipeline_picture.draw_timeline(found, "timeline", found.seconds))
     hints = [title.text for rect in root.iter(f"{SVG}rect") for title in rect.iter(f"{SVG}title")]
     assert len(hints) == 4 * 2 * 8
     assert "forward, stage 3, microbatch 7" in hints
@@ -109,7 +109,7 @@ def test_the_timeline_has_a_box_for_every_action():
 
 def test_a_long_timeline_is_cut_and_that_is_said():
     found = timeline(700)
-    drawn = pipeline_picture.timelines(found)
+    drawn = pipeline_picture.draw_timelines(found)
     assert len(re.findall(r"<title>(?:forward|backward)", drawn["timeline"])) <= 1.1 * pipeline_picture.SPANS
     assert "; the first " in drawn["timeline"]
     assert "; the first " in drawn["timeline-start"]
@@ -125,7 +125,7 @@ def test_marks_of_layouts_that_coincide_stand_apart():
     assert drawn[0] == (100.0, 100.0)
     assert drawn[5] == (300.0, 100.0)
     apart = [math.hypot(a[0] - b[0], a[1] - b[1]) for a, b in itertools.combinations(drawn, 2)]
-    assert min(apart) >= scatter.WIDE - 1e-9
+    assert min(apart) >= scatter.MARKER_DISTANCE - 1e-9
 
 
 def test_long_names_of_layouts_take_several_lines():
@@ -152,8 +152,8 @@ def test_ticks_are_round(most, wanted):
 
 
 def test_ink_on_a_colour_is_what_reads_better():
-    assert svg.on(palette.YELLOW) == "#000000"
-    assert svg.on(palette.BLUE) == "#ffffff"
+    assert svg.contrasting(palette.YELLOW) == "#000000"
+    assert svg.contrasting(palette.BLUE) == "#ffffff"
 
 
 def test_names_are_escaped():

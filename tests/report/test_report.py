@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kumi.config.schema import LayoutSection
 from kumi.plan.report import Report
 from kumi.report import phrases, quantities
-from kumi.report.bottleneck import UNEVEN, binding, levers
-from kumi.report.quantities import gap, needs, stage_groups, traffic
+from kumi.report.bottleneck import STAGE_IMBALANCE, bottlenecks, levers
+from kumi.report.quantities import gap, savings_needed, stage_groups, traffic
 from kumi.report.summary import headline
 from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
 from kumi.spec.schedules import SCHEDULES
@@ -152,7 +152,7 @@ def test_a_gap_names_what_is_lost_and_what_would_have_to_be_gained():
     assert found.seconds == pytest.approx(3.0)
     assert not found.noise
     assert found.losses[0] == ("dp", pytest.approx(4.2))
-    assert needs(found) == "3.00 s less exposed dp communication"
+    assert savings_needed(found) == "3.00 s less exposed dp communication"
 
 
 def test_a_gap_is_that_of_equal_tokens_in_every_kind():
@@ -164,14 +164,14 @@ def test_a_gap_is_that_of_equal_tokens_in_every_kind():
     found = gap(best(), half)
     assert found.seconds == pytest.approx(1.0)
     assert dict(found.losses)["dp"] == pytest.approx(2.2)
-    assert needs(found) == "1.00 s less exposed dp communication"
+    assert savings_needed(found) == "1.00 s less exposed dp communication"
 
 
 def test_what_one_kind_cannot_close_others_must():
     time = dict(best().time)
     slower = estimate(CHOSEN, time | {"tp": 2.0, "bubble": 2.0, "dp": 0.4, "optimizer": 0.4}, best().memory)
     assert (
-        needs(gap(best(), slower))
+        savings_needed(gap(best(), slower))
         == "1.00 s less exposed tp communication and 500 ms less pipeline bubble and 500 ms elsewhere"
     )
 
@@ -198,32 +198,34 @@ def test_a_ring_over_all_devices_of_a_node_has_all_their_network_cards():
 
 
 def test_arithmetic_binds_unless_something_takes_longer():
-    assert binding(report())[0] == (
+    assert bottlenecks(report())[0] == (
         "Compute-bound: forward and backward take 69% of the step. The largest other part is pipeline bubble: 1.50 s, "
         "15% of the step."
     )
     slow = replace(report(), best=sharded(dp=7.0))
     even = replace(report(), best=sharded(dp=6.0))
-    assert binding(even)[0] == (
+    assert bottlenecks(even)[0] == (
         "No single bottleneck: forward and backward take 44% of the step, and the largest other part is exposed dp "
         "communication: 6.00 s, 41%."
     )
-    assert binding(slow)[0].startswith("Exposed dp communication is the bottleneck: it takes 7.00 s of the 15.7 s")
+    assert bottlenecks(slow)[0].startswith("Exposed dp communication is the bottleneck: it takes 7.00 s of the 15.7 s")
 
 
 def test_memory_binds_where_it_is_full_or_keeps_something_faster_out():
-    assert "Memory is a limit, too: the fullest rank needs 55 GiB of the 72 GiB usable (76%)" in binding(report())[1]
-    assert binding(report())[2].startswith("With 8 GiB more memory per device, TP 8 x PP 4 (1f1b) x ZeRO-1 over 2")
+    assert (
+        "Memory is a limit, too: the fullest rank needs 55 GiB of the 72 GiB usable (76%)" in bottlenecks(report())[1]
+    )
+    assert bottlenecks(report())[2].startswith("With 8 GiB more memory per device, TP 8 x PP 4 (1f1b) x ZeRO-1 over 2")
     alone = Report(job(), best())
-    assert len(binding(alone)) == 2
-    assert binding(alone)[1].startswith("Memory is not a limit")
-    assert binding(Report(job(), best(usable=56 * 2**30)))[1].startswith("Memory is a limit, too")
+    assert len(bottlenecks(alone)) == 2
+    assert bottlenecks(alone)[1].startswith("Memory is not a limit")
+    assert bottlenecks(Report(job(), best(usable=56 * 2**30)))[1].startswith("Memory is a limit, too")
 
 
 def test_levers_are_what_each_resource_could_save_at_most():
     found = {lever.what: lever.seconds for lever in levers(report())}
     assert found["devices with 10% more FLOP/s"] == pytest.approx((2.3 + 4.6 + 0.3 + 1.5) * (1 - 1 / 1.1))
-    waits = 1 + (1 + UNEVEN) * 1.5 / (
+    waits = 1 + (1 + STAGE_IMBALANCE) * 1.5 / (
         2.3 + 4.6 + 0.3 + 1.0
     )  # the bubble, to what every microbatch takes: compute and tp traffic
     assert found["enough memory to recompute nothing"] == pytest.approx(waits * 0.3)

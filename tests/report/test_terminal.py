@@ -6,13 +6,13 @@ from examples import CHOSEN, best, estimate, job, memory, one_device, report
 from rich.console import Console
 
 from kumi.plan.report import Report
-from kumi.report.terminal import render
+from kumi.report.terminal import render_report
 from kumi.spec.layout import Layout
 
 
 def shown(made, width=80, **options):
     file = io.StringIO()
-    Console(file=file, width=width, highlight=False, **options).print(render(made))
+    Console(file=file, width=width, highlight=False, **options).print(render_report(made))
     return file.getvalue()
 
 
@@ -45,7 +45,7 @@ def test_a_plain_pipe_without_blocks_gets_letters_and_hashes():
         encoding = "ascii"
 
     file = Ascii()
-    Console(file=file, width=80, highlight=False).print(render(report()))
+    Console(file=file, width=80, highlight=False).print(render_report(report()))
     file.getvalue().encode("ascii")
     assert "####" in file.getvalue()
 

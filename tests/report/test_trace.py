@@ -3,7 +3,7 @@ import json
 import pytest
 from examples import timeline
 
-from kumi.report.pipeline_picture import compared
+from kumi.report.pipeline_picture import draw_measured_and_planned
 from kumi.report.trace import trace
 
 
@@ -36,7 +36,7 @@ def test_what_was_planned_stands_below_what_was_measured():
 @pytest.mark.parametrize("planned", [None, timeline(8)], ids=["alone", "beside"])
 def test_the_picture_of_both_has_a_box_for_every_action(planned):
     measured = timeline(4)
-    drawn = compared(measured, planned, "pipeline")
+    drawn = draw_measured_and_planned(measured, planned, "pipeline")
     actions = 4 * 2 * 4 + (0 if planned is None else 4 * 2 * 8)
     assert drawn.count("microbatch ") == actions
     assert drawn.count(">rank 3<") == (1 if planned is None else 2)

@@ -9,7 +9,7 @@ from tests.train.conftest import losses
 
 from kumi.cli import main
 from kumi.config import load, open_run
-from kumi.config.stored_config import CONFIG, changes, in_force, load_stored, read_begun
+from kumi.config.stored_config import CONFIG_FILE, changed_keys, load_stored_config, read_stored_run, with_stored_values
 from kumi.data import Source, load_tokenizer
 from kumi.data.shards import plan
 from kumi.errors import RefusedError
@@ -55,37 +55,37 @@ def test_it_resumes_with_the_losses_of_the_run_that_was_not_killed(mid_run, caps
 
 
 def test_keys_that_the_stored_configuration_lacks_are_no_change(mid_run):
-    stored = (mid_run / "run" / CONFIG).read_text()
+    stored = (mid_run / "run" / CONFIG_FILE).read_text()
     for line in ('compress = "none"\n', "seed = 0\n"):
         assert line in stored
         stored = stored.replace(line, "")
-    (mid_run / "run" / CONFIG).write_text(stored)
-    changed = changes(load_stored(mid_run / "run"), open_run(load("run.toml")).config)
+    (mid_run / "run" / CONFIG_FILE).write_text(stored)
+    changed = changed_keys(load_stored_config(mid_run / "run"), open_run(load("run.toml")).config)
     assert [key for key, _ in changed if not key.startswith("layout.")] == []  # which is written down only since
 
 
 def now_in_force(*overrides):
     config = load("run.toml", overrides)
-    return in_force(config, read_begun(config))
+    return with_stored_values(config, read_stored_run(config))
 
 
 def test_a_later_default_is_not_in_force_unless_the_run_file_asks_for_it(mid_run, monkeypatch):
     """As if the default of `optim.grad_clip` were 1 only since `optim.eps` is there."""
-    monkeypatch.setattr("kumi.config.stored_config.BEFORE", {"optim.eps": {"optim.grad_clip": 0.0}})
-    stored = (mid_run / "run" / CONFIG).read_text()
-    (mid_run / "run" / CONFIG).write_text(stored.replace("eps = 1e-08\n", "").replace("grad_clip = 1.0\n", ""))
+    monkeypatch.setattr("kumi.config.stored_config.EARLIER_VALUES", {"optim.eps": {"optim.grad_clip": 0.0}})
+    stored = (mid_run / "run" / CONFIG_FILE).read_text()
+    (mid_run / "run" / CONFIG_FILE).write_text(stored.replace("eps = 1e-08\n", "").replace("grad_clip = 1.0\n", ""))
     assert now_in_force().optim.grad_clip == 0
-    assert load_stored(mid_run / "run").optim.grad_clip == 0
+    assert load_stored_config(mid_run / "run").optim.grad_clip == 0
     for asked in ("optim.grad_clip=1.0", "optim.eps=1e-8"):
         assert now_in_force(asked).optim.grad_clip == 1
-    (mid_run / "run" / CONFIG).write_text(stored.replace("eps = 1e-08\n", ""))  # which had asked for 1
+    (mid_run / "run" / CONFIG_FILE).write_text(stored.replace("eps = 1e-08\n", ""))  # which had asked for 1
     assert now_in_force().optim.grad_clip == 1
-    (mid_run / "run" / CONFIG).unlink()
+    (mid_run / "run" / CONFIG_FILE).unlink()
     assert now_in_force().optim.grad_clip == 1
 
 
 def test_a_configuration_of_a_later_version_is_refused(mid_run):
-    with open(mid_run / "run" / CONFIG, "a") as file:
+    with open(mid_run / "run" / CONFIG_FILE, "a") as file:
         file.write("[later]\nkey = 1\n")
-    with pytest.raises(RefusedError, match="this version of kumi does not read it"):
-        load_stored(mid_run / "run")
+    with pytest.raises(RefusedError, match="is not valid in this version of kumi"):
+        load_stored_config(mid_run / "run")

@@ -12,7 +12,7 @@ from tests.train.conftest import back_to, losses, run_file
 
 from kumi.cli import main
 from kumi.config import load, resolve
-from kumi.config.numerics import cached, this_processor
+from kumi.config.numerics import read_cached_numerics, this_processor
 from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.train import measure_numerics, start
 
@@ -70,7 +70,7 @@ def test_it_is_measured_once_and_stored(folder, monkeypatch, capfd, ranks):
         assert stored(out) == str(FOUND)
         assert f"numerics   {FOUND} (measured: products: default 2x onednn)" in capfd.readouterr().out
     assert count() == 1
-    assert cached(this_processor(ranks)).numerics == FOUND
+    assert read_cached_numerics(this_processor(ranks)).numerics == FOUND
 
 
 def test_a_resume_goes_on_as_the_run_began_and_says_where_it_does_not(folder, monkeypatch, capsys):
@@ -110,7 +110,7 @@ def test_a_measurement_that_dies_or_hangs_leaves_the_reference(folder, monkeypat
     monkeypatch.setattr(measure_numerics, "_TIMEOUT_SECONDS", 1.0)
     assert measure_numerics.with_measured_numerics(resolve(load("run.toml"))).numerics == REFERENCE
     assert "could not be measured; using the reference" in capsys.readouterr().out
-    assert cached(this_processor(1)) is None
+    assert read_cached_numerics(this_processor(1)) is None
 
 
 def test_where_torch_is_loaded_a_new_process_measures(folder, monkeypatch, capsys):
@@ -120,7 +120,7 @@ def test_where_torch_is_loaded_a_new_process_measures(folder, monkeypatch, capsy
     assert not measure_numerics._may_fork()
     found = measure_numerics.measure_here(1)
     # On a machine as busy as one that runs tests it may not have come to its end.
-    assert cached(this_processor(1)) == (found if found.complete else None)
+    assert read_cached_numerics(this_processor(1)) == (found if found.complete else None)
     assert {"products", "formats", "attention fp32-short"} <= found.seconds.keys()
     monkeypatch.setattr(measure_numerics.sys, "executable", "/bin/false")
     assert measure_numerics.measure_here(1).numerics == REFERENCE
@@ -132,7 +132,7 @@ def test_what_was_measured_in_part_is_not_kept_for_other_runs(folder, monkeypatc
     monkeypatch.setattr("kumi.nn.fastest_numerics.measure", lambda kind: measured)
     assert measure_numerics.with_measured_numerics(resolve(load("run.toml"))).numerics == FOUND
     assert "the machine is busy or slow: numerics not measured in time stay at the reference" in capsys.readouterr().out
-    assert cached(this_processor(1)) is None
+    assert read_cached_numerics(this_processor(1)) is None
 
 
 class Meeting:

@@ -91,7 +91,7 @@ def test_the_auxiliary_loss_is_reported_and_does_not_depend_on_microbatches(fold
     [
         (
             {"balance": "aux", "balance_coef": 0.0},
-            "model.balance='aux' with weight 0: the config.json of this deepseek_v3",
+            "model.balance='aux' with a loss of weight 0: the config.json of this deepseek_v3",
         ),
         (
             {
@@ -113,7 +113,7 @@ def test_the_auxiliary_loss_is_reported_and_does_not_depend_on_microbatches(fold
                     "num_key_value_heads": 2,
                 },
             },
-            "needs a router with a correction bias, which a mixtral model has not; set model.balance = 'aux'",
+            "needs a router with a correction bias, and this mixtral model has none; set model.balance = 'aux'",
         ),
         ({"balance": "maybe"}, "auto"),
     ],
@@ -126,4 +126,4 @@ def test_what_is_refused(folder, capsys, model, words):
 def test_a_dense_model_has_nothing_to_balance(folder, capsys):
     with contextlib.chdir(folder):
         assert main(["train", str(run_file(folder)), "model.balance=aux"]) == 2
-    assert "for routed experts, of which this llama model has none; remove both" in capsys.readouterr().err
+    assert "balances routed experts, and this llama model has none; remove both" in capsys.readouterr().err

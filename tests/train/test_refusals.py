@@ -89,7 +89,7 @@ def test_stages_that_are_not_those_of_the_model(refused, sizes, sentence):
 
 
 def test_a_trace_of_a_step_that_never_comes(refused):
-    sentence = "train.trace_step=9 comes after the last of train.steps=6; use 1 to 6, or 0 to record none"
+    sentence = "train.trace_step=9 is after the last step, train.steps=6; use 1 to 6, or 0 to record no step"
     assert sentence in refused(new_run, train__trace_step=9)
 
 

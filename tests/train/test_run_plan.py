@@ -14,7 +14,7 @@ from tests.train.conftest import back_to, metrics, run_file
 
 from kumi.cli import main
 from kumi.config import load, open_run
-from kumi.config.pinned_run import spelled
+from kumi.config.pinned_run import layout_keys
 from kumi.errors import LayoutError
 from kumi.parallel.mesh import init_distributed
 from kumi.spec.layout import Layout
@@ -57,7 +57,7 @@ def train(*words):
 def test_the_layout_is_in_the_folder_the_checkpoints_and_the_metrics(folder, capsys):
     run = open_run(load("run.toml"))
     plan, layout = stored()
-    assert plan["layout"] == layout == json.loads(json.dumps(spelled(run.layout)))
+    assert plan["layout"] == layout == json.loads(json.dumps(layout_keys(run.layout)))
     assert (plan["pinned"], plan["layout"]["microbatch"]) == ({}, 8)
     assert plan["estimate"]["memory_bytes"] == run.memory.total
     assert layouts() == ["microbatch=8"] * 6
@@ -105,8 +105,8 @@ def test_a_damaged_plan_is_refused(folder, capsys, text, reason):
     Path("run/plan.json").write_text(text)
     assert train("run.toml") == 2
     said = capsys.readouterr().err
-    assert f"run/plan.json: damaged ({reason}" in said
-    assert "), so that the layout of the run is not known; restore it, or delete it to have the layout" in said
+    assert f"run/plan.json is damaged ({reason}" in said
+    assert "), so the layout of the run is not known; restore the file, or delete it to let kumi" in said
 
 
 class Meeting:

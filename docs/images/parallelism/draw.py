@@ -40,7 +40,7 @@ def _cell(x: float, y: float, width: float, height: float, index: int, said: str
     fill = RANKS[index % len(RANKS)]
     middle = y + height / 2 + SMALL / 3
     return [svg.rect(x, y, width, height, fill, apart=True),
-            svg.text(x + width / 2, middle, said, anchor="middle", size=SMALL, fill=svg.on(fill))]  # fmt: skip
+            svg.text(x + width / 2, middle, said, anchor="middle", size=SMALL, fill=svg.contrasting(fill))]  # fmt: skip
 
 
 def _strips(layout: Layout, names: Sequence[str], top: float, *, per_node: int) -> tuple[list[str], float]:
@@ -188,7 +188,9 @@ def pipeline() -> str:
                     marks.append(svg.rect(x, y + lane - 4, width, 2, svg.INK))
                 if width > 9 and span.action.kind != "W":
                     label = str(span.action.microbatch)
-                    marks.append(svg.text(x + width / 2, y + 11, label, anchor="middle", size=9, fill=svg.on(fill)))
+                    marks.append(
+                        svg.text(x + width / 2, y + 11, label, anchor="middle", size=9, fill=svg.contrasting(fill))
+                    )
             y += lane
     marks.append(svg.text(14, y + 20, "A number is a microbatch; underlined: a rank's second stage.", size=12))
     marks.append(svg.text(14, y + 36, "A forward, a gradient of inputs and one of weights take equally long.", size=12))

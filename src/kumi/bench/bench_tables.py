@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kumi.bench.describe_machine import sizes_of
-from kumi.bench.fit_links import line
+from kumi.bench.fit_links import fit_line
 from kumi.bench.measurements import Measurements
 from kumi.config.cluster_file import NodeFile
 from kumi.report.phrases import plural
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def render(measured: Measurements, node: NodeFile) -> RenderableType:
+def render_measurements(measured: Measurements, node: NodeFile) -> RenderableType:
     """Return tables of the resulting cluster file, of matrix products, other kernels and collectives."""
     from rich.console import Group
     from rich.text import Text
@@ -97,7 +97,7 @@ def _collectives(measured: Measurements) -> Table:
     table = _table("collectives", "kind", "ranks", "latency", "bandwidth", "error", "largest", "time")
     for kind, degree in sizes_of(measured):
         timed = [transfer for transfer in measured.transfers if (transfer.kind, transfer.degree) == (kind, degree)]
-        fitted, last = line([item.size for item in timed], [item.seconds for item in timed]), timed[-1]
+        fitted, last = fit_line([item.size for item in timed], [item.seconds for item in timed]), timed[-1]
         table.add_row(
             kind,
             str(degree),

@@ -16,7 +16,7 @@ SAMPLE_S = 0.03
 _LEAST_SAMPLES = 3
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until `device` has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -25,7 +25,7 @@ def wait(device: torch.device) -> None:
 def seconds_of(work: Work, device: torch.device, budget: float) -> float:
     """Return the median seconds per call of `work` over samples of many calls; spend about `budget` seconds."""
     work()  # the first call compiles kernels and allocates memory
-    wait(device)
+    synchronize(device)
     calls = 1
     while (elapsed := elapsed_seconds(work, calls, device)) < SAMPLE_S:
         calls = max(calls + 1, min(8 * calls, int(1.2 * calls * SAMPLE_S / elapsed)))
@@ -38,9 +38,9 @@ def seconds_of(work: Work, device: torch.device, budget: float) -> float:
 
 def elapsed_seconds(work: Work, calls: int, device: torch.device) -> float:
     """Return the seconds of `calls` consecutive calls of `work`."""
-    wait(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
         work()
-    wait(device)
+    synchronize(device)
     return time.perf_counter() - start

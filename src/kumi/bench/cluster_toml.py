@@ -71,6 +71,6 @@ def write_new(out: Path, text: str, flag: str) -> None:
         refuse_existing(out, flag)
 
 
-def digits(value: float) -> float:
+def four_digits(value: float) -> float:
     """Round `value` to four significant digits; measurements are no more precise."""
     return float(f"{value:.4g}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
 from typing import Any
 
-from kumi.bench.cluster_toml import digits
+from kumi.bench.cluster_toml import four_digits
 from kumi.bench.fit_links import fit_link
 from kumi.bench.measurements import Measurements, Timing, rate
 from kumi.config.cluster_file import NodeFile
@@ -64,7 +64,9 @@ def bandwidth(measured: Measurements, base: Device) -> float:
 
 def _device(measured: Measurements, base: Device, ranks: int) -> dict[str, Any]:
     peak, dtype, memory = peaks(measured, base), main_dtype(base), bandwidth(measured, base)
-    shares = {name: digits(matmul_share(measured, name, peak[name])) for name in peak if measured.of("product", name)}
+    shares = {
+        name: four_digits(matmul_share(measured, name, peak[name])) for name in peak if measured.of("product", name)
+    }
     streamed = [
         timing.rate for timing in measured.of("element-wise", dtype) if timing.what.split()[0] in STREAMED[base.kind]
     ]
@@ -75,11 +77,11 @@ def _device(measured: Measurements, base: Device, ranks: int) -> dict[str, Any]:
         "kind": base.kind,
         "memory": write_bytes(base.memory),
         "dtypes": list(base.dtypes),
-        "peak_flops": {name: write_flops(digits(flops)) for name, flops in peak.items()},
-        "memory_bandwidth": write_bandwidth(digits(memory)),
-        "stream": min(1.0, digits(harmonic_mean(streamed) / memory)),
+        "peak_flops": {name: write_flops(four_digits(flops)) for name, flops in peak.items()},
+        "memory_bandwidth": write_bandwidth(four_digits(memory)),
+        "stream": min(1.0, four_digits(harmonic_mean(streamed) / memory)),
         "matmul": shares,
-        "launch": write_duration(digits(launch.seconds)),
+        "launch": write_duration(four_digits(launch.seconds)),
         "reserved": write_bytes(measured.reserved),
         "sources": _sources(base, dtype, ranks),
     }
@@ -95,7 +97,7 @@ def _attention(measured: Measurements, dtype: str, peak: float) -> dict[str, flo
         direction: [timing.rate for timing in measured.of("attention", dtype) if timing.what.startswith(direction)]
         for direction in ("forward", "backward")
     }
-    return {direction: min(1.0, digits(harmonic_mean(each) / peak)) for direction, each in rates.items() if each}
+    return {direction: min(1.0, four_digits(harmonic_mean(each) / peak)) for direction, each in rates.items() if each}
 
 
 def _nonzero(**figures: Any) -> dict[str, Any]:
@@ -129,8 +131,8 @@ def _link(measured: Measurements, kind: str, ranks: int) -> dict[str, Any]:
     return {
         "name": backend,
         "span": ranks,
-        "bandwidth": write_bandwidth(digits(link.bandwidth)),
-        "latency": write_duration(digits(link.latency)),
+        "bandwidth": write_bandwidth(four_digits(link.bandwidth)),
+        "latency": write_duration(four_digits(link.latency)),
         "efficiency": 1.0,
         "sources": {"bandwidth, latency, efficiency": provenance},
     }

@@ -18,7 +18,7 @@ _LATENCY, _BANDWIDTH = (1e-8, 1.0), (1e6, 1e14)
 
 
 @dataclass(frozen=True)
-class Line:
+class FittedLine:
     """seconds = `latency` + size / `bandwidth`; `error` is the mean of |fitted / measured - 1|."""
 
     latency: float
@@ -26,7 +26,7 @@ class Line:
     error: float
 
 
-def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> FittedLine:
     """Fit a line to (`sizes`, `seconds`) with the least squared relative error; neither coefficient is negative."""
     x, t = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     columns = np.stack([1 / t, x / t], axis=1)
@@ -37,7 +37,7 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
         coefficient = float(column.sum() / (column @ column))
         latency, slope = (0.0, coefficient) if latency < 0 else (coefficient, 0.0)
     error = float(np.mean(np.abs(columns @ np.array([latency, slope]) - 1)))
-    return Line(float(latency), 1 / float(slope) if slope > 0 else np.inf, error)
+    return FittedLine(float(latency), 1 / float(slope) if slope > 0 else np.inf, error)
 
 
 def fit_link(name: str, span: int, kind: str, transfers: Sequence[Transfer]) -> tuple[Link, float]:

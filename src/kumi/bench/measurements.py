@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of a kernel for `amount` FLOPs or bytes, mean over the ranks; fields as in `kernels.Kernel`."""
+    """The seconds of a kernel for `amount` FLOPs or bytes, mean over the ranks; fields as in `time_kernels.Kernel`."""
 
     kind: str
     dtype: str
@@ -25,7 +25,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The seconds of a collective over `size` bytes among `degree` ranks; fields as in `collectives.CollectiveCase`."""
+    """The seconds of a collective of `size` bytes over `degree` ranks; see `time_collectives.CollectiveCase`."""
 
     kind: str
     degree: int

@@ -16,7 +16,7 @@ from kumi.errors import OK
 from kumi.launch.signals import StopFlag, exit_code, install
 from kumi.nn.numerics import use
 from kumi.parallel.mesh import Mesh, build_mesh, close_distributed, greatest, init_distributed, total
-from kumi.progress import showing
+from kumi.progress import show_progress
 from kumi.spec.layout import Layout
 from kumi.spec.numerics import Numerics
 from kumi.train.process_memory import baseline_memory
@@ -75,7 +75,7 @@ def _measure(request: BenchRequest, mesh: Mesh, flag: StopFlag) -> Measurements:
     collectives = list(cases(mesh.place.world_size, request.device_type, quick=request.quick))
     budget, own_groups = QUICK_BUDGET if request.quick else BUDGET, groups(mesh.place.world_size, mesh.rank)
     timings, transfers = [], []
-    with showing("measuring", len(compute) + len(collectives), str, enabled=mesh.rank == 0) as update:
+    with show_progress("measuring", len(compute) + len(collectives), str, enabled=mesh.rank == 0) as update:
         for number, kernel in enumerate(compute, 1):
             update(number, f"{kernel.kind} {kernel.what} {kernel.dtype}")
             work = kernel.prepare()

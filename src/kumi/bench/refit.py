@@ -8,19 +8,19 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kumi.bench.cluster_toml import digits, node_toml, refuse_existing, write_new
+from kumi.bench.cluster_toml import four_digits, node_toml, refuse_existing, write_new
 from kumi.config import job, load_plan, resolve
 from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile
-from kumi.config.model_source import fetch_snapshots, model_source, read_hf_config
+from kumi.config.model_source import fetch_snapshots, read_hf_config, source_folder
 from kumi.config.presets import read_node
 from kumi.config.run_plan import read_plan
 from kumi.config.schema import ClusterSection
-from kumi.config.stored_config import CONFIG, load_stored, read_begun
+from kumi.config.stored_config import CONFIG_FILE, load_stored_config, read_stored_run
 from kumi.errors import OK, ConfigError
 from kumi.paths import looked_for
 from kumi.plan.calibration.calibrate import Calibration, MeasuredRun, calibrate
 from kumi.report.phrases import plural
-from kumi.report.run_description import console
+from kumi.report.run_description import make_console
 from kumi.spec.layout import Layout
 from kumi.train.metrics import read_metrics
 from kumi.units import format_bytes
@@ -70,7 +70,7 @@ def run(
     if write_json is not None:
         write_json(asdict(calibration))
     else:
-        console().print(render(calibration))
+        make_console().print(render_calibration(calibration))
         print(f'wrote {out}; use it with cluster.source="{out}"')
     return OK
 
@@ -80,14 +80,15 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
 
     Raise ConfigError if it is not a run folder, has too few steps, or ran on another kind of machine.
     """
-    if not (folder / CONFIG).is_file():
+    if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"calibrate: {looked_for(folder)} has no {CONFIG}, so it is not a run folder; name the train.out of a run"
+            f"calibrate: {looked_for(folder)} has no {CONFIG_FILE}, so it is not a run folder; name the "
+            f"train.out of a run"
         )
-    config = load_stored(folder)
+    config = load_stored_config(folder)
     snapshots = fetch_snapshots(config)
     # Folders of earlier versions have no stored plan: assume the one that would be chosen today.
-    plan = read_plan(folder) or resolve(config, snapshots, read_begun(config)).plan
+    plan = read_plan(folder) or resolve(config, snapshots, read_stored_run(config)).plan
     steps = _steps(folder, plan.layout)[WARM_UP:]
     if len(steps) < LEAST_STEPS:
         raise ConfigError(
@@ -98,7 +99,7 @@ def read_run(folder: Path, cluster: str) -> MeasuredRun:
     _check_same_machine(folder, plan.made_for.device_kind, section, cluster)
     precision = config.precision.model_copy(update={"kind": plan.made_for.precision})
     config = config.model_copy(update={"cluster": section, "precision": precision})
-    hf_config = read_hf_config(config.model, model_source(config.model.source, snapshots))
+    hf_config = read_hf_config(config.model, source_folder(config.model.source, snapshots))
     return MeasuredRun(
         config.name,
         job(config, hf_config),
@@ -149,7 +150,7 @@ def refitted(node: NodeFile, calibration: Calibration) -> NodeFile:
 
 def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:
     moved = {
-        name.removeprefix("device."): digits(after)
+        name.removeprefix("device."): four_digits(after)
         for name, (_, after) in calibration.moved.items()
         if name.startswith("device.")
     }
@@ -164,7 +165,9 @@ def _device(file: DeviceFile, calibration: Calibration) -> DeviceFile:
 
 def _refitted_link(file: AnyLink, factors: Mapping[str, float], source: str) -> AnyLink:
     names = [name for name in ("bandwidth", "latency") if f"{file.name}: {name}" in factors]
-    update: dict[str, Any] = {name: digits(getattr(file, name) * factors[f"{file.name}: {name}"]) for name in names}
+    update: dict[str, Any] = {
+        name: four_digits(getattr(file, name) * factors[f"{file.name}: {name}"]) for name in names
+    }
     return file.model_copy(update={**update, "sources": _sources(file.sources, names, source)})
 
 
@@ -178,7 +181,7 @@ def _sources(before: Mapping[str, str], names: Sequence[str], source: str) -> di
     return others | ({", ".join(names): source} if names else {})
 
 
-def render(calibration: Calibration) -> RenderableType:
+def render_calibration(calibration: Calibration) -> RenderableType:
     """Return tables of the changed constants and of the runs before and after, and why other constants stayed."""
     from rich.console import Group
     from rich.table import Table

@@ -16,7 +16,7 @@ from kumi.bench.describe_machine import main_dtype, node_of, remarks
 from kumi.bench.measurements import Measurements, read_measurements
 from kumi.config.cluster_file import NodeFile
 from kumi.config.cluster_source import cluster_spec
-from kumi.config.numerics import known_here
+from kumi.config.numerics import numerics_here
 from kumi.config.schema import ClusterSection
 from kumi.errors import OK, ConfigError
 from kumi.launch.local import is_rank, rank_environment
@@ -25,10 +25,10 @@ from kumi.spec.numerics import REFERENCE, Numerics
 from kumi.train.measure_numerics import measure_here
 
 # Default number of ranks on a machine without GPUs: the fewest that communicate.
-CPU_RANKS = 2
+_CPU_RANKS = 2
 
 # A load average above this before the start makes the measurements unreliable.
-BUSY = 0.5
+_BUSY = 0.5
 
 
 def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Callable[[Any], None] | None = None) -> int:
@@ -40,8 +40,8 @@ def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Calla
     """
     if out is not None:
         refuse_existing(out, "--out")
-    machine, load = this_machine(ranks), os.getloadavg()[0]
-    if load > BUSY:
+    machine, load = machine_to_measure(ranks), os.getloadavg()[0]
+    if load > _BUSY:
         print(
             f"bench: the load average of the last minute is {load:.1f}; other processes slow the measurements down, "
             f"stop them and measure again",
@@ -64,8 +64,8 @@ def bench(*, out: Path | None, ranks: int | None, quick: bool, write_json: Calla
     return OK
 
 
-def this_machine(ranks: int | None) -> ClusterSpec:
-    """Return this machine as `ranks` devices; by default its GPUs, or `CPU_RANKS` shares of its CPU."""
+def machine_to_measure(ranks: int | None) -> ClusterSpec:
+    """Return this machine as `ranks` devices; by default its GPUs, or `_CPU_RANKS` shares of its CPU."""
     if is_rank(os.environ):
         raise ConfigError(
             "bench: this process is one rank of a launcher (RANK and WORLD_SIZE are set), but bench starts its own "
@@ -73,7 +73,7 @@ def this_machine(ranks: int | None) -> ClusterSpec:
         )
     machine = cluster_spec(ClusterSection(source="auto"))
     if machine.device.kind == "cpu":
-        return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks or CPU_RANKS))
+        return cluster_spec(ClusterSection(source="auto", devices_per_node=ranks or _CPU_RANKS))
     if ranks is not None and ranks > machine.devices_per_node:
         raise ConfigError(
             f"bench: --ranks {ranks}, and this machine has {machine.devices_per_node} GPUs; use at most as many"
@@ -89,7 +89,7 @@ def _choose_numerics(machine: ClusterSpec) -> tuple[Numerics, ClusterSpec]:
     device, ranks = machine.device, machine.devices_per_node
     if device.kind != "cpu":
         return REFERENCE, machine
-    numerics = known_here(ranks) or measure_here(ranks).numerics
+    numerics = numerics_here(ranks) or measure_here(ranks).numerics
     if not numerics.kind:
         return numerics, machine
     fast = ("float32", "bfloat16") if numerics.kind == "bf16" else ("float32",)
@@ -102,7 +102,7 @@ def _measure(machine: ClusterSpec, numerics: Numerics, *, quick: bool) -> tuple[
     from kumi.launch import local
 
     device = machine.device
-    dtypes = tuple(dtype for dtype in device.dtypes if dtype in MEASURED)
+    dtypes = tuple(dtype for dtype in device.dtypes if dtype in _DTYPES)
     request = BenchRequest(device.kind, dtypes, main_dtype(device), quick, numerics)
     with tempfile.TemporaryDirectory(prefix="kumi-bench-") as folder:
         result = Path(folder) / "measurements.json"
@@ -112,14 +112,14 @@ def _measure(machine: ClusterSpec, numerics: Numerics, *, quick: bool) -> tuple[
 
 
 # Dtypes of plain matrix products; float8 and float4 need scales as well.
-MEASURED = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _print(measured: Measurements, node: NodeFile, text: str, out: Path | None) -> None:
-    from kumi.bench.bench_tables import render
-    from kumi.report.run_description import console
+    from kumi.bench.bench_tables import render_measurements
+    from kumi.report.run_description import make_console
 
-    console().print(render(measured, node))
+    make_console().print(render_measurements(measured, node))
     if out is None:
         print(f"\nA cluster file with these figures (--out FILE.toml writes it):\n\n{text}", end="")
     else:

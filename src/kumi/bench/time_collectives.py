@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kumi.bench.clock import Work, elapsed_seconds
-from kumi.compat import one_tensor_collectives
+from kumi.compat import single_tensor_collectives
 from kumi.parallel.mesh import Mesh, barrier, greatest
 from kumi.spec.checks import divisors
 
 # Bytes of the full tensor. The smallest is dominated by latency, the largest by bandwidth.
-LEAST, MOST = 2**12, {"cpu": 2**25, "cuda": 2**30}
+_MIN_BYTES, _MAX_BYTES = 2**12, {"cpu": 2**25, "cuda": 2**30}
 # The most and the least consecutive calls per sample; ranks may be out of step in the first call.
 _MOST_CALLS, _LEAST_CALLS, _SAMPLES = 100, 2, 3
 
@@ -39,8 +39,8 @@ def cases(world_size: int, device_type: str, *, quick: bool) -> Iterator[Collect
         if quick and 2 < degree < world_size:
             continue
         for kind in KINDS:
-            size = LEAST
-            while size <= MOST[device_type]:
+            size = _MIN_BYTES
+            while size <= _MAX_BYTES[device_type]:
                 yield CollectiveCase(kind, degree, size)
                 size *= 16 if quick else 4
 
@@ -77,13 +77,13 @@ def _all_reduce(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
 
 def _all_gather(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
     full, shard = _full_and_shard(size, group, mesh)
-    gather, _ = one_tensor_collectives()
+    gather, _ = single_tensor_collectives()
     return lambda: gather(full, shard, group=group)
 
 
 def _reduce_scatter(size: int, group: dist.ProcessGroup, mesh: Mesh) -> Work:
     full, shard = _full_and_shard(size, group, mesh)
-    _, scatter = one_tensor_collectives()
+    _, scatter = single_tensor_collectives()
     return lambda: scatter(shard, full, group=group)
 
 

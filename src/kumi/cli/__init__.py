@@ -17,20 +17,20 @@ from kumi.cli import bench, convert, data, describe, init, plan, push, train, vo
 from kumi.cli.completion import complete
 from kumi.cli.json_output import json_output
 from kumi.errors import INTERRUPTED, OK, ConfigError, KumiError
-from kumi.safe_output import keep_output
+from kumi.safe_output import make_output_safe
 
 __all__ = ["main"]
 
 VERBS = (init, describe, plan, data, train, convert, vocab, push, bench)
 
-# Verbs that continue where an interrupted command stopped.
-RESUMABLE = (data.run, train.run)
+# Verbs that resume after an interruption.
+_RESUMABLE = (data.run, train.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see kumi.errors). Print help where no verb is given."""
     if argv is None:
-        keep_output()
+        make_output_safe()
     parser = _parser()
     complete(parser)
     arguments = _parsed(parser, argv)
@@ -50,19 +50,19 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        resumes = "; what was finished is kept, and the same command goes on from there"
-        print(f"interrupted{resumes if arguments.run_verb in RESUMABLE else ''}", file=sys.stderr)
+        resumes = "; finished work is kept, and the same command resumes from it"
+        print(f"interrupted{resumes if arguments.run_verb in _RESUMABLE else ''}", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
         if os.environ.get("KUMI_DEBUG"):
             raise
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        print(f"{type(error).__name__}: {text}; make it usable, or name another place, and run again", file=sys.stderr)
+        print(f"{type(error).__name__}: {text}; make it usable, or name another path", file=sys.stderr)
         return ConfigError.exit_code
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the arguments. Overrides may stand anywhere; argparse alone takes those right after the run file only."""
+    """Return the arguments. Overrides may stand anywhere; argparse alone accepts them only right after the run file."""
     arguments, rest = parser.parse_known_args(argv)
     strays = [word for word in rest if not re.match(r"[a-z_]+\.[^=]*=", word)] if "overrides" in arguments else rest
     if strays:

@@ -1,4 +1,4 @@
-"""What the verbs' arguments have in common."""
+"""Arguments that several verbs share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_verb(verbs: Any, name: str, summary: str, example: str) -> argparse.Argu
         name, allow_abbrev=False, help=summary, description=f"{summary}.", epilog=f"Example: {example}"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output, all else on standard error"
+        "--json", action="store_true", help="print one JSON object on standard output, other output on standard error"
     )
     return parser
 
@@ -29,21 +29,22 @@ def add_run_file(parser: argparse.ArgumentParser, help: str = RUN_HELP, **option
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    from kumi.cli.completion import overrides
+    """Add the overrides of run-file keys."""
+    from kumi.cli.completion import complete_override
 
     action = parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=SET_HELP)
-    action.completer = overrides  # type: ignore[attr-defined]
+    action.completer = complete_override  # type: ignore[attr-defined]
 
 
 def positive(text: str) -> int:
-    """Return `text` as a whole number from 1."""
+    """Return `text` as an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1; give 1 or more")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
 
 
 def token_count(text: str) -> float:
-    """Return a number of tokens above 0, written as 300B or 1e12."""
+    """Return a positive number of tokens, written as 300B or 1e12."""
     from kumi.errors import ConfigError
     from kumi.units import parse_count
 
@@ -54,13 +55,13 @@ def token_count(text: str) -> float:
 
 
 def days(text: str) -> float:
-    """Return a number of days above 0, written as 30 or 0.5."""
+    """Return a positive number of days, written as 30 or 0.5."""
     if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of days; write it as 30 or 0.5")
+        raise argparse.ArgumentTypeError(f"must be a number of days, such as 30 or 0.5, got {text!r}")
     return _above_zero(float(text), text)
 
 
 def _above_zero(value: float, text: str) -> float:
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be positive, got {text!r}")
     return value

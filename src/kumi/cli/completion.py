@@ -1,6 +1,6 @@
-"""Completion in the shell, by argcomplete: verbs, flags, files, and the keys of run files as KEY=VALUE.
+"""Shell completion with argcomplete: verbs, flags, files, and run-file keys as KEY=VALUE.
 
-eval "$(register-python-argcomplete kumi)"        # bash, zsh; argcomplete's page has fish and others
+eval "$(register-python-argcomplete kumi)"        # bash, zsh; argcomplete's documentation has fish and others
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ import argparse
 import os
 from typing import Any
 
-# argcomplete sets it when the shell asks for completions.
-ASKED = "_ARGCOMPLETE"
+# The environment variable that is set when the shell asks for completions.
+_VARIABLE = "_ARGCOMPLETE"
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell and end, where it asks; do nothing else."""
-    if ASKED not in os.environ:
+    """Answer the shell and exit if it asks for completions; otherwise do nothing."""
+    if _VARIABLE not in os.environ:
         return
     import argcomplete
 
     argcomplete.autocomplete(parser)
 
 
-def overrides(prefix: str, **_: Any) -> list[str]:
-    """Return the keys of run files, each with `=`; once a key is written, the values that it may have, if listed."""
+def complete_override(prefix: str, **_: Any) -> list[str]:
+    """Return the run-file keys, each with `=`; for a complete key, its listed values, if any."""
     import json
 
     from kumi.config import json_schema
@@ -37,17 +37,17 @@ def overrides(prefix: str, **_: Any) -> list[str]:
 
 
 def _keys(schema: dict[str, Any], properties: dict[str, Any], above: str = "") -> list[tuple[str, list[Any]]]:
-    """Return every key below `above` with the values it may have, empty where these are not listed."""
-    found = []
+    """Return every key below `above` with its listed values, if any."""
+    keys: list[tuple[str, list[Any]]] = []
     for name, node in properties.items():
         options = [_resolved(schema, option) for option in node.get("anyOf", [node])]
         section = next((option for option in options if "properties" in option), None)
         if section is not None:
-            found += _keys(schema, section["properties"], f"{above}{name}.")
+            keys += _keys(schema, section["properties"], f"{above}{name}.")
         else:
             values = [value for option in options for value in option.get("enum", _booleans(option))]
-            found.append((f"{above}{name}", values))
-    return found
+            keys.append((f"{above}{name}", values))
+    return keys
 
 
 def _resolved(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:

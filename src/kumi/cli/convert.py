@@ -1,4 +1,4 @@
-"""`kumi convert`: a model from one format into another."""
+"""`kumi convert`: convert a model to another format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("target", metavar="DST", help="the folder to write; it must not exist")
     parser.add_argument("--to", choices=["hf", "kumi", "megatron"], required=True, help="the format to write")
     parser.add_argument("--config", metavar="FILE", help="the config.json of a Megatron checkpoint that has none")
-    parser.add_argument("--base", metavar="FOLDER", help="the model of adapters that are to be merged, if elsewhere")
+    parser.add_argument("--base", metavar="FOLDER", help="the base model of adapters to merge, if it has moved")
     parser.add_argument("--megatron-local", action="store_true", help="for Megatron-Core without TransformerEngine")
     parser.add_argument(
         "--megatron-vocab", type=positive, default=1, metavar="N", help="pad Megatron's vocabulary to a multiple of N"
@@ -30,15 +30,15 @@ def add(verbs: Any) -> None:
     parser.add_argument("--verify", action="store_true", help="load the result and compare tensors and logits")
     parser.add_argument("--dtype", metavar="NAME", help="write weights as float32, bfloat16 or float16; default: as is")
     parser.add_argument(
-        "--layout", metavar="TEXT", help="with --to kumi: cut as these ranks hold them, as in tp=2,pp=2"
+        "--layout", metavar="TEXT", help="with --to kumi: shard tensors for this layout, such as tp=2,pp=2"
     )
-    parser.add_argument("--push", metavar="ORG/NAME", help="with --to hf: verify, and send the folder to the hub")
+    parser.add_argument("--push", metavar="ORG/NAME", help="with --to hf: verify the folder and push it to the hub")
     add_push_flags(parser)
     parser.set_defaults(run_verb=run)
 
 
 def run(arguments: Namespace) -> int:
-    """Convert, and push where asked for. Returns the exit code."""
+    """Convert, and push with --push. Return the exit code."""
     _check_push(arguments)
     from kumi.convert import convert
     from kumi.convert.hf.publish import publish
@@ -75,20 +75,22 @@ def run(arguments: Namespace) -> int:
 
 
 def _check_push(arguments: Namespace) -> None:
-    """Raise ConfigError where flags of a push stand without one, or the push cannot be tried."""
+    """Raise ConfigError for flags of --push without it, and for a push that cannot succeed."""
     if arguments.push is None:
         if arguments.public or arguments.unverified:
-            raise ConfigError("convert: --public and --unverified are for --push; add that, or leave them out")
+            raise ConfigError(
+                "convert: --public and --unverified have no effect without --push; add it, or remove them"
+            )
         return
     if arguments.to != "hf":
-        raise ConfigError(f"convert: --push sends Hugging Face folders, not --to {arguments.to}; use --to hf")
+        raise ConfigError(f"convert: --push needs a Hugging Face folder, not --to {arguments.to}; use --to hf")
     from kumi.hub import check_push
 
     check_push(arguments.push, "--push")
 
 
 def _megatron(arguments: Namespace) -> Any:
-    """Return how the Megatron that loads the result is set up; None where the flags do not say."""
+    """Return the options of the Megatron that loads the result; None if the flags do not set any."""
     if not arguments.megatron_local and arguments.megatron_vocab == 1:
         return None
     from kumi.convert.megatron.write_megatron import Options

@@ -1,4 +1,4 @@
-"""`kumi data`: tokenise the texts of a run, or look at what was tokenised."""
+"""`kumi data`: tokenise a run's data, or inspect the tokenised data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kumi.errors import OK
 def add(verbs: Any) -> None:
     """Declare the verb's arguments."""
     parser = add_verb(
-        verbs, "data", "Tokenise a run's data, or look at it", "kumi data inspect examples/quickstart.toml"
+        verbs, "data", "Tokenise a run's data, or inspect it", "kumi data inspect examples/quickstart.toml"
     )
-    parser.add_argument("action", choices=["prepare", "inspect"], help="tokenise now, or show what was tokenised")
+    parser.add_argument("action", choices=["prepare", "inspect"], help="tokenise now, or show the tokenised data")
     add_run_file(parser)
     parser.set_defaults(run_verb=run)
 
 
 def run(arguments: Namespace) -> int:
-    """Tokenise or inspect. Returns the exit code."""
+    """Tokenise or inspect. Return the exit code."""
     from kumi.config import load, open_run
     from kumi.data import inspect, load_tokenizer
     from kumi.train.prepare_data import check_data, open_data, prepare_data, tokenizer_folder
@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         arguments.write_json(data)
     else:
-        from kumi.report.run_description import render_data, show
+        from kumi.report.run_description import print_content, render_data
 
-        show(render_data(data))
+        print_content(render_data(data))
     return OK

@@ -1,4 +1,4 @@
-"""`kumi describe`: what a run is going to do."""
+"""`kumi describe`: describe a run without starting it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from kumi.errors import OK, ConfigError
 def add(verbs: Any) -> None:
     """Declare the verb's arguments."""
     parser = add_verb(
-        verbs, "describe", "Say what a run is going to do", "kumi describe examples/quickstart.toml layout.zero=3"
+        verbs, "describe", "Describe a run before it starts", "kumi describe examples/quickstart.toml layout.zero=3"
     )
     add_run_file(parser, nargs="?")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of run files, for editors")
     parser.add_argument(
-        "--resolved", action="store_true", help="print the whole configuration, defaults included, as TOML"
+        "--resolved", action="store_true", help="print the configuration with all defaults and the layout, as TOML"
     )
     parser.set_defaults(run_verb=run)
 
 
 def run(arguments: Namespace) -> int:
-    """Describe the run, or print the schema or the resolved configuration. Returns the exit code."""
+    """Describe the run, or print the schema or the resolved configuration. Return the exit code."""
     from kumi import config
     from kumi.report.rank_placement import render_placement
-    from kumi.report.run_description import described, render, show
+    from kumi.report.run_description import describe_run_file, print_content, render_description
 
     if arguments.schema:
         arguments.write_json(config.json_schema())
         return OK
     if arguments.run is None:
-        raise ConfigError("describe: name a run file, such as examples/quickstart.toml, or give --schema")
+        raise ConfigError("describe: no run file is given; name one, such as examples/quickstart.toml, or use --schema")
     if arguments.resolved:
         resolved = config.open_run(config.load(arguments.run, arguments.overrides)).config
         if arguments.json:
@@ -40,10 +40,10 @@ def run(arguments: Namespace) -> int:
         else:
             print(config.dump(resolved), end="")
         return OK
-    description = described(arguments.run, arguments.overrides)
+    description = describe_run_file(arguments.run, arguments.overrides)
     if arguments.json:
         arguments.write_json(description)
     else:
-        show(render(description))
-        show(render_placement(description["placement"]))
+        print_content(render_description(description))
+        print_content(render_placement(description["placement"]))
     return OK

@@ -1,4 +1,4 @@
-"""`kumi init`: a run file from a recipe, and the model's description that it names, into the working directory."""
+"""`kumi init`: write a run file from a recipe, and the config.json of its model, to the working directory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 from kumi.cli.arguments import add_verb
 from kumi.errors import OK, ConfigError, RefusedError
 
-FIRST = "quickstart"
+_DEFAULT_RECIPE = "quickstart"
 
 
 def add(verbs: Any) -> None:
     """Declare the verb's arguments."""
     parser = add_verb(verbs, "init", "Write a run file to start from", "kumi init && kumi train run.toml")
     names = parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help=f"a name that --list shows; default: {FIRST}"
+        "recipe", nargs="?", metavar="RECIPE", help=f"a name that --list shows; default: {_DEFAULT_RECIPE}"
     )
     names.completer = lambda **_: list(recipes())  # type: ignore[attr-defined]
-    parser.add_argument("--list", action="store_true", help="name the recipes")
+    parser.add_argument("--list", action="store_true", help="list the recipes")
     parser.add_argument("--out", default="run.toml", metavar="FILE.toml", help="the new run file; default: run.toml")
     parser.set_defaults(run_verb=run)
 
 
 def run(arguments: Namespace) -> int:
-    """Write the recipe's files, or list the recipes. Returns the exit code."""
+    """Write the recipe's files, or list the recipes. Return the exit code."""
     if arguments.list:
         return _list(arguments)
-    name = arguments.recipe or FIRST
+    name = arguments.recipe or _DEFAULT_RECIPE
     texts = recipe_files(name, arguments.out)
     _write(texts)
     command = f"kumi {'plan' if name.startswith('plan/') else 'train'} {arguments.out}"
@@ -44,26 +44,28 @@ def run(arguments: Namespace) -> int:
 
 
 def recipes() -> dict[str, str]:
-    """Return what each recipe is for, the first line of its file, by name."""
+    """Return the purpose of each recipe, the first line of its file, by name."""
     folder = _folder()
-    found = {}
+    purposes = {}
     for prefix, place in (("", folder), ("plan/", folder.joinpath("plan"))):
         for file in sorted(place.iterdir(), key=lambda entry: entry.name):
             if file.name.endswith(".toml"):
                 head = file.read_text(encoding="utf-8").partition("\n")[0]
-                found[prefix + file.name.removesuffix(".toml")] = head.lstrip("# ")
-    return found
+                purposes[prefix + file.name.removesuffix(".toml")] = head.lstrip("# ")
+    return purposes
 
 
 def recipe_files(name: str, out: str) -> dict[str, str]:
-    """Return the text of each file of the recipe `name`, by path: the run file `out`, and the config.json of a model
-    that it names. Raises ConfigError for an unknown name."""
+    """Return the files of the recipe `name` by path: the run file `out`, and the config.json of its model, if any.
+
+    Raise ConfigError for an unknown name.
+    """
     if name not in recipes():
         from difflib import get_close_matches
 
         close = get_close_matches(name, recipes(), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"init: there is no recipe {name!r}; {hint}use {', '.join(recipes())}")
+        raise ConfigError(f"init: {name!r} is not a recipe; {hint}use {', '.join(recipes())}")
     text = _folder().joinpath(*f"{name}.toml".split("/")).read_text(encoding="utf-8")
     text = text.replace(f"examples/{name}.toml", out)
     models = {model: f"models/{model}/config.json" for model in re.findall(r'"examples/models/([^"/]+)"', text)}
@@ -85,12 +87,11 @@ def _list(arguments: Namespace) -> int:
 
 
 def _write(texts: dict[str, str]) -> None:
-    """Write new files. Raises RefusedError, before anything is written, where one of them exists."""
+    """Write new files. Raise RefusedError, before anything is written, if one of them exists."""
     for name in texts:
         if Path(name).exists() or Path(name).is_symlink():
             raise RefusedError(
-                f"init: {name} exists, and nothing is overwritten; remove it, or work in another folder "
-                f"or with --out FILE.toml"
+                f"init: {name} exists and is not overwritten; remove it, or use another folder or with --out FILE.toml"
             )
     for name, text in texts.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)

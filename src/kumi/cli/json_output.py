@@ -1,4 +1,4 @@
-"""`--json`: one JSON object on standard output, and everything else on standard error."""
+"""`--json`: print one JSON object on standard output, and all other output on standard error."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
-from kumi.safe_output import resilient
+from kumi.safe_output import safe_stream
 
 WriteJson = Callable[[Any], None]
 
 
 @contextmanager
-def json_output(wanted: bool) -> Iterator[WriteJson]:
+def json_output(enabled: bool) -> Iterator[WriteJson]:
     """Yield a function that prints a value as JSON on standard output.
 
-    Where JSON is `wanted`, standard output is standard error meanwhile, for this process, for the ranks and workers
-    that it starts and for libraries that write to the descriptor (NCCL does): nothing can come between.
+    If `enabled`, redirect standard output to standard error meanwhile, for this process, for the ranks and workers that
+    it starts, and for libraries that write to the descriptor (NCCL does), so that nothing mixes with the JSON.
     """
-    if not wanted:
+    if not enabled:
         yield lambda value: _write(sys.stdout, value)
         return
     stdout = sys.stdout
@@ -35,7 +35,7 @@ def json_output(wanted: bool) -> Iterator[WriteJson]:
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
-            yield lambda value: _write(resilient(saved, stdout.encoding), value)
+            yield lambda value: _write(safe_stream(saved, stdout.encoding), value)
     finally:
         os.dup2(saved, 1)
         os.close(saved)

@@ -1,4 +1,4 @@
-"""`kumi plan`: what a run file, or a model and machines, ask of the planner, and where its answers go."""
+"""`kumi plan`: choose the layout of a run file, or of a model and machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "run",
         metavar="RUN.toml|MODEL",
-        help=f"{RUN_HELP}, whose [data] and [train] may be missing; or a model, with --gpus: a folder with "
+        help=f"{RUN_HELP}, where [data] and [train] are optional; or, with --gpus, a model: a folder with "
         f"config.json, or a hub id",
     )
     add_overrides(parser)
@@ -45,31 +45,36 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--save", metavar="FILE.toml", help="write the run file with the chosen layout pinned")
     parser.add_argument(
-        "--engine", metavar="TRAINER", help="as this trainer carries it out, where it can; default: kumi itself"
+        "--engine", metavar="TRAINER", help="estimate for this trainer, with layouts that it supports; default: kumi"
     )
     parser.add_argument("--export", metavar="TRAINER", help="write another trainer's configuration, into --out")
     parser.add_argument("--out", metavar="FOLDER", help="where --export writes; default: the trainer's name")
     parser.add_argument(
-        "--tokens", type=token_count, metavar="N", help="how long N tokens take, such as 300B, and what they cost"
+        "--tokens", type=token_count, metavar="N", help="report time and cost of training on N tokens, such as 300B"
     )
-    parser.add_argument("--days", type=days, metavar="D", help="with --tokens: how many machines that takes")
     parser.add_argument(
-        "--calibrate", action="append", metavar="RUN_FOLDER", help="refit the cluster to a finished run, into --out"
+        "--days", type=days, metavar="D", help="with --tokens: find the nodes that train them in D days"
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="append",
+        metavar="RUN_FOLDER",
+        help="refit the cluster file to a finished run, into --out",
     )
     parser.set_defaults(run_verb=run)
 
 
 def run(arguments: Namespace) -> int:
-    """Plan, and write the files that are asked for. Returns the exit code."""
+    """Plan, and write the requested files. Return the exit code."""
     if arguments.calibrate:
         from kumi.bench import refit
 
         write_json = arguments.write_json if arguments.json else None
         return refit.run(arguments.calibrate, arguments.run, arguments.overrides, arguments.out, write_json)
-    from kumi.cli.plan_files import refuse_places
+    from kumi.cli.plan_files import check_output_paths
 
     _refuse_flags(arguments)
-    refuse_places(arguments)
+    check_output_paths(arguments)
     return _plan(arguments)
 
 
@@ -79,19 +84,19 @@ def _plan(arguments: Namespace) -> int:
     from kumi.config import plan_input
     from kumi.config.model_plan import load_plan_or_model
     from kumi.plan.session import plan
-    from kumi.progress import showing
+    from kumi.progress import show_progress
 
     config, defaults = load_plan_or_model(arguments.run, arguments.gpus, arguments.overrides)
     _check_adapters(config, arguments)
     asked, unsupported = plan_input(config), _unsupported(arguments)
-    wanted = replace(asked.job, engine=_engine(arguments))
+    job = replace(asked.job, engine=_engine(arguments))
     for key, value in defaults.items():
         print(f"{key}={value:_} by default; set it with {key}=VALUE")
     if arguments.days is not None:
-        return print_sizes(arguments, wanted, asked.pinned, unsupported)
-    with showing("searching layouts", 1.0, "{:.0%}".format) as update:
+        return print_sizes(arguments, job, asked.pinned, unsupported)
+    with show_progress("searching layouts", 1.0, "{:.0%}".format) as update:
         report = plan(
-            wanted,
+            job,
             asked.pinned,
             top=arguments.top,
             front=bool(arguments.html or arguments.svg or arguments.json),
@@ -107,28 +112,28 @@ def _plan(arguments: Namespace) -> int:
 
 
 def _show(arguments: Namespace, report: Report, defaults: dict[str, int]) -> None:
-    """Print the report before files are written: none that cannot be written takes it away."""
+    """Print the report before files are written, so that a failing write does not lose it."""
     if arguments.json:
         arguments.write_json(report.as_dict() | {"defaults": defaults})
         return
-    from kumi.report.run_description import show
-    from kumi.report.terminal import render
+    from kumi.report.run_description import print_content
+    from kumi.report.terminal import render_report
 
-    show(render(report))
+    print_content(render_report(report))
 
 
 def _check_adapters(config: PlanConfig, arguments: Namespace) -> None:
-    """Raise ConfigError where another trainer is to train adapters: how it does that is not modelled."""
+    """Raise ConfigError for adapters with another trainer, whose training of adapters is not modelled."""
     other = arguments.export or (arguments.engine if arguments.engine != "kumi" else None)
     if config.lora is not None and other:
         raise ConfigError(
-            f"plan: {other} with [lora]: adapters are planned for kumi only; leave [lora] out to plan "
-            f"what {other} takes for all weights"
+            f"plan: {other} with [lora]: adapters can be planned for kumi only; remove [lora] to plan full training "
+            f"with {other}"
         )
 
 
 def _engine(arguments: Namespace) -> Engine:
-    """Return the trainer whose traits the estimate has: the one named, or the one exported to, or kumi itself."""
+    """Return the trainer whose traits the estimate has: --engine, else --export, else kumi."""
     from kumi.plan.engines import ENGINES
 
     name = arguments.engine or (arguments.export if arguments.export in ENGINES else "kumi")
@@ -138,7 +143,7 @@ def _engine(arguments: Namespace) -> Engine:
 
 
 def _unsupported(arguments: Namespace) -> UnsupportedFn | None:
-    """Return what keeps the named trainer from carrying a layout out; None where no trainer is named or modelled."""
+    """Return the check whether the named trainer supports a layout; None if no trainer is named or modelled."""
     from kumi import export
 
     trainer = arguments.export or arguments.engine
@@ -147,19 +152,19 @@ def _unsupported(arguments: Namespace) -> UnsupportedFn | None:
     return lambda job, layout: export.unsupported(job, layout, trainer)
 
 
-# --tokens with --days answers with a table of sizes, not with one plan.
-OF_ONE_PLAN = ("export", "html", "svg", "trace", "save")
+# Flags that need one plan: --tokens with --days gives a table of cluster sizes instead.
+_SINGLE_PLAN_FLAGS = ("export", "html", "svg", "trace", "save")
 
 
 def _refuse_flags(arguments: Namespace) -> None:
-    """Raise ConfigError for flags that would have no effect beside the others."""
+    """Raise ConfigError for flags that have no effect in this combination."""
     if arguments.days is not None and arguments.tokens is None:
-        raise ConfigError("plan: --days says in how many days --tokens are to be trained; give --tokens, too")
+        raise ConfigError("plan: --days has no effect without --tokens; add --tokens N, or remove --days")
     if arguments.out and not arguments.export:
-        raise ConfigError(f"plan: --out {arguments.out} is where --export writes; name a trainer with --export, too")
-    for name in OF_ONE_PLAN if arguments.days is not None else ():
+        raise ConfigError(f"plan: --out {arguments.out} has no effect without --export; name a trainer with --export")
+    for name in _SINGLE_PLAN_FLAGS if arguments.days is not None else ():
         if getattr(arguments, name):
             raise ConfigError(
-                f"plan: --{name} is for one plan, and --tokens with --days compares several; "
-                f"ask for the plan alone, with the cluster.nodes that they find"
+                f"plan: --{name} needs one plan, but --tokens with --days compares several; remove --days, and set "
+                f"cluster.nodes to the number that they find"
             )

@@ -1,4 +1,4 @@
-"""The files that `kumi plan` writes: a page, pictures, a timeline, a run file, another trainer's configuration."""
+"""The files that `kumi plan` writes: page, pictures, timeline, run file, and another trainer's configuration."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
 
 
 def write_files(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
-    """Write every file that `arguments` ask for and yield its path."""
+    """Write every requested file and yield its path."""
     files, saved = _files(arguments, report), _saved(arguments, config, report)
     yield from chain(files, saved, _exported(arguments, config, report), _trace(arguments, report))
 
 
-def refuse_places(arguments: Namespace) -> None:
-    """Places that cannot be written, said before anything is searched. A run file or an export that exists is never
-    overwritten."""
+def check_output_paths(arguments: Namespace) -> None:
+    """Raise RefusedError for paths that cannot be written, and for a run file or an export that exists."""
     for name in (arguments.save, _folder(arguments) if arguments.export else None):
         if name is not None and Path(name).exists():
-            raise RefusedError(f"{name} exists; name another place, or remove it")
+            raise RefusedError(f"{name} exists and is not overwritten; name another path, or remove it")
     for flag in ("html", "trace", "save", "svg"):
         name = getattr(arguments, flag)
         if name and flag == "svg" and Path(name).is_file():
@@ -38,9 +37,9 @@ def refuse_places(arguments: Namespace) -> None:
             raise RefusedError(f"plan: --{flag} {name} is a folder; name a file, such as {Path(name) / f'plan.{flag}'}")
     for flag in ("html", "trace", "save", "svg", "out"):
         name = getattr(arguments, flag)
-        above = next((one for one in Path(name).absolute().parents if one.exists()), None) if name else None
+        above = next((folder for folder in Path(name).absolute().parents if folder.exists()), None) if name else None
         if above is not None and not (above.is_dir() and os.access(above, os.W_OK)):
-            raise RefusedError(f"plan: --{flag} {name}: {above} is no folder that can be written; name another place")
+            raise RefusedError(f"plan: --{flag} {name}: {above} is not a writable folder; name another path")
 
 
 def _folder(arguments: Namespace) -> str:
@@ -48,7 +47,7 @@ def _folder(arguments: Namespace) -> str:
 
 
 def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
-    """The page and the pictures, which are made anew each time."""
+    """Write the page and the pictures, over existing ones."""
     if arguments.html:
         from kumi.report.page import page
 
@@ -61,14 +60,14 @@ def _files(arguments: Namespace, report: Report) -> Iterator[Path]:
 
 
 def _trace(arguments: Namespace, report: Report) -> Iterator[Path]:
-    """The pipeline's timeline. Comes last, as it is only now known whether there is one."""
+    """Write the pipeline's timeline. This is the last file, since the plan may have no timeline."""
     if arguments.trace:
         if report.timeline is None and report.best.layout.pp == 1:
             raise ConfigError("plan: --trace shows a pipeline, and the best layout has pp=1; pin layout.pp to see one")
         if report.timeline is None:
             many = report.job.batch.microbatches(report.best.layout)
             raise ConfigError(
-                f"plan: --trace shows every microbatch, and {many:,} are too many; lower tokens_per_step to see some"
+                f"plan: --trace shows every microbatch, and {many:,} are too many; lower batch.tokens_per_step"
             )
         from kumi.report.trace import trace
 
@@ -76,11 +75,11 @@ def _trace(arguments: Namespace, report: Report) -> Iterator[Path]:
 
 
 def _saved(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:
-    """The run file with the chosen layout pinned: what `kumi train` takes."""
+    """Write the run file with the chosen layout pinned."""
     if arguments.save:
-        from kumi.config import dump, pinned_to
+        from kumi.config import dump, pin_layout
 
-        yield _write(Path(arguments.save), dump(pinned_to(config, report.best.layout)))
+        yield _write(Path(arguments.save), dump(pin_layout(config, report.best.layout)))
 
 
 def _exported(arguments: Namespace, config: PlanConfig, report: Report) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""`kumi train`: train a run, or go on with it; with --dry-run, carry out a step without devices."""
+"""`kumi train`: train or resume a run; with --dry-run, execute a step without devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="carry out a step of one rank without devices: memory, FLOPs and messages beside the planner's",
+        help="execute a step of one rank without devices; compare memory, FLOPs and messages with the plan",
     )
     parser.add_argument(
         "--rank", metavar="R", help="with --dry-run: which rank, or all-stages; default: one of the fullest"
@@ -33,11 +33,11 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Train, or carry out a dry run. Returns the exit code."""
+    """Train, or execute a dry run. Return the exit code."""
     if arguments.dry_run:
         return _dry_run(arguments)
     if arguments.rank:
-        raise ConfigError("train: --rank is for --dry-run; add that, or leave --rank out")
+        raise ConfigError("train: --rank has no effect without --dry-run; add --dry-run, or remove --rank")
     from kumi.launch import signals
 
     with signals.exit_on_signal():
@@ -59,14 +59,14 @@ def _train(arguments: Namespace) -> int:
 
 def _dry_run(arguments: Namespace) -> int:
     from kumi.dryrun import chosen_ranks, dry_run
-    from kumi.report.run_description import estimated, show
+    from kumi.report.run_description import estimate_run_file, print_content
 
-    job, estimate = estimated(arguments.run, arguments.overrides)
+    job, estimate = estimate_run_file(arguments.run, arguments.overrides)
     result = dry_run(job, estimate.layout, chosen_ranks(estimate, arguments.rank))
     if arguments.json:
         arguments.write_json(result)
     else:
         from kumi.dryrun.dryrun_tables import render
 
-        show(render(result))
+        print_content(render(result))
     return OK if all(rank["memory"]["fits"] for rank in result["ranks"]) else FitError.exit_code

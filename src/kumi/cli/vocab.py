@@ -43,7 +43,7 @@ def add(verbs: Any) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Extend the vocabulary. Returns the exit code."""
+    """Extend the vocabulary. Return the exit code."""
     from kumi.convert.vocab import Request, extend, lines
 
     request = Request(

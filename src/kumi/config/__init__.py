@@ -1,17 +1,17 @@
-"""What a TOML run file may say, and how it becomes the values that the planner and the trainer read.
+"""Read TOML run files, check every key, and resolve them to the specs that the planner and the trainer use.
 
-load(path, overrides)      -> RunConfig   what was written, checked key by key
-load_plan(path, overrides) -> PlanConfig  the same, where data and steps may be left out
-plan_input(config)         -> PlanInput   what the planner is asked: a Job, and the layout fields that are pinned
-job(config)                -> Job         what is trained on what, alone
-pinned_to(config, layout)  -> the same config with the layout decided
-open_run(config)           -> ResolvedRun what will run: the same job, with the layout decided and everything derived
-resolve(config, snapshots, begun)         the same, of what the hub and the run folder were found to hold
+load(path, overrides)       -> RunConfig    a checked run file
+load_plan(path, overrides)  -> PlanConfig   the same; [data], [train] and name are optional
+job(config)                 -> Job          model, cluster, batch, precision and optimizer
+plan_input(config)          -> PlanInput    input of the planner: a Job and the pinned layout fields
+pin_layout(config, layout)  -> the same config with every field of the layout pinned
+open_run(config)            -> ResolvedRun  input of the trainer: a Job, its layout and estimate
+resolve(config, snapshots, stored)          the same, without access to the hub and the run folder
 """
 
 from kumi.config.jobs import PlanInput, job, plan_input
 from kumi.config.load import dump, from_dict, json_schema, load, load_plan, plan_from_dict
-from kumi.config.pinned_run import pinned_to
+from kumi.config.pinned_run import pin_layout
 from kumi.config.resolve import ResolvedRun, open_run, resolve
 from kumi.config.schema import PlanConfig, RunConfig
 
@@ -27,7 +27,7 @@ __all__ = [
     "load",
     "load_plan",
     "open_run",
-    "pinned_to",
+    "pin_layout",
     "plan_from_dict",
     "plan_input",
     "resolve",

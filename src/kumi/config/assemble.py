@@ -1,39 +1,44 @@
-"""Put a cluster together: nodes, the links inside of them, and what joins nodes and sites."""
+"""Assemble a cluster: nodes, the links inside them, and the links between nodes and between sites."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile, given
-from kumi.config.presets import listed, presets, read_network
+from kumi.config.cluster_file import DeviceFile, LinkFile, NetworkFile, NodeFile, given_fields
+from kumi.config.presets import preset_list, preset_names, read_network
 from kumi.config.schema import ClusterSection
 from kumi.errors import ConfigError
 from kumi.spec.cluster import ClusterSpec, Device, Host, Link
 
 
-def assemble(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpec:
-    """As many of `node` as `section` says, joined by the network and the link between sites that it names."""
+def assemble_cluster(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpec:
+    """Return the cluster that `section` describes, of nodes like `node`, which was read from `source`.
+
+    Raise ConfigError if sizes do not fit together, or a network is missing or has no place.
+    """
     ranks = section.devices_per_node or node.devices_per_node
     if ranks > node.devices_per_node:
         raise ConfigError(
-            f"cluster.devices_per_node={ranks}: {source} has {node.devices_per_node} devices a node; use at most those"
+            f"cluster.devices_per_node={ranks}: {source} has {node.devices_per_node} devices per node; "
+            f"use at most {node.devices_per_node}"
         )
     if node.device.kind == "cpu" and ranks < node.devices_per_node:
         raise ConfigError(
             f"cluster.devices_per_node={ranks}: {source} describes {node.devices_per_node} ranks that share a CPU, and "
-            f"fewer would have more of it each; measure them with kumi bench --ranks {ranks}, or leave it out"
+            f"fewer ranks would each have a larger share of it; measure them with kumi bench --ranks {ranks}, or leave "
+            f"the key out"
         )
     if section.nodes % section.sites:
         raise ConfigError(
-            f"cluster.sites={section.sites} does not divide cluster.nodes={section.nodes}; "
-            f"give every site as many nodes"
+            f"cluster.sites={section.sites} does not divide cluster.nodes={section.nodes}, and all sites have equally "
+            f"many nodes; change one of them"
         )
-    host = Host(**given(node.host))
-    joined = Joined(node, ranks, section.nodes // section.sites, section.sites)
-    inner = joined.inner()
-    outer = [*_network(section, joined, inner), *_site_link(section, joined)]
-    links = _told_apart([*inner, *(joined.outer(file, span, host) for file, span in outer)])
+    host = Host(**given_fields(node.host))
+    shape = ClusterShape(node, ranks, section.nodes // section.sites, section.sites)
+    inner = shape.inner_links()
+    outer = [*_network(section, shape, inner), *_site_link(section, shape)]
+    links = _with_unique_names([*inner, *(shape.outer_link(file, span, host) for file, span in outer)])
     device = replace(to_device(node.device), price=section.price_per_hour)
     if section.watts is not None:
         device = replace(device, watts=section.watts)
@@ -41,8 +46,8 @@ def assemble(section: ClusterSection, node: NodeFile, source: str) -> ClusterSpe
     return ClusterSpec(source, device, ranks, section.nodes, section.sites, links, host, assumed)
 
 
-def _told_apart(links: list[Link]) -> tuple[Link, ...]:
-    """`links` with a name of its own each, as two sites may be joined by what joins their nodes."""
+def _with_unique_names(links: list[Link]) -> tuple[Link, ...]:
+    """Return `links` with unique names: sites may be connected by the same network as their nodes."""
     named: list[Link] = []
     for link in links:
         taken = link.name in {other.name for other in named}
@@ -51,8 +56,8 @@ def _told_apart(links: list[Link]) -> tuple[Link, ...]:
 
 
 def to_device(file: DeviceFile) -> Device:
-    """The device that `file` describes; what it leaves out has the defaults of `Device`."""
-    fields = given(file)
+    """Return the device that `file` describes; missing figures have the defaults of `Device`."""
+    fields = given_fields(file)
     fields["peak"] = tuple(fields.pop("peak_flops").items())
     if file.matmul is not None:
         fields["matmul"] = tuple(("" if dtype == "other" else dtype, share) for dtype, share in file.matmul.items())
@@ -62,16 +67,22 @@ def to_device(file: DeviceFile) -> Device:
 
 
 def _assumed(node: NodeFile, networks: list[NetworkFile]) -> Iterator[str]:
-    """The figures of a cluster that nobody measured or promised."""
+    """Yield the figures of a cluster that are assumptions, neither measured nor in a data sheet."""
     yield from (f"device.{name}" for name in node.device.assumed())
     yield from (f"host.{name}" for name in node.host.assumed())
-    joints: list[LinkFile | NetworkFile] = [*node.links, *networks]
-    yield from (f"{joint.name}: {name}" for joint in joints for name in joint.assumed())
+    links: list[LinkFile | NetworkFile] = [*node.links, *networks]
+    yield from (f"{link.name}: {name}" for link in links for name in link.assumed())
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Devices that are to be joined: `ranks` of each `node`, `nodes` of these a site, and `sites`."""
+class ClusterShape:
+    """The sizes of a cluster.
+
+    `node`: the kind of node.
+    `ranks`: devices used of each node.
+    `nodes`: nodes of a site.
+    `sites`: number of sites.
+    """
 
     node: NodeFile
     ranks: int
@@ -79,12 +90,11 @@ class Joined:
     sites: int
 
     @property
-    def site(self) -> int:
-        """Devices of a site."""
+    def site_devices(self) -> int:
         return self.nodes * self.ranks
 
-    def inner(self) -> list[Link]:
-        """The links of a node, and of a domain of several, as far as there are devices for them to join."""
+    def inner_links(self) -> list[Link]:
+        """Return the links inside a node or a domain of nodes that have at least two devices to connect."""
         links: list[Link] = []
         for link in self.node.links:
             span = self._span(link.span)
@@ -93,58 +103,64 @@ class Joined:
         return links
 
     def _span(self, span: int) -> int:
-        """The devices that a link of `span` joins here. Where the nodes are no whole number of full domains, each
-        domain has the most nodes that deal them evenly: 64 nodes of 4 are four domains of 16, not three of 18."""
+        """Return the number of devices that a link of `span` connects in this cluster.
+
+        If the nodes do not fill all domains, every domain gets the same number of nodes, the largest that divides
+        them: 64 nodes of 4 devices in domains of 18 nodes make four domains of 16 nodes.
+        """
         full = self.node.devices_per_node
         if span <= full:
             return min(span, self.ranks)
         return self.ranks * max(count for count in range(1, span // full + 1) if self.nodes % count == 0)
 
-    def outer(self, file: NetworkFile, span: int, host: Host) -> Link:
-        """`file` as a link over `span` devices: what a node's or a site's devices share is divided among them, and
-        none gets more of a node's than its way to the host lets through."""
-        share = file.bandwidth / {"device": 1, "node": self.ranks, "site": self.site}[file.per]
+    def outer_link(self, file: NetworkFile, span: int, host: Host) -> Link:
+        """Return `file` as a link over `span` devices.
+
+        The devices of a node or a site divide a shared bandwidth equally. No device gets more of its node's than its
+        link to the host carries.
+        """
+        share = file.bandwidth / {"device": 1, "node": self.ranks, "site": self.site_devices}[file.per]
         if host.device_bandwidth and file.per == "node":
             share = min(share, host.device_bandwidth)
         return Link(file.name, span, share, file.latency, file.efficiency)
 
 
-def _network(section: ClusterSection, joined: Joined, inner: list[Link]) -> Iterator[tuple[NetworkFile, int]]:
-    """The network between the nodes of a site and the devices it joins, where nothing faster joins them already."""
-    file = joined.node.network if section.network is None else read_network(section.network)
+def _network(section: ClusterSection, shape: ClusterShape, inner: list[Link]) -> Iterator[tuple[NetworkFile, int]]:
+    """Yield the network between the nodes of a site and its span, unless an inner link already connects them."""
+    file = shape.node.network if section.network is None else read_network(section.network)
     if file is not None and file.per == "site":
         raise ConfigError(
-            f"cluster.network: {file.name} joins sites, not nodes; set cluster.site_link to it, and cluster.network "
-            f"to what joins the nodes of a site"
+            f"cluster.network: {file.name} connects sites, not nodes; set cluster.site_link to it, and cluster.network "
+            f"to the network between the nodes of a site"
         )
-    if joined.nodes == 1 or (inner and inner[-1].span == joined.site):
+    if shape.nodes == 1 or (inner and inner[-1].span == shape.site_devices):
         return
     if file is not None:
-        yield file, joined.site
+        yield file, shape.site_devices
     elif section.source != "auto":
         raise ConfigError(
-            f"cluster.network: {section.source} does not say what joins its nodes; set it to "
-            f"{', '.join(_between_nodes())}, or a TOML file"
+            f"cluster.network is not set, and {section.source} names no network between its nodes; set it to "
+            f"{', '.join(_node_networks())}, or a TOML file"
         )
 
 
-def _between_nodes() -> list[str]:
-    """The networks that come with kumi and join the nodes of a site."""
-    return [name for name in presets("networks") if read_network(name).per != "site"]
+def _node_networks() -> list[str]:
+    """Return the presets of networks between nodes."""
+    return [name for name in preset_names("networks") if read_network(name).per != "site"]
 
 
-def _site_link(section: ClusterSection, joined: Joined) -> Iterator[tuple[NetworkFile, int]]:
-    """What joins the sites, and all the devices."""
+def _site_link(section: ClusterSection, shape: ClusterShape) -> Iterator[tuple[NetworkFile, int]]:
+    """Yield the link between the sites and its span, all devices, if there are several sites."""
     if section.sites > 1 and section.site_link is None:
         raise ConfigError(
-            f"cluster.sites={section.sites}: say what joins the sites; set cluster.site_link to {listed('networks')}, "
-            f"or a TOML file"
+            f"cluster.sites={section.sites}, but cluster.site_link is not set; set it to the network between the "
+            f"sites: {preset_list('networks')}, or a TOML file"
         )
     if section.site_link is None:
         return
     if section.sites == 1:
         raise ConfigError(
-            f"cluster.site_link={section.site_link!r} joins sites, and cluster.sites is 1; "
-            f"set cluster.sites, or remove it"
+            f"cluster.site_link={section.site_link!r} connects sites, but cluster.sites is 1; set cluster.sites, or "
+            f"remove cluster.site_link"
         )
-    yield read_network(section.site_link, "cluster.site_link"), joined.site * joined.sites
+    yield read_network(section.site_link, "cluster.site_link"), shape.site_devices * shape.sites

@@ -1,18 +1,19 @@
-"""What a TOML file about machines may say: a node with its device and its links, or a network between nodes.
+"""TOML files that describe machines: a node with its device and its links, or a network between nodes.
 
-Figures carry units ("80 GiB", "3.35 TB/s", "400 Gb/s", "25 us"). Every part has a `sources` table, whose keys name one
-figure or several, and whose values say where these came from; what begins with "assumed" nobody measured or promised.
+Quantities have units ("80 GiB", "3.35 TB/s", "400 Gb/s", "25 us"). Every table may have a `sources` table: each key
+names one figure or several, separated by commas, and the value says where they come from. A value that begins with
+"assumed" marks a figure that is neither measured nor in a data sheet.
 
-    device = "h100-sxm"          a device that comes with kumi, or a [device] table (DeviceFile)
+    device = "h100-sxm"          a device preset, or a [device] table (DeviceFile)
     devices_per_node = 8
-    links = ["nvlink-4"]         what joins them, innermost first: links that come with kumi, or [[links]] (LinkFile)
-    network = "ib-ndr"           what joins such nodes unless the run file says otherwise, or [network] (NetworkFile)
+    links = ["nvlink-4"]         links between the devices, innermost first: presets, or [[links]] tables (LinkFile)
+    network = "ib-ndr"           default network between such nodes: a preset, or a [network] table (NetworkFile)
     [host] memory = "2 TiB", device_bandwidth = "50 GB/s"                                                  (HostFile)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ ASSUMED = "assumed"
 
 
 def _quantity(parse: Callable[[str], float]) -> BeforeValidator:
-    """Reads text with a unit into base units; a bare number is refused, as nobody can tell what it counts."""
+    """Return a validator that converts text with a unit to base units and refuses bare numbers as ambiguous."""
 
     def read(value: Any) -> float:
         try:
@@ -45,41 +46,42 @@ Share = Annotated[Number, Field(gt=0, le=1)]
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8", "float4"]
 
 
-class Sourced(Section):
-    """Figures with a table of where they came from."""
+class SourcedFigures(Section):
+    """A table of figures with their sources."""
 
     sources: dict[str, Text] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _of_known_figures(self) -> Sourced:
-        known = sorted(set(type(self).model_fields) - {"sources"})
+    def _check_sourced_names(self) -> SourcedFigures:
+        figures = sorted(set(type(self).model_fields) - {"sources"})
         for name in self.sourced():
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-                raise ValueError(f"sources: {name!r} is no figure of this table; {hint}")
+            if name not in figures:
+                close = get_close_matches(name, figures, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"valid figures: {', '.join(figures)}"
+                raise ValueError(f"sources: {name!r} is not a figure of this table; {hint}")
         return self
 
     def sourced(self) -> dict[str, str]:
-        """Where each figure came from."""
+        """Return the source of each figure."""
         return {name.strip(): text for names, text in self.sources.items() for name in names.split(",")}
 
     def assumed(self) -> list[str]:
-        """The figures whose source says that they were assumed."""
+        """Return the figures that are assumptions."""
         return [name for name, text in self.sourced().items() if text.startswith(ASSUMED)]
 
 
 class AttentionFile(Section):
-    """Shares of the peak that fused attention reaches."""
+    """The shares of peak FLOP/s that fused attention reaches."""
 
     forward: Share
     backward: Share
 
 
-class DeviceFile(Sourced):
-    """One accelerator, as `kumi.spec.cluster.Device` has it; what is left out takes the default from there.
+class DeviceFile(SourcedFigures):
+    """One accelerator, as in `kumi.spec.cluster.Device`; missing figures have the defaults of that class.
 
-    `name` is the driver's, so that a machine can be recognised by it. `matmul` is by dtype, "other" for the rest.
+    `name` is the name that the driver reports, by which a machine is recognised. `matmul` has shares of the peak by
+    dtype, "other" for the remaining dtypes.
     """
 
     name: Text
@@ -97,10 +99,14 @@ class DeviceFile(Sourced):
     watts: Annotated[Number, Field(ge=0)] | None = None
 
 
-class LinkFile(Sourced):
-    """What joins `span` consecutive devices: bytes/s that each sends, the time of a hop, the share collectives reach.
+class LinkFile(SourcedFigures):
+    """A link between `span` consecutive devices.
 
-    A span beyond the node's devices is a domain of several nodes, such as NVL72.
+    `bandwidth`: bytes/s that each device sends.
+    `latency`: seconds per hop.
+    `efficiency`: the share of the bandwidth that large collectives reach.
+
+    A `span` larger than a node describes a domain of several nodes, such as NVL72.
     """
 
     name: Text
@@ -110,8 +116,11 @@ class LinkFile(Sourced):
     efficiency: Share
 
 
-class NetworkFile(Sourced):
-    """What joins nodes or sites: `bandwidth` of every device's own card, or of what a node or a site shares."""
+class NetworkFile(SourcedFigures):
+    """A network between nodes or sites.
+
+    `bandwidth`: bytes/s of each device's own network card, or shared by the devices of a node or a site (`per`).
+    """
 
     name: Text
     per: Literal["device", "node", "site"]
@@ -120,8 +129,8 @@ class NetworkFile(Sourced):
     efficiency: Share
 
 
-class HostFile(Sourced):
-    """The host side of a node; what is left out is not known."""
+class HostFile(SourcedFigures):
+    """The host of a node; missing figures are unknown."""
 
     memory: Bytes | None = None
     device_bandwidth: Bandwidth | None = None
@@ -129,8 +138,8 @@ class HostFile(Sourced):
     nvme: Bytes | None = None
 
 
-class NodeFile(Sourced):
-    """A kind of machine: its devices, what joins them, its host, and the network it is usually bought with."""
+class NodeFile(SourcedFigures):
+    """A kind of machine: its devices, the links between them, its host, and its usual network."""
 
     device: DeviceFile
     devices_per_node: Positive
@@ -139,25 +148,24 @@ class NodeFile(Sourced):
     network: NetworkFile | None = None
 
     @model_validator(mode="after")
-    def _links_cover_the_node(self) -> NodeFile:
+    def _check_spans(self) -> NodeFile:
         spans = [link.span for link in self.links]
         if spans != sorted(set(spans)):
-            raise ValueError(f"links: spans {spans} must grow from the innermost link to the outermost")
+            raise ValueError(f"links: spans {spans} do not increase; list the links from the innermost outwards")
         if self.devices_per_node > 1 and spans and spans[-1] < self.devices_per_node:
             raise ValueError(
-                f"links: the outermost spans {spans[-1]} devices, and a node has {self.devices_per_node}; "
-                f"describe what joins them all"
+                f"links: the outermost link spans {spans[-1]} devices, but a node has {self.devices_per_node}; "
+                f"describe a link that spans them all"
             )
         beyond = [span for span in spans if span > self.devices_per_node and span % self.devices_per_node]
         if beyond:
             raise ValueError(
-                f"links: a span of {beyond[0]} is no whole number of nodes of {self.devices_per_node}; use a multiple"
+                f"links: a span of {beyond[0]} is not a multiple of devices_per_node={self.devices_per_node}; use a "
+                f"multiple, or at most devices_per_node"
             )
         return self
 
 
-def given(file: Section, names: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `file` says, without its sources and what it leaves out."""
-    return {name: value for name, value in file.model_dump(exclude={"sources"}).items() if value is not None} | dict(
-        names or {}
-    )
+def given_fields(file: Section) -> dict[str, Any]:
+    """Return the figures that `file` sets, without its sources."""
+    return {name: value for name, value in file.model_dump(exclude={"sources"}).items() if value is not None}

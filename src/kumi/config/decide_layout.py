@@ -1,10 +1,11 @@
-"""The layout of a run: kept as the run began, or chosen anew where it cannot stay.
+"""The layout of a run: the layout of its first start, or a new choice where that one cannot be used.
 
-    a new run, or one of a version without plans    chosen for what the run file pins
-    the run file pins nothing else, and it can run  kept, whatever a search would choose today
-    else                                            chosen anew for what the run file pins, and the change is said
+    a new run, or a run folder without plan.json                     choose, with the pinned fields of the run file
+    the pinned fields agree with the stored layout, and it can run   keep the stored layout, without a search
+    otherwise                                                        choose, and report the change
 
-The run folder's own config.toml pins every field. Where it is the run file, what the run began with counts as pinned.
+The run folder's own config.toml pins every field of the layout. If it is used as the run file, the pinned fields are
+those of the first start.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kumi.config.jobs import PlanInput
-from kumi.config.pinned_run import spelled
+from kumi.config.pinned_run import layout_keys
 from kumi.config.run_plan import RunPlan, made_for
 from kumi.plan.estimates import Estimate
 from kumi.plan.search.candidates import Pins
@@ -22,48 +23,53 @@ from kumi.spec.layout import Layout
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The estimate of the layout, the fields that the run file pins, and the change of a run that has begun, or ""."""
+class LayoutDecision:
+    """The layout of a run.
+
+    `estimate`: the layout with its estimate.
+    `pinned`: the fields that the run file pins.
+    `change`: how and why the layout differs from the stored one, or "".
+    """
 
     estimate: Estimate
     pinned: Pins
     change: str = ""
 
 
-def decide(asked: PlanInput, before: RunPlan | None) -> Decision:
-    """Return the layout for what is `asked`, where the run had the plan `before`.
+def decide_layout(asked: PlanInput, before: RunPlan | None) -> LayoutDecision:
+    """Return the layout for the planner's input `asked`, given the stored plan `before` of the run, if any.
 
-    Raise LayoutError or FitError where one must be chosen and none can be.
+    Raise LayoutError or FitError if a layout must be chosen and none is legal or fits.
     """
     if before is None:
-        return Decision(select_layout(asked.job, asked.pinned), asked.pinned)
-    pinned = before.pinned if asked.pinned == spelled(before.layout) else asked.pinned
-    reason = _why_anew(asked.job, pinned, before)
+        return LayoutDecision(select_layout(asked.job, asked.pinned), asked.pinned)
+    pinned = before.pinned if asked.pinned == layout_keys(before.layout) else asked.pinned
+    reason = _why_not(asked.job, pinned, before)
     if not reason:
-        return Decision(estimate_for_training(asked.job, before.layout), pinned)
+        return LayoutDecision(estimate_for_training(asked.job, before.layout), pinned)
     estimate = select_layout(asked.job, pinned)
-    return Decision(estimate, pinned, _change(before.layout, estimate.layout, reason))
+    return LayoutDecision(estimate, pinned, _change(before.layout, estimate.layout, reason))
 
 
-def _why_anew(job: Job, pinned: Pins, before: RunPlan) -> str:
-    """Return why the layout of `before` cannot stay; "" where it can.
+def _why_not(job: Job, pinned: Pins, before: RunPlan) -> str:
+    """Return the reason why the layout of `before` cannot be used, or "" if it can.
 
-    It is not refused for its memory where it was made for the same model on the same machines, whatever a later version
-    or a calibrated cluster file estimates.
+    Its memory is not checked if it was chosen for the same model on the same machines: a later version or a calibrated
+    cluster file may estimate more.
     """
-    others = [f"layout.{name}={value}" for name, value in pinned.items() if getattr(before.layout, name) != value]
-    if others:
-        return f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} pinned now"
+    changed = [f"layout.{name}={value}" for name, value in pinned.items() if getattr(before.layout, name) != value]
+    if changed:
+        return f"{' and '.join(changed)} {'is' if len(changed) == 1 else 'are'} pinned now"
     same = made_for(job) == before.made_for
     reasons = training_problems(job, before.layout, memory=not same)
     return reasons[0].partition("; ")[0] if reasons else ""
 
 
 def _change(before: Layout, now: Layout, reason: str) -> str:
-    """Return `key: old -> new` for each field that differs, with the reason; "" where none does."""
+    """Return `key: old -> new` for each field that differs, and the reason; "" if none differs."""
     fields = [
         f"{name}: {getattr(before, name)!r} -> {getattr(now, name)!r}"
-        for name in spelled(before) | spelled(now)
+        for name in layout_keys(before) | layout_keys(now)
         if getattr(before, name) != getattr(now, name)
     ]
     if not fields:

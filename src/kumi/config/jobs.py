@@ -1,4 +1,4 @@
-"""What a run file asks of the planner: the job, and what it pins of the layout."""
+"""The job that a run file describes, and the layout fields that it pins."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kumi.config.cluster_source import cluster_spec, on_nodes
+from kumi.config.cluster_source import cluster_spec, cluster_with_nodes
 from kumi.config.model_source import read_hf_config
-from kumi.config.numerics import chosen
+from kumi.config.numerics import choose_numerics
 from kumi.config.optim_section import choose_optim
 from kumi.config.schema import LoraSection, PlanConfig
 from kumi.plan.search.candidates import Pins
@@ -25,42 +25,45 @@ from kumi.spec.precision import PRECISIONS, Precision
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What the planner is asked: the layout of `job`, with these fields `pinned`."""
+    """The input of the planner: a job, and the `pinned` fields of its layout."""
 
     job: Job
     pinned: Pins
 
 
 def plan_input(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> PlanInput:
-    """Return what `config` asks of the planner. Arguments and errors are those of `job`."""
+    """Return the planner's input for `config`; arguments and errors as in `job`."""
     return PlanInput(job(config, hf_config), config.layout.model_dump(exclude_none=True))
 
 
 def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
-    """Return what `config` trains on what, the same for planning and training. `hf_config` is the model's config.json
-    where it has been read already. Raise ConfigError or ModelError where either is wrong."""
+    """Return the job that `config` describes: model, cluster, batch, precision and optimizer.
+
+    `hf_config`: the model's config.json, if it has already been read. Raise ConfigError or ModelError if the run file
+    or the model is not valid.
+    """
     cluster = cluster_spec(config.cluster)
-    numerics, kind = chosen(config, cluster), config.precision.kind
+    numerics, kind = choose_numerics(config, cluster), config.precision.kind
     model = families.from_hf(read_hf_config(config.model) if hf_config is None else hf_config)
     return Job(
-        model=model if config.lora is None else with_adapters(model, adapters(config.lora)),
+        model=model if config.lora is None else with_adapters(model, lora_spec(config.lora)),
         cluster=cluster,
         batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step),
-        precision=sent_in(choose_precision(kind, cluster.device, numerics), comm(config)),
+        precision=sent_in(choose_precision(kind, cluster.device, numerics), comm_spec(config)),
         optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
-        engine=engine_with(comm(config)),
+        engine=engine_with(comm_spec(config)),
         numerics=numerics,
-        of_nodes=partial(on_nodes, config.cluster),
+        of_nodes=partial(cluster_with_nodes, config.cluster),
     )
 
 
-def adapters(section: LoraSection) -> Lora:
-    """The adapters that `section` describes."""
-    wanted = section.target_modules
+def lora_spec(section: LoraSection) -> Lora:
+    """Return the adapters that `section` describes."""
+    targets = section.target_modules
     return Lora(
         section.r,
         section.alpha,
-        (wanted,) if isinstance(wanted, str) else wanted,
+        (targets,) if isinstance(targets, str) else targets,
         section.dropout,
         section.use_rslora,
         section.use_dora,
@@ -69,14 +72,17 @@ def adapters(section: LoraSection) -> Lora:
     )
 
 
-def comm(config: PlanConfig) -> Comm:
-    """How gradients and parameters travel."""
+def comm_spec(config: PlanConfig) -> Comm:
+    """Return how gradients, parameters and tokens are communicated."""
     return Comm(**config.comm.model_dump())
 
 
 def choose_precision(kind: str, device: Device, numerics: Numerics | None = None) -> Precision:
-    """The precision named `kind`; "auto" is that of `numerics`, if it has one, else bf16 where `device` computes it
-    fast, else fp16 where it does that, as GPUs before Ampere do, else fp32."""
+    """Return the precision named `kind`.
+
+    "auto" is the precision of `numerics`, if it names one. Otherwise it is bf16 if `device` computes bfloat16 fast,
+    fp16 if it computes only float16 fast, as GPUs before Ampere do, and fp32 on other devices.
+    """
     if kind == "auto" and numerics is not None and numerics.kind:
         kind = numerics.kind
     elif kind == "auto":

@@ -1,4 +1,4 @@
-"""A plan without a run file: a model, and machines written as 16xh100-sxm."""
+"""Plan a model without a run file, on machines written as 16xh100-sxm."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kumi import hub
 from kumi.config.cluster_source import cluster_spec
 from kumi.config.load import Overrides, RunFile, load_plan, plan_from_dict, with_overrides
 from kumi.config.model_source import read_hf_config
-from kumi.config.presets import presets, read_node
+from kumi.config.presets import preset_names, read_node
 from kumi.config.schema import PlanConfig
 from kumi.errors import ConfigError
 from kumi.spec import families
 
-# Where the user does not say: sequences as long as most models are pre-trained with, and about four million tokens a
-# step, as Llama 3 8B to 70B began with (arXiv:2407.21783).
-SEQ_LEN = 8192
-TOKENS_PER_STEP = 2**22
+# Defaults: the sequence length of most pre-training, and the batch of about four million tokens with which the
+# training of Llama 3 started (arXiv:2407.21783).
+_SEQ_LEN = 8192
+_TOKENS_PER_STEP = 2**22
 
 
 def is_model(source: str) -> bool:
-    """Return whether `source` names a model: a folder with config.json, a .json file, or a hub id that is no file."""
+    """Return True if `source` names a model: a folder with config.json, a .json file, or a hub id."""
     path = Path(os.path.expanduser(source))
     if path.is_dir():
         return (path / "config.json").is_file()
@@ -36,8 +36,11 @@ def is_model(source: str) -> bool:
 
 
 def load_plan_or_model(run: RunFile, gpus: str | None, overrides: Overrides) -> tuple[PlanConfig, dict[str, int]]:
-    """Return what to plan: the run file `run`, or the model it names, on the machines `gpus` (16xh100-sxm) where given;
-    and the values of the keys that a model without a run file has by default."""
+    """Return the plan of the run file `run`, or of the model that it names, and the values of defaults by key.
+
+    `gpus`, such as 16xh100-sxm, replaces the machines of a run file. A model needs it, or cluster.source among the
+    overrides.
+    """
     cluster = None if gpus is None else parse_gpus(gpus)
     if not isinstance(run, Mapping) and is_model(str(run)):
         return plan_of_model(str(run), cluster, overrides)
@@ -47,15 +50,17 @@ def load_plan_or_model(run: RunFile, gpus: str | None, overrides: Overrides) -> 
 def plan_of_model(
     source: str, cluster: Mapping[str, Any] | None, overrides: Overrides
 ) -> tuple[PlanConfig, dict[str, int]]:
-    """Return the plan of the model `source` on the `cluster` (a [cluster] section), with the values of the keys that
-    neither it nor `overrides` give. Raises ConfigError where the machines are not given."""
+    """Return the plan of the model `source` on `cluster`, a [cluster] section, and the values of defaults by key.
+
+    Raise ConfigError if no machines are given.
+    """
     tree: dict[str, Any] = {"model": {"source": source}}
     tree |= {} if cluster is None else {"cluster": dict(cluster)}
     with_overrides(tree, overrides)
     if "source" not in tree.get("cluster", {}):
         raise ConfigError(
-            f"{source} is a model; say on which machines to plan it, such as --gpus 8xh100-sxm, or "
-            f"cluster.source=auto for this one"
+            f"{source} is a model, and no machines are given; name them, such as --gpus 8xh100-sxm, or "
+            f"cluster.source=auto for this machine"
         )
     partial = plan_from_dict(tree | {"batch": {"seq_len": 1, "tokens_per_step": 1} | tree.get("batch", {})})
     defaults = _batch_defaults(partial, tree.setdefault("batch", {}))
@@ -64,44 +69,45 @@ def plan_of_model(
 
 
 def _batch_defaults(config: PlanConfig, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return seq_len and tokens_per_step where they are not `given`: every device gets equally many sequences."""
+    """Return seq_len and tokens_per_step if not `given`: every device gets the same number of sequences."""
     defaults, seq_len = dict[str, int](), config.batch.seq_len
     if "seq_len" not in given:
         longest = families.from_hf(read_hf_config(config.model)).max_position_embeddings
-        seq_len = defaults["seq_len"] = min(SEQ_LEN, longest)
+        seq_len = defaults["seq_len"] = min(_SEQ_LEN, longest)
     if "tokens_per_step" not in given:
         devices = cluster_spec(config.cluster).devices
-        each = 2 ** int(log2(max(1.0, TOKENS_PER_STEP / seq_len / devices)))
+        each = 2 ** int(log2(max(1.0, _TOKENS_PER_STEP / seq_len / devices)))
         defaults["tokens_per_step"] = each * devices * seq_len
     return defaults
 
 
 def parse_gpus(text: str) -> dict[str, Any]:
-    """Return the [cluster] section of `text`, such as 16xh100-sxm: nodes of their usual size, or one smaller node.
+    """Return the [cluster] section for `text`, such as 16xh100-sxm: full nodes, or one node with fewer devices.
 
-    Raises ConfigError for unknown names, with suggestions, and for counts that do not fill their nodes.
+    Raise ConfigError for an unknown name, with suggestions, and for a number of devices that does not fill its nodes.
     """
     match = re.fullmatch(r"(\d+)[x*](.+)", text.strip())
     if match is None or int(match[1]) == 0:
         raise ConfigError(
-            f"--gpus {text}: write a number and a name, such as 16xh100-sxm; names are "
-            f"{', '.join(presets())}, or a cluster file"
+            f"--gpus {text}: not a number and a name; write it as 16xh100-sxm, where the name is one of "
+            f"{', '.join(preset_names())}, or a cluster file"
         )
     count, name = int(match[1]), match[2] if match[2].endswith(".toml") else match[2].lower()
-    if not name.endswith(".toml") and name not in presets():
-        raise ConfigError(f"--gpus {text}: {match[2]!r} is unknown; {_suggestion(name, match[1])}")
+    if not name.endswith(".toml") and name not in preset_names():
+        raise ConfigError(f"--gpus {text}: {match[2]!r} is not a known node; {_suggestion(name, match[1])}")
     size = read_node(name).devices_per_node
     if count < size:
         return {"source": name, "devices_per_node": count}
     if count % size:
         raise ConfigError(
-            f"--gpus {text}: {name} has nodes of {size}; use {count // size * size} or {(count // size + 1) * size}"
+            f"--gpus {text}: {name} has nodes of {size} devices, and {count} do not fill them; use "
+            f"{count // size * size} or {(count // size + 1) * size}"
         )
     return {"source": name, "nodes": count // size}
 
 
 def _suggestion(name: str, count: str) -> str:
-    close = [preset for preset in presets() if name in preset] or get_close_matches(name, presets(), n=3)
+    close = [preset for preset in preset_names() if name in preset] or get_close_matches(name, preset_names(), n=3)
     if close:
         return f"did you mean {' or '.join(f'{count}x{preset}' for preset in close)}?"
-    return f"use {', '.join(presets())}, or a cluster file"
+    return f"use {', '.join(preset_names())}, or a cluster file"

@@ -1,4 +1,4 @@
-"""Where a model is: a folder, a config.json, or a repository on the hub."""
+"""The source of a model: a folder, a config.json, or a repository on the hub."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from kumi.spec.families import read_config
 
 
 def model_folder(source: str, key: str) -> Path:
-    """The local folder of a model or tokenizer: `source`, the value of `key`, itself, the one that its file `source`
-    lies in, or the hub's copy of it, without its weights."""
-    found = snapshot(source, key)
-    return local_folder(source) if found is None else found.folder
+    """Return the local folder of a model or tokenizer, given `source`, the value of `key`.
+
+    It is the folder `source`, the folder of the file `source`, or the hub's snapshot of `source`, without weights.
+    """
+    snapshot = fetch_snapshot(source, key)
+    return local_folder(source) if snapshot is None else snapshot.folder
 
 
 def local_folder(source: str) -> Path:
-    """The folder `source`, or the one that the file `source` lies in."""
+    """Return the folder `source`, or the folder of the file `source`."""
     path = Path(os.path.expanduser(source))
     return path.parent if path.is_file() else path
 
 
-def snapshot(source: str, key: str, out: Path | None = None) -> hub.Snapshot | None:
-    """The hub's copy of `source`, the value of `key`, without its weights; None where `source` is a file or a folder.
+def fetch_snapshot(source: str, key: str, out: Path | None = None) -> hub.Snapshot | None:
+    """Return the hub's snapshot of `source`, the value of `key`, without weights; None if `source` is a local path.
 
-    A run that has begun in the folder `out` gets the commit that it began from.
+    A run that has started in the folder `out` gets the commit of its first start.
     """
     if Path(os.path.expanduser(source)).exists():
         return None
@@ -39,30 +41,29 @@ def snapshot(source: str, key: str, out: Path | None = None) -> hub.Snapshot | N
 
 
 def hub_sources(config: PlanConfig) -> dict[str, str]:
-    """Return the keys of `config` that may name a repository on the hub, with what they name."""
+    """Return the values of the keys of `config` that may name a repository on the hub."""
     sources = {"model.source": config.model.source, "data.tokenizer": config.data and config.data.tokenizer}
     return {key: source for key, source in sources.items() if isinstance(source, str)}
 
 
 def fetch_snapshots(config: PlanConfig) -> dict[str, hub.Snapshot]:
-    """Return the hub's copies, without weights, of the sources of `config` that are no local folder, by key."""
+    """Return the snapshots, without weights, of the sources of `config` that are not local, by key."""
     out = run_folder(config)
-    found = {key: snapshot(source, key, out) for key, source in hub_sources(config).items()}
-    return {key: one for key, one in found.items() if one is not None}
+    snapshots = {key: fetch_snapshot(source, key, out) for key, source in hub_sources(config).items()}
+    return {key: snapshot for key, snapshot in snapshots.items() if snapshot is not None}
 
 
-def model_source(source: str | None, snapshots: Mapping[str, hub.Snapshot]) -> Path | None:
-    """Return the folder of the model that `source`, the value of model.source, names; None where its config is
-    inline."""
+def source_folder(source: str | None, snapshots: Mapping[str, hub.Snapshot]) -> Path | None:
+    """Return the folder of the model that `source`, the value of model.source, names; None for an inline config."""
     if "model.source" in snapshots:
         return snapshots["model.source"].folder
     return None if source is None else local_folder(source)
 
 
 def read_hf_config(section: ModelSection, folder: Path | None = None) -> dict[str, Any]:
-    """The config.json of the model: inline, the file that `section` names, or that in `folder`, its local folder.
+    """Return the config.json of the model: inline, the file that `section` names, or the file in its local `folder`.
 
-    Without `folder` it is found from `section` alone, and nothing else is fetched from the hub.
+    Without `folder`, fetch only this file from the hub. Raise ModelError if there is none.
     """
     if section.source is None:
         return dict(section.config or {})

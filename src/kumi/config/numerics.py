@@ -1,9 +1,9 @@
-"""How a CPU is to compute: as the run file pins it, as the run began, or as was measured on this machine.
+"""The numerics of a CPU: pinned by the run file, kept from the run's first start, or measured on this machine.
 
-    precision.numerics = "auto":  the run folder's, else $KUMI_NUMERICS, else what this machine's cache has, else None
+    precision.numerics = "auto":  the run folder's, else $KUMI_NUMERICS, else this machine's cache, else None
     ~/.cache/kumi/numerics/<key>.json   one measurement: of a CPU, with a version of torch and a number of threads
 
-Nothing here measures: `kumi.train.measure_numerics` does, at the first start of a run.
+This module does not measure: `kumi.train.measure_numerics` does, at the first start of a run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
 from kumi.spec.numerics import REFERENCE, Numerics, parse
 
-VARIABLE = "KUMI_NUMERICS"
+_VARIABLE = "KUMI_NUMERICS"
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What a measurement holds for: a CPU, by its name and what it can do, torch, and the threads of a process."""
+    """The conditions for which a measurement is valid.
+
+    `name`: the model of the CPU.
+    `flags`: a digest of its features.
+    `torch`: the version of torch.
+    `threads`: the threads of a process.
+    """
 
     name: str
     flags: str
@@ -45,26 +51,27 @@ class Processor:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The choices made by measurement, and the seconds of every way by what was chosen: none of what took too long.
+class MeasuredNumerics:
+    """Numerics chosen by measurement.
 
-    `took` is what the measurement itself took, in seconds, without imports: 0 where it is from the cache.
+    `seconds`: operation -> implementation -> measured seconds; 0 for an implementation that took too long.
+    `measuring_seconds`: the duration of the measurement without imports; 0 if it was read from the cache.
     """
 
     numerics: Numerics
     seconds: dict[str, dict[str, float]]
-    took: float = field(default=0.0, compare=False)
+    measuring_seconds: float = field(default=0.0, compare=False)
 
     @property
     def complete(self) -> bool:
-        """Whether everything was measured in time."""
+        """True if every implementation was measured in time."""
         return bool(self.seconds) and all(
-            ways and all(one > 0 for one in ways.values()) for ways in self.seconds.values()
+            timings and all(value > 0 for value in timings.values()) for timings in self.seconds.values()
         )
 
 
 def this_processor(ranks: int) -> Processor:
-    """Return what a process has here that is one of `ranks` on this machine."""
+    """Return the conditions of a process that is one of `ranks` on this machine."""
     flags = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:16]
     try:
         torch = version("torch")
@@ -73,64 +80,64 @@ def this_processor(ranks: int) -> Processor:
     return Processor(cpu_name(), flags, torch, threads_per_rank(ranks, os.environ))
 
 
-def chosen(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None:
-    """Return how the CPU of `cluster` is to compute, where that is known; None where it has not been measured.
+def choose_numerics(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None:
+    """Return the numerics of the CPUs of `cluster`, or None if they have not been measured yet.
 
-    The precision that was measured counts for this machine only, not for one that a file describes. Raise ConfigError
-    where the variable KUMI_NUMERICS has none of the values that the key precision.numerics may have.
+    A measured precision is valid for this machine only, not for a cluster that a file describes. Raise ConfigError if
+    KUMI_NUMERICS has a value that precision.numerics could not have.
     """
     if cluster.device.kind != "cpu":
         return REFERENCE
     if config.precision.numerics != "auto":
         return parse(config.precision.numerics)
-    numerics = known_here(cluster.devices_per_node)
-    return None if numerics is None else of_cluster(numerics, config.cluster)
+    numerics = numerics_here(cluster.devices_per_node)
+    return None if numerics is None else numerics_for_cluster(numerics, config.cluster)
 
 
-def known_here(ranks: int) -> Numerics | None:
-    """Return how each of `ranks` processes is to compute here, where a run does not say: what KUMI_NUMERICS says, else
-    what was measured; None where nothing was."""
-    numerics, measured = given(), cached(this_processor(ranks))
+def numerics_here(ranks: int) -> Numerics | None:
+    """Return the default numerics of `ranks` processes on this machine: $KUMI_NUMERICS, else measured, else None."""
+    numerics, measured = numerics_from_environment(), read_cached_numerics(this_processor(ranks))
     return numerics if numerics is not None or measured is None else measured.numerics
 
 
-def of_cluster(numerics: Numerics, section: ClusterSection) -> Numerics:
-    """Return `numerics` without their precision where a file describes the cluster, and so says which one is fast."""
+def numerics_for_cluster(numerics: Numerics, section: ClusterSection) -> Numerics:
+    """Return `numerics`, without their precision if a file describes the cluster: its dtypes decide."""
     return numerics if section.source == "auto" else replace(numerics, kind="")
 
 
-def given() -> Numerics | None:
-    """Return what the variable KUMI_NUMERICS says, which stands in for a measurement; None where it is not set."""
-    text = os.environ.get(VARIABLE) or "auto"
+def numerics_from_environment() -> Numerics | None:
+    """Return the numerics in the variable KUMI_NUMERICS, which replaces a measurement; None if it is not set."""
+    text = os.environ.get(_VARIABLE) or "auto"
     try:
         return None if text == "auto" else parse(text)
     except ValueError as error:
-        raise ConfigError(f"{VARIABLE}: {error}") from None
+        raise ConfigError(f"{_VARIABLE}: {error}") from None
 
 
-def spelled_out(config: RunConfig, job: Job) -> RunConfig:
-    """Return `config` with the numerics of `job` spelled out, where it is of a CPU and they are known."""
+def pin_numerics(config: RunConfig, job: Job) -> RunConfig:
+    """Return `config` with the numerics of `job` pinned, if it runs on a CPU and they are known."""
     if job.numerics is None or job.cluster.device.kind != "cpu":
         return config
     precision = config.precision.model_copy(update={"numerics": str(job.numerics)})
     return config.model_copy(update={"precision": precision})
 
 
-def cached(processor: Processor) -> Measured | None:
-    """Return what was measured on `processor` before; None where nothing was, or the file cannot be used."""
+def read_cached_numerics(processor: Processor) -> MeasuredNumerics | None:
+    """Return the cached measurement for `processor`, or None if there is none that can be used."""
     try:
         written = read_object(_folder(), processor.file)
         seconds = {
-            str(what): {str(way): float(one) for way, one in ways.items()} for what, ways in written["seconds"].items()
+            str(operation): {str(name): float(value) for name, value in timings.items()}
+            for operation, timings in written["seconds"].items()
         }
-        measured = Measured(parse(written["numerics"]), seconds)
+        measured = MeasuredNumerics(parse(written["numerics"]), seconds)
         return measured if measured.complete else None
     except (ModelError, KeyError, TypeError, ValueError, AttributeError):
-        return None  # it is measured again
+        return None  # a damaged file: the next start measures again
 
 
-def keep(processor: Processor, measured: Measured) -> None:
-    """Write `measured` to the cache. Where that cannot be written, the next start measures again."""
+def cache_numerics(processor: Processor, measured: MeasuredNumerics) -> None:
+    """Write `measured` to the cache. If that fails, the next start measures again."""
     text = {
         "cpu": processor.name,
         "torch": processor.torch,

@@ -1,4 +1,4 @@
-"""A run file with its layout decided."""
+"""Pin a layout in a run file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 from kumi.config.schema import LayoutSection, PlanConfig
 from kumi.spec.layout import Layout
 
-Kind = TypeVar("Kind", bound=PlanConfig)
+_Config = TypeVar("_Config", bound=PlanConfig)
 
 
-def pinned_to(config: Kind, layout: Layout) -> Kind:
-    """Return `config` with every choice of `layout` pinned, so that the same layout is taken when it is read again."""
-    return config.model_copy(update={"layout": LayoutSection.model_validate(spelled(layout))})
+def pin_layout(config: _Config, layout: Layout) -> _Config:
+    """Return `config` with every field of `layout` pinned, so that reading it again gives the same layout."""
+    return config.model_copy(update={"layout": LayoutSection.model_validate(layout_keys(layout))})
 
 
-def spelled(layout: Layout) -> dict[str, Any]:
-    """Return every choice of `layout` by its key in the [layout] section of a run file."""
+def layout_keys(layout: Layout) -> dict[str, Any]:
+    """Return the fields of `layout` by their keys in the section [layout] of a run file."""
     return {name: value for name, value in asdict(layout).items() if value is not None and value != ()}

@@ -1,4 +1,4 @@
-"""The reference of run files, in Markdown: `python -m kumi.config.reference > docs/run-file.md`."""
+"""Generate docs/run-file.md: `python -m kumi.config.reference > docs/run-file.md`."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from typing import Any
 
 from kumi.config.load import json_schema
 
-HEAD = """# Run files
+_HEAD = """# Run files
 
-A run file is TOML. Every key that is not listed here is refused, with a suggestion. On the command line
-`section.key=value` sets a key: `kumi train run.toml optim.lr=2e-5 data.sources.0.weight=3`. `kumi describe run.toml
---resolved` prints a run file with defaults and layout spelled out, and `kumi describe --schema` the JSON schema, with
-which an editor completes and checks run files.
+A run file is TOML. An unknown key is refused, with a suggestion. On the command line `section.key=value` sets a key:
+`kumi train run.toml optim.lr=2e-5 data.sources.0.weight=3`. `kumi describe run.toml --resolved` prints a run file with
+all defaults and the layout, and `kumi describe --schema` prints the JSON schema, with which an editor completes and
+checks run files.
 
-A file for planning alone needs [model] and [batch], and says in [cluster] what machines to plan for; `name`, [data] and
-[train] may be left out.
+A file for planning needs only [model] and [batch], and describes the machines in [cluster]; `name`, [data] and [train]
+are optional.
 
-This page is made from that schema: `python -m kumi.config.reference > docs/run-file.md`.
+This page is generated from that schema: `python -m kumi.config.reference > docs/run-file.md`.
 """
 
 
-def reference() -> str:
-    """The page, made from the schema."""
+def run_file_page() -> str:
+    """Return the page in Markdown, generated from the JSON schema of run files."""
     schema = json_schema()
-    parts = [HEAD, "| key | | |\n|---|---|---|", _row("name", schema["properties"]["name"], ["name"])]
+    parts = [_HEAD, "| key | | |\n|---|---|---|", _row("name", schema["properties"]["name"], ["name"])]
     for name, item in schema["properties"].items():
         section = _target(item, schema)
         if section is not None:
             parts.append(_section(f"[{name}]", section))
-    parts += [_section(f"{title}", schema["$defs"][kind]) for title, kind in NESTED.items()]
+    parts += [_section(f"{title}", schema["$defs"][kind]) for title, kind in _NESTED.items()]
     return "\n".join(parts) + "\n"
 
 
-NESTED = {
+_NESTED = {
     "A source, in `data.sources`": "SourceSection",
     "A tokenizer to train, as `data.tokenizer`": "TrainedTokenizer",
 }
@@ -46,9 +46,10 @@ def _section(title: str, section: dict[str, Any]) -> str:
 
 
 def _target(item: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
-    reference = next((one["$ref"] for one in (item, *item.get("anyOf", ())) if "$ref" in one), None)
-    found: dict[str, Any] | None = None if reference is None else schema["$defs"][reference.rsplit("/", 1)[1]]
-    return found
+    """Return the definition that `item` refers to, or None."""
+    reference = next((option["$ref"] for option in (item, *item.get("anyOf", ())) if "$ref" in option), None)
+    target: dict[str, Any] | None = None if reference is None else schema["$defs"][reference.rsplit("/", 1)[1]]
+    return target
 
 
 def _row(key: str, item: dict[str, Any], required: list[str]) -> str:
@@ -64,11 +65,11 @@ def _default(value: Any) -> str:
 
 
 def _choices(item: dict[str, Any]) -> str:
-    """The words a key may hold, where there is a list of them."""
+    """Return the values of a key, if they are listed."""
     options = [item, *item.get("anyOf", []), item.get("items", {})]
     words = next((option["enum"] for option in options if "enum" in option), None)
     return "" if words is None else f" One of {', '.join(f'`{word}`' for word in words)}."
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(run_file_page(), end="")

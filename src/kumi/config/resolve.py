@@ -1,4 +1,4 @@
-"""From what a run file says to what will run: specs, with the layout chosen and everything derived."""
+"""Resolve a run file to the run of the trainer: specs, with the layout decided and every default filled in."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from kumi import hub
 from kumi.config.balance_section import Balance, choose_balance
-from kumi.config.decide_layout import decide
-from kumi.config.jobs import comm, plan_input
-from kumi.config.model_source import fetch_snapshots, model_source, read_hf_config
-from kumi.config.numerics import spelled_out
-from kumi.config.pinned_run import pinned_to
+from kumi.config.decide_layout import decide_layout
+from kumi.config.jobs import comm_spec, plan_input
+from kumi.config.model_source import fetch_snapshots, read_hf_config, source_folder
+from kumi.config.numerics import pin_numerics
+from kumi.config.pinned_run import pin_layout
 from kumi.config.run_plan import RunPlan, estimate_figures, made_for
 from kumi.config.schema import LayoutSection, RunConfig
-from kumi.config.stored_config import Begun, in_force, read_begun
+from kumi.config.stored_config import StoredRun, read_stored_run, with_stored_values
 from kumi.errors import ConfigError, LayoutError
 from kumi.plan.estimates import Estimate, MemoryEstimate
 from kumi.plan.search.candidates import Pins
@@ -37,13 +37,16 @@ from kumi.spec.saved_tensors import model_digest
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """All that the trainer reads.
+    """The complete input of the trainer.
 
-    `config`: the run file with every choice spelled out, as the run folder keeps it. `hf_config`: the model's
-    config.json as given. `source`: the folder it came from, None for an inline config. `snapshots`: copies of
-    repositories on the hub, by the run-file key that named them; `source` is the folder of such a copy then, in which
-    weights are only once they have been fetched. `pinned`: the layout fields that the run file pins. `change`: how the
-    layout differs from the one before and why, or "". `begun`: what the run folder said; None for a new run.
+    `config`: the run file with every choice pinned, as stored in the run folder.
+    `hf_config`: the model's config.json as given.
+    `source`: the folder of the model, None for an inline config. It may be a hub snapshot without weights.
+    `job`, `estimate`: model, cluster, batch, precision and optimizer; the layout with its estimate.
+    `snapshots`: snapshots of hub repositories, by the run-file key that names them.
+    `pinned`: the layout fields that the run file pins.
+    `change`: how and why the layout differs from the stored one, or "".
+    `stored`: the content of the run folder; None for a new run.
     """
 
     config: RunConfig
@@ -54,7 +57,7 @@ class ResolvedRun:
     snapshots: Mapping[str, hub.Snapshot] = field(default_factory=dict)
     pinned: Pins = field(default_factory=dict)
     change: str = ""
-    begun: Begun | None = None
+    stored: StoredRun | None = None
 
     @property
     def model(self) -> ModelSpec:
@@ -62,7 +65,7 @@ class ResolvedRun:
 
     @property
     def base(self) -> ModelSpec:
-        """The model without adapters, which is what files hold."""
+        """The model without adapters, as weight files contain it."""
         return replace(self.job.model, lora=None)
 
     @property
@@ -83,7 +86,7 @@ class ResolvedRun:
 
     @property
     def numerics(self) -> Numerics | None:
-        """How a CPU computes; None where that is still to be measured."""
+        """The numerics of a CPU; None if they are still to be measured."""
         return self.job.numerics
 
     @property
@@ -92,24 +95,24 @@ class ResolvedRun:
 
     @property
     def balance(self) -> Balance:
-        """How routed experts are kept equally busy."""
+        """The load balancing of routed experts."""
         return choose_balance(self.model, self.config.model)
 
     @property
     def comm(self) -> Comm:
-        """How gradients and parameters travel."""
-        return comm(self.config)
+        """How gradients, parameters and tokens are communicated."""
+        return comm_spec(self.config)
 
     @property
     def memory(self) -> MemoryEstimate:
-        """What the fullest rank holds."""
-        return max(self.estimate.memory, key=lambda one: one.total)
+        """The memory of the fullest rank."""
+        return max(self.estimate.memory, key=lambda stage: stage.total)
 
     @property
     def step_seconds(self) -> float | None:
-        """Estimated seconds of a step; None where the device's speed is not known."""
-        known = self.cluster.device.peak_flops(self.precision.matmul_dtype)
-        return self.estimate.step_seconds if known else None
+        """Estimated seconds of a step; None if the device's speed is unknown."""
+        peak = self.cluster.device.peak_flops(self.precision.matmul_dtype)
+        return self.estimate.step_seconds if peak else None
 
     @property
     def out(self) -> Path:
@@ -117,13 +120,13 @@ class ResolvedRun:
 
     @property
     def plan(self) -> RunPlan:
-        """What the run folder keeps as plan.json."""
+        """The content of plan.json."""
         figures = estimate_figures(self.estimate, speed_known=self.step_seconds is not None)
         return RunPlan(self.layout, self.pinned, made_for(self.job), figures)
 
     @property
     def identity(self) -> dict[str, str]:
-        """What must be the same on all ranks, by the section of the run file that decides it. Paths may differ."""
+        """Values that must be equal on all ranks, by section of the run file. Paths may differ between ranks."""
         config, train = self.config, self.config.train
         parts: dict[str, Any] = {
             "model": (model_digest(self.model), config.model.init, self.balance),
@@ -141,59 +144,62 @@ class ResolvedRun:
 
     @property
     def digest(self) -> str:
-        """Return the BLAKE2b digest (32 hexadecimal digits) of `identity`."""
+        """The BLAKE2b digest (32 hexadecimal digits) of `identity`."""
         return hashlib.blake2b(json.dumps(self.identity).encode(), digest_size=16).hexdigest()
 
 
 def resolve(
-    config: RunConfig, snapshots: Mapping[str, hub.Snapshot] | None = None, begun: Begun | None = None
+    config: RunConfig, snapshots: Mapping[str, hub.Snapshot] | None = None, stored: StoredRun | None = None
 ) -> ResolvedRun:
-    """Return what `config` will run. `snapshots`: the hub's copies of what it names; `begun`: what its run folder says.
+    """Resolve `config`, without access to the hub and the run folder (see `open_run`).
 
-    Neither the hub nor the run folder is looked at here (see open_run). Raise ConfigError, ModelError, LayoutError or
-    FitError, each with its reason.
+    `snapshots`: snapshots of its hub sources, by key. `stored`: the content of its run folder. Raise ConfigError,
+    ModelError, LayoutError or FitError, each with its reason.
     """
-    config, snapshots = in_force(config, begun), snapshots or {}
-    source = model_source(config.model.source, snapshots)
+    config, snapshots = with_stored_values(config, stored), snapshots or {}
+    source = source_folder(config.model.source, snapshots)
     hf_config = read_hf_config(config.model, source)
     if config.train.trace_step > config.train.steps:
         raise ConfigError(
-            f"train.trace_step={config.train.trace_step} comes after the last of train.steps={config.train.steps}; "
-            f"use 1 to {config.train.steps}, or 0 to record none"
+            f"train.trace_step={config.train.trace_step} is after the last step, train.steps={config.train.steps}; use "
+            f"1 to {config.train.steps}, or 0 to record no step"
         )
     asked = plan_input(config, hf_config)
     choose_balance(asked.job.model, config.model)
-    decision = decide(asked, None if begun is None else begun.plan)
-    written = pinned_to(spelled_out(config, asked.job), decision.estimate.layout)
+    decision = decide_layout(asked, None if stored is None else stored.plan)
+    written = pin_layout(pin_numerics(config, asked.job), decision.estimate.layout)
     run = ResolvedRun(
-        written, hf_config, source, asked.job, decision.estimate, snapshots, decision.pinned, decision.change, begun
+        written, hf_config, source, asked.job, decision.estimate, snapshots, decision.pinned, decision.change, stored
     )
-    wrong = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
+    problems = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:
-        wrong.append("comm.async_tp=true with [lora]: regions with adapters gather before they multiply; set it false")
-    if wrong:
-        raise LayoutError("; ".join(wrong))
+        problems.append(
+            "comm.async_tp=true with [lora]: blocks with adapters gather their input before they multiply; set "
+            "comm.async_tp = false"
+        )
+    if problems:
+        raise LayoutError("; ".join(problems))
     return run
 
 
 def open_run(config: RunConfig) -> ResolvedRun:
-    """Return what `config` will run, with what the hub has of its sources and its run folder says."""
-    return resolve(config, fetch_snapshots(config), read_begun(config))
+    """Resolve `config`, with snapshots of its hub sources and the content of its run folder."""
+    return resolve(config, fetch_snapshots(config), read_stored_run(config))
 
 
 def with_numerics_key(run: ResolvedRun, numerics: str) -> ResolvedRun:
-    """Return `run` resolved anew with this precision.numerics: precision and layout may be others then."""
+    """Return `run` resolved again with this precision.numerics, which may change precision and layout."""
     precision = run.config.precision.model_copy(update={"numerics": numerics})
     config = run.config.model_copy(update={"precision": precision, "layout": _pinned_section(run)})
-    return resolve(config, run.snapshots, run.begun)
+    return resolve(config, run.snapshots, run.stored)
 
 
 def with_plan(run: ResolvedRun, plan: RunPlan) -> ResolvedRun:
-    """Return `run` resolved anew as if its folder had this `plan`."""
-    begun = Begun(None if run.begun is None else run.begun.config, plan)
-    return resolve(run.config.model_copy(update={"layout": _pinned_section(run)}), run.snapshots, begun)
+    """Return `run` resolved again as if its folder contained `plan`."""
+    stored = StoredRun(None if run.stored is None else run.stored.config, plan)
+    return resolve(run.config.model_copy(update={"layout": _pinned_section(run)}), run.snapshots, stored)
 
 
 def _pinned_section(run: ResolvedRun) -> LayoutSection:
-    """Return the [layout] section of the run file of `run`."""
+    """Return the section [layout] with the fields that the run file of `run` pins."""
     return LayoutSection.model_validate(dict(run.pinned))

@@ -1,8 +1,8 @@
-"""The plan of a run, as its folder keeps it in plan.json: the layout, what it was chosen for, and its estimate.
+"""The plan of a run, stored in its folder as plan.json: the layout, the job that it was chosen for, and its estimate.
 
-layout     every field of the layout that the run trains with
-pinned     the fields that the run file pinned; the others were chosen
-made_for   the model's digest, the batch, the precision, and the machines
+layout     every field of the layout
+pinned     the fields that the run file pinned; the planner chose the others
+made_for   digest of the model, batch, precision and machines
 estimate   seconds of a step and bytes of the fullest rank
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kumi import __version__
-from kumi.config.pinned_run import spelled
+from kumi.config.pinned_run import layout_keys
 from kumi.config.schema import LayoutSection, Positive, PrecisionKind, Section
 from kumi.errors import RefusedError
 from kumi.files.untrusted import CONFIG, read_bytes, strict_json
@@ -27,11 +27,11 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.saved_tensors import model_digest
 
-PLAN = "plan.json"
+PLAN_FILE = "plan.json"
 
 
 class MadeFor(Section):
-    """What decides whether a layout fits: the digest of the model, the batch, the precision and the machines."""
+    """Everything that decides whether a layout fits: model (a digest), batch, precision and machines."""
 
     model: str
     seq_len: Positive
@@ -46,7 +46,7 @@ class MadeFor(Section):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The layout of a run, the fields of it that the run file pinned, what it was made for, and its estimate."""
+    """The layout of a run, the fields that the run file pinned, the job that it was made for, and its estimate."""
 
     layout: Layout
     pinned: Pins
@@ -60,7 +60,7 @@ class RunPlan:
     def plain(self) -> dict[str, Any]:
         """Return the plan as plain data; `parse_plan` is the inverse."""
         return {
-            "layout": spelled(self.layout),
+            "layout": layout_keys(self.layout),
             "pinned": dict(self.pinned),
             "made_for": self.made_for.model_dump(),
             "estimate": dict(self.estimate),
@@ -68,7 +68,7 @@ class RunPlan:
 
 
 def made_for(job: Job) -> MadeFor:
-    """Return what decides whether a layout of `job` fits."""
+    """Return the properties of `job` that decide whether a layout fits."""
     cluster = job.cluster
     return MadeFor(
         model=model_digest(job.model),
@@ -84,28 +84,28 @@ def made_for(job: Job) -> MadeFor:
 
 
 def estimate_figures(estimate: Estimate, *, speed_known: bool) -> dict[str, Any]:
-    """Return the figures of `estimate` that plan.json keeps; no seconds where the device's speed is not known."""
+    """Return the figures of `estimate` for plan.json; no seconds if the device's speed is unknown."""
     fullest = max(estimate.memory, key=lambda stage: stage.total)
     seconds = {"step_seconds": estimate.step_seconds, "time": dict(estimate.time)} if speed_known else {}
     return {**seconds, "memory_bytes": fullest.total, "memory": asdict(fullest)}
 
 
 def read_plan(out: Path) -> RunPlan | None:
-    """Return the plan of the run in the folder `out`; None in a folder that a version without plans wrote.
+    """Return the plan of the run in the folder `out`; None for a folder of a version without plans.
 
-    Raise RefusedError where the file is damaged.
+    Raise RefusedError if the file is damaged.
     """
-    if not (out / PLAN).is_file():
+    if not (out / PLAN_FILE).is_file():
         return None
     try:
-        written = strict_json(read_bytes(out, PLAN, RefusedError), CONFIG)
+        written = strict_json(read_bytes(out, PLAN_FILE, RefusedError), CONFIG)
     except ValueError as error:
-        raise _damaged(str(out / PLAN), f"not valid JSON: {error}") from None
-    return parse_plan(written, str(out / PLAN))
+        raise _damaged(str(out / PLAN_FILE), f"not valid JSON: {error}") from None
+    return parse_plan(written, str(out / PLAN_FILE))
 
 
 def parse_plan(written: Mapping[str, Any], where: str) -> RunPlan:
-    """Return the plan that the JSON object `written` holds. Raise RefusedError, naming `where`, where it holds none."""
+    """Return the plan in the JSON object `written`. Raise RefusedError, which names `where`, if it is not valid."""
     try:
         layout, pinned = (LayoutSection.model_validate(written[key]) for key in ("layout", "pinned"))
         fields = layout.model_dump(exclude_none=True)
@@ -118,12 +118,12 @@ def parse_plan(written: Mapping[str, Any], where: str) -> RunPlan:
 
 def _damaged(where: str, reason: str) -> RefusedError:
     return RefusedError(
-        f"{where}: damaged ({reason}), so that the layout of the run is not known; restore it, or delete it to have "
-        f"the layout chosen anew"
+        f"{where} is damaged ({reason}), so the layout of the run is not known; restore the file, or delete it to let "
+        f"kumi choose a layout"
     )
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+        return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:3])
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,4 +1,7 @@
-"""Every key of a run file, with its default and a sentence on what it does."""
+"""The keys of a run file, each with its type, default and description.
+
+Keys that set a field of a spec dataclass take default and description from it (`spec_key`).
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,38 @@ from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
 from kumi.spec.lora import ALL, QUANTIZED, Lora
 from kumi.spec.lora import INITS as LORA_INITS
 from kumi.spec.numerics import parse
+from kumi.spec.optim import LR_SCHEDULES, Optim
 from kumi.spec.optim_states import KINDS
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedules import SCHEDULES
 
-# Share of a run over which the rate climbs where the run file says nothing of it: see docs/decisions/warmup.md.
+# Default share of a run for the warm-up of the learning rate: see docs/decisions/warmup.md.
 WARMUP_RATIO = 0.03
 
-# A count beyond this is a slip of the keyboard, and would keep the search for a layout busy for hours.
-MOST = 10**12
+# Larger counts are typing errors, and would keep the search for a layout busy for hours.
+_MAX_COUNT = 10**12
 
-# TOML has types, so nothing is converted: 4.0, "4" and true are no counts, and inf and nan are no numbers.
-Positive = Annotated[int, Field(gt=0, le=MOST, strict=True)]
-NotNegative = Annotated[int, Field(ge=0, le=MOST, strict=True)]
+# Strict types, as TOML has them: 4.0, "4" and true are not counts, and inf and nan are not numbers.
+Positive = Annotated[int, Field(gt=0, le=_MAX_COUNT, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)]
 Number = Annotated[float, Field(strict=True)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Switch = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
-# The words that a key may hold, taken from where they are given a meaning.
+# Patterns of ids on the hub.
+MODEL_ID = r"^[\w-][\w.-]*/[\w-][\w.-]*$"
+DATASET_ID = r"^[\w-][\w.-]*(/[\w-][\w.-]*)?$"
+
+# Keys with listed values, which the modules that implement them define.
 if TYPE_CHECKING:
     Recompute: TypeAlias = str
     Schedule: TypeAlias = str
     Offload: TypeAlias = str
     Context: TypeAlias = str
     OptimKind: TypeAlias = str
+    LrSchedule: TypeAlias = str
     PrecisionKind: TypeAlias = str
     Compress: TypeAlias = str
     ObjectiveKind: TypeAlias = str
@@ -49,20 +58,22 @@ if TYPE_CHECKING:
 else:
     Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[tuple(SCHEDULES)], Literal[OFFLOAD]
     Context = Literal[CONTEXT]
-    OptimKind, PrecisionKind = Literal[KINDS], Literal["auto", *PRECISIONS]
+    OptimKind, LrSchedule, PrecisionKind = Literal[KINDS], Literal[LR_SCHEDULES], Literal["auto", *PRECISIONS]
     Compress = Literal[COMPRESS]
     ObjectiveKind = Literal[tuple(OBJECTIVES)]
     LoraInit, Quantize = Literal[LORA_INITS], Literal["none", *QUANTIZED]
     SourceFormat = Literal[FORMATS]
 
 
-def key(spec: type[Any], name: str, default: Any = None) -> Any:
-    """Return the key of a run file that sets the field `name` of the dataclass `spec`: its text is that field's, and so
-    is its default, unless a run file writes it otherwise, as `default`."""
-    described = spec.__dataclass_fields__[name]
-    if default is None:
-        default = ... if described.default is MISSING else described.default
-    return Field(default, description=described.metadata["text"])
+def spec_key(spec: type[Any], name: str, default: Any = MISSING) -> Any:
+    """Return the key of a run file that sets the field `name` of the dataclass `spec`, with that field's description.
+
+    The default is the field's, unless the key has another representation of it, given as `default`.
+    """
+    field = spec.__dataclass_fields__[name]
+    if default is MISSING:
+        default = ... if field.default is MISSING else field.default
+    return Field(default, description=field.metadata["text"])
 
 
 class Section(BaseModel):
@@ -71,92 +82,95 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The model: a Hugging Face folder or hub id, or a config.json written inline."""
+    """The model: a Hugging Face folder or hub id, or an inline config.json."""
 
     source: Text | None = Field(
         None,
-        description="A folder with config.json (and weights), a config.json, or a hub id: org/name, or with a revision "
+        description="A folder with config.json (and weights), a config.json, or a hub id: org/name or "
         "org/name@revision.",
     )
     config: dict[str, Any] | None = Field(None, description="A Hugging Face config.json, inline, instead of `source`.")
     init: Literal["pretrained", "random"] = Field(
-        "pretrained", description="Start from the weights in `source`, or from random weights drawn with `train.seed`."
+        "pretrained", description="Initial weights: those in `source`, or random ones from `train.seed`."
     )
 
     balance: Literal["auto", "aux", "sequence-aux", "loss-free", "none"] = Field(
         "auto",
-        description="What keeps routed experts equally busy: a loss over each microbatch or each sequence, or a bias "
-        "that moves after every step; 'auto' is what the model's family is trained with.",
+        description="Load balancing of routed experts: an auxiliary loss over each microbatch or each sequence, or a "
+        "bias of the router that is adjusted after every step; 'auto' is the method that the model's family was "
+        "trained with.",
     )
     balance_coef: Annotated[Number, Field(ge=0)] | None = Field(
         None,
-        description="Weight of that loss, by default what config.json says, or the step of the bias, by default 0.001.",
+        description="Weight of the auxiliary loss, by default that of config.json; or step of the bias, by default "
+        "0.001.",
     )
 
     @model_validator(mode="after")
-    def _one_description(self) -> ModelSection:
+    def _check_one_source(self) -> ModelSection:
         if (self.source is None) == (self.config is None):
-            raise ValueError("give either source or config, and only one of them")
+            given = "both are set" if self.source is not None else "neither is set"
+            raise ValueError(f"give either source or config, not both; {given}")
         return self
 
 
 class ClusterSection(Section):
     """The machines."""
 
-    source: str = Field("auto", description="'auto' describes this machine; otherwise a preset's name or a TOML file.")
-    nodes: Positive = Field(1, description="How many machines.")
+    source: str = Field("auto", description="'auto' for this machine, a preset's name, or a TOML file.")
+    nodes: Positive = Field(1, description="Number of machines.")
     devices_per_node: Positive | None = Field(
-        None, description="Ranks a machine runs; by default its GPUs, or one rank on a machine without any."
+        None, description="Ranks per machine; by default one per GPU, or one on a machine without GPUs."
     )
     network: Text | None = Field(
-        None, description="What joins the machines: a preset's name or a TOML file; by default what `source` says."
+        None, description="Network between the machines: a preset's name or a TOML file; by default that of `source`."
     )
-    sites: Positive = Field(1, description="How many places the machines are dealt evenly to.")
-    site_link: Text | None = Field(None, description="What joins the sites: a preset's name or a TOML file.")
-    price_per_hour: Annotated[Number, Field(ge=0)] = Field(0.0, description="What a device costs an hour.")
+    sites: Positive = Field(1, description="Number of sites, over which the machines are distributed evenly.")
+    site_link: Text | None = Field(None, description="Network between the sites: a preset's name or a TOML file.")
+    price_per_hour: Annotated[Number, Field(ge=0)] = Field(0.0, description="Price of a device per hour.")
     watts: Annotated[Number, Field(gt=0)] | None = Field(
-        None, description="What a device draws at full load, with its share of the rest; by default its data sheet's."
+        None, description="Power of a device at full load, with its share of the machine; by default the data sheet's."
     )
 
 
 class BatchSection(Section):
-    """How many tokens make a step."""
+    """The size of a step."""
 
-    seq_len: Positive = Field(description="Tokens in a sequence.")
-    tokens_per_step: Positive = Field(description="Tokens in an optimizer step, over all ranks.")
+    seq_len: Positive = Field(description="Tokens per sequence.")
+    tokens_per_step: Positive = Field(description="Tokens per optimizer step, over all ranks.")
 
 
 class ObjectiveSection(Section):
-    """What is learned."""
+    """The training objective."""
 
-    kind: ObjectiveKind = Field("lm", description="'lm' predicts every next token.")
+    kind: ObjectiveKind = Field("lm", description="'lm' is next-token prediction.")
 
 
 class LoraSection(Section):
-    """Adapters: with this section, small matrices beside those of a model's layers are trained, and nothing else."""
+    """LoRA adapters: with this section, only adapters on the matrices of layers are trained."""
 
-    r: Positive = key(Lora, "r")
-    alpha: Annotated[Number, Field(gt=0)] = key(Lora, "alpha")
-    target_modules: tuple[Text, ...] | Text = key(Lora, "targets", default=ALL)
-    dropout: Annotated[Number, Field(ge=0, lt=1)] = key(Lora, "dropout")
-    use_rslora: Switch = key(Lora, "use_rslora")
-    use_dora: Switch = key(Lora, "use_dora")
-    init: LoraInit = key(Lora, "init")
-    quantize: Quantize = key(Lora, "quantize", default="none")
-    source: Text | None = Field(None, description="A folder of adapters, as PEFT writes them, to go on from.")
+    r: Positive = spec_key(Lora, "r")
+    alpha: Annotated[Number, Field(gt=0)] = spec_key(Lora, "alpha")
+    target_modules: tuple[Text, ...] | Text = spec_key(Lora, "targets", default=ALL)
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = spec_key(Lora, "dropout")
+    use_rslora: Switch = spec_key(Lora, "use_rslora")
+    use_dora: Switch = spec_key(Lora, "use_dora")
+    init: LoraInit = spec_key(Lora, "init")
+    quantize: Quantize = spec_key(Lora, "quantize", default="none")
+    source: Text | None = Field(None, description="A PEFT folder with the initial adapters.")
     merge: Switch = Field(
-        False, description="Write the model with the adapters in it to `hf` at the end, besides the folder `adapter`."
+        False, description="At the end, also write the model with merged adapters to `hf`; `adapter` is always written."
     )
 
 
 class SourceSection(Section):
     """One source of documents."""
 
-    path: Text = key(Source, "path")
-    weight: Annotated[Number, Field(gt=0)] = key(Source, "weight")
-    text_key: str = key(Source, "text_key")
-    format: SourceFormat = key(Source, "format")
-    exclude: tuple[str, ...] = key(Source, "exclude")
+    path: Text = spec_key(Source, "path")
+    weight: Annotated[Number, Field(gt=0)] = spec_key(Source, "weight")
+    text_key: str = spec_key(Source, "text_key")
+    format: SourceFormat = spec_key(Source, "format")
+    exclude: tuple[str, ...] = spec_key(Source, "exclude")
 
 
 class TrainedTokenizer(Section):
@@ -168,231 +182,225 @@ class TrainedTokenizer(Section):
 
 
 class DataSection(Section):
-    """Where the tokens come from."""
+    """The training data."""
 
     sources: tuple[SourceSection, ...] = Field(min_length=1, description="The sources, mixed by weight.")
     tokenizer: Text | TrainedTokenizer = Field(
         description="A Hugging Face tokenizer folder or hub id, or { vocab_size = N } to train one on the sources."
     )
     validation: Annotated[Number, Field(ge=0, le=0.5)] = Field(
-        0.01, description="Share of the documents held out, by a hash of their text, so that no copy is trained on."
+        0.01, description="Share of documents held out, by a hash of their text, so copies are held out, too."
     )
     on_error: Literal["skip", "fail"] = Field(
-        "skip", description="What to do with a record that cannot be read: skip and report it, or stop."
+        "skip", description="A record that cannot be read is skipped and reported, or stops the run."
     )
-    add_bos: Switch = Field(False, description="Begin every document with the tokenizer's bos token.")
+    add_bos: Switch = Field(False, description="Begin every document with the tokenizer's BOS token.")
     cross_document: Switch = Field(
-        False, description="Let attention and prediction cross from a document into the next one in its window."
+        False, description="Let attention and prediction cross the boundaries of documents in a sequence."
     )
-    workers: NotNegative = Field(0, description="Processes that tokenise; 0 means one a core.")
+    workers: NotNegative = Field(0, description="Processes that tokenise; 0 means one per core.")
     cache: Text | None = Field(None, description="Folder of tokenised data; by default `data` inside `train.out`.")
 
 
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    kind: OptimKind = Field(
-        "adamw", description="The optimizer; 'muon' updates tables, norms and biases as 'adamw' does."
-    )
-    lr: Number = Field(3e-4, gt=0, description="Peak learning rate.")
-    betas: tuple[Decay, Decay] = Field(
-        (0.9, 0.95), description="Decay of the first and second moments; the first is the momentum of muon and sgd."
-    )
-    eps: Number = Field(1e-8, gt=0, description="Added to the denominator of the update in 'adamw' and 'adamw-8bit'.")
-    weight_decay: Number = Field(
-        0.1, ge=0, description="Weight decay, decoupled except in 'sgd'; norms and biases are not decayed."
-    )
-    grad_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        "cosine", description="How the rate falls after the warm-up; 'wsd' stays, then falls over `decay_steps`."
-    )
-    warmup_steps: NotNegative | None = Field(
-        None, description="Steps over which the rate climbs from 0; where left out, `warmup_ratio` of the run."
-    )
+    kind: OptimKind = spec_key(Optim, "kind")
+    lr: Annotated[Number, Field(gt=0)] = spec_key(Optim, "lr")
+    betas: tuple[Decay, Decay] = spec_key(Optim, "betas")
+    eps: Annotated[Number, Field(gt=0)] = spec_key(Optim, "eps")
+    weight_decay: Annotated[Number, Field(ge=0)] = spec_key(Optim, "weight_decay")
+    grad_clip: Annotated[Number, Field(ge=0)] = spec_key(Optim, "grad_clip")
+    schedule: LrSchedule = spec_key(Optim, "schedule")
+    warmup_steps: NotNegative | None = spec_key(Optim, "warmup_steps", default=None)
     warmup_ratio: Decay | None = Field(
         default_factory=lambda section: WARMUP_RATIO if section.get("warmup_steps") is None else None,
-        description=f"Share of the run's steps over which the rate climbs from 0, rounded up to steps; "
-        f"{WARMUP_RATIO} where `warmup_steps` is left out, too.",
+        description=f"Share of the run's steps over which the learning rate rises from 0, rounded up to steps; "
+        f"{WARMUP_RATIO} if `warmup_steps` is unset, too.",
     )
-    decay_steps: NotNegative = Field(0, description="Last steps over which 'wsd' falls; 0 means a tenth of the run.")
-    min_lr_ratio: Fraction = Field(0.1, description="The rate at the last step, relative to `lr`.")
+    decay_steps: NotNegative = spec_key(Optim, "decay_steps")
+    min_lr_ratio: Fraction = spec_key(Optim, "min_lr_ratio")
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> OptimSection:
+    def _check_one_warmup(self) -> OptimSection:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} both say how long the rate "
-                f"climbs; give one of them"
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} both set the length of the "
+                f"warm-up; give only one of them"
             )
         return self
 
 
 class PrecisionSection(Section):
-    """In which number formats to compute."""
+    """Dtypes and numerics."""
 
     kind: PrecisionKind = Field(
         "auto",
-        description="'auto' is bf16 where the device computes it fast (a CPU: where `numerics` says so), else fp16 "
-        "where it does that, else fp32. Master weights are float32, but in 'bf16-pure', which has none and can only be "
-        "planned; 'fp8' multiplies layers' matrices in float8, which needs the package torchao and a CUDA device that "
-        "has it.",
+        description="'auto' is bf16 if the device computes it fast (on a CPU: if `numerics` says so), else fp16 if "
+        "the device computes that fast, else fp32. Master weights are float32; 'bf16-pure' has none and can only be "
+        "planned. 'fp8' computes the matmuls of layers in float8, with the package torchao and a CUDA device that "
+        "supports it.",
     )
 
     numerics: Text = Field(
         "auto",
-        description="How a CPU computes what it can compute in several ways: 'auto' measures once on each machine, and "
-        "keeps what a run began with; 'reference' is what versions without this key did; or the words that "
-        "`kumi describe` prints, without those in brackets. Losses are equal up to rounding.",
+        description="Implementations of operations on a CPU: 'auto' measures once per machine, and a run keeps its "
+        "first choice; 'reference' is the behaviour of versions without this key; or the words that `kumi describe` "
+        "prints, without those in parentheses. Losses are equal up to rounding.",
     )
 
     @field_validator("numerics")
     @classmethod
-    def _known(cls, text: str) -> str:
+    def _check_numerics(cls, text: str) -> str:
         return text if text == "auto" else str(parse(text))
 
 
 class LayoutSection(Section):
-    """What you pin of the parallel layout; the rest is chosen for you."""
+    """Pinned fields of the parallel layout; the planner chooses the others."""
 
     pp: Positive | None = Field(None, description="Pipeline-parallel degree.")
-    dp_replicate: Positive | None = Field(None, description="Data-parallel groups that hold copies of the states.")
-    dp_shard: Positive | None = Field(None, description="Data-parallel ranks that divide the states among them.")
+    dp_replicate: Positive | None = Field(None, description="Data-parallel replicas of the states (DDP, HSDP).")
+    dp_shard: Positive | None = Field(
+        None, description="Data-parallel ranks over which the states are sharded (ZeRO, FSDP)."
+    )
     cp: Positive | None = Field(None, description="Context-parallel degree.")
     tp: Positive | None = Field(None, description="Tensor-parallel degree.")
     ep: Positive | None = Field(None, description="Expert-parallel degree.")
     zero: Annotated[NotNegative, Field(le=3)] | None = Field(
-        None, description="What dp_shard divides: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."
+        None,
+        description="ZeRO stage: states that dp_shard shards; 0 none, 1 optimizer states, 2 also gradients, 3 also "
+        "parameters.",
     )
-    microbatch: Positive | None = Field(None, description="Sequences in a forward-backward pass of one rank.")
+    microbatch: Positive | None = Field(None, description="Sequences in one forward-backward pass of a rank.")
     recompute: Recompute | None = Field(
-        None, description="What the backward pass computes again instead of keeping it from the forward pass."
+        None, description="Activations that the backward pass recomputes instead of storing them."
     )
     recompute_layers: NotNegative | None = Field(
-        None, description="In how many layers of each rank it does so; by default in all."
+        None, description="Layers per rank with recomputation; by default all."
     )
     sequence_parallel: Switch | None = Field(
         None,
-        description="Divide over `tp` what lies between the tensor-parallel regions, too; the trainer does by default.",
+        description="Also shard the sequence over `tp` between tensor-parallel blocks; kumi's trainer does by default.",
     )
-    expert_tp: Positive | None = Field(None, description="Tensor-parallel degree inside every expert.")
-    schedule: Schedule | None = Field(None, description="In which order the pipeline works through the microbatches.")
-    stages: Positive | None = Field(None, description="Pipeline stages that every pipeline rank holds.")
+    expert_tp: Positive | None = Field(None, description="Tensor-parallel degree inside each expert.")
+    schedule: Schedule | None = Field(None, description="Pipeline schedule.")
+    stages: Positive | None = Field(None, description="Pipeline stages per pipeline rank.")
     stage_layers: Annotated[tuple[NotNegative, ...], Field(min_length=1)] | None = Field(
         None,
-        description="Layers of every stage, in model order; by default as even as can be. With it nothing is searched: "
-        "what is not pinned is at its default.",
+        description="Layers of each stage, in model order; by default balanced. With this key there is no search: "
+        "fields that are not pinned have their defaults.",
     )
     offload: Offload | None = Field(
         None,
-        description="What is kept on the host, or on its NVMe drives; by default "
-        "what makes the fastest layout fit, drives never.",
+        description="States or activations that are offloaded to host memory or NVMe drives; by default whatever makes "
+        "the fastest layout fit, but never drives.",
     )
     context: Context | None = Field(
         None,
-        description="How attention looks beyond a `cp` rank's part of the sequence: keys and values go round all "
-        "ranks ('ring', the default), or every rank gets whole sequences of some heads ('ulysses').",
+        description="Context-parallel attention: keys and values circulate among the ranks ('ring', the default), or "
+        "an all-to-all gives each rank all tokens of some heads ('ulysses').",
     )
     tiles: Positive | None = Field(
-        None, description="Dense feed-forward layers are computed in so many tiles of columns, one after the other."
+        None, description="Number of tiles in which dense feed-forward layers are computed, one after another."
     )
 
 
 class CommSection(Section):
-    """How gradients and parameters travel between data-parallel ranks, and tokens between tensor-parallel ones."""
+    """Communication of gradients, parameters and tokens."""
 
-    compress: Compress = key(Comm, "compress")
-    powersgd_rank: Positive = key(Comm, "powersgd_rank")
-    powersgd_start: Annotated[Positive, Field(ge=2)] = key(Comm, "powersgd_start")
-    bucket_mb: Annotated[Number, Field(gt=0)] | None = key(Comm, "bucket_mb")
-    prefetch: Positive | None = key(Comm, "prefetch")
-    async_tp: Switch = key(Comm, "async_tp")
+    compress: Compress = spec_key(Comm, "compress")
+    powersgd_rank: Positive = spec_key(Comm, "powersgd_rank")
+    powersgd_start: Annotated[Positive, Field(ge=2)] = spec_key(Comm, "powersgd_start")
+    bucket_mb: Annotated[Number, Field(gt=0)] | None = spec_key(Comm, "bucket_mb")
+    prefetch: Positive | None = spec_key(Comm, "prefetch")
+    async_tp: Switch = spec_key(Comm, "async_tp")
 
 
 class TrainSection(Section):
-    """The run."""
+    """The training run."""
 
     steps: Positive = Field(description="Optimizer steps.")
-    out: Text = Field(description="Folder of the run; the same command again resumes from it.")
-    seed: NotNegative = Field(0, description="Seed of the initial weights and of the order of the data.")
-    compile: Switch = Field(False, description="Compile every layer with torch.compile.")
+    out: Text = Field(description="Folder of the run; the same command resumes from it.")
+    seed: NotNegative = Field(0, description="Seed of the initial weights and of the data order.")
+    compile: Switch = Field(False, description="Compile each layer with torch.compile.")
     offload_dir: Text | None = Field(
         None,
-        description="Folder on the drives that `layout.offload` moves optimizer states to; by default `offload` inside "
-        "`out`. What lies there has no name and is gone when the run ends.",
+        description="Folder on the NVMe drives for offloaded optimizer states (`layout.offload`); by default `offload` "
+        "inside `out`. Its files are unlinked and disappear when the run ends.",
     )
     trace_step: NotNegative = Field(
         0,
-        description="Step of which is recorded what every pipeline rank did when, beside what was planned: a trace and "
-        "a picture, `pipeline-step-N.json` and `.svg` inside `out`; 0 records none.",
+        description="Step whose pipeline timeline is recorded and compared with the plan, as a trace and a picture: "
+        "`pipeline-step-N.json` and `.svg` inside `out`; 0 records no step.",
     )
     timeout_s: Annotated[Number, Field(gt=0, le=7 * 86400)] = Field(
         600.0,
-        description="Seconds that ranks wait for one another in a communication, and for their parts of a checkpoint; "
-        "then the run ends with exit code 7 and names the ranks that did not come.",
+        description="Seconds that ranks wait for each other in a collective, and for their shards of a checkpoint; "
+        "then the run ends with exit code 7 and names the missing ranks.",
     )
 
 
 class EvalSection(Section):
-    """Evaluation on the held-out documents."""
+    """Evaluation on held-out documents."""
 
     every: NotNegative = Field(0, description="Steps between evaluations; 0 evaluates at the end only.")
-    sequences: NotNegative = Field(0, description="Held-out sequences to use, spread over all; 0 means all.")
+    sequences: NotNegative = Field(0, description="Held-out sequences to evaluate, evenly spaced; 0 means all.")
 
 
 class CheckpointSection(Section):
-    """What is saved, so that a run survives."""
+    """Checkpoints."""
 
     every: NotNegative = Field(0, description="Steps between checkpoints; 0 saves at the end only.")
-    keep: Positive = Field(2, description="How many checkpoints to keep; older ones are removed.")
-    asynchronous: Switch = Field(True, description="Write in the background while training goes on.")
+    keep: Positive = Field(2, description="Number of checkpoints to keep; older ones are deleted.")
+    asynchronous: Switch = Field(True, description="Write in the background during training.")
 
 
 class LogSection(Section):
-    """What is reported."""
+    """Logging."""
 
     every: Positive = Field(10, description="Steps between lines in the terminal.")
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
-        (), description="Where metrics go besides the terminal and metrics.jsonl."
+        (), description="Additional destinations of metrics; the terminal and metrics.jsonl always get them."
     )
 
 
 class ExportSection(Section):
-    """The Hugging Face folder written at the end, to `hf` inside `train.out`."""
+    """Export of a Hugging Face folder at the end, to `hf` inside `train.out`."""
 
-    enabled: Switch = Field(True, description="Whether to write it.")
+    enabled: Switch = Field(True, description="Write the folder.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Dtype of the weights; 'auto' is that of `model.source`, float32 for a new model."
+        "auto", description="Dtype of the weights; 'auto' is the dtype of `model.source`, or float32 for a new model."
     )
-    push: Annotated[Text, Field(pattern=r"^[\w-][\w.-]*/[\w-][\w.-]*$")] | None = Field(
-        None, description="Repository on the hub, org/name, that gets the folder once it is verified."
+    push: Annotated[Text, Field(pattern=MODEL_ID)] | None = Field(
+        None, description="Hub repository, org/name, to which the folder is pushed after it is verified."
     )
-    public: Switch = Field(False, description="Whether a repository that `push` makes can be read by everyone.")
-    datasets: tuple[Annotated[Text, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)?$")], ...] = Field(
-        (), description="Ids on the hub of the datasets trained on, for the model card."
+    public: Switch = Field(False, description="Make a repository that `push` creates public.")
+    datasets: tuple[Annotated[Text, Field(pattern=DATASET_ID)], ...] = Field(
+        (), description="Hub ids of the training datasets, for the model card."
     )
     license: Text | None = Field(
         None,
-        description="Licence of the model, for its card, such as apache-2.0; by default what `model.source`'s says.",
+        description="Licence of the model for the model card, such as apache-2.0; by default that of `model.source`.",
     )
 
 
 class SampleSection(Section):
-    """Text written by the model at the end, for a first look."""
+    """Sample texts from the model at the end."""
 
-    prompts: tuple[str, ...] = Field((), description="Beginnings to continue.")
-    max_new_tokens: Positive = Field(48, description="Tokens to add to each.")
-    temperature: Number = Field(0.0, ge=0, description="0 takes the likeliest token every time.")
+    prompts: tuple[str, ...] = Field((), description="Texts to continue.")
+    max_new_tokens: Positive = Field(48, description="Tokens to generate for each.")
+    temperature: Number = Field(0.0, ge=0, description="Sampling temperature; 0 always takes the most likely token.")
 
 
 class PlanConfig(Section):
-    """What decides an estimate, and whatever else a run file says: a plan needs no data and no steps."""
+    """A run file for planning: data and steps are optional."""
 
     name: Text = Field("plan", description="Name of the run.")
     model: ModelSection
     cluster: ClusterSection = ClusterSection()
     batch: BatchSection
     objective: ObjectiveSection = ObjectiveSection()
-    lora: LoraSection | None = Field(None, description="Train adapters only; without this section, everything.")
+    lora: LoraSection | None = Field(None, description="Train adapters only; without this section, all parameters.")
     data: DataSection | None = None
     optim: OptimSection = OptimSection()
     precision: PrecisionSection = PrecisionSection()
@@ -414,33 +422,33 @@ class RunConfig(PlanConfig):
     train: TrainSection
 
     @model_validator(mode="after")
-    def _weights_to_start_from(self) -> RunConfig:
+    def _check_init(self) -> RunConfig:
         if self.model.config is not None and self.model.init == "pretrained":
             raise ValueError("model: an inline config has no weights; set model.init = 'random', or give model.source")
         return self
 
     @model_validator(mode="after")
-    def _something_to_adapt(self) -> RunConfig:
+    def _check_lora(self) -> RunConfig:
         if self.lora is not None and self.model.init != "pretrained":
             raise ValueError(
-                "lora: adapters are trained beside given weights, and model.init='random' has none; give model.source, "
-                "or leave [lora] out"
+                "lora: adapters need pretrained weights, but model.init='random'; set model.init='pretrained' and "
+                "model.source, or remove [lora]"
             )
         return self
 
     @model_validator(mode="after")
-    def _something_to_push(self) -> RunConfig:
+    def _check_push(self) -> RunConfig:
         if self.export.push is not None and not self.export.enabled:
             raise ValueError(
-                f"export.push={self.export.push!r} and export.enabled=false leave nothing to send; take one of them out"
+                f"export.push={self.export.push!r} has nothing to push, as export.enabled=false; remove one of them"
             )
         return self
 
     @model_validator(mode="after")
-    def _something_to_evaluate(self) -> RunConfig:
+    def _check_evaluation(self) -> RunConfig:
         if self.eval.every and not self.data.validation:
             raise ValueError(
-                f"eval.every={self.eval.every} and data.validation=0 leave nothing to evaluate on; hold out a share of "
-                f"the documents with data.validation, or set eval.every=0"
+                f"eval.every={self.eval.every} has no documents to evaluate, because data.validation=0; hold out a "
+                f"share of the documents with data.validation, or set eval.every=0"
             )
         return self

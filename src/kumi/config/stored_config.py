@@ -1,8 +1,8 @@
-"""What a run folder says of a run that has begun; an earlier version may have written it.
+"""Read the run folder of a run that has started, possibly written by an earlier version.
 
-`config.toml` spells out every key that the version knew which wrote it. A key that it lacks counts as what was in force
-then: the key's default, which is to leave a run as it was without the key, or else what `BEFORE` says. `plan.json` says
-which layout the run has, and why (see run_plan); folders of earlier versions have none.
+`config.toml` contains every key of the version that wrote it. A missing key has the value that was in force then:
+`EARLIER_VALUES` if it lists the key, otherwise today's default, which changes nothing for such a run. `plan.json`
+contains the layout (see `run_plan`); folders of earlier versions lack it.
 """
 
 from __future__ import annotations
@@ -19,84 +19,91 @@ from kumi.config.schema import PlanConfig, RunConfig
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.untrusted import parse_toml, read_bytes
 
-CONFIG = "config.toml"
-NUMERICS = "precision.numerics"
+CONFIG_FILE = "config.toml"
+_NUMERICS_KEY = "precision.numerics"
 
-# For each key whose default is not what earlier versions did: the keys, with their values, that were in force in runs
-# which said nothing of them. Add an entry with every such key; tests/train/test_earlier_versions.py resumes a run of a
-# version that knew none of them.
-BEFORE: dict[str, dict[str, Any]] = {"optim.warmup_ratio": {"optim.warmup_steps": 0}, NUMERICS: {NUMERICS: "reference"}}
+# Keys whose default differs from the behaviour of earlier versions -> the keys and values that reproduce it. A new key
+# of this kind needs an entry here; tests/train/test_earlier_versions.py resumes a run of a version without these keys.
+EARLIER_VALUES: dict[str, dict[str, Any]] = {
+    "optim.warmup_ratio": {"optim.warmup_steps": 0},
+    _NUMERICS_KEY: {_NUMERICS_KEY: "reference"},
+}
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A run that has begun: the configuration that is written in its folder, None in a new one, and its plan, None in a
-    folder of a version without plans."""
+class StoredRun:
+    """The content of the folder of a run that has started.
+
+    `config`: its config.toml, None in a new folder.
+    `plan`: its plan.json, None if an earlier version wrote the folder.
+    """
 
     config: Mapping[str, Any] | None
     plan: RunPlan | None
 
 
 def run_folder(config: PlanConfig) -> Path | None:
-    """Return the folder of the run that `config` describes; None where it describes a plan only."""
+    """Return the run folder of `config`; None if it is only a plan."""
     return None if config.train is None else Path(os.path.expanduser(config.train.out))
 
 
-def read_begun(config: PlanConfig) -> Begun | None:
-    """Return what the folder of `config` says of its run; None where none has begun there.
+def read_stored_run(config: PlanConfig) -> StoredRun | None:
+    """Return the content of the run folder of `config`; None if no run has started there.
 
-    Raise RefusedError where a file in it is damaged.
+    Raise RefusedError if one of its files is damaged.
     """
     out = run_folder(config)
-    if out is None or not (out / CONFIG).is_file():
+    if out is None or not (out / CONFIG_FILE).is_file():
         return None
-    return Begun(read_stored(out), read_plan(out))
+    return StoredRun(read_stored_toml(out), read_plan(out))
 
 
-def in_force(config: RunConfig, begun: Begun | None) -> RunConfig:
-    """Return `config` with what was in force when its run had `begun`, where its run file does not say otherwise."""
-    if begun is None or begun.config is None:
+def with_stored_values(config: RunConfig, stored: StoredRun | None) -> RunConfig:
+    """Return `config` with the values in force at the run's first start, for keys that the run file does not set."""
+    if stored is None or stored.config is None:
         return config
-    stored, written = _flat(begun.config), config.model_dump(mode="json", exclude_unset=True)
-    explicit = _flat(written).keys() - ({NUMERICS} if config.precision.numerics == "auto" else set())
-    for key, values in _lacking(stored):
-        unchanged = all(stored.get(name, value) == value for name, value in values.items())
+    before, written = _flat(stored.config), config.model_dump(mode="json", exclude_unset=True)
+    explicit = _flat(written).keys() - ({_NUMERICS_KEY} if config.precision.numerics == "auto" else set())
+    for key, values in _missing(before):
+        unchanged = all(before.get(name, value) == value for name, value in values.items())
         if unchanged and not explicit & {key, *values}:
             _set_all(written, values)
-    # A CPU goes on computing as it did, unless the run file pins something else.
-    if config.precision.numerics == "auto" and NUMERICS in stored:
-        _set_all(written, {NUMERICS: stored[NUMERICS]})
+    # The numerics of a CPU stay, unless the run file pins others.
+    if config.precision.numerics == "auto" and _NUMERICS_KEY in before:
+        _set_all(written, {_NUMERICS_KEY: before[_NUMERICS_KEY]})
     return from_dict(written)
 
 
-def load_stored(out: Path) -> RunConfig:
-    """Return the configuration of the run in the folder `out`, with keys that it lacks as they were in force.
+def load_stored_config(out: Path) -> RunConfig:
+    """Return the configuration of the run in the folder `out`; missing keys have the values that were in force then.
 
-    Raise RefusedError where the file is damaged or not of this version's kind.
+    Raise RefusedError if the file is damaged or this version cannot read it.
     """
-    stored = read_stored(out)
-    for _, values in _lacking(_flat(stored)):
+    stored = read_stored_toml(out)
+    for _, values in _missing(_flat(stored)):
         _set_all(stored, {key: value for key, value in values.items() if key not in _flat(stored)})
     try:
         return from_dict(stored)
     except ConfigError as error:
         raise RefusedError(
-            f"{out / CONFIG}: this version of kumi does not read it ({error}); restore it, or use the version that "
-            f"wrote it"
+            f"{out / CONFIG_FILE} is not valid in this version of kumi ({error}); restore the file, or use the version "
+            f"that wrote it"
         ) from None
 
 
-def read_stored(out: Path) -> dict[str, Any]:
-    """Return the configuration in the folder `out` as it was written. Raise RefusedError where it is not TOML."""
+def read_stored_toml(out: Path) -> dict[str, Any]:
+    """Return the config.toml in the folder `out` as written. Raise RefusedError if it is not TOML."""
     try:
-        return parse_toml(read_bytes(out, CONFIG, RefusedError))
+        return parse_toml(read_bytes(out, CONFIG_FILE, RefusedError))
     except ValueError as error:
-        raise RefusedError(f"{out / CONFIG} is damaged ({error}); restore it, or choose another train.out") from None
+        raise RefusedError(
+            f"{out / CONFIG_FILE} is damaged ({error}); restore it, or choose another train.out"
+        ) from None
 
 
-def _lacking(stored: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the entries of `BEFORE` whose key is not among the dotted keys `stored`."""
-    return ((key, values) for key, values in BEFORE.items() if key not in stored)
+def _missing(stored: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the entries of `EARLIER_VALUES` whose key is not among the dotted keys `stored`."""
+    return ((key, values) for key, values in EARLIER_VALUES.items() if key not in stored)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -117,8 +124,8 @@ def _set_all(tree: dict[str, Any], values: Mapping[str, Any]) -> None:
         node[last] = value
 
 
-def changes(stored: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
-    """Return every dotted key whose value differs between two configurations, with `key: old -> new`."""
-    before, after = (_flat(config_.model_dump(mode="json", exclude_none=True)) for config_ in (stored, config))
+def changed_keys(stored: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
+    """Return (dotted key, `key: old -> new`) for every key whose value differs between two configurations."""
+    before, after = (_flat(run.model_dump(mode="json", exclude_none=True)) for run in (stored, config))
     keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
     return [(key, f"{key}: {before.get(key, 'unset')!r} -> {after.get(key, 'unset')!r}") for key in keys]

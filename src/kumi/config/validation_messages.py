@@ -1,4 +1,4 @@
-"""What pydantic found wrong, as sentences: where, which value, why, and the nearest known key."""
+"""Pydantic's validation errors as sentences: key, expected value, actual value, and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -8,70 +8,80 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from kumi.config.schema import DATASET_ID, MODEL_ID
 
-def sentences(error: ValidationError, root: type[BaseModel]) -> str:
-    """Every mistake that `error` found in what should be a `root`, parted by semicolons."""
+
+def describe_errors(error: ValidationError, root: type[BaseModel]) -> str:
+    """Return all mistakes in `error`, which the validation of a `root` raised, separated by semicolons."""
     return "; ".join(_sentence(item, root) for item in _innermost(error))
 
 
 def _innermost(error: ValidationError) -> list[dict[str, Any]]:
-    """The errors of `error` without those that only follow from another."""
+    """Return the errors in `error` without those that only follow from another one."""
     items: list[dict[str, Any]] = [dict(item) for item in error.errors()]
     places = [item["loc"] for item in items]
     return [
         item
         for item in items
         if not any(place != item["loc"] and place[: len(item["loc"])] == item["loc"] for place in places)
-        and item["type"] != "default_factory_not_called"  # it follows from a wrong key that the default depends on
+        and item["type"] != "default_factory_not_called"  # the default depends on a key with an error
         and not _other_branch(item)
     ]
 
 
-# What pydantic adds to the place of an error inside `str | TrainedTokenizer`.
+# Parts that pydantic adds to the location of an error inside `str | TrainedTokenizer`.
 _TEXT_BRANCH, _TABLE_BRANCH = "constrained-str", "TrainedTokenizer"
 
 
 def _other_branch(item: dict[str, Any]) -> bool:
-    """Whether `item` only says that a table is no text, or that something else is no table, where both may stand."""
+    """Return True if `item` only says that a table is not text, or a value not a table, where both are valid."""
     if item["loc"][-1:] == (_TEXT_BRANCH,):
         return isinstance(item["input"], dict)
     return bool(item["loc"][-1:] == (_TABLE_BRANCH,))
 
 
-# What a value should be, for the kinds of error that pydantic words for programmers.
-_WANTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text in quotes",
-    "string_too_short": "not empty",
-    "string_pattern_mismatch": "text without null bytes",
-    "tuple_type": "a list",
-    "dict_type": "a table",
-    "model_type": "a table of keys",
+# Expected values, for types of errors whose message by pydantic is for programmers.
+_EXPECTED = {
+    "int_type": "be an integer",
+    "float_type": "be a number",
+    "bool_type": "be true or false",
+    "string_type": "be text in quotes",
+    "string_too_short": "not be empty",
+    "tuple_type": "be a list",
+    "dict_type": "be a table",
+    "model_type": "be a table of keys",
 }
+_PATTERNS = {MODEL_ID: "be a hub id, org/name", DATASET_ID: "be a hub id, name or org/name"}
 
 
 def _sentence(item: dict[str, Any], root: type[BaseModel]) -> str:
-    """One validation error as `path: what is wrong; what to do`."""
+    """Return one validation error as `key: expected and actual value`."""
     location = [part for part in item["loc"] if part not in (_TEXT_BRANCH, _TABLE_BRANCH)]
     path = ".".join(str(part) for part in location)
     if item["type"] == "extra_forbidden":
         return f"{path}: unknown key{_suggest(location, root)}"
     if item["type"] == "missing":
-        return f"{path}: required, and not set"
-    message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        return f"{path}: required, but not set"
     if item["type"] == "value_error":
+        message = item["msg"].removeprefix("Value error, ")
         return f"{path}: {message}" if path else message
+    value = str(item["input"]).lower() if isinstance(item["input"], bool) else repr(item["input"])
+    return f"{path}: must {_expected(item)}, got {value}"
+
+
+def _expected(item: dict[str, Any]) -> str:
+    """Return the expected value as a phrase that follows "must"."""
     if item["type"] in ("too_short", "too_long"):
         bound = "at least" if item["type"] == "too_short" else "at most"
         limit = item["ctx"].get("min_length", item["ctx"].get("max_length"))
-        message = f"a list of {bound} {limit}"
-    return f"{path}: {item['input']!r} is wrong, it should be {_WANTED.get(item['type'], message)}"
+        return f"be a list of {bound} {limit}"
+    if item["type"] == "string_pattern_mismatch":
+        return _PATTERNS.get(item["ctx"]["pattern"], "be text without null bytes")
+    return _EXPECTED.get(item["type"], f"be {item['msg'].removeprefix('Input should be ')}")
 
 
 def _suggest(location: Sequence[str | int], root: type[BaseModel]) -> str:
-    """ "; did you mean 'x'?" for the known key most like the last of `location`, or the known keys."""
+    """Return `; did you mean 'x'?` with the valid key most similar to the end of `location`, or all valid keys."""
     *parents, key = location
     model: Any = root
     for part in parents:
@@ -85,15 +95,15 @@ def _suggest(location: Sequence[str | int], root: type[BaseModel]) -> str:
         return f"; did you mean {close[0]!r}?"
     if elsewhere:
         return f"; did you mean '{elsewhere[0]}.{key}'?"
-    return f"; known here: {', '.join(names)}"
+    return f"; valid keys are {', '.join(names)}"
 
 
 def _section(annotation: Any) -> Any:
-    """The section class inside an annotation such as tuple[SourceSection, ...] or str | TrainedTokenizer."""
+    """Return the section class inside an annotation such as tuple[SourceSection, ...] or str | TrainedTokenizer."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = (_section(argument) for argument in getattr(annotation, "__args__", ()) if argument is not Ellipsis)
-    return next((found for found in inner if found is not None), None)
+    return next((section for section in inner if section is not None), None)
 
 
 def _has_key(annotation: Any, key: str) -> bool:

@@ -18,7 +18,7 @@ from kumi.convert.hf.passthrough import check_equal
 from kumi.convert.open_model import Source
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
-from kumi.progress import showing
+from kumi.progress import show_progress
 from kumi.spec import families
 from kumi.spec.ledger import num_params, tensors
 from kumi.spec.op import Param
@@ -52,7 +52,7 @@ def verify(source: Source, written: Source) -> Verdict:
     """
     params = tensors(source.spec)
     total, done = sum(param.numel * ITEMSIZE[written.dtypes[param.name]] for param in params), 0
-    with showing(f"verifying {written.folder}", total) as update, ThreadPoolExecutor(threads()) as pool:
+    with show_progress(f"verifying {written.folder}", total) as update, ThreadPoolExecutor(threads()) as pool:
         try:
             for param in pool.map(lambda param: _compare(source, written, param), params):
                 done += param.numel * ITEMSIZE[written.dtypes[param.name]]

@@ -31,7 +31,7 @@ from kumi.data.verify_store import verify
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
 from kumi.files.output import make_folder, open_kept, remove_tree
 from kumi.files.untrusted import json_record
-from kumi.progress import showing
+from kumi.progress import show_progress
 from kumi.spec.data_source import Source
 from kumi.units import format_count
 
@@ -149,7 +149,7 @@ def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, wor
     done = {number: unit.bytes for number, unit in enumerate(plan.units) if counts[number] is not None}
     tokens: dict[int, int] = {}
     started = time.monotonic()
-    with showing("tokenising", total, enabled=show) as update, closing(pool.answers(jobs, workers)) as answers:
+    with show_progress("tokenising", total, enabled=show) as update, closing(pool.answers(jobs, workers)) as answers:
         for job, answer in answers:
             number = missing[job]
             if "error" in answer:

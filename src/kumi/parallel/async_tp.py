@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from kumi.compat import gathered_products, one_tensor_collectives, scattered_product, share_memory
+from kumi.compat import all_gather_matmul, enable_symmetric_memory, matmul_reduce_scatter, single_tensor_collectives
 from kumi.errors import LayoutError
 from kumi.nn.decoder import Decoder
 from kumi.nn.linear import Linear, add_gradients
@@ -41,7 +41,7 @@ def overlap(decoder: Decoder, mesh: Mesh) -> None:
             f"tokens between CUDA devices only; set comm.async_tp = false, or layout.tp > 1 and "
             f"layout.sequence_parallel = true on GPUs"
         )
-    share_memory(group)
+    enable_symmetric_memory(group)
     use(decoder, group)
 
 
@@ -111,7 +111,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole, (of_x,) = gathered_products(grad.contiguous(), [weight], ctx.group.group_name, keep=True)
+        whole, (of_x,) = all_gather_matmul(grad.contiguous(), [weight], ctx.group.group_name, keep=True)
         assert whole is not None
         if ctx.layer.later is not None:
             ctx.layer.later.append(partial(add_gradients, ctx.layer.weight, None, x, whole))
@@ -120,7 +120,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _begin(whole: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work = one_tensor_collectives()[0](whole, x.contiguous(), group=group, async_op=True)
+    work: dist.Work = single_tensor_collectives()[0](whole, x.contiguous(), group=group, async_op=True)
     return work
 
 
@@ -134,11 +134,11 @@ def _finish(layers: Sequence[Linear], x: Tensor, grads: Sequence[Tensor], group:
 
 
 def _products(x: Tensor, weights: list[Tensor], size: int, group: str) -> list[Tensor]:
-    return gathered_products(x.contiguous(), [weight.T for weight in weights], group, keep=False)[1]
+    return all_gather_matmul(x.contiguous(), [weight.T for weight in weights], group, keep=False)[1]
 
 
 def _scattered(x: Tensor, weight: Tensor, size: int, group: str) -> Tensor:
-    return scattered_product(x.contiguous(), weight.T, group)
+    return matmul_reduce_scatter(x.contiguous(), weight.T, group)
 
 
 def _fake_products(x: Tensor, weights: list[Tensor], size: int, group: str) -> list[Tensor]:

@@ -23,7 +23,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from kumi.compat import ddp_without_buffer_sync, fsdp_after_backward
+from kumi.compat import ddp_without_buffer_sync, rerun_fsdp_post_backward
 from kumi.nn.decoder import Decoder, DecoderLayer, Embedding
 from kumi.nn.moe import MoE
 from kumi.parallel.grad_norm import by_name
@@ -217,7 +217,7 @@ def reduce_left(stage: nn.Module, mesh: Mesh, *, last: bool) -> None:
     if is_divided(mesh):
         free = last or mesh.layout.zero == 3
         _reduce_when(stage, free, last=last, free=free)
-        fsdp_after_backward(stage)
+        rerun_fsdp_post_backward(stage)
 
 
 def release(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kumi.compat import group_of
+from kumi.compat import group_by_name
 from kumi.nn.decoder import Decoder
 from kumi.nn.moe import MoE, gather_weighted, sorted_places, spread
 from kumi.nn.router import Routing, count
@@ -138,13 +138,13 @@ class _ExchangeRows(torch.autograd.Function):
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     out = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group_of(group))
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group_by_name(group))
     return out
 
 
 def _tell(counts: Tensor, group: str) -> Tensor:
     out = torch.empty_like(counts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, counts.contiguous(), group=group_of(group))
+    dist.all_to_all_single(out, counts.contiguous(), group=group_by_name(group))
     return out
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kumi.compat import group_of
+from kumi.compat import group_by_name
 from kumi.nn.attention import flash_partial, partial_attention
 from kumi.nn.attention.attention_context import Attend
 from kumi.nn.attention.chunked_attention import fake_gradients, fake_with_sums
@@ -103,7 +103,7 @@ class _Sizes(NamedTuple):
 
 
 def _ring(name: str) -> _Ring:
-    group = group_of(name)
+    group = group_by_name(name)
     return _Ring(group, group.size(), group.rank())
 
 

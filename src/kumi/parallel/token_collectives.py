@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kumi.compat import group_of, one_tensor_collectives
+from kumi.compat import group_by_name, single_tensor_collectives
 from kumi.nn import custom_ops
 
 
@@ -44,19 +44,19 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _gather(x: Tensor, size: int, group: str) -> Tensor:
     out = _room(x, x.shape[0] * size)
-    one_tensor_collectives()[0](out, x.contiguous(), group=group_of(group))
+    single_tensor_collectives()[0](out, x.contiguous(), group=group_by_name(group))
     return out
 
 
 def _scatter(x: Tensor, size: int, group: str) -> Tensor:
     out = _room(x, x.shape[0] // size)
-    one_tensor_collectives()[1](out, x.contiguous(), group=group_of(group))
+    single_tensor_collectives()[1](out, x.contiguous(), group=group_by_name(group))
     return out
 
 
 def _sum(x: Tensor, group: str) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=group_of(group))
+    dist.all_reduce(out, group=group_by_name(group))
     return out
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kumi.compat import group_of
+from kumi.compat import group_by_name
 from kumi.nn.attention.attention_context import Attend
 from kumi.nn.attention.scores import PLAIN, Scores
 from kumi.parallel.token_collectives import INSIDE
@@ -66,7 +66,7 @@ def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _exchange(x: Tensor, group: str) -> Tensor:
     out = x.new_empty(x.shape)
-    dist.all_to_all_single(out, x.contiguous(), group=group_of(group))
+    dist.all_to_all_single(out, x.contiguous(), group=group_by_name(group))
     return out
 
 

@@ -1,5 +1,5 @@
 """The report of a plan: in the terminal, as an HTML page, as SVG pictures and as a Chrome trace.
 
-planning.plan(job, pinned) -> Report      search the layouts and collect everything that explains the choice
-terminal.render, page.page, pictures.pictures, trace.trace      render a Report for people and programs
+terminal.render_report, page.page, pictures.pictures, trace.trace   render a Report (see `kumi.plan.session`)
+run_description, rank_placement                                     describe a run and the placement of its ranks
 """

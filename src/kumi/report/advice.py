@@ -8,7 +8,7 @@ from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report, StandardLayout
 from kumi.report import phrases
 from kumi.report.bottleneck import links_apart
-from kumi.report.quantities import Gap, gap, needs, spent
+from kumi.report.quantities import Gap, gap, savings_needed, seconds_spent
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params, ops
 from kumi.spec.model import ModelSpec
@@ -50,7 +50,7 @@ def verdict(item: StandardLayout, best: Estimate) -> str:
     if not item.fits:
         holder = phrases.holder(item.estimate.layout)
         return f"Does not fit: {holder} needs {format_bytes(need)}, {phrases.times(need / have)} the usable memory."
-    if same(item.layout, best.layout):
+    if same_sharding(item.layout, best.layout):
         return "The chosen layout; only microbatch and recomputation may differ."
     difference = gap(best, item.estimate)
     times = phrases.times(item.estimate.step_seconds / best.step_seconds)
@@ -60,10 +60,10 @@ def verdict(item: StandardLayout, best: Estimate) -> str:
         reason = "as fast, within the model's error" if difference.noise else "ruled out by the pinned fields"
         return f"{times} the time: {reason}."
     noise = " (within the model's error)" if difference.noise else ""
-    return f"{times} the time{noise}: needs {needs(difference)} to match."
+    return f"{times} the time{noise}: needs {savings_needed(difference)} to match."
 
 
-def same(first: Layout, second: Layout) -> bool:
+def same_sharding(first: Layout, second: Layout) -> bool:
     """Return True if two layouts shard the model and its states in the same way."""
     return (first.degrees, first.ep, first.zero, first.offload) == (
         second.degrees,
@@ -120,7 +120,7 @@ def _links(report: Report) -> Iterator[str]:
     if sharded is None:
         yield f"{bandwidth}."
         return
-    exposed = spent(sharded, "dp") / sharded.step_seconds
+    exposed = seconds_spent(sharded, "dp") / sharded.step_seconds
     speed = "slow" if exposed > SLOW else "fast enough"
     wait = (
         f"would wait for communication for {phrases.percent(exposed)} of the step"
@@ -177,7 +177,7 @@ def _why(report: Report) -> Iterator[str]:
             yield "None of the standard layouts can run here; the chosen one can."
         return
     item, difference = min(rivals, key=lambda pair: pair[1].seconds)
-    if same(item.layout, best.layout):
+    if same_sharding(item.layout, best.layout):
         yield f"The choice is a standard layout: {item.title}."
     elif difference.seconds <= 0 and not difference.noise:
         yield (

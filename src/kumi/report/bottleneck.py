@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report
 from kumi.report import phrases
-from kumi.report.quantities import fullest, memory_kinds, spent, time_kinds, traffic
+from kumi.report.quantities import fullest, memory_kinds, seconds_spent, time_kinds, traffic
 from kumi.spec.cluster import ClusterSpec
 from kumi.units import format_bytes
 
@@ -23,7 +23,7 @@ HALF = 0.5
 # A kind of time with a smaller share of the step is not named.
 MINOR = 0.02
 # Assumed excess of the slowest pipeline stage over the mean of the stages.
-UNEVEN = 0.1
+STAGE_IMBALANCE = 0.1
 # Levers that save a smaller share of a step are left out.
 WORTH = 0.002
 
@@ -37,13 +37,13 @@ class Lever:
     why: str
 
 
-def binding(report: Report) -> list[str]:
+def bottlenecks(report: Report) -> list[str]:
     """Return sentences on the bottleneck of time, on the use of memory, and on a faster layout that does not fit."""
     return [_time(report.best), *_memory(report)]
 
 
 def _time(best: Estimate) -> str:
-    compute = spent(best, *phrases.COMPUTE)
+    compute = seconds_spent(best, *phrases.COMPUTE)
     others = [(kind, value) for kind, value in time_kinds(best) if kind not in phrases.COMPUTE]
     compute_share = phrases.percent(compute / best.step_seconds)
     if not others or others[0][1] < MINOR * best.step_seconds:
@@ -105,7 +105,7 @@ def levers(report: Report) -> list[Lever]:
 
 def _compute(best: Estimate) -> Iterator[Lever]:
     """Yield the saving of faster devices; the pipeline bubble shrinks with the compute."""
-    seconds = spent(best, *phrases.COMPUTE, "recompute", "bubble")
+    seconds = seconds_spent(best, *phrases.COMPUTE, "recompute", "bubble")
     yield Lever("devices with 10% more FLOP/s", seconds * (1 - 1 / (1 + MORE)), "compute, recomputation, bubble")
 
 
@@ -127,8 +127,8 @@ def _recompute(best: Estimate) -> Iterator[Lever]:
     Full recomputation also repeats the communication and the launches of the forward pass: at most half of their sum.
     """
     if best.layout.recompute != "none":
-        repeated = spent(best, "tp", "cp", "ep", "host") / 2 if best.layout.recompute == "full" else 0.0
-        seconds = _bubble_amplification(best) * (spent(best, "recompute") + repeated)
+        repeated = seconds_spent(best, "tp", "cp", "ep", "host") / 2 if best.layout.recompute == "full" else 0.0
+        seconds = _bubble_amplification(best) * (seconds_spent(best, "recompute") + repeated)
         yield Lever("enough memory to recompute nothing", seconds, "recomputation and its communication")
 
 
@@ -137,8 +137,8 @@ def _bubble_amplification(best: Estimate) -> float:
 
     The pipeline bubble shrinks in proportion, and more if the slowest stage saves more than the mean.
     """
-    microbatches = spent(best, *phrases.COMPUTE, "recompute", "tp", "cp", "ep", "host")
-    return 1 + (1 + UNEVEN) * spent(best, "bubble") / microbatches if microbatches else 1.0
+    microbatches = seconds_spent(best, *phrases.COMPUTE, "recompute", "tp", "cp", "ep", "host")
+    return 1 + (1 + STAGE_IMBALANCE) * seconds_spent(best, "bubble") / microbatches if microbatches else 1.0
 
 
 def _batch(report: Report) -> Iterator[Lever]:
@@ -150,7 +150,9 @@ def _batch(report: Report) -> Iterator[Lever]:
     best, layout = report.best, report.best.layout
     transfers = ["offload"] if layout.offload not in ("none", "activations") else []
     update = sum(item.seconds for item in best.collectives if item.when == "update")
-    once = spent(best, "bubble", "pp", "optimizer", *transfers) + (spent(best, "dp") if layout.zero < 2 else update)
+    once = seconds_spent(best, "bubble", "pp", "optimizer", *transfers) + (
+        seconds_spent(best, "dp") if layout.zero < 2 else update
+    )
     yield Lever("twice the tokens per step", once / 2, "costs paid once per step, per token")
 
 

@@ -9,14 +9,14 @@ from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report
 from kumi.report import phrases
 from kumi.report.advice import advice, verdict
-from kumi.report.bottleneck import binding, levers
+from kumi.report.bottleneck import bottlenecks, levers
 from kumi.report.pictures import pictures
-from kumi.report.quantities import gap, needs, stage_groups, time_kinds, traffic
+from kumi.report.quantities import gap, savings_needed, stage_groups, time_kinds, traffic
 from kumi.report.rules_of_thumb import misleading
 from kumi.report.summary import headline
 from kumi.units import format_bytes
 
-STYLE = """
+_STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --soft: #6b6b6b; --rule: #d4d4d4; --tint: #f4f4f2 }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e8e8e6; --paper: #17181a; --soft: #a0a0a0; --rule: #45474a; --tint: #222427 }
@@ -52,7 +52,7 @@ def page(report: Report) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(lines[1])}: kumi plan</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<title>{escape(lines[1])}: kumi plan</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
@@ -65,7 +65,7 @@ def _head(lines: Sequence[str]) -> Iterator[str]:
 
 def _sections(report: Report) -> Iterator[str]:
     drawn = pictures(report)
-    yield _section("Why this layout", _list([*binding(report), *advice(report)]))
+    yield _section("Why this layout", _list([*bottlenecks(report), *advice(report)]))
     yield _section("To pin this layout", f"<pre>{escape(phrases.layout_toml(report.best.layout))}</pre>")
     yield _section("Memory", _figure(drawn["memory"], "Peak memory of each pipeline rank."), _memory(report.best))
     yield _section(
@@ -206,7 +206,11 @@ def _others(report: Report) -> str:
     rows = []
     for other in report.others:
         difference = gap(report.best, other)
-        savings = f"within the model's error ({needs(difference)})" if difference.noise else needs(difference)
+        savings = (
+            f"within the model's error ({savings_needed(difference)})"
+            if difference.noise
+            else savings_needed(difference)
+        )
         rows.append(
             [
                 phrases.layout_words(other.layout),

@@ -1,4 +1,4 @@
-"""The pictures of a report as SVG: bar charts here, the pipeline timeline in `lanes`, the scatter plot in `scatter`."""
+"""The pictures of a report as SVG: bar charts; timelines are in `pipeline_picture`, the scatter plot in `scatter`."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ from collections.abc import Iterator, Sequence
 
 from kumi.plan.report import Report, StandardLayout
 from kumi.report import palette, phrases, svg
-from kumi.report.pipeline_picture import timelines
-from kumi.report.quantities import Traffic, fullest, memory_kinds, pick, stage_groups, time_kinds, traffic, weighty
-from kumi.report.scatter import choices
+from kumi.report.pipeline_picture import draw_timelines
+from kumi.report.quantities import Traffic, fullest, memory_kinds, noticeable, pick, stage_groups, time_kinds, traffic
+from kumi.report.scatter import draw_choices
 from kumi.units import format_bytes
 
-GIB = 2.0**30
+_GIB = 2.0**30
 # Height of a row, and of the bar in it.
 ROW, BAR = 28.0, 18.0
 # The most pipeline ranks drawn; the table has all of them.
-RANKS = 16
+_MAX_RANKS = 16
 
 
 def pictures(report: Report) -> dict[str, str]:
     """Return SVG documents by name: memory, time; timeline, traffic, expected and choices if the report has them."""
-    drawn = {"memory": memory(report), "time": time(report)}
+    drawn = {"memory": draw_memory(report), "time": draw_time(report)}
     if report.timeline is not None:
-        drawn |= timelines(report.timeline)
+        drawn |= draw_timelines(report.timeline)
     if report.best.collectives:
-        drawn["traffic"] = links(report)
+        drawn["traffic"] = draw_links(report)
     if report.expected:
-        drawn["expected"] = expected(report)
+        drawn["expected"] = draw_standard_layouts(report)
     if report.others or report.front or report.lacking:
-        drawn["choices"] = choices(report)
+        drawn["choices"] = draw_choices(report)
     return drawn
 
 
-def memory(report: Report) -> str:
+def draw_memory(report: Report) -> str:
     """Draw the memory of the pipeline ranks by kind, relative to the device's memory."""
     best, capacity = report.best, report.job.cluster.device.memory
     groups = stage_groups(best)
     fullest_group = next(index for index, group in enumerate(groups) if group.first <= fullest(best) <= group.last)
-    shown = [groups[index] for index in pick(len(groups), RANKS, fullest_group)]
+    shown = [groups[index] for index in pick(len(groups), _MAX_RANKS, fullest_group)]
     kinds = [kind for kind in phrases.MEMORY if any(getattr(group.memory, kind) for group in shown)]
     left = 14 + max(svg.width_of(group.name) for group in shown)
     marks, top = svg.legend(
         [(phrases.MEMORY[kind], palette.MEMORY_COLOURS[kind], kind in palette.HATCHED) for kind in kinds]
     )
-    most = max(capacity, best.peak_memory) / GIB * 1.02
+    most = max(capacity, best.peak_memory) / _GIB * 1.02
     scale = (svg.RIGHT - left - 76) / most
     top += 40
     bottom = top + ROW * len(shown)
-    marks += axis(left, top, bottom, scale, most, "GiB")
+    marks += draw_axis(left, top, bottom, scale, most, "GiB")
     for row, group in enumerate(shown):
         y = top + ROW * row + (ROW - BAR) / 2
         marks.append(svg.text(left - 8, y + BAR - 4, group.name, anchor="end"))
         marks += _stack(left, y, scale, memory_kinds(group.memory))
         marks.append(svg.text(svg.RIGHT, y + BAR - 4, format_bytes(group.memory.total), anchor="end", bold=True))
     for size, name, dash in ((best.usable, "usable", "5 3"), (capacity, "device", "")):
-        x, label = left + scale * size / GIB, f"{name} {format_bytes(size)}"
+        x, label = left + scale * size / _GIB, f"{name} {format_bytes(size)}"
         # The labels are on the outer sides of the two lines, or one above the other if there is no room.
         outwards = x > 2 * svg.width_of(label) or name == "device"
         above = 0 if outwards else 18
@@ -72,18 +72,20 @@ def _stack(left: float, y: float, scale: float, kinds: Sequence[tuple[str, int]]
     """Draw a stacked bar of (kind, bytes) from `left`, `scale` units per GiB."""
     marks, x = [], left
     for kind, size in kinds:
-        width, fill = scale * size / GIB, palette.MEMORY_COLOURS[kind]
+        width, fill = scale * size / _GIB, palette.MEMORY_COLOURS[kind]
         hint = f"{phrases.MEMORY[kind]}: {format_bytes(size)}"
         hatched = kind in palette.HATCHED
         marks.append(svg.rect(x, y, width, BAR, fill, hatched=hatched, hint=hint, apart=True))
-        label = f"{size / GIB:.3g}"
+        label = f"{size / _GIB:.3g}"
         if not hatched and svg.width_of(label, 11) + 4 < width:
-            marks.append(svg.text(x + width / 2, y + BAR - 5, label, anchor="middle", size=11, fill=svg.on(fill)))
+            marks.append(
+                svg.text(x + width / 2, y + BAR - 5, label, anchor="middle", size=11, fill=svg.contrasting(fill))
+            )
         x += width
     return marks
 
 
-def axis(left: float, top: float, bottom: float, scale: float, most: float, unit: str) -> list[str]:
+def draw_axis(left: float, top: float, bottom: float, scale: float, most: float, unit: str) -> list[str]:
     """Draw vertical grid lines from `top` to `bottom` with their values below, and the unit after the last one."""
     marks = []
     values = svg.ticks(most)
@@ -95,7 +97,7 @@ def axis(left: float, top: float, bottom: float, scale: float, most: float, unit
     return marks
 
 
-def time(report: Report) -> str:
+def draw_time(report: Report) -> str:
     """Draw the time of a step by kind, longest first."""
     best = report.best
     rows = time_kinds(best)
@@ -113,10 +115,10 @@ def time(report: Report) -> str:
     return svg.picture("time", "Time of a step by kind", description, 12 + ROW * len(rows) + 8, marks)
 
 
-def links(report: Report) -> str:
+def draw_links(report: Report) -> str:
     """Draw the exposed and hidden time of each axis on its link, and the share of the bandwidth that it achieves."""
     step = report.best.step_seconds
-    rows = weighty(traffic(report.job, report.best), step)
+    rows = noticeable(traffic(report.job, report.best), step)
     busy, achieved = (14.0, 3.8), (456.0, 2.4)
     marks, top = svg.legend([("exposed", palette.RED, False), ("hidden behind compute", palette.SKY, True)])
     marks.append(svg.text(busy[0], top + 18, "time, share of the step"))
@@ -162,7 +164,7 @@ def _links_description(rows: Sequence[Traffic], step: float) -> str:
     )
 
 
-def expected(report: Report) -> str:
+def draw_standard_layouts(report: Report) -> str:
     """Draw the step times of the chosen layout and of the standard ones, with those that cannot run."""
     best = report.best
     rows = [StandardLayout("Chosen", best.layout, estimate=best), *report.expected]

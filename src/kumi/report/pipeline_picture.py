@@ -15,18 +15,18 @@ LANE = 22.0
 ACTIONS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
 
 
-def timelines(pipeline: Timeline) -> dict[str, str]:
+def draw_timelines(pipeline: Timeline) -> dict[str, str]:
     """Draw the timeline; if boxes are too narrow for their numbers, also draw its beginning enlarged."""
     shortest = min(span.end - span.start for rank in pipeline.spans for span in rank if span.end > span.start)
     label_width = svg.width_of("000", 10) + 2
-    drawn = {"timeline": timeline(pipeline, "timeline", _window(pipeline))}
+    drawn = {"timeline": draw_timeline(pipeline, "timeline", _window(pipeline))}
     readable = (svg.RIGHT - 70) / label_width * shortest
     if readable < 0.8 * pipeline.seconds:
-        drawn["timeline-start"] = timeline(pipeline, "timeline-start", min(pipeline.seconds, 1.5 * readable))
+        drawn["timeline-start"] = draw_timeline(pipeline, "timeline-start", min(pipeline.seconds, 1.5 * readable))
     return drawn
 
 
-def timeline(pipeline: Timeline, name: str, until: float) -> str:
+def draw_timeline(pipeline: Timeline, name: str, until: float) -> str:
     """Draw one lane per pipeline rank, with one box per action before `until` seconds.
 
     A box shows the number of its microbatch; gaps are the bubble.
@@ -50,7 +50,7 @@ def timeline(pipeline: Timeline, name: str, until: float) -> str:
     return svg.picture(name, "Pipeline timeline", description, bottom + 28, marks)
 
 
-def compared(measured: Timeline, planned: Timeline | None, name: str) -> str:
+def draw_measured_and_planned(measured: Timeline, planned: Timeline | None, name: str) -> str:
     """Draw the measured timeline above the planned one, on the same time scale."""
     ranks = pick(len(measured.spans), 32, 0)
     left = 14 + svg.width_of(f"rank {ranks[-1]}")
@@ -106,7 +106,7 @@ def _box(span: TimedAction, x: float, y: float, width: float, later: bool) -> It
         yield svg.rect(x, y + LANE - 5, width, 3, svg.INK)
     label = str(microbatch)
     if kind != "W" and svg.width_of(label, 10) + 2 < width:
-        yield svg.text(x + width / 2, y + 14, label, anchor="middle", size=10, fill=svg.on(fill))
+        yield svg.text(x + width / 2, y + 14, label, anchor="middle", size=10, fill=svg.contrasting(fill))
 
 
 def _clock(left: float, top: float, bottom: float, scale: float, until: float) -> Iterator[str]:

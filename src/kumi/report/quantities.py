@@ -64,7 +64,7 @@ def time_kinds(estimate: Estimate) -> list[tuple[str, float]]:
     return sorted(((kind, value) for kind, value in estimate.time if value > 0), key=lambda pair: -pair[1])
 
 
-def spent(estimate: Estimate, *kinds: str) -> float:
+def seconds_spent(estimate: Estimate, *kinds: str) -> float:
     """Return the seconds that a step spends on `kinds`."""
     return sum(value for kind, value in estimate.time if kind in kinds)
 
@@ -110,7 +110,7 @@ class Traffic:
         return max(0.0, 1 - self.sent / (self.bandwidth * self.efficiency * self.busy))
 
 
-def weighty(rows: tuple[Traffic, ...], step: float) -> list[Traffic]:
+def noticeable(rows: tuple[Traffic, ...], step: float) -> list[Traffic]:
     """Return the rows that take a noticeable share of `step` seconds, or all rows if none does."""
     return [row for row in rows if row.busy > NOTICEABLE * step] or list(rows)
 
@@ -186,7 +186,7 @@ def gap(best: Estimate, other: Estimate) -> Gap:
     return Gap(other, seconds, noise, tuple(losses))
 
 
-def needs(difference: Gap) -> str:
+def savings_needed(difference: Gap) -> str:
     """Return the savings that would close the gap: "1.2 s less exposed tp communication"."""
     return " and ".join(_needs(difference)) or "nothing"
 

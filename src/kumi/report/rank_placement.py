@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from kumi.spec.layout import Layout
 
 # Up to NODES nodes are drawn, of more only the first FIRST; of a node, up to RANKS ranks.
-NODES, FIRST, RANKS = 8, 4, 64
+_NODES, _FIRST, _RANKS = 8, 4, 64
 # Ranks per line of a box, and the most members of a group that are all listed.
-ACROSS, MEMBERS = 8, 6
+_ACROSS, _MEMBERS = 8, 6
 # Axes whose exposed communication carries the activations of every layer.
-HEAVY = ("tp", "expert_tp")
+_HEAVY = ("tp", "expert_tp")
 # Axes with sends or all-to-alls instead of ring collectives.
-NO_RING = ("pp", "cp", "ep")
+_NO_RING = ("pp", "cp", "ep")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def placement(layout: Layout, cluster: ClusterSpec, *, experts: bool) -> dict[st
     """
     axes = [item for item in _axes(layout, experts=experts) if item.degree > 1]
     size = cluster.devices_per_node
-    drawn = range(cluster.nodes if cluster.nodes <= NODES else FIRST)
+    drawn = range(cluster.nodes if cluster.nodes <= _NODES else _FIRST)
     return {
         "nodes": cluster.nodes,
         "ranks_per_node": size,
@@ -69,7 +69,7 @@ def placement(layout: Layout, cluster: ClusterSpec, *, experts: bool) -> dict[st
                 "node": node,
                 "ranks": [
                     {"rank": rank} | {item.name: item.index(rank) for item in axes if item.name != "zero"}
-                    for rank in range(node * size, node * size + min(size, RANKS))
+                    for rank in range(node * size, node * size + min(size, _RANKS))
                 ],
             }
             for node in drawn
@@ -95,7 +95,7 @@ def _placed(cluster: ClusterSpec, item: Axis) -> AxisPlace:
     crossed = link(cluster, item)
     if crossed is not None:
         name, bandwidth = crossed.name, crossed.bandwidth
-    if crossed is not None and item.name not in NO_RING:
+    if crossed is not None and item.name not in _NO_RING:
         ring_bandwidth = float(
             ring_bandwidth_latency(cluster, np.array([float(item.stride)]), np.array([float(item.degree)]))[0][0]
         )
@@ -121,7 +121,7 @@ def _warnings(cluster: ClusterSpec, axes: list[Axis]) -> Iterator[str]:
     size = cluster.devices_per_node
     for item in axes:
         crossed, inside = link(cluster, item), link(cluster, Axis("", size, 1))
-        if item.name not in HEAVY or crossed is None or not leaves_node(cluster, item):
+        if item.name not in _HEAVY or crossed is None or not leaves_node(cluster, item):
             continue
         if inside is not None and crossed.bandwidth >= inside.bandwidth:
             continue
@@ -171,7 +171,7 @@ def _axes_table(data: dict[str, Any]) -> RenderableType:
 
 
 def _members(group: tuple[int, ...]) -> str:
-    if len(group) <= MEMBERS:
+    if len(group) <= _MEMBERS:
         return " ".join(map(str, group))
     return f"{' '.join(map(str, group[:3]))} .. {group[-1]}"
 
@@ -186,8 +186,8 @@ def _box(node: dict[str, Any], data: dict[str, Any]) -> RenderableType:
     width = max(2, len(str(data["nodes"] * size - 1)))
     label = max(map(len, ranks[0]))
     rows = [
-        _line(ranks[start : start + ACROSS], name, label, width)
-        for start in range(0, len(ranks), ACROSS)
+        _line(ranks[start : start + _ACROSS], name, label, width)
+        for start in range(0, len(ranks), _ACROSS)
         for name in ranks[0]
     ]
     omitted = [Text(f"and {size - len(ranks):,} more ranks")] if size > len(ranks) else []

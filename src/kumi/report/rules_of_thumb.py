@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report
 from kumi.report import phrases
-from kumi.report.quantities import Traffic, fullest, spent, traffic
+from kumi.report.quantities import Traffic, fullest, seconds_spent, traffic
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params
@@ -21,7 +21,7 @@ from kumi.units import format_bytes
 # A rule misleads if it is off by more than this share.
 CLOSE = 0.2
 # Ranks count as balanced if the busiest has less than this share more work than the mean.
-UNEVEN = 0.02
+_BALANCED = 0.02
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def recompute_third(job: Job, estimate: Estimate) -> Rule | None:
     return _shares(
         "recomputation costs 33% more compute",
         1 / 3,
-        spent(estimate, "recompute") / spent(estimate, *phrases.COMPUTE),
+        seconds_spent(estimate, "recompute") / seconds_spent(estimate, *phrases.COMPUTE),
         f"{estimate.layout.recompute} recompute repeats only the operations whose outputs were dropped",
     )
 
@@ -213,7 +213,7 @@ def bubble(job: Job, estimate: Estimate) -> Rule | None:
     return _shares(
         f"a pipeline is idle for (p-1)/(m+p-1) of the step, p = {layout.pp} and m = {count}",
         claimed,
-        spent(estimate, "bubble") / estimate.step_seconds,
+        seconds_spent(estimate, "bubble") / estimate.step_seconds,
         _bubble_reason(estimate),
     )
 
@@ -233,7 +233,7 @@ def _bubble_reason(estimate: Estimate) -> str:
     reasons = []
     if layout.schedule not in _textbook():
         reasons.append(f"the formula is for {' and '.join(_textbook())}, not for {layout.schedule}")
-    if imbalance > 1 + UNEVEN:
+    if imbalance > 1 + _BALANCED:
         reasons.append(f"the busiest rank has {phrases.times(imbalance)} the mean work, and the others wait for it")
     return "; ".join(reasons) or "the formula leaves out transfers, communication and the optimizer update"
 

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from kumi.spec.job import Job
 
 
-def console() -> Console:
+def make_console() -> Console:
     """Return a console as wide as the terminal, or 120 columns wide without one."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def show(content: RenderableType) -> None:
+def print_content(content: RenderableType) -> None:
     """Print `content`; strip trailing blanks if stdout is a file or a pipe."""
-    output = console()
+    output = make_console()
     if sys.stdout.isatty():
         output.print(content)
         return
@@ -40,28 +40,28 @@ def show(content: RenderableType) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def described(path: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
+def describe_run_file(path: RunFile, overrides: Overrides = ()) -> dict[str, Any]:
     """Describe the run file at `path`, with the planner's choice of layout if it has no [data] and no [train]."""
     from kumi.config import load, load_plan, open_run
 
     config = load_plan(path, overrides)
     if config.data is None and config.train is None:
         return describe_plan(config)
-    return describe(open_run(load(path, overrides)))
+    return describe_resolved(open_run(load(path, overrides)))
 
 
-def estimated(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
+def estimate_run_file(path: str, overrides: Sequence[str] = ()) -> tuple[Job, Estimate]:
     """Return the job of the run file at `path`, and the estimate of its layout. [data] and [train] are optional."""
     from kumi.config import load_plan, plan_input
-    from kumi.config.decide_layout import decide
-    from kumi.config.stored_config import read_begun
+    from kumi.config.decide_layout import decide_layout
+    from kumi.config.stored_config import read_stored_run
 
     config = load_plan(path, overrides)
-    inputs, begun = plan_input(config), read_begun(config)
-    return inputs.job, decide(inputs, None if begun is None else begun.plan).estimate
+    inputs, stored = plan_input(config), read_stored_run(config)
+    return inputs.job, decide_layout(inputs, None if stored is None else stored.plan).estimate
 
 
-def describe(run: ResolvedRun) -> dict[str, Any]:
+def describe_resolved(run: ResolvedRun) -> dict[str, Any]:
     """Return the model, layout, placement, batch, memory and output folder of `run` as plain data."""
     steps, description = run.config.train.steps, _described(run.config, run.job, run.estimate)
     description["batch"] |= {"steps": steps, "tokens": steps * run.batch.tokens_per_step}
@@ -122,9 +122,9 @@ def _numerics(config: PlanConfig, job: Job) -> dict[str, Any]:
 
     `milliseconds`: operation -> implementation -> milliseconds measured on this machine; empty if they do not apply.
     """
-    from kumi.config.numerics import cached, this_processor
+    from kumi.config.numerics import read_cached_numerics, this_processor
 
-    numerics, measured = job.numerics, cached(this_processor(job.cluster.devices_per_node))
+    numerics, measured = job.numerics, read_cached_numerics(this_processor(job.cluster.devices_per_node))
     applies = measured is not None and config.cluster.source == "auto" and numerics == measured.numerics
     seconds = measured.seconds if measured is not None and applies else {}
     return {
@@ -136,7 +136,7 @@ def _numerics(config: PlanConfig, job: Job) -> dict[str, Any]:
     }
 
 
-def render(description: dict[str, Any]) -> RenderableType:
+def render_description(description: dict[str, Any]) -> RenderableType:
     """Return the data of `describe` as a table for the terminal."""
     from rich.table import Table
 

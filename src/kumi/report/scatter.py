@@ -11,7 +11,7 @@ from kumi.plan.estimates import Estimate
 from kumi.plan.report import Report
 from kumi.report import palette, phrases, svg
 
-GIB = 2.0**30
+_GIB = 2.0**30
 # An axis whose values span a larger ratio than this is logarithmic.
 LOGARITHMIC = 8.0
 
@@ -65,7 +65,7 @@ POINTS, RUNNERS_UP = 14, 5
 # Points beyond these multiples of the chosen step time and the usable memory are left out.
 TIME_LIMIT, MEMORY_LIMIT = 1.6, 2.0
 # The distance at which two markers do not overlap.
-WIDE = 15.0
+MARKER_DISTANCE = 15.0
 
 
 def points(report: Report) -> list[Point]:
@@ -83,12 +83,12 @@ def points(report: Report) -> list[Point]:
     return [point for point in near if point.estimate.peak_memory < MEMORY_LIMIT * best.usable][:POINTS]
 
 
-def choices(report: Report) -> str:
+def draw_choices(report: Report) -> str:
     """Draw the layouts by step time and memory, numbered, with a legend below."""
     plotted = points(report)
     seconds = [point.estimate.step_seconds for point in plotted]
-    memory = [point.estimate.peak_memory / GIB for point in plotted]
-    usable = report.best.usable / GIB
+    memory = [point.estimate.peak_memory / _GIB for point in plotted]
+    usable = report.best.usable / _GIB
     kinds = [kind for kind in MARKS if any(point.mark == kind for point in plotted)]
     marks, top = _marks_key(kinds)
     across = Scale(min(seconds) * 0.85, max(seconds) * 1.08, 66, svg.RIGHT - 20)
@@ -121,13 +121,13 @@ def _apart(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     for x, y in places:
         rings = (
             (x + radius * cos(angle), y + radius * sin(angle))
-            for radius in (WIDE, 2 * WIDE, 3 * WIDE)
+            for radius in (MARKER_DISTANCE, 2 * MARKER_DISTANCE, 3 * MARKER_DISTANCE)
             for angle in (pi / 4 * eighth for eighth in range(8))
         )
         free = (
             place
             for place in ((x, y), *rings)
-            if all(hypot(place[0] - a, place[1] - b) >= WIDE - 1e-9 for a, b in drawn)
+            if all(hypot(place[0] - a, place[1] - b) >= MARKER_DISTANCE - 1e-9 for a, b in drawn)
         )
         drawn.append(next(free, (x, y)))
     return drawn

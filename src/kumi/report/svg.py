@@ -20,11 +20,11 @@ LETTER = 0.58
 PAPER, INK = "#ffffff", "#1a1a1a"
 # Dark mode. The rules of a page that contains the picture are more specific and take precedence.
 DARK_PAPER, DARK_INK = "#17181a", "#e8e8e6"
-STYLE = (
+_DARK_MODE = (
     f"<style>@media screen and (prefers-color-scheme:dark){{svg{{color:{DARK_INK}}}.paper{{fill:{DARK_PAPER}}}"
     f".edge{{stroke:{DARK_PAPER}}}}}</style>"
 )
-HATCH = (
+_HATCH = (
     '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<line x1="0" y1="0" x2="0" y2="6" stroke="#fff" stroke-width="3" stroke-opacity="0.6"/></pattern></defs>'
 )
@@ -118,7 +118,7 @@ def width_of(content: str, size: float = SIZE) -> float:
     return LETTER * size * len(content)
 
 
-def on(fill: str) -> str:
+def contrasting(fill: str) -> str:
     """Return black or white, the one with more contrast on `fill` (relative luminance, WCAG 2)."""
     parts = [int(fill[index : index + 2], 16) / 255 for index in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
@@ -137,11 +137,12 @@ def ticks(most: float, count: int = 6) -> list[float]:
 
 def picture(name: str, title: str, description: str, height: float, marks: list[str]) -> str:
     """Return an SVG document of the marks, `WIDTH` wide. `name` prefixes ids, which must be unique in a page."""
-    body = "".join([HATCH, *marks]).replace('id="hatch"', f'id="{name}-hatch"').replace("#hatch", f"#{name}-hatch")
+    body = "".join([_HATCH, *marks]).replace('id="hatch"', f'id="{name}-hatch"').replace("#hatch", f"#{name}-hatch")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {number(WIDTH)} {number(height)}" role="img" '
         f'aria-labelledby="{name}-title {name}-desc" color="{INK}" '
         f'font-family="system-ui, -apple-system, Segoe UI, DejaVu Sans, Arial, sans-serif">'
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>{STYLE}'
+        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>'
+        f"{_DARK_MODE}"
         f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>{body}</svg>'
     )

@@ -13,19 +13,19 @@ from rich.text import Text
 from kumi.plan.report import Report
 from kumi.report import phrases
 from kumi.report.advice import advice, verdict
-from kumi.report.bottleneck import binding, levers
+from kumi.report.bottleneck import bottlenecks, levers
 from kumi.report.palette import MEMORY_COLOURS
 from kumi.report.quantities import (
     StageGroup,
     fullest,
     gap,
     memory_kinds,
-    needs,
+    noticeable,
     pick,
+    savings_needed,
     stage_groups,
     time_kinds,
     traffic,
-    weighty,
 )
 from kumi.report.rules_of_thumb import Rule, misleading
 from kumi.report.summary import headline
@@ -68,14 +68,14 @@ class StageBar:
         yield line.append("." * (options.max_width - drawn))
 
 
-def render(report: Report) -> RenderableType:
+def render_report(report: Report) -> RenderableType:
     """Return all sections of the report for a rich console."""
     return Group(*_sections(report))
 
 
 def _sections(report: Report) -> Iterator[RenderableType]:
     yield _headline(report)
-    yield _section("Why", _bullets([*binding(report), *advice(report)]))
+    yield _section("Why", _bullets([*bottlenecks(report), *advice(report)]))
     pipeline = report.best.layout.pp > 1
     yield _section(f"Memory{f' of pp rank {fullest(report.best)} (the fullest)' * pipeline}", _memory(report))
     if pipeline:
@@ -90,7 +90,7 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         yield _section("Standard layouts for comparison", _expected(report))
     rules = misleading(report)
     if rules:
-        yield _section("Rules of thumb that mislead here", _bullets([rule_words(rule) for rule in rules]))
+        yield _section("Rules of thumb that mislead here", _bullets([rule_text(rule) for rule in rules]))
     yield Group(Text("\nTo pin this layout", style="bold"), Text(phrases.layout_toml(report.best.layout)))
 
 
@@ -169,7 +169,7 @@ def _time(report: Report) -> RenderableType:
 
 def _traffic(report: Report) -> RenderableType:
     table = _figures("axis and link.", "messages", "bytes", "time", "exposed", "achieved", "bandwidth")
-    for row in weighty(traffic(report.job, report.best), report.best.step_seconds):
+    for row in noticeable(traffic(report.job, report.best), report.best.step_seconds):
         achieved = phrases.rate(row.sent / row.busy) if row.busy else "-"
         bandwidth = phrases.rate(row.bandwidth) if row.bandwidth else "unknown"
         table.add_row(
@@ -196,7 +196,7 @@ def _others(report: Report) -> RenderableType:
     table = _figures("layout.", "step", "memory", "needed to match.")
     for other in report.others:
         difference = gap(report.best, other)
-        savings = "within noise" if difference.noise else needs(difference)
+        savings = "within noise" if difference.noise else savings_needed(difference)
         table.add_row(
             phrases.layout_words(other.layout),
             phrases.seconds(other.step_seconds),
@@ -216,7 +216,7 @@ def _expected(report: Report) -> RenderableType:
     return table
 
 
-def rule_words(rule: Rule) -> str:
+def rule_text(rule: Rule) -> str:
     """Return a misleading rule as sentences: both values, then the reason for the difference."""
     where = f" for {rule.where}" if rule.where else ""
     values = f"{rule.texts[0]} by the rule, {rule.texts[1]} estimated{where}"

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kumi.spec.field_docs import described
+
+LR_SCHEDULES = ("constant", "cosine", "linear", "wsd")
+
 
 @dataclass(frozen=True)
 class Optim:
@@ -20,16 +24,24 @@ class Optim:
     then falls linearly over the last `decay_steps`). Norm weights and biases are not decayed.
     """
 
-    kind: str = "adamw"
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
-    schedule: str = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int = 0
-    min_lr_ratio: float = 0.1
+    kind: str = described(
+        "The optimizer; 'muon' updates embeddings, the head, norms and biases as 'adamw' does.", "adamw"
+    )
+    lr: float = described("Peak learning rate.", 3e-4)
+    betas: tuple[float, float] = described(
+        "Decay rates of the first and second moment; the first one is the momentum of 'muon' and 'sgd'.", (0.9, 0.95)
+    )
+    eps: float = described("Added to the denominator of the update of 'adamw' and 'adamw-8bit'.", 1e-8)
+    weight_decay: float = described("Weight decay, decoupled except for 'sgd'; norms and biases are not decayed.", 0.1)
+    grad_clip: float = described("Largest global gradient norm; 0 does not clip.", 1.0)
+    schedule: str = described(
+        "How the learning rate decays after the warm-up; 'wsd' holds it, then decays it over `decay_steps`.", "cosine"
+    )
+    warmup_steps: int = described(
+        "Steps over which the learning rate rises from 0; if unset, `warmup_ratio` of the run.", 0
+    )
+    decay_steps: int = described("Last steps, over which 'wsd' decays; 0 means a tenth of the run.", 0)
+    min_lr_ratio: float = described("Learning rate at the last step, relative to `lr`.", 0.1)
 
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of update `step` (0-based) in a run of `steps` updates."""

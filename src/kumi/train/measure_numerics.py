@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from kumi.config import ResolvedRun
 from kumi.config.local_machine import cpu_dtypes
-from kumi.config.numerics import Measured, keep, of_cluster, this_processor
+from kumi.config.numerics import MeasuredNumerics, cache_numerics, numerics_for_cluster, this_processor
 from kumi.config.resolve import with_numerics_key
 from kumi.spec.numerics import REFERENCE, Numerics, parse
 
@@ -35,10 +35,10 @@ def with_numerics(run: ResolvedRun, numerics: Numerics) -> ResolvedRun:
     """Return `run` with the given `numerics`."""
     if run.numerics == numerics:
         return run
-    return with_numerics_key(run, str(of_cluster(numerics, run.config.cluster)))
+    return with_numerics_key(run, str(numerics_for_cluster(numerics, run.config.cluster)))
 
 
-def measure_here(ranks: int) -> Measured:
+def measure_here(ranks: int) -> MeasuredNumerics:
     """Measure the fastest numerics for one of `ranks` processes on this machine, and store them in the cache.
 
     Return the reference numerics if the measuring process dies or hangs.
@@ -47,11 +47,11 @@ def measure_here(ranks: int) -> Measured:
     record = _forked(processor.threads, kind) if _may_fork() else _started(processor.threads, kind)
     if record is None:
         print("numerics   the fastest numerics of this CPU could not be measured; using the reference", flush=True)
-        return Measured(REFERENCE, {})
-    measured = Measured(parse(record["numerics"]), record["seconds"], record["took"])
+        return MeasuredNumerics(REFERENCE, {})
+    measured = MeasuredNumerics(parse(record["numerics"]), record["seconds"], record["took"])
     if measured.complete:
-        print(f"numerics   measured in {measured.took:.1f} s, once on this machine", flush=True)
-        keep(processor, measured)
+        print(f"numerics   measured in {measured.measuring_seconds:.1f} s, once on this machine", flush=True)
+        cache_numerics(processor, measured)
     else:
         print("numerics   the machine is busy or slow: numerics not measured in time stay at the reference", flush=True)
     return measured

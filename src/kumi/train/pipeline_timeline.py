@@ -8,7 +8,7 @@ from kumi.config import ResolvedRun
 from kumi.files.output import write_text
 from kumi.plan.estimate import estimated_timeline
 from kumi.plan.pipeline.timeline import Timeline
-from kumi.report.pipeline_picture import compared
+from kumi.report.pipeline_picture import draw_measured_and_planned
 from kumi.report.trace import trace
 
 
@@ -22,4 +22,4 @@ def write_pipeline_timeline(measured: Timeline | None, run: ResolvedRun, step: i
     planned = estimated_timeline(run.job, run.estimate) if run.step_seconds is not None else None
     file = run.out / f"pipeline-step-{step}.json"
     write_text(file, json.dumps(trace(measured, planned)) + "\n")
-    write_text(file.with_suffix(".svg"), compared(measured, planned, "pipeline"))
+    write_text(file.with_suffix(".svg"), draw_measured_and_planned(measured, planned, "pipeline"))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kumi.config import ResolvedRun
-from kumi.config.stored_config import load_stored
+from kumi.config.stored_config import load_stored_config
 from kumi.data import Store
 from kumi.errors import KumiError, RefusedError
 from kumi.parallel.grad_norm import LossScale
@@ -75,7 +75,7 @@ def _changed_arithmetic(meta: Mapping[str, Any], run: ResolvedRun) -> list[str]:
     now = cpu_arithmetic(run)
     if not now:
         return []
-    stored = load_stored(run.out).precision.numerics
+    stored = load_stored_config(run.out).precision.numerics
     fallback = now if stored == "auto" else now | {"numerics": stored}
     before = {key: meta.get(key, fallback[key]) for key in now}
     if before == now:

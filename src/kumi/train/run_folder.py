@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from kumi.config import RunConfig, dump
-from kumi.config.run_plan import PLAN, RunPlan
-from kumi.config.stored_config import CONFIG, changes, load_stored
+from kumi.config.run_plan import PLAN_FILE, RunPlan
+from kumi.config.stored_config import CONFIG_FILE, changed_keys, load_stored_config
 from kumi.data import foreign_files
 from kumi.errors import RefusedError
 from kumi.files.output import open_kept, open_new, refuse_link
@@ -33,9 +33,9 @@ _CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
 # Names that a run writes in its folder. Other files and links may be added once the run has begun.
 RUN_FILES = (
     _LOCK,
-    CONFIG,
+    CONFIG_FILE,
     _CONFIG_DRAFT,
-    PLAN,
+    PLAN_FILE,
     _PLAN_DRAFT,
     _CHECKPOINTS,
     DATA,
@@ -101,10 +101,10 @@ def claim_run_folder(
     with _locked(out):
         _check(out, config, allow_change)  # another start may have claimed the folder in the meantime
         check()
-        resumed = (out / CONFIG).exists()
+        resumed = (out / CONFIG_FILE).exists()
         if plan is not None:  # first, so that a configuration with a layout always has a plan
-            _write_atomically(out / PLAN, out / _PLAN_DRAFT, plan.text())
-        _write_atomically(out / CONFIG, out / _CONFIG_DRAFT, dump(config))
+            _write_atomically(out / PLAN_FILE, out / _PLAN_DRAFT, plan.text())
+        _write_atomically(out / CONFIG_FILE, out / _CONFIG_DRAFT, dump(config))
         yield resumed
 
 
@@ -117,10 +117,10 @@ def _refuse_links(out: Path) -> None:
 def _check(out: Path, config: RunConfig, allow_change: Sequence[str]) -> None:
     if out.exists() and not out.is_dir():
         raise RefusedError(f"train.out: {out} is a file; name a folder for the run")
-    if not (out / CONFIG).exists():
+    if not (out / CONFIG_FILE).exists():
         _refuse_foreign(out)
         return
-    changed = changes(load_stored(out), config)
+    changed = changed_keys(load_stored_config(out), config)
     refused = [line for key, line in changed if not _allowed(key, allow_change)]
     if refused:
         keys = " ".join(f"--allow-change {key}" for key, _ in changed if not _allowed(key, allow_change))
@@ -137,10 +137,10 @@ def _refuse_foreign(out: Path) -> None:
     configuration.
     """
     names = {item.name for item in out.iterdir()} if out.exists() else set()
-    names -= {_LOCK, _CONFIG_DRAFT, PLAN, _PLAN_DRAFT}
+    names -= {_LOCK, _CONFIG_DRAFT, PLAN_FILE, _PLAN_DRAFT}
     if _CHECKPOINTS in names:
         raise RefusedError(
-            f"train.out: {out} has checkpoints but no {CONFIG}, so their run is not known; restore the file "
+            f"train.out: {out} has checkpoints but no {CONFIG_FILE}, so their run is not known; restore the file "
             f"(`kumi describe RUN.toml --resolved` prints it), or name another folder"
         )
     if (out / DATA).is_dir():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kumi import hub
-from kumi.config import ResolvedRun, RunConfig, open_run, pinned_to
+from kumi.config import ResolvedRun, RunConfig, open_run, pin_layout
 from kumi.config.model_source import hub_sources
 from kumi.config.resolve import with_plan
 from kumi.config.run_plan import RunPlan, parse_plan
@@ -20,7 +20,7 @@ from kumi.errors import OK, ConfigError, LayoutError, ModelError
 from kumi.launch.launchers import pick_launcher
 from kumi.launch.local import rank_environment
 from kumi.launch.standing import LaunchedRank, launched_rank
-from kumi.report.run_description import console, describe, render
+from kumi.report.run_description import describe_resolved, make_console, render_description
 from kumi.spec.families import check_trained
 from kumi.spec.numerics import parse
 from kumi.spec.schedules import FULL_BACKWARD
@@ -68,7 +68,7 @@ def _lead(run: ResolvedRun, allow_change: Sequence[str], peers: Rendezvous | Non
     config, plan = _config_and_plan(run)
     with claim_run_folder(run.out, config, allow_change, lambda: lines.extend(_resumable(run, allow_change)), plan):
         hub.write_record(run.out, hub_sources(run.config), run.snapshots)
-        console().print(render(describe(run)))
+        make_console().print(render_description(describe_resolved(run)))
         for line in lines:
             print(line, flush=True)
         store = prepare_data(run)
@@ -107,9 +107,9 @@ def _config_and_plan(run: ResolvedRun) -> tuple[RunConfig, RunPlan | None]:
     """
     if not _trained(run):
         return run.config, run.plan
-    plan = None if run.begun is None else run.begun.plan
+    plan = None if run.stored is None else run.stored.plan
     if plan is not None:
-        return pinned_to(run.config, plan.layout), plan
+        return pin_layout(run.config, plan.layout), plan
     return run.config.model_copy(update={"layout": LayoutSection.model_validate(dict(run.pinned))}), None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from kumi import __version__
 from kumi.config import ResolvedRun
 from kumi.config.local_machine import cpu_name
-from kumi.config.pinned_run import spelled
+from kumi.config.pinned_run import layout_keys
 from kumi.convert.base_digest import digest
 from kumi.convert.hf.origin import UNKNOWN, Origin, origin_of
 from kumi.data import BatchSource, Store, Sweep
@@ -84,7 +84,7 @@ def checkpoint_meta(state: TrainState, rank_state: RankState) -> dict[str, Any]:
         "data": rank_state.store.content,
         "model": model_digest(run.model),
         "optimizer": run.optim.kind,
-        "layout": spelled(run.layout),
+        "layout": layout_keys(run.layout),
         "run_digest": run.digest,
         **cpu_arithmetic(run),
         "hf_config": run.hf_config,

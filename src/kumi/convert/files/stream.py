@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kumi.convert.files.byte_runs import BUFFER_BYTES, Run, Stored, Sums, Target, Wrote, write_all
 from kumi.convert.files.slices import Dims
-from kumi.progress import Update, showing
+from kumi.progress import Update, show_progress
 from kumi.spec.precision import ITEMSIZE
 from kumi.storage.write import as_bytes
 
@@ -176,7 +176,7 @@ def run(jobs: Sequence[Job], title: str) -> None:
                 job.work(handle, local.buffers, wrote)
 
     done, workers = [0], threads()
-    with showing(title, sum(job.nbytes for job in jobs)) as update, ThreadPoolExecutor(workers) as pool:
+    with show_progress(title, sum(job.nbytes for job in jobs)) as update, ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(do, job, update) for job in _interleave_files(jobs, workers)]
         try:
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:

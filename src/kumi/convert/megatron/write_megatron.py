@@ -27,7 +27,7 @@ from kumi.megatron import model_fields as megatron_model
 from kumi.megatron.args import BUILT_IN, to_args, to_give
 from kumi.megatron.checkpoint_files import COMMON, COMMON_ENTRY, LATEST
 from kumi.megatron.tensor_names import VOCABULARY, Keys, extra_states, keys_for, parts
-from kumi.progress import showing
+from kumi.progress import show_progress
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
@@ -178,7 +178,7 @@ def _write_tensors(
     """Writes the distributed checkpoint, a file or more for each of some threads."""
     sizes = [prod(one.extent) * ITEMSIZE[dtypes[one.made_of[0][0].name]] for one in targets]
     lock, done = threading.Lock(), 0
-    with showing(title, sum(sizes)) as update:
+    with show_progress(title, sum(sizes)) as update:
 
         def wrote(count: int) -> None:
             nonlocal done
