@@ -22,7 +22,7 @@ from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
+from kumi.spec.ledger import decayed_names
 from kumi.spec.precision import PRECISIONS
 from kumi.train.train_state import RankState
 
@@ -76,7 +76,7 @@ def make_parts(config: dict[str, Any], device: torch.device, **options: Any) -> 
         return torch.randn(shape, device=device) * run.model.initializer_range
 
     model = build(run.model, mesh, run.precision, weights=weights, compile=run.config.train.compile, comm=run.comm)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(run.model), run.optim)
+    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(run.model), run.optim)
     return RankState(run, mesh, model, optimizer, None, None, None, None)
 
 

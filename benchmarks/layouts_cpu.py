@@ -189,7 +189,7 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
         pipeline,
     )
     from kumi.spec import families
-    from kumi.spec.ledger import decayed
+    from kumi.spec.ledger import decayed_names
     from kumi.spec.optim import Optim
     from kumi.spec.precision import PRECISIONS
 
@@ -202,7 +202,7 @@ def train(args: argparse.Namespace) -> dict[str, list[float]]:
     shape = shapes.W1_EXPERTS if ROWS[args.rank_of].experts else shapes.W1
     spec = families.from_hf(shape | {"max_position_embeddings": args.seq_len})
     model = build(spec, mesh, PRECISIONS[args.precision], weights=0)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(spec), Optim())
+    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(spec), Optim())
     seconds: dict[str, list[float]] = {"cpu": [], "wall": []}
     for step in range(WARM + args.steps):
         whole = batch(args, spec.vocab_size, step)

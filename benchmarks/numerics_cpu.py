@@ -40,8 +40,8 @@ from kumi.parallel import bare as unwrapped
 from kumi.parallel import build, build_mesh, clip_gradients, init_adamw, init_distributed, pipeline
 from kumi.spec import families
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
-from kumi.spec.numerics import FLASH, PRODUCTS, Numerics, attention_case
+from kumi.spec.ledger import decayed_names
+from kumi.spec.numerics import FLASH_CASES, MATMUL_LIBRARIES, Numerics, attention_case
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.train.measure_numerics import measure_here
@@ -88,7 +88,7 @@ class Trained:
         self.mesh = build_mesh(Layout(microbatch=rows), init_distributed())
         spec = families.from_hf(config | {"max_position_embeddings": length})
         self.model = build(spec, self.mesh, PRECISIONS[kind], weights=0)
-        self.optimizer = init_adamw(unwrapped(self.model).named_parameters(), decayed(spec), Optim())
+        self.optimizer = init_adamw(unwrapped(self.model).named_parameters(), decayed_names(spec), Optim())
         ids, labels = torch.randint(0, spec.vocab_size, (2, rows, length))
         self.batch = {"input_ids": ids, "labels": labels, "token_weights": torch.full(ids.shape, -1.0 / ids.numel())}
 
@@ -117,9 +117,9 @@ def ways(measured: MeasuredNumerics, name: str) -> list[Numerics]:
     """What is chosen, and all that can be forced on the shape `name`. Only float32 has products of several kinds, and
     only with experts do those of experts differ."""
     chosen = measured.numerics
-    every = [Numerics("fp32", products, flash) for products, flash in product(PRODUCTS, ((), FLASH))]
+    every = [Numerics("fp32", products, flash) for products, flash in product(MATMUL_LIBRARIES, ((), FLASH_CASES))]
     if slowdown(measured) < HOPELESS:
-        every += [Numerics("bf16", chosen.products, flash) for flash in ((), FLASH)]
+        every += [Numerics("bf16", chosen.products, flash) for flash in ((), FLASH_CASES)]
     forced = {_same(way, name): way for way in every}
     return list((forced | {_same(chosen, name): chosen}).values())
 

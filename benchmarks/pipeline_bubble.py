@@ -28,7 +28,7 @@ import shapes
 
 from kumi.plan.pipeline.timeline import Timeline, simulate
 from kumi.spec.layout import Layout
-from kumi.spec.schedule import actions, placement
+from kumi.spec.schedule import actions, stage_assignment
 
 WARM, BAR = 2, 0.15
 STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2}
@@ -139,7 +139,7 @@ def train(args: argparse.Namespace) -> None:
     from kumi.parallel import bare, build, build_mesh, close_distributed, init_adamw, init_distributed, pipeline
     from kumi.parallel.pipeline_trace import gather, start
     from kumi.spec import families
-    from kumi.spec.ledger import decayed
+    from kumi.spec.ledger import decayed_names
     from kumi.spec.optim import Optim
     from kumi.spec.precision import PRECISIONS
 
@@ -150,7 +150,7 @@ def train(args: argparse.Namespace) -> None:
         layout, microbatches = layout_of(row)
         mesh = build_mesh(layout, place)
         model = build(spec, mesh, PRECISIONS["fp32"], weights=0)
-        optimizer = init_adamw(bare(model).named_parameters(), decayed(spec), Optim())
+        optimizer = init_adamw(bare(model).named_parameters(), decayed_names(spec), Optim())
         ids = torch.randint(0, spec.vocab_size, (ROWS_OF_TOKENS, SEQ_LEN))
         inputs = {"input_ids": ids, "labels": ids, "token_weights": torch.full(ids.shape, -1.0 / ids.numel())}
         timelines[row] = []
@@ -171,7 +171,7 @@ def bubble(row: str, timelines: list[Timeline]) -> Bubble:
     layout, microbatches = layout_of(row)
     best = min(timelines, key=lambda timeline: timeline.seconds)
     lists = actions(layout.schedule, layout.pp, layout.stages, microbatches)
-    stage_ranks = placement(layout.schedule, layout.pp, layout.stages)
+    stage_ranks = stage_assignment(layout.schedule, layout.pp, layout.stages)
     simulated = simulate(lists, stage_ranks, [_durations(best, stage) for stage in range(layout.pp * layout.stages)])
     return Bubble(row, _waiting(best), _waiting(simulated), best.seconds, simulated.seconds)
 

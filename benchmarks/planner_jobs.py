@@ -258,8 +258,8 @@ def repeated_flops(job: Job, layout: Layout) -> float:
 @lru_cache(maxsize=1024)
 def flops_per_token(model: ModelSpec, seq_len: int) -> tuple[float, float]:
     """FLOPs of a forward pass for a token: of the whole model, and of its layers, which full recomputation repeats."""
-    each = [sum(op.forward_flops(seq_len, seq_len) for op in ops) / seq_len for ops in ledger.kind_ops(model)]
-    layers = float(sum(each[kind] for kind in model.layer_kinds()[1]))
+    each = [sum(op.forward_flops(seq_len, seq_len) for op in ops) / seq_len for ops in ledger.unique_layer_ops(model)]
+    layers = float(sum(each[kind] for kind in model.unique_layers()[1]))
     return layers + sum(op.forward_flops(seq_len, seq_len) for op in ledger.head_ops(model)) / seq_len, layers
 
 

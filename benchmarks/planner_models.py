@@ -219,8 +219,8 @@ def _nearest(shape: Shape, positions: int, params: float | None, named: bool) ->
 @lru_cache(maxsize=4096)
 def parameters(model: ModelSpec) -> int:
     """How many parameters a model has; equal layers are counted once and multiplied."""
-    of_layer = model.layer_kinds()[1]
-    parts = [(ops, of_layer.count(kind)) for kind, ops in enumerate(ledger.kind_ops(model))]
+    of_layer = model.unique_layers()[1]
+    parts = [(ops, of_layer.count(kind)) for kind, ops in enumerate(ledger.unique_layer_ops(model))]
     parts += [(ledger.embedding_ops(model), 1), (ledger.head_ops(model), 1)]
     return sum(count * param.numel for ops, count in parts for op in ops for param in op.params)
 

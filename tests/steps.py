@@ -27,7 +27,7 @@ from kumi.parallel.grad_norm import by_name, local
 from kumi.parallel.optim.optimizer import Optimizer
 from kumi.parallel.state_tensors import pieces_of
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
+from kumi.spec.ledger import decayed_names
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -214,7 +214,7 @@ def train(layout: Layout, family: str, microbatches: int, kind: str = "fp64", st
     """Train SPECS[family] for `steps` steps. The global batches do not depend on the layout."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS[kind], weights=7)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), OPTIM)
+    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(SPECS[family]), OPTIM)
     scale = LossScale(2.0**10 if PRECISIONS[kind].loss_scaling else 1.0)
     dtype = getattr(torch, PRECISIONS[kind].param)
     losses, norms, grads = [], [], []

@@ -18,14 +18,14 @@ from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.memory.activations import model_activations
 from kumi.plan.time.traffic import collectives
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal
 from kumi.spec.layout import CONTEXT, OFFLOAD, Layout
 from kumi.spec.ledger import layer_ops, num_params, ops, params
 from kumi.spec.op import Dim, Param
 from kumi.spec.process_groups import axis
-from kumi.spec.schedule import placement
+from kumi.spec.schedule import stage_assignment
 from kumi.spec.schedules import SCHEDULES
-from kumi.spec.sharding import is_routed, local_numel, local_shape, stage_bounds, style, units
+from kumi.spec.sharding import fsdp_units, is_routed, local_numel, local_shape, stage_bounds, tp_style
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page for page in sorted((ROOT / "docs" / "parallelism").glob("*.md"))}
@@ -108,7 +108,7 @@ def listed(job, layout, kind, *axes, when="", what="", rank=0):
 def test_traffic_of_the_data_axes(figures, m):
     job = figures.llama(tokens=8 * m * 8192)
     total = num_params(job.model)
-    sizes = [sum(param.numel for param in unit.params) for unit in units(ops(job.model))]
+    sizes = [sum(param.numel for param in unit.params) for unit in fsdp_units(ops(job.model))]
     again = sum(sizes[1:-2])  # all layers but the last; the embedding comes before them, the root after
     one = Layout(dp_replicate=8)
     assert listed(job, one, "all_reduce", "dp") == G * total
@@ -138,7 +138,7 @@ def test_what_is_whole_during_a_step(figures):
     total = num_params(once.model)
     assert found[1, "several"] - found[1, "once"] == G * total
     layer = W * max(
-        sum(param.numel for param in unit.params) for unit in units(ops(once.model))[1:-1]
+        sum(param.numel for param in unit.params) for unit in fsdp_units(ops(once.model))[1:-1]
     )  # peaks are at other moments
     assert found[2, "several"] == pytest.approx(found[2, "once"], abs=layer)
     assert found[2, "once"] == found[1, "once"] > W * total
@@ -162,7 +162,7 @@ def test_messages_of_tensor_parallelism(figures, tp):
 
 
 def test_columns_rows_and_the_rest(figures):
-    ops = {op.name.rpartition(".")[2]: style(op) for op in layer_ops(figures.llama().model, 0)}
+    ops = {op.name.rpartition(".")[2]: tp_style(op) for op in layer_ops(figures.llama().model, 0)}
     text = PAGES["tensor"].read_text()
     for how in ("column", "row"):
         (line,) = re.findall(rf"^\| {how} \| (.+?) \|", text, re.M)
@@ -204,8 +204,8 @@ def test_how_long_pipelines_wait(figures, name, stages, bubble):
 
 
 def test_which_stages_ranks_have():
-    assert placement("interleaved", 4, 2)[1] == (1, 5)
-    assert placement("zb-v", 4, 2)[1] == placement("dualpipe", 4, 2)[1] == (1, 6)
+    assert stage_assignment("interleaved", 4, 2)[1] == (1, 5)
+    assert stage_assignment("zb-v", 4, 2)[1] == stage_assignment("dualpipe", 4, 2)[1] == (1, 6)
     sizes = [[last - first for first, last in stage_bounds(Layout(pp=4), layers)] for layers in (9, 10, 11)]
     assert sizes == [[2, 3, 2, 2], [2, 3, 3, 2], [3, 3, 3, 2]]
 
@@ -288,50 +288,50 @@ LLAMA_BATCH = BatchSpec(8192, 2**18)
     ("layout", "refused"),
     [
         (Layout(dp_replicate=8), ""),
-        (Layout(dp_shard=8), "zero=0 divides nothing"),
-        (Layout(dp_replicate=8, zero=1), "dp_shard, which is 1"),
+        (Layout(dp_shard=8), "zero=0 shards no states"),
+        (Layout(dp_replicate=8, zero=1), "but dp_shard=1"),
         (Layout(pp=2, dp_shard=4, zero=2), "zero=2 with pp=2"),
         (Layout(dp_replicate=8, microbatch=3), "microbatch=3 does not divide"),
         (Layout(tp=8), ""),
         (Layout(tp=8, cp=1, sequence_parallel=False), ""),
         (Layout(pp=8, schedule="gpipe"), ""),
-        (Layout(pp=8, stages=2), "gives each rank 1 stage"),
+        (Layout(pp=8, stages=2), "needs 1 stage per rank"),
         (Layout(pp=8, stages=1, schedule="zb-v"), "2 stages"),
         (Layout(pp=8, stages=1, schedule="interleaved"), "needs 2 or more"),
         (Layout(pp=8, stages=4, schedule="interleaved"), ""),
-        (Layout(pp=8, stages=5, schedule="interleaved"), "more than the 32 layers"),
+        (Layout(pp=8, stages=5, schedule="interleaved"), "the model has 32 layers"),
         (Layout(pp=8, stages=4, schedule="interleaved", microbatch=8), "groups of pp=8"),
         (Layout(pp=8, stages=2, schedule="dualpipe", microbatch=4), "at least 2 x pp = 16"),
         (Layout(pp=8, stages=2, schedule="dualpipe", microbatch=2), ""),
         (Layout(pp=8, stage_layers=(0, 6, 6, 5, 5, 5, 5, 0)), ""),
         (Layout(pp=8, stage_layers=(6, 0, 6, 5, 5, 5, 5, 0)), "only the first and last stage"),
-        (Layout(pp=8, stage_layers=(4,) * 7), "one for each"),
+        (Layout(pp=8, stage_layers=(4,) * 7), "one entry per stage"),
         (Layout(pp=8, stage_layers=(3,) * 8), "adds up to 24"),
         (Layout(cp=8, zero=3), ""),
         (Layout(cp=8, zero=3, context="ulysses"), ""),
         (Layout(cp=2, tp=4, context="ulysses"), ""),
         (Layout(cp=8, tp=1, pp=1, context="spiral"), "context='spiral' is unknown"),
-        (Layout(ep=8, dp_shard=8, zero=3), "no experts"),
+        (Layout(ep=8, dp_shard=8, zero=3), "the model has none"),
     ],
 )
 def test_rules_of_layouts(figures, layout, refused):
     job = figures.llama()
-    found = problems(job.model, layout, job.cluster, LLAMA_BATCH)
+    found = illegal(job.model, layout, job.cluster, LLAMA_BATCH)
     assert (found == []) if not refused else any(refused in said for said in found), found
 
 
 @pytest.mark.parametrize(
     ("layout", "seq_len", "refused"),
     [
-        (Layout(cp=8, zero=3), 8184, "cp=8 cuts sequences into 2 x 8"),
-        (Layout(tp=8), 8188, "sequence_parallel cuts"),
+        (Layout(cp=8, zero=3), 8184, "cp=8 splits sequences into 2 x 8"),
+        (Layout(tp=8), 8188, "sequence_parallel=true splits"),
         (Layout(tp=8, sequence_parallel=False), 8188, ""),
         (Layout(dp_replicate=8), 8188, ""),
     ],
 )
 def test_rules_of_sequences(figures, layout, seq_len, refused):
     job = figures.llama()
-    found = problems(job.model, layout, job.cluster, BatchSpec(seq_len, 32 * seq_len))
+    found = illegal(job.model, layout, job.cluster, BatchSpec(seq_len, 32 * seq_len))
     assert (found == []) if not refused else any(refused in said for said in found), found
 
 
@@ -347,16 +347,16 @@ def test_rules_of_sequences(figures, layout, seq_len, refused):
 )
 def test_rules_of_experts(figures, layout, refused):
     job = figures.mixtral()
-    found = problems(job.model, layout, job.cluster, job.batch)
+    found = illegal(job.model, layout, job.cluster, job.batch)
     assert (found == []) if not refused else any(refused in said for said in found), found
 
 
 def test_heads_are_dealt_as_wholes(figures):
     job = figures.llama()
     cluster = replace(job.cluster, devices_per_node=64)
-    found = problems(job.model, Layout(cp=64, context="ulysses"), cluster, job.batch)
-    assert any("context='ulysses' cannot deal the 32 heads" in said for said in found)
-    assert problems(job.model, Layout(cp=32, dp_replicate=2, context="ulysses"), cluster, job.batch) == []
+    found = illegal(job.model, Layout(cp=64, context="ulysses"), cluster, job.batch)
+    assert any("context='ulysses' cannot distribute the 32 heads" in said for said in found)
+    assert illegal(job.model, Layout(cp=32, dp_replicate=2, context="ulysses"), cluster, job.batch) == []
 
 
 def test_offloading_needs_to_know_the_host(figures):
@@ -364,5 +364,5 @@ def test_offloading_needs_to_know_the_host(figures):
     unknown = replace(job.cluster, host=type(job.cluster.host)())
     for word, missing in (("optimizer", "host.memory"), ("states-nvme", "host.nvme")):
         layout = Layout(dp_shard=8, zero=3, offload=word)
-        assert problems(job.model, layout, job.cluster, job.batch) == []
-        assert any(missing in said for said in problems(job.model, layout, unknown, job.batch))
+        assert illegal(job.model, layout, job.cluster, job.batch) == []
+        assert any(missing in said for said in illegal(job.model, layout, unknown, job.batch))

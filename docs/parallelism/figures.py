@@ -29,10 +29,10 @@ from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT, OFFLOAD, Layout
 from kumi.spec.ledger import layer_ops, logit_chunk
 from kumi.spec.optim import Optim
-from kumi.spec.optim_states import KINDS, bytes_per_element
+from kumi.spec.optim_states import OPTIM_KINDS, bytes_per_element
 from kumi.spec.precision import ITEMSIZE, PRECISIONS
 from kumi.spec.process_groups import axis
-from kumi.spec.sharding import cut_shape, is_routed, local_numel, stage_bounds
+from kumi.spec.sharding import is_routed, local_numel, shard_shape, stage_bounds
 from kumi.units import format_bytes
 
 PAGES = Path(__file__).parent
@@ -155,7 +155,7 @@ def _tensor() -> str:
 
 def timeline(name: str, stages: int) -> Timeline:
     """A schedule with equal stages, where forward, gradient of inputs and gradient of weights take equally long."""
-    lists, held = schedule.actions(name, PP, stages, MICROBATCHES), schedule.placement(name, PP, stages)
+    lists, held = schedule.actions(name, PP, stages, MICROBATCHES), schedule.stage_assignment(name, PP, stages)
     return simulate(lists, held, [(1 / stages,) * 3] * (PP * stages))
 
 
@@ -211,7 +211,7 @@ def expert_elements(wanted: Job, layout: Layout) -> tuple[int, int]:
     whole = 0
     for param in params:
         size = 1
-        for part in cut_shape(param, layout.tp, layout.ep, layout.expert_tp):
+        for part in shard_shape(param, layout.tp, layout.ep, layout.expert_tp):
             size *= part
         whole += size
     return whole, sum(local_numel(param, layout, 0) for param in params)
@@ -265,7 +265,7 @@ def _tiles() -> str:
 
 
 def _optim() -> str:
-    rows = [(f'`kind = "{kind}"`', f"{bytes_per_element(Optim(kind=kind), 4):.3g}") for kind in KINDS]
+    rows = [(f'`kind = "{kind}"`', f"{bytes_per_element(Optim(kind=kind), 4):.3g}") for kind in OPTIM_KINDS]
     return _table(("`[optim]`", "bytes a parameter, of a matrix of a layer"), rows)
 
 

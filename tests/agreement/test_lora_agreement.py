@@ -19,7 +19,7 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
+from kumi.spec.ledger import decayed_names
 from kumi.spec.lora import Lora
 from kumi.spec.optim import Optim
 from kumi.spec.peft import with_adapters
@@ -38,7 +38,7 @@ def _bytes(tensors):
 def _measured(layout):
     mesh, spec = mesh_of(layout), with_adapters(SPECS["qwen"], LORA)
     model = build(spec, mesh, PRECISIONS["bf16"], weights=0)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(spec), Optim())
+    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(spec), Optim())
     forward_backward(model, mesh, 0, 3)
     grads = [value.grad for value in model.parameters() if value.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]

@@ -53,7 +53,7 @@ def job_on_clock(model, sequences=8):
 def forward_seconds(job, layout):
     """Return a rank's forward seconds for a microbatch of the full model, and the seconds in attention."""
     costs, index = cost_table(job, batch_layouts([layout]))
-    _, of_layer = job.model.layer_kinds()
+    _, of_layer = job.model.unique_layers()
     parts = [costs.embedding, costs.head, *(costs.layers[kind] for kind in of_layer)]
     row = int(np.asarray(index)[0])
     return tuple(sum(float(getattr(part, name)[row]) for part in parts) for name in ("forward", "attention"))

@@ -8,7 +8,7 @@ import pytest
 from kumi.plan.time.traffic import collectives
 from kumi.spec.batch import BatchSpec
 from kumi.spec.layout import Layout
-from kumi.spec.sends_and_recvs import ACTIVATION, Send, work
+from kumi.spec.sends_and_recvs import ACTIVATION, Send, pipeline_steps
 from planned import job_of
 from steps import SPECS
 
@@ -20,7 +20,7 @@ STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v
 def test_messages(schedule, pp):
     layout, microbatches = Layout(pp=pp, schedule=schedule, stages=STAGES[schedule]), 8
     job = replace(job_of(SPECS["deep"]), batch=BatchSpec(8, 8 * microbatches))
-    for rank, steps in enumerate(work(schedule, pp, layout.stages, microbatches)):
+    for rank, steps in enumerate(pipeline_steps(schedule, pp, layout.stages, microbatches)):
         sent = Counter(entry.message.kind == ACTIVATION for entry in steps if isinstance(entry, Send))
         planned = Counter()
         for entry in collectives(job, layout, rank):

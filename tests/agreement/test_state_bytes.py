@@ -13,10 +13,10 @@ from grids import sampled
 from kumi.parallel import bare, build, init_adamw
 from kumi.parallel.grad_norm import local
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed, ops
+from kumi.spec.ledger import decayed_names, ops
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.sharding import state_bytes, units
+from kumi.spec.sharding import fsdp_units, state_bytes
 from planned import gathered_of
 from steps import SPECS, forward_backward, mesh_of
 
@@ -35,7 +35,7 @@ def _measured_states(layout, family, microbatches):
     """Bytes of parameters, gradients and optimizer states between backward and update, and after the update."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["bf16"], weights=0)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), OPTIM)
+    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(SPECS[family]), OPTIM)
     found = []
     for step in range(2):
         forward_backward(model, mesh, step, microbatches)
@@ -122,5 +122,5 @@ def _units(layout, family):
 
 @pytest.mark.parametrize("family", SPECS)
 def test_units(ranks, family):
-    said = sorted(sorted(param.name for param in unit.params) for unit in units(ops(SPECS[family])))
+    said = sorted(sorted(param.name for param in unit.params) for unit in fsdp_units(ops(SPECS[family])))
     assert ranks(2, _units, Layout(dp_shard=2, zero=3), family)[0] == said

@@ -15,7 +15,7 @@ import torch
 from gpu_cases import Case
 
 import gpu
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal
 from kumi.spec.layout import Layout
 
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def test_layouts_are_legal():
             layout=Layout(**case.layout),
             microbatches=case.microbatches,
         )
-        assert problems(run.model, run.layout, run.job.cluster, run.job.batch) == [], case.name
+        assert illegal(run.model, run.layout, run.job.cluster, run.job.batch) == [], case.name
 
 
 def test_the_script_writes_its_results(tmp_path):

@@ -148,9 +148,9 @@ def test_gpus_have_no_numerics():
 
 def test_a_variable_that_says_something_else_is_refused(monkeypatch):
     monkeypatch.setenv("KUMI_NUMERICS", "fast")
-    with pytest.raises(ConfigError, match=r"^KUMI_NUMERICS: 'fast' is none of kind=, products= and flash="):
+    with pytest.raises(ConfigError, match=r"^KUMI_NUMERICS: 'fast' must be one of kind=, products= and flash="):
         choose_numerics(load(RUN), cluster_spec(ClusterSection(source="auto")))
-    with pytest.raises(ConfigError, match=r"^precision.numerics: 'fast' is none of"):
+    with pytest.raises(ConfigError, match=r"^precision.numerics: 'fast' must be one of"):
         load(RUN, {"precision.numerics": "fast"})
     for unset in ("auto", ""):
         monkeypatch.setenv("KUMI_NUMERICS", unset)

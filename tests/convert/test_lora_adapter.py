@@ -189,7 +189,7 @@ def test_matrices_that_peft_takes_for_experts_get_no_adapters(saved):
     assert found == tuple(
         f"self_attn.{one}" for one in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     )
-    with pytest.raises(ConfigError, match="takes for a matrix of the routed experts"):
+    with pytest.raises(ConfigError, match="would confuse with a matrix of the routed experts"):
         with_adapters(spec, Lora(4, 6.0, ("gate_proj",)))
 
 

@@ -219,8 +219,8 @@ def test_the_epsilon_of_norms_has_had_two_names(name: str) -> None:
     [
         ({"swiglu": False}, "swiglu=False, which no model"),
         ({"normalization": None}, r"normalization=None"),
-        ({"num_layers": None}, "do not say num_layers"),
-        ({"moe_layer_freq": "1"}, "moe_layer_freq='1' for 2 layers"),
+        ({"num_layers": None}, "lack num_layers"),
+        ({"moe_layer_freq": "1"}, "moe_layer_freq='1', which does not fit 2 layers"),
         ({"num_experts": 4, "moe_router_topk": 2, "moe_router_score_function": "sigmoid"}, "sigmoid scores"),
         ({"window_size": (3, 0), "qk_layernorm": True}, "window_size"),
         ({"glu_linear_offset": 1.0}, "glu_linear_offset=1.0, which no model"),
@@ -351,7 +351,7 @@ def test_folders_that_are_no_checkpoints(saved: Saved, tmp_path: Path) -> None:
     folder = written(saved, tmp_path)
     latest = folder / "latest_checkpointed_iteration.txt"
     for text, words in (
-        ("../..", "says '../..', not a number"),
+        ("../..", "has '../..', which is neither a number nor"),
         ("7", "iter_0000007: has no .metadata"),
         ("release", "release: has no .metadata"),
     ):
@@ -402,7 +402,7 @@ def test_what_megatron_lm_does_not_take_from_a_checkpoint_is_said(saved: Saved, 
         "deepseek-v3": [
             "--moe-router-num-groups 4",
             "--rope-type yarn --rotary-scaling-factor 4.0 --mscale 0.7",
-            "Megatron-Core adds up the 1 best",
+            "Megatron-Core sums the 1 best",
         ],
         "granite": ["embeddings are multiplied by"],
     }.items():

@@ -75,7 +75,7 @@ def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path:
             "vocab": spec.vocab_size + 1,
             "tied": spec.tie_word_embeddings,
             "theta": rope.rope_theta,
-            "fields": megatron_model.fields(spec),
+            "fields": megatron_model.model_config_fields(spec),
         }
         for tp in (1, 2):
             where = {"logits": str(tmp_path / f"{case}-{tp}.pt"), "save": str(tmp_path / f"{case}-{tp}")}

@@ -16,8 +16,8 @@ from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import tensors as tensors_of
-from kumi.spec.shard_slices import regions
-from kumi.spec.sharding import held_params
+from kumi.spec.shard_slices import slices
+from kumi.spec.sharding import rank_params
 from kumi.storage import checkpoint
 
 
@@ -56,8 +56,8 @@ def test_pieces_are_those_of_the_layout_s_ranks(case, layout, saved, tmp_path, m
         wanted = {
             (region.start, region.shape)
             for rank in range(ranks.world_size)
-            if param in held_params(spec, ranks, rank)
-            for region in regions(param, ranks, rank)
+            if param in rank_params(spec, ranks, rank)
+            for region in slices(param, ranks, rank)
         }
         pieces = found.tensors[f"model/{param.name}"].pieces
         if wanted:
@@ -98,7 +98,7 @@ def test_dtypes_change_only_when_asked(saved, tmp_path):
         ("tp", r"'tp' must be one of pp, dp_replicate, dp_shard, .* with a number"),
         ("tp=2,tp=2", r"each at most once"),
         ("size=2", r"'size=2' must be one of"),
-        ("dp_shard=2", r"zero=0 divides nothing, but dp_shard=2"),
+        ("dp_shard=2", r"zero=0 shards no states, but dp_shard=2"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(layout, words, saved, tmp_path):

@@ -24,10 +24,10 @@ from kumi.parallel.grad_norm import local
 from kumi.spec import families
 from kumi.spec.cluster import ClusterSpec, Device
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
+from kumi.spec.ledger import decayed_names
 from kumi.spec.model import MLP, Attention, LayerSpec
 from kumi.spec.optim import Optim
-from kumi.spec.optim_states import KINDS
+from kumi.spec.optim_states import OPTIM_KINDS
 from kumi.spec.sharding import state_bytes
 from planned import job_of
 from steps import LENGTH, SEQUENCES, SPECS, mesh_of
@@ -66,7 +66,7 @@ def _really(layout: Layout, family: str):
         local(parameter.detach()).fill_(0.01)
     with tracker:
         model = replicated(laid, mesh, job.precision)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(job.model), job.optim)
+    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(job.model), job.optim)
     track_head(model, tracker)
     track_states(model, optimizer, tracker)
     tracker.begin()
@@ -78,7 +78,7 @@ def _really(layout: Layout, family: str):
     return tracker.peak(), tracker.flops.total(), sent
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIM_KINDS)
 def test_the_states_of_every_optimizer_are_the_planned_ones(kind):
     job, layout = replace(_job("moe"), optim=Optim(kind=kind)), Layout(dp_shard=2, tp=2, zero=3, ep=2, microbatch=2)
     wanted = state_bytes(job.model, layout, 1, job.precision, job.optim)

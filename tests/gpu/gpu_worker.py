@@ -16,9 +16,9 @@ import torch
 from kumi.parallel import Mesh, bare, build, build_mesh, clip_gradients, init_adamw, init_distributed, pipeline, total
 from kumi.parallel.context_parallel import cut
 from kumi.parallel.mesh import close_distributed
-from kumi.spec.comm import PLAIN, Comm
+from kumi.spec.comm import DEFAULT_COMM, Comm
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
+from kumi.spec.ledger import decayed_names
 from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -59,7 +59,7 @@ class Case:
     precision: str = "fp32"
     microbatches: int = 2
     documents: bool = True
-    comm: Comm = PLAIN
+    comm: Comm = DEFAULT_COMM
 
     def dumped(self) -> dict[str, Any]:
         """The case as JSON has it."""
@@ -76,7 +76,7 @@ def steps(case: Case, mesh: Mesh) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
     precision = PRECISIONS[case.precision]
     model = build(MODELS[case.model], mesh, precision, weights=7, comm=case.comm)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(MODELS[case.model]), Optim(lr=1e-2))
+    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(MODELS[case.model]), Optim(lr=1e-2))
     found = []
     for step in range(STEPS):
         loss = pipeline.train(model, mesh, _inputs(case, mesh, step))

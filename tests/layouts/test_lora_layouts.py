@@ -18,7 +18,7 @@ from kumi.parallel.lora import begin_step
 from kumi.parallel.state_tensors import optimizer_pieces, pieces_of
 from kumi.spec.adapters import is_adapter
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
+from kumi.spec.ledger import decayed_names
 from kumi.spec.lora import Lora
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
@@ -58,7 +58,7 @@ def train(layout: Layout, family: str, lora: str, microbatches: int, kind: str =
     adapters = lambda name, start, shape: _read(spec, name, start, shape)  # noqa: E731
     model = build(spec, mesh, PRECISIONS[kind], weights=7, adapters=adapters)
     known, named = by_name(spec), list(bare(model).named_parameters())
-    optimizer = init_adamw(named, decayed(spec), Optim(lr=1e-2))
+    optimizer = init_adamw(named, decayed_names(spec), Optim(lr=1e-2))
     losses, norms = [], []
     dtype = getattr(torch, PRECISIONS[kind].param)
     for step in range(2):

@@ -21,7 +21,7 @@ from kumi.parallel.grad_norm import by_name, local
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
-from kumi.spec.optim_states import is_orthogonalised
+from kumi.spec.optim_states import is_muon_matrix
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.saved_tensors import optimizer_shapes
 from kumi.spec.sharding import state_bytes
@@ -109,7 +109,7 @@ def equal(whole: dict[str, np.ndarray], family: str, kind: str) -> None:
             assert np.mean(values != tensors[name]) < 1e-3, name
             continue
         more = APART[kind]
-        if group == "model" and kind in ("muon", "adamw-8bit") and not is_orthogonalised(known[rest]):
+        if group == "model" and kind in ("muon", "adamw-8bit") and not is_muon_matrix(known[rest]):
             more = more + apart.get(rest, 0.0)
         part = Part(name, (0,) * values.ndim, values)
         bound = replace(part, values=tensors[name])

@@ -15,7 +15,7 @@ from kumi.nn.attention.cpu_attention import packed_attention
 from kumi.nn.attention.grouped_query import attend, visible
 from kumi.nn.attention.scores import PLAIN, Scores
 from kumi.nn.threads import side_by_side
-from kumi.spec.numerics import FLASH
+from kumi.spec.numerics import FLASH_CASES
 
 ROWS, LENGTH, SIZE = 2, 11, 4
 
@@ -46,7 +46,7 @@ def test_equals_masked_sdpa(monkeypatch, heads, window, document_ids):
     expected = attend(Segments(document_ids, None), *qkv, window)
     gradients = torch.autograd.grad(expected, qkv, grad)
     ways = [packed_attention(*qkv, where.bounds, window)]
-    for flash in (frozenset(), frozenset(FLASH)):
+    for flash in (frozenset(), frozenset(FLASH_CASES)):
         monkeypatch.setattr(numerics, "_flash", flash)
         ways.append(attend(where, *qkv, window))
     if window in (None, 50):
@@ -127,7 +127,7 @@ def test_the_kernel_is_chosen_where_it_computes_the_same(monkeypatch):
         assert [cpu_flash.suits(q, v, bounds, window) for window in (None, 11)] == [bool(chosen)] * 2
         assert not cpu_flash.suits(q, v, bounds, 10)
         assert not cpu_flash.suits(q, v[..., :-1], bounds, None)
-    monkeypatch.setattr("kumi.spec.numerics.LONG", 22 / 4)
+    monkeypatch.setattr("kumi.spec.numerics.LONG_TOKENS", 22 / 4)
     assert not cpu_flash.suits(q, v, bounds, None), "the mean length of the documents counts"
 
 

@@ -15,7 +15,7 @@ from kumi.errors import LayoutError
 from kumi.parallel import Mesh, Place, async_tp, bare, build
 from kumi.parallel.grad_norm import local
 from kumi.spec.cluster import ClusterSpec, Device
-from kumi.spec.comm import PLAIN, Comm, refusals, sent_in
+from kumi.spec.comm import DEFAULT_COMM, Comm, illegal_comm, reduce_precision
 from kumi.spec.layout import Layout
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, forward_backward, mesh_of
@@ -26,7 +26,7 @@ DDP = Layout(dp_replicate=2)
 def _gradients(layout, comm, kind="fp64", steps=1, microbatches=1):
     """This rank's gradients after the last of `steps` steps, as torch tensors of the whole where nothing divides."""
     mesh = mesh_of(layout)
-    precision = sent_in(PRECISIONS[kind], comm)
+    precision = reduce_precision(PRECISIONS[kind], comm)
     model = build(SPECS["llama"], mesh, precision, weights=0, comm=comm)
     for step in range(steps):
         for parameter in model.parameters():
@@ -52,7 +52,7 @@ def _error(found, wanted):
     ),
 )
 def test_gradients_of_two_bytes_are_nearly_the_same_and_alike_on_all_ranks(ranks, layout, kind):
-    plain = ranks(layout.world_size, _gradients, layout, PLAIN, "fp32")
+    plain = ranks(layout.world_size, _gradients, layout, DEFAULT_COMM, "fp32")
     found = ranks(layout.world_size, _gradients, layout, Comm(compress=kind), "fp32")
     for ours, theirs in zip(found, plain):
         assert 1e-6 < _error(ours, theirs) < 1e-2
@@ -63,14 +63,14 @@ def test_gradients_of_two_bytes_are_nearly_the_same_and_alike_on_all_ranks(ranks
 
 def test_low_rank_gradients_are_sums_and_alike_on_all_ranks(ranks):
     """Two steps as they are, then matrices of rank 4 stand for those of 18 x 36 and 250 x 18."""
-    plain = ranks(2, _gradients, DDP, PLAIN, "fp64", 4)
+    plain = ranks(2, _gradients, DDP, DEFAULT_COMM, "fp64", 4)
     found = ranks(2, _gradients, DDP, Comm(compress="powersgd", powersgd_rank=4, powersgd_start=2), "fp64", 4)
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
     norms = [sum(float(value.square().sum()) for value in one.values()) ** 0.5 for one in (found[0], plain[0])]
     assert norms[0] == pytest.approx(norms[1], rel=0.3)
     assert 1e-6 < _error(found[0], plain[0]) < 1
     before = ranks(2, _gradients, DDP, Comm(compress="powersgd", powersgd_start=2), "fp64", 2)
-    assert _error(before[0], ranks(2, _gradients, DDP, PLAIN, "fp64", 2)[0]) < 1e-12
+    assert _error(before[0], ranks(2, _gradients, DDP, DEFAULT_COMM, "fp64", 2)[0]) < 1e-12
 
 
 def _messages(layout, comm, microbatches):
@@ -101,7 +101,7 @@ def _messages(layout, comm, microbatches):
 
 @pytest.mark.parametrize("layout", [DDP, Layout(dp_shard=2, zero=1)])
 def test_nothing_is_sent_before_the_last_microbatch(ranks, layout):
-    counts, total = ranks(layout.world_size, _messages, layout, PLAIN, 3)[0]
+    counts, total = ranks(layout.world_size, _messages, layout, DEFAULT_COMM, 3)[0]
     assert counts == [0, 0, 0]
     assert total > 0
 
@@ -114,7 +114,7 @@ def test_small_buckets_make_more_messages(ranks):
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=2), Layout(dp_shard=2, zero=3)])
 def test_gathering_further_ahead_changes_nothing(ranks, layout):
     layout = replace(layout, recompute="full")
-    plain = ranks(2, _gradients, layout, PLAIN, "fp64", 2, 2)
+    plain = ranks(2, _gradients, layout, DEFAULT_COMM, "fp64", 2, 2)
     found = ranks(2, _gradients, layout, Comm(prefetch=2), "fp64", 2, 2)
     for ours, theirs in zip(found, plain):
         assert all(torch.equal(ours[name], value) for name, value in theirs.items())
@@ -123,15 +123,30 @@ def test_gathering_further_ahead_changes_nothing(ranks, layout):
 @pytest.mark.parametrize(
     ("comm", "layout", "microbatches", "sentence"),
     [
-        (Comm(compress="powersgd"), Layout(dp_shard=2, zero=1), 1, "comm.compress='powersgd' with zero=1 and pp=1"),
-        (Comm(compress="powersgd"), Layout(dp_replicate=2, pp=2), 1, "comm.compress='powersgd' with zero=0 and pp=2"),
-        (Comm(compress="bf16"), Layout(dp_shard=2, zero=1), 4, "would add the 4 microbatches of a step up in bfloat16"),
-        (Comm(bucket_mb=1.5), Layout(dp_shard=2, zero=3), 1, "comm.bucket_mb=1.5 with zero=3 and pp=1"),
-        (Comm(prefetch=2), DDP, 1, "comm.prefetch=2 with zero=0: nothing is gathered"),
+        (
+            Comm(compress="powersgd"),
+            Layout(dp_shard=2, zero=1),
+            1,
+            "comm.compress='powersgd' works on the gradients of unsharded replicas, but the layout has zero=1",
+        ),
+        (
+            Comm(compress="powersgd"),
+            Layout(dp_replicate=2, pp=2),
+            1,
+            "comm.compress='powersgd' works on the gradients of unsharded replicas, but the layout has zero=0",
+        ),
+        (Comm(compress="bf16"), Layout(dp_shard=2, zero=1), 4, "gradients of the 4 microbatches of a step in bfloat16"),
+        (
+            Comm(bucket_mb=1.5),
+            Layout(dp_shard=2, zero=3),
+            1,
+            "comm.bucket_mb=1.5 works on the gradients of unsharded replicas, but the layout",
+        ),
+        (Comm(prefetch=2), DDP, 1, "comm.prefetch=2 has no effect with zero=0"),
     ],
 )
 def test_what_has_no_place_is_refused(comm, layout, microbatches, sentence):
-    (said,) = refusals(comm, layout, microbatches)
+    (said,) = illegal_comm(comm, layout, microbatches)
     assert sentence in said
 
 
@@ -139,14 +154,14 @@ def test_products_overlap_with_messages_between_gpus_of_a_node_only():
     """On CPUs, without sequence parallelism, and across nodes a sentence says what to set."""
     overlapped = Comm(async_tp=True)
     eight, cpu = (ClusterSpec(kind, Device(kind, kind, 2**30), 8) for kind in ("cuda", "cpu"))
-    assert list(refusals(overlapped, Layout(tp=2), 1, eight)) == []
+    assert list(illegal_comm(overlapped, Layout(tp=2), 1, eight)) == []
     for layout, cluster, sentence in (
-        (Layout(tp=2), cpu, "overlap on CUDA devices only; set comm.async_tp = false"),
-        (Layout(tp=2, sequence_parallel=False), eight, "tp=2 and sequence_parallel=false: no tokens are gathered"),
-        (Layout(dp_shard=2, zero=1), eight, "tp=1 and sequence_parallel=true: no tokens are gathered"),
-        (Layout(tp=16), eight, "tp=16 on nodes of 8 devices"),
+        (Layout(tp=2), cpu, "needs CUDA devices, but the device is cpu; set comm.async_tp = false"),
+        (Layout(tp=2, sequence_parallel=False), eight, "tp=2 and sequence_parallel=false, because no activations are"),
+        (Layout(dp_shard=2, zero=1), eight, "tp=1 and sequence_parallel=true, because no activations are"),
+        (Layout(tp=16), eight, "tp=16 needs tensor-parallel ranks within one node, but nodes have 8 devices"),
     ):
-        (said,) = refusals(overlapped, layout, 1, cluster)
+        (said,) = illegal_comm(overlapped, layout, 1, cluster)
         assert sentence in said
     with pytest.raises(LayoutError, match=r"comm\.async_tp=true on cpu with tp=2"):
         build(
@@ -194,5 +209,5 @@ def test_overlapped_products_are_the_same(ranks, schedule):
 
 
 def test_what_has_a_place_is_taken():
-    assert list(refusals(Comm(compress="powersgd", bucket_mb=1.0), DDP, 4)) == []
-    assert list(refusals(Comm(compress="bf16", prefetch=1), Layout(dp_shard=2, zero=2), 4)) == []
+    assert list(illegal_comm(Comm(compress="powersgd", bucket_mb=1.0), DDP, 4)) == []
+    assert list(illegal_comm(Comm(compress="bf16", prefetch=1), Layout(dp_shard=2, zero=2), 4)) == []

@@ -17,7 +17,7 @@ from kumi.nn.decoder import Decoder
 from kumi.parallel.float8 import multiply_in_float8, swap_products
 from kumi.spec.cluster import Device
 from kumi.spec.layout import Layout
-from kumi.spec.legality import UNTRAINED, broken
+from kumi.spec.legality import UNSUPPORTED, violations
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
 from kumi.spec.techniques import float8_rules
 from planned import job_of
@@ -81,7 +81,7 @@ def test_what_has_no_float8_is_refused():
 
 
 def refused(job, **fields):
-    return broken(float8_rules(job), Layout(**fields), UNTRAINED)
+    return violations(float8_rules(job), Layout(**fields), UNSUPPORTED)
 
 
 def test_what_goes_with_float8_is_said():
@@ -89,8 +89,8 @@ def test_what_goes_with_float8_is_said():
     job = job_of(SPEC, seq_len=128, kind="fp8", device=able)
     assert refused(job) == []
     (said,) = refused(replace(job, cluster=replace(job.cluster, device=Device("", "cpu", 0))))
-    assert "on CUDA devices that have it, which this one does not say of itself" in said
-    assert "tp=2: set tp = 1" in refused(job, tp=2)[0]
+    assert "needs a CUDA device that is described with float8 matmuls, but the device is unnamed" in said
+    assert "is not supported with tp=2; set tp = 1" in refused(job, tp=2)[0]
     odd = job_of(SPEC, seq_len=8, kind="fp8", device=able)
-    assert "8 tokens of a microbatch" in refused(odd)[0]
+    assert "but there are 8; change batch.seq_len" in refused(odd)[0]
     assert refused(job_of(SPEC, kind="bf16"), tp=2) == []

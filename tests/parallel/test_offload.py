@@ -21,10 +21,10 @@ from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.memory.activations import model_activations
 from kumi.plan.memory.device_memory import host_memory
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed, params
+from kumi.spec.ledger import decayed_names, params
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.techniques import ROOMS
+from kumi.spec.techniques import STAGING_BUFFERS
 from planned import job_of, share_of
 from steps import SPECS, batch, forward_backward, mesh_of
 
@@ -105,7 +105,7 @@ def _trained(layout, family, folder):
     """Parameters and states after two steps, with what a rank saves then filled into an optimizer in memory."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp32"], weights=3)
-    weights = decayed(SPECS[family])
+    weights = decayed_names(SPECS[family])
     optimizer = init_placed_adamw(bare(model).named_parameters(), weights, OPTIM, mesh, Path(folder), bucket=1024)
     for step in range(2):
         forward_backward(model, mesh, step, 2)
@@ -177,15 +177,17 @@ def test_bytes_of_the_host_are_those_that_are_planned(ranks, layout, offload, tm
     job = job_of(SPECS["llama"], kind="fp32")
     (said,) = host_memory(job, *share_of(job, layout))
     for states, rooms, buckets in ranks(layout.world_size, _host_bytes, layout, str(tmp_path)):
-        held = (0 if offload.endswith("nvme") else states) + rooms * ROOMS / buckets
-        assert said * 0.999 <= held <= said + ROOMS * 4 * 4 * ALIGNED * len(params(SPECS["llama"]))
+        held = (0 if offload.endswith("nvme") else states) + rooms * STAGING_BUFFERS / buckets
+        assert said * 0.999 <= held <= said + STAGING_BUFFERS * 4 * 4 * ALIGNED * len(params(SPECS["llama"]))
 
 
 def _host_bytes(layout, folder):
     """Bytes of a rank's states and of the rooms they are updated in, and how many of those there are."""
     mesh = mesh_of(layout)
     model = build(SPECS["llama"], mesh, PRECISIONS["fp32"], weights=3)
-    optimizer = init_placed_adamw(bare(model).named_parameters(), decayed(SPECS["llama"]), OPTIM, mesh, Path(folder))
+    optimizer = init_placed_adamw(
+        bare(model).named_parameters(), decayed_names(SPECS["llama"]), OPTIM, mesh, Path(folder)
+    )
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     tensors = [
         value for room in optimizer.rooms for value in (room.parameters, room.gradients, room.means, room.squares)

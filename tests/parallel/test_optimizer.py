@@ -8,7 +8,7 @@ from torch import nn
 
 from kumi.nn import Decoder
 from kumi.parallel import init_adamw
-from kumi.spec.ledger import decayed
+from kumi.spec.ledger import decayed_names
 from kumi.spec.model import Attention, LatentAttention, LayerSpec, Mamba, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 
@@ -37,7 +37,7 @@ def _model(*layers: LayerSpec, norm: str = "rmsnorm") -> ModelSpec:
 )
 def test_weight_decay_applies_to_matrices_and_not_to_biases_norms_and_rates(spec):
     named = dict(Decoder(spec, device="meta").named_parameters())
-    optimizer = init_adamw(named.items(), decayed(spec), Optim(weight_decay=0.3), states=False)
+    optimizer = init_adamw(named.items(), decayed_names(spec), Optim(weight_decay=0.3), states=False)
     decay = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
     spared = ("bias", "norm.weight", "layernorm.weight", "q_norm.weight", "k_norm.weight", "A_log", ".D", "sinks")
     assert {name: decay[id(value)] for name, value in named.items()} == {

@@ -15,7 +15,7 @@ from kumi.parallel.optim.quantize_8bit import Blocks, dynamic_code
 from kumi.spec.layout import Layout
 from kumi.spec.op import Dim, Param
 from kumi.spec.optim import Optim
-from kumi.spec.optim_states import BLOCK, KINDS
+from kumi.spec.optim_states import OPTIM_KINDS, QUANTIZED_BLOCK
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0."
@@ -92,7 +92,7 @@ def apart(ours, theirs):
 
 
 def test_every_kind_has_its_optimizer():
-    assert set(OPTIMIZERS) == set(KINDS)
+    assert set(OPTIMIZERS) == set(OPTIM_KINDS)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -170,15 +170,15 @@ def test_codes_are_of_the_nearest_value_and_blocks_of_the_whole_row(signed):
     rows = rows if signed else rows.abs()
     whole = Blocks(0, 700, 3)
     scales = whole.largest(rows)
-    assert scales.tolist() == [[part.abs().max().item() for part in row.split(BLOCK)] for row in rows]
+    assert scales.tolist() == [[part.abs().max().item() for part in row.split(QUANTIZED_BLOCK)] for row in rows]
     code = dynamic_code(CPU, signed=signed)
     codes, values = whole.encoded(rows, scales, code), code.values
-    scaled = rows / scales.repeat_interleave(BLOCK, 1)[:, :700]
+    scaled = rows / scales.repeat_interleave(QUANTIZED_BLOCK, 1)[:, :700]
     nearest = (scaled[..., None] - values).abs().argmin(-1)
     nearest -= signed * ((scaled < 0) & (nearest == 127)).long()
     assert torch.equal(codes.long(), nearest)
     decoded = whole.decoded(codes, scales, code, torch.float32)
-    assert torch.equal(decoded, values[nearest] * scales.repeat_interleave(BLOCK, 1)[:, :700])
+    assert torch.equal(decoded, values[nearest] * scales.repeat_interleave(QUANTIZED_BLOCK, 1)[:, :700])
     for first, last in ((0, 300), (300, 520), (520, 700)):
         part = Blocks(first, last - first, 3)
         assert torch.equal(part.encoded(rows[:, first:last], scales, code), codes[:, first:last])
@@ -231,7 +231,7 @@ def test_rows_at_a_time_change_nothing():
     assert all(torch.equal(one, other) for one, other in zip(whole, trained("adamw-8bit", 2)[0]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIM_KINDS)
 def test_parameters_without_a_gradient_stay(kind):
     parameters, optimizer = trained(kind, 1)
     before = [parameter.detach().clone() for parameter in parameters]

@@ -12,9 +12,9 @@ from kumi.parallel.pipeline_trace import gather, spans, start
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.schedule import actions, placement
+from kumi.spec.schedule import actions, stage_assignment
 from kumi.spec.schedules import SCHEDULES
-from kumi.spec.sends_and_recvs import needed
+from kumi.spec.sends_and_recvs import dependency
 from layouts.test_layouts import alone, equal
 from ranks import run_ranks
 from steps import SPECS, batch, mesh_of, train
@@ -127,7 +127,7 @@ def test_what_ran_is_the_schedules_list(ranks, schedule):
     ends = {span.action: span.end for rank in whole.spans for span in rank}
     for rank in whole.spans:
         for span in rank:
-            before = needed(span.action, 2 * layout.stages)
+            before = dependency(span.action, 2 * layout.stages)
             if before is not None:
                 made = ends.get(before, ends.get(before._replace(kind="I")))
                 assert made <= span.start + SKEW
@@ -156,7 +156,9 @@ def test_forward_alone_gives_what_one_process_gives(ranks, pp, schedule, microba
     layout = piped(pp, schedule)
     found = ranks(pp, evaluated, layout, microbatches)
     last = next(
-        rank for rank, held in enumerate(placement(schedule, pp, layout.stages)) if pp * layout.stages - 1 in held
+        rank
+        for rank, held in enumerate(stage_assignment(schedule, pp, layout.stages))
+        if pp * layout.stages - 1 in held
     )
     assert [len(one) for one in found] == [microbatches * (rank == last) for rank in range(pp)]
     for one, other in zip(found[last], wanted):

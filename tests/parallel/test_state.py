@@ -10,7 +10,7 @@ from grids import sampled
 from kumi.nn.router import routers
 from kumi.parallel import bare, build, fill, init_adamw, model_pieces, optimizer_pieces, owned
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import buffers, decayed, params, tensors
+from kumi.spec.ledger import buffers, decayed_names, params, tensors
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from steps import SPECS, forward_backward, mesh_of
@@ -41,7 +41,7 @@ def _saved(layout, family="qwen", steps=1):
     """What this rank would save after `steps` steps: (name, shape, start, values)."""
     mesh = mesh_of(layout)
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=3)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), Optim())
+    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(SPECS[family]), Optim())
     for step in range(steps):
         forward_backward(model, mesh, step, 1, dtype=torch.float64)
         optimizer.step()
@@ -69,7 +69,7 @@ def _loaded(layout, family, whole):
         return torch.from_numpy(np.asarray(whole[name][where]))
 
     model = build(SPECS[family], mesh, PRECISIONS["fp64"], weights=read)
-    optimizer = init_adamw(bare(model).named_parameters(), decayed(SPECS[family]), Optim())
+    optimizer = init_adamw(bare(model).named_parameters(), decayed_names(SPECS[family]), Optim())
     fill(optimizer_pieces(model, optimizer, mesh), read)
     pieces = owned([*model_pieces(model, mesh), *optimizer_pieces(model, optimizer, mesh)], model, mesh, Optim())
     return [(piece.name, piece.shape, piece.start, piece.data.numpy().copy()) for piece in pieces]

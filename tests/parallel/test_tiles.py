@@ -17,8 +17,8 @@ from kumi.parallel.mlp_tiling import Tiling, _forward
 from kumi.spec import model
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import decayed
-from kumi.spec.legality import UNTRAINED, broken
+from kumi.spec.ledger import decayed_names
+from kumi.spec.legality import UNSUPPORTED, violations
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.techniques import technique_rules
@@ -42,7 +42,7 @@ def _trained(layout, microbatches):
     """Losses, norms, and this rank's parts of the parameters after two steps."""
     mesh = mesh_of(layout)
     made = build(SPECS["llama"], mesh, PRECISIONS["fp64"], weights=3)
-    optimizer = init_adamw(bare(made).named_parameters(), decayed(SPECS["llama"]), Optim(lr=1e-2))
+    optimizer = init_adamw(bare(made).named_parameters(), decayed_names(SPECS["llama"]), Optim(lr=1e-2))
     found = []
     for step in range(2):
         found.append(forward_backward(made, mesh, step, microbatches, dtype=torch.float64))
@@ -138,12 +138,16 @@ def test_what_tiles_do_not_go_with_is_said():
     job: Job = job_of(SPECS["llama"])
 
     def said(**fields):
-        return "; ".join(broken(technique_rules(job.model), replace(Layout(tiles=4), **fields), UNTRAINED))
+        return "; ".join(violations(technique_rules(job.model), replace(Layout(tiles=4), **fields), UNSUPPORTED))
 
     assert said() == ""
-    assert said(tp=2) == "tiles=4 with tp=2: set tp = 1, or tiles = 1"
-    assert "tiles=4 with recompute='selective'" in said(recompute="selective")
-    assert "tiles=4 with schedule='zb-v'" in said(pp=2, schedule="zb-v", stages=2)
-    assert said(dp_shard=2, zero=3).endswith("intermediate_size=36 that each of 2 ranks has; use 1, 2, 3, 6, 9, 18")
-    assert "4 ranks, which do not divide hidden_size=18" in said(dp_shard=4, zero=3)
-    assert "no dense" in "; ".join(broken(technique_rules(SPECS["moe"]), Layout(tiles=4), UNTRAINED))
+    assert said(tp=2) == "tiles=4 is not supported with tp=2; set tp = 1, or tiles = 1"
+    assert "tiles=4 is not supported with recompute='selective'" in said(recompute="selective")
+    assert "tiles=4 is not supported with schedule='zb-v'" in said(pp=2, schedule="zb-v", stages=2)
+    assert said(dp_shard=2, zero=3).endswith(
+        "intermediate_size=36 in each of 2 shards; set tiles to one of 1, 2, 3, 6, 9, 18"
+    )
+    assert "a number of shards that divides hidden_size=18" in said(dp_shard=4, zero=3)
+    assert "dense feed-forward layers, but the model has none" in "; ".join(
+        violations(technique_rules(SPECS["moe"]), Layout(tiles=4), UNSUPPORTED)
+    )

@@ -11,10 +11,10 @@ from torch import nn
 from kumi.parallel.optim.whole_matrices import bring, buckets_of, send_back
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
-from kumi.spec.optim_states import is_orthogonalised
+from kumi.spec.optim_states import is_muon_matrix
 from kumi.spec.process_groups import axis
-from kumi.spec.shard_slices import regions
-from kumi.spec.sharding import cut_shape, is_routed, local_shape
+from kumi.spec.shard_slices import slices
+from kumi.spec.sharding import is_routed, local_shape, shard_shape
 from steps import SPECS, mesh_of
 
 
@@ -26,7 +26,7 @@ def _numbered(param):
 def _part(param, layout, rank):
     """What `rank` holds of the numbered tensor."""
     whole, part = _numbered(param), torch.zeros(local_shape(param, layout, rank), dtype=torch.float64)
-    for one in regions(param, layout, rank):
+    for one in slices(param, layout, rank):
         here, there = ([slice(a, a + b) for a, b in zip(start, one.shape)] for start in (one.local, one.start))
         part[tuple(here)] = whole[tuple(there)]
     return part
@@ -36,14 +36,14 @@ def _exchanged(layout, family, owned):
     """How many whole tensors this rank was given of each bucket, all of them right, and as many ranks share it."""
     mesh = mesh_of(layout)
     found = [(param, nn.Parameter(_part(param, layout, mesh.rank))) for param in params(SPECS[family])]
-    matrices = {parameter: param for param, parameter in found if is_orthogonalised(param)}
+    matrices = {parameter: param for param, parameter in found if is_muon_matrix(param)}
     counts = []
     for bucket in buckets_of([(param, one) for one, param in matrices.items()], mesh, owned):
         parts = [entry.parameter.detach() for entry in bucket.entries]
         wholes = bring(bucket, parts, mesh)
         for place, whole in wholes.items():
             param = matrices[bucket.entries[place].parameter]
-            experts = cut_shape(param, 1, layout.ep, 1)[0]
+            experts = shard_shape(param, 1, layout.ep, 1)[0]
             first = axis(layout, "ep").index(mesh.rank) * experts if is_routed(param) else 0
             assert torch.equal(whole, _numbered(param)[first : first + experts])
         back = send_back(bucket, {place: -whole for place, whole in wholes.items()}, parts[0], mesh)

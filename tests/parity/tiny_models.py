@@ -12,7 +12,7 @@ import transformers
 from kumi.nn import Decoder
 from kumi.spec import families, ledger
 from kumi.spec.model import ModelSpec
-from kumi.spec.weights import parts
+from kumi.spec.weights import stored_parts
 
 SIZES = {
     "vocab_size": 97,
@@ -626,7 +626,7 @@ def native(spec: ModelSpec, theirs: Mapping[str, torch.Tensor]) -> dict[str, tor
     found, (memory, files) = {}, IN_MEMORY.get(spec.family, ("", ""))
     theirs = {files + key.removeprefix(memory) if key.startswith(memory) else key: x for key, x in theirs.items()}
     for param in ledger.tensors(spec):
-        pieces = parts(spec, param, stacked=True)
+        pieces = stored_parts(spec, param, stacked=True)
         if not all(piece.name in theirs for piece in pieces):  # only files have it under another name
             found[param.name] = theirs[param.name].detach()
             continue

@@ -8,15 +8,16 @@ from itertools import product
 from typing import Any
 
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import divisors, problems
+from kumi.spec.checks import illegal
 from kumi.spec.cluster import ClusterSpec, Device, Host, Link
+from kumi.spec.divisibility import divisors
 from kumi.spec.engine import KUMI, Engine
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.schedule import placement
+from kumi.spec.schedule import stage_assignment
 from kumi.spec.schedules import SCHEDULES
 from kumi.spec.sharding import stage_bounds
 
@@ -83,7 +84,7 @@ def _inner(job: Job, mesh: dict[str, int]) -> Iterator[Layout]:
     for zero, size, schedule, count in product(range(4), divisors(job.batch.sequences), schedules, stages):
         layout = Layout(**mesh, zero=zero, microbatch=size, schedule=schedule, stages=count)
         divides = zero == 0 or layout.dp_shard * layout.cp > 1
-        if divides and not problems(job.model, layout, job.cluster, job.batch):
+        if divides and not illegal(job.model, layout, job.cluster, job.batch):
             yield layout
 
 
@@ -91,7 +92,7 @@ def recomputed(job: Job, layout: Layout) -> Iterator[Layout]:
     """Yield `layout` without recomputation, and with every kind and number of recomputed layers."""
     yield layout
     bounds = stage_bounds(layout, job.model.num_hidden_layers)
-    stages_of_rank = placement(layout.schedule, layout.pp, layout.stages)
+    stages_of_rank = stage_assignment(layout.schedule, layout.pp, layout.stages)
     most = max(sum(bounds[stage][1] - bounds[stage][0] for stage in stages) for stages in stages_of_rank)
     for how in ("selective", "full"):
         yield from (replace(layout, recompute=how, recompute_layers=count) for count in range(1, max(1, most) + 1))

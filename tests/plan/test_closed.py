@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 from kumi.plan.layout_batch import CHOICES
 from kumi.plan.pipeline.closed_forms import closed_form
 from kumi.plan.pipeline.timeline import makespan
-from kumi.spec.schedule import placement
+from kumi.spec.schedule import stage_assignment
 from kumi.spec.schedules import SCHEDULES
 
 SECONDS = some.floats(0.5, 3.0)
@@ -30,7 +30,7 @@ def shapes(draw, least=1):
 
 def closed(shape, durations, transfer=0.0, *, blocking=False):
     schedule, pp, stages, microbatches = shape
-    ranks = [np.sum([durations[stage] for stage in own], axis=0) for own in placement(schedule, pp, stages)]
+    ranks = [np.sum([durations[stage] for stage in own], axis=0) for own in stage_assignment(schedule, pp, stages)]
     codes = [np.array([number]) for number in (NUMBER(schedule), pp, stages, microbatches)]
     all_ranks, busiest = np.sum(ranks, axis=0)[:, None], max(ranks, key=sum)[:, None]
     return closed_form(*codes, all_ranks, busiest, np.array([transfer]), blocking=blocking)[0]

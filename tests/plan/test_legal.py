@@ -7,7 +7,7 @@ import pytest
 from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.search.candidates import legal_mask
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal
 from kumi.spec.cluster import ClusterSpec, Device, Host
 from kumi.spec.job import Job
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE, Layout
@@ -85,7 +85,7 @@ def test_each_single_change_of_legal_layouts(name):
 
 
 def check(work, layouts):
-    expected = [problems(work.model, layout, work.cluster, work.batch) for layout in layouts]
+    expected = [illegal(work.model, layout, work.cluster, work.batch) for layout in layouts]
     for layout, reasons, legal in zip(layouts, expected, legal_mask(work, batch_layouts(layouts)), strict=True):
         assert legal == (not reasons), (layout, reasons)
 

@@ -15,7 +15,7 @@ from kumi.plan.search import search_layouts as searching
 from kumi.plan.search.candidates import layout_grid
 from kumi.plan.search.fitting import fit_variant, make_candidates, possible_offloads, variants
 from kumi.plan.search.search_layouts import TIE_TOLERANCE, complexity, estimate_smallest, search
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal
 from kumi.spec.layout import Layout
 
 # One node with sequences so long that activations decide what fits; 185 layouts.
@@ -111,7 +111,7 @@ def test_the_grid_has_all_legal_layouts(of):
     rows = layout_grid(task, {})
     result = [rows.row(index) for index in range(len(rows))]
     assert len(set(result)) == len(result)
-    assert all(not problems(of, item, task.cluster, task.batch) for item in result[::7])
+    assert all(not illegal(of, item, task.cluster, task.batch) for item in result[::7])
     dense = {item for item in result if item.ep == item.expert_tp == 1}
     plain = {item for item in every_layout(task) if item.recompute == "none" and item.schedule != "gpipe"}
     assert dense == plain
@@ -143,7 +143,7 @@ def test_every_plan_has_the_pinned_fields(pinned):
     assert result.plans
     for item in (*result.plans, *result.pareto):
         assert {name: getattr(item.layout, name) for name in pinned} == pinned
-        assert not problems(task.model, item.layout, task.cluster, task.batch)
+        assert not illegal(task.model, item.layout, task.cluster, task.batch)
         assert item == estimate(task, item.layout)
     assert 0 < result.count < 46_380
 

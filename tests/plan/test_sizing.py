@@ -27,7 +27,7 @@ def grow(device, nodes):
 
 def sized_job(sequences=48, device=GPU):
     small = job(1, of=model(8, hidden=2048), sequences=sequences, seq_len=2048)
-    return replace(small, of_nodes=partial(grow, device))
+    return replace(small, cluster_of_nodes=partial(grow, device))
 
 
 def test_a_size_has_the_best_plan_on_its_nodes():
@@ -106,7 +106,7 @@ def test_sites_have_equal_numbers_of_nodes():
         links = (*LINKS[:1], replace(LINKS[1], span=2 * nodes), between)
         return ClusterSpec("test", GPU, 4, nodes, 2, links)
 
-    task = replace(sized_job(), cluster=two_sites(2), of_nodes=two_sites)
+    task = replace(sized_job(), cluster=two_sites(2), cluster_of_nodes=two_sites)
     few = plan_on_nodes(task, PINNED, 2, 1e11)
     assert few is not None
     result = search_cluster_sizes(task, PINNED, 1e11, 0.4 * few.days)
@@ -120,6 +120,6 @@ def test_more_nodes_are_advised_only_if_their_network_is_known():
     assert leanest is not None
     tight = partial(grow, replace(GPU, memory=int(leanest.peak_memory)))
     task = replace(task, cluster=tight(1))
-    with_nodes, without = (remedies(replace(task, of_nodes=how), PINNED, leanest, {}) for how in (tight, None))
+    with_nodes, without = (remedies(replace(task, cluster_of_nodes=how), PINNED, leanest, {}) for how in (tight, None))
     assert any("cluster.nodes=2 (8 devices)" in change for change in with_nodes)
     assert [change for change in with_nodes if "cluster.nodes" not in change] == without

@@ -7,7 +7,7 @@ from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.pipeline.stages import balance_stages, rank_stages
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, Rope
-from kumi.spec.schedule import actions, placement
+from kumi.spec.schedule import actions, stage_assignment
 from kumi.spec.schedules import SCHEDULES
 from kumi.spec.sharding import stage_bounds
 
@@ -76,11 +76,11 @@ def test_a_step_of_few_microbatches_has_no_more_in_flight():
 
 
 def check_rank_stages(spec, layout, m, stage_layers):
-    kinds, of_layer = spec.layer_kinds()
+    kinds, of_layer = spec.unique_layers()
     limits = stage_bounds(Layout(**{**vars(layout), "stage_layers": stage_layers}), spec.num_hidden_layers)
     layouts = batch_layouts([layout] * layout.pp)
     result = rank_stages(spec, layouts, np.arange(layout.pp), np.full(layout.pp, m), stage_layers)
-    for rank, own in enumerate(placement(layout.schedule, layout.pp, layout.stages)):
+    for rank, own in enumerate(stage_assignment(layout.schedule, layout.pp, layout.stages)):
         mine = [of_layer[index] for stage in own for index in range(*limits[stage])]
         assert [mine.count(kind) for kind in range(len(kinds))] == result.layers[:, rank].tolist()
         assert result.embedding[rank] == (0 in own)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from kumi.plan.pipeline.timeline import makespan, simulate
-from kumi.spec.schedule import actions, pattern, placement
+from kumi.spec.schedule import actions, rank_program, stage_assignment
 from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS, SCHEDULES
 from kumi.spec.schedules.schedule_record import Action
 
@@ -11,7 +11,7 @@ SMALL = some.integers(1, 6)
 
 
 def run(schedule, pp, stages, microbatches, durations, transfer=0.0, **how):
-    lists, stages_of_rank = actions(schedule, pp, stages, microbatches), placement(schedule, pp, stages)
+    lists, stages_of_rank = actions(schedule, pp, stages, microbatches), stage_assignment(schedule, pp, stages)
     return simulate(lists, stages_of_rank, durations, transfer, **how)
 
 
@@ -145,12 +145,12 @@ def reach(schedule, pp, stages, microbatches):
 
     All actions before the first block count as one block.
     """
-    patterns = [pattern(schedule, pp, stages, microbatches, rank) for rank in range(pp)]
+    patterns = [rank_program(schedule, pp, stages, microbatches, rank) for rank in range(pp)]
     least = min(program.repeats for program in patterns)
     block, last = {}, pp * stages - 1
     for program, listed in zip(patterns, actions(schedule, pp, stages, microbatches), strict=True):
         for position, (kind, *pair) in enumerate(listed):
-            number = (position - len(program.warm)) // len(program.block)
+            number = (position - len(program.warmup)) // len(program.steady)
             block["B" if kind == "I" else kind, *pair] = max(-1, min(number, least))
     far = 0
     for (kind, stage, microbatch), number in block.items():

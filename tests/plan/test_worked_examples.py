@@ -16,11 +16,11 @@ from kumi.plan.estimate import estimate, estimated_timeline
 from kumi.plan.pipeline.timeline import simulate
 from kumi.plan.time.traffic import collectives
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import divisors
+from kumi.spec.divisibility import divisors
 from kumi.spec.engine import KUMI
 from kumi.spec.layout import AXES, Layout
 from kumi.spec.ledger import num_params
-from kumi.spec.schedule import actions, placement
+from kumi.spec.schedule import actions, stage_assignment
 
 # The guides' 70 B, as bf16 without masters, with each ZeRO stage dividing what it says (DeepSpeed's way).
 PURE = replace(KUMI, half_weights=True)
@@ -158,7 +158,7 @@ def test_tensor_parallel_size_of_a_70b_on_80_gb_cards():
 
 def idle_share(schedule, stages, pp, microbatches):
     """Share of the ranks' time that equal stages idle, a backward taking twice a forward."""
-    held = placement(schedule, pp, stages)
+    held = stage_assignment(schedule, pp, stages)
     made = simulate(actions(schedule, pp, stages, microbatches), held, [(1.0, 1.0, 1.0)] * (pp * stages))
     return sum(made.idle) / made.seconds / pp
 

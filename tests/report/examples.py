@@ -13,7 +13,7 @@ from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.schedule import actions, placement
+from kumi.spec.schedule import actions, stage_assignment
 
 GIB = 2**30
 LLAMA_70B = {
@@ -165,7 +165,7 @@ def runner_up(name: str, seconds: float, layout: Layout, **gib: float) -> Estima
 
 def timeline(microbatches: int = 64, schedule: str = "1f1b", stages: int = 1) -> Timeline:
     """Four ranks with 10 ms a forward, 12 ms a gradient of inputs, 8 ms of weights, and 1 ms to send."""
-    lists, held = actions(schedule, 4, stages, microbatches), placement(schedule, 4, stages)
+    lists, held = actions(schedule, 4, stages, microbatches), stage_assignment(schedule, 4, stages)
     return simulate(lists, held, [(0.010, 0.012, 0.008)] * (4 * stages), 0.001)
 
 

@@ -22,8 +22,8 @@ from kumi.report import phrases
 from kumi.report.advice import advice, verdict
 from kumi.report.bottleneck import WORTH, bottlenecks, levers
 from kumi.report.summary import headline
+from kumi.spec.checks import layout_unsupported_by_trainer
 from kumi.spec.layout import Layout
-from kumi.spec.trainable import untrained
 
 
 def refused(wanted, pinned, **fields):
@@ -38,7 +38,7 @@ def test_pins_that_are_refused_are_not_blamed_for_what_was_left_open():
     assert "needs at least 2 x pp = 16 microbatches" in said
     for pinned in ({"pp": 2, "dp_shard": 3}, {"dp_replicate": 3}):
         said = refused(job(), pinned)
-        assert "degrees must multiply to 8" in said
+        assert "choose degrees with a product of 8" in said
         assert "zero" not in said
 
 
@@ -132,7 +132,9 @@ def test_what_this_version_does_not_train_is_ruled_out_where_that_is_asked_for()
     """Rows of experts that the ranks of a shard do not divide: legal, and not trained."""
     wanted = job(of=model(8, hidden=2052, experts=8))
     report = plan(wanted, {}, trainable=True)
-    assert all(not untrained(wanted, one.layout) for one in (report.best, *report.others))
-    ruled_out = [item for item in report.expected if item.estimate and untrained(wanted, item.layout)]
+    assert all(not layout_unsupported_by_trainer(wanted, one.layout) for one in (report.best, *report.others))
+    ruled_out = [
+        item for item in report.expected if item.estimate and layout_unsupported_by_trainer(wanted, item.layout)
+    ]
     assert ruled_out
     assert all("not supported: zero=" in verdict(item, report.best) for item in ruled_out)

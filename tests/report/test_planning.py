@@ -100,7 +100,7 @@ def tight(share, of=BIG, seq_len=4096):
 def test_what_is_advised_where_nothing_fits_makes_something_fit():
     """Every remedy, carried out alone, is enough; half of it is not."""
     wanted = tight(0.6)
-    said = refused_with(replace(wanted, of_nodes=partial(grow, wanted.cluster.device)), {})
+    said = refused_with(replace(wanted, cluster_of_nodes=partial(grow, wanted.cluster.device)), {})
     assert "the model does not fit" in said
     nodes = int(re.search(r"set cluster\.nodes=(\d+)", said)[1])
     more = replace(wanted, cluster=grow(wanted.cluster.device, nodes))
@@ -173,7 +173,7 @@ def test_what_this_version_trains_is_planned_where_that_is_asked_for():
 @pytest.mark.parametrize(
     ("fields", "pinned", "words"),
     [
-        ({}, {"offload": "states", "zero": 1}, "offload='states' with zero=1"),
+        ({}, {"offload": "states", "zero": 1}, "offload='states' moves parameters to the host, which needs zero=3"),
         ({"of": model(8, experts=8)}, {"tp": 2, "sequence_parallel": False}, "sequence_parallel=false with tp=2"),
         ({"kind": "fp8"}, {}, "precision.kind='fp8'"),
     ],

@@ -3,14 +3,13 @@ from dataclasses import replace
 import pytest
 
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal, unsupported_by_trainer
 from kumi.spec.cluster import ClusterSpec, Device, Host
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.trainable import untrainable
 
 LAYER = LayerSpec(Attention(4, 2, 16, Rope(10000.0)), MLP(128))
 MODEL = ModelSpec("llama", 256, 64, (LAYER,) * 6, 1e-5, 128)
@@ -22,7 +21,7 @@ UNKNOWN, KNOWN = Host(), Host(2**40, 1e10)
 
 def found(layout, batch=BATCH, devices=None, model=MODEL, host=UNKNOWN):
     cluster = ClusterSpec("test", Device("cpu", "cpu", 2**34), devices or layout.world_size, host=host)
-    return problems(model, layout, cluster, batch)
+    return illegal(model, layout, cluster, batch)
 
 
 @pytest.mark.parametrize(
@@ -56,81 +55,96 @@ def test_experts_borrow_ranks_from_sharded_data_context_and_tensor_parallelism(l
 
 def test_tensor_parallelism_may_leave_the_node_and_outnumber_key_value_heads():
     cluster = ClusterSpec("test", Device("GPU", "cuda", 2**34), 2, nodes=2)
-    assert problems(MODEL, Layout(tp=4), cluster, BATCH) == []
+    assert illegal(MODEL, Layout(tp=4), cluster, BATCH) == []
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "states", "activations"])
 def test_what_is_known_of_the_host_decides_whether_it_can_be_used(offload):
     assert found(Layout(offload=offload), host=KNOWN) == []
     assert found(Layout(offload=offload)) == [
-        f"offload='{offload}' needs host.memory and host.device_bandwidth of a node, which the cluster's description "
-        f"does not give; write it into a cluster file, or set offload = 'none'"
+        f"offload='{offload}' needs host.memory and host.device_bandwidth, which the description of the cluster does "
+        "not give; add it to a cluster file, or set offload = 'none'"
     ]
 
 
 # (layout, what the sentence says), for the plain model, batch and host.
 ILLEGAL = [
-    (Layout(dp_replicate=5), "dp=5 does not divide the 24 sequences of a step; use 1, 2, 3, 4, 6, 8, 12 or 24"),
-    (Layout(microbatch=5), "microbatch=5 does not divide the 24 sequences that each rank has in a step"),
+    (Layout(dp_replicate=5), "dp=5 does not divide the 24 sequences of a step; choose dp = 1, 2, 3, 4, 6, 8, 12 or 24"),
+    (
+        Layout(microbatch=5),
+        "microbatch=5 does not divide the 24 sequences of a rank in a step; set microbatch = 1, 2, 3,",
+    ),
     (Layout(zero=4), "zero=4 is not a ZeRO stage"),
     (Layout(dp_replicate=2, zero=2), "set dp_shard = 2 and dp_replicate = 1"),
-    (Layout(dp_shard=2), "zero=0 divides nothing, but dp_shard=2"),
+    (Layout(dp_shard=2), "zero=0 shards no states, but dp_shard=2"),
     (
         Layout(pp=2, dp_shard=2, zero=2),
-        "zero=2 with pp=2: a pipeline's backwards alternate between its microbatches, "
-        "so that whole gradients stay until the last; set zero = 1 or 3, or pp = 1",
+        "zero=2 with pp=2 would save no memory, because a pipeline keeps unsharded gradients until its last "
+        "microbatch; set zero = 1 or 3, or pp = 1",
     ),
-    (Layout(recompute="some"), "recompute='some' is unknown; use none, selective, full"),
-    (Layout(offload="gradients"), "offload='gradients' is unknown; use none, optimizer, states"),
-    (Layout(microbatch=0), "microbatch=0 is not a degree"),
-    (Layout(expert_tp=0), "expert_tp=0 is not a degree"),
-    (Layout(tp=3), "tp=3 does not divide num_attention_heads=4; use 1, 2 or 4"),
-    (Layout(tp=8), "tp=8 does not divide num_attention_heads=4; use 1, 2 or 4"),
-    (Layout(tp=3), "tp=3 does not divide num_key_value_heads=2, nor is it a multiple of it; use 1, 2 or 4"),
-    (Layout(tp=3), "tp=3 does not divide intermediate_size=128; use 1, 2 or 4"),
+    (Layout(recompute="some"), "recompute='some' is unknown; use one of none, selective, full"),
+    (Layout(offload="gradients"), "offload='gradients' is unknown; use one of none, optimizer, states"),
+    (Layout(microbatch=0), "microbatch=0 must be 1 or more"),
+    (Layout(expert_tp=0), "expert_tp=0 must be 1 or more"),
+    (Layout(tp=3), "tp=3 does not divide num_attention_heads=4; set tp = 1, 2 or 4"),
+    (Layout(tp=8), "tp=8 does not divide num_attention_heads=4; set tp = 1, 2 or 4"),
+    (Layout(tp=3), "tp=3 neither divides num_key_value_heads=2 nor is a multiple of it; set tp = 1, 2 or 4"),
+    (Layout(tp=3), "tp=3 does not divide intermediate_size=128; set tp = 1, 2 or 4"),
     (
         Layout(cp=3),
-        "cp=3 cuts sequences into 2 x 3 pieces, a near and a far one for each rank, which do not divide "
-        "seq_len=64; use 66, or another cp",
+        "cp=3 splits sequences into 2 x 3 chunks, which do not divide seq_len=64; set seq_len = 66, or change cp",
     ),
-    (Layout(cp=64), "cp=64 cuts sequences into 2 x 64 pieces"),
+    (Layout(cp=64), "cp=64 splits sequences into 2 x 64 chunks"),
     (
         Layout(tp=3),
-        "sequence_parallel cuts sequences into tp x cp = 3 pieces, which do not divide seq_len=64; use 63, "
-        "or set sequence_parallel = false",
+        "sequence_parallel=true splits sequences into tp x cp = 3 chunks, which do not divide seq_len=64; set "
+        "seq_len = 63, or sequence_parallel = false",
     ),
-    (Layout(ep=2, dp_shard=2, zero=1), "ep=2, but the model has no experts; set ep = 1"),
-    (Layout(expert_tp=2, tp=2), "expert_tp=2, but the model has no experts; set expert_tp = 1"),
+    (Layout(ep=2, dp_shard=2, zero=1), "ep=2 shards routed experts, but the model has none; set ep = 1"),
+    (Layout(expert_tp=2, tp=2), "expert_tp=2 shards routed experts, but the model has none; set expert_tp = 1"),
     (
         Layout(pp=12),
-        "pp x stages = 12 x 1 is more than the 6 layers and the two stages that may have only the "
-        "embedding or the head; use at most 8",
+        "pp x stages = 12 x 1 is more than 8: the model has 6 layers, and two stages may have only the embedding or "
+        "the head; use at most 8",
     ),
-    (Layout(pp=2, stage_layers=(1, 2, 3)), "stage_layers has 3 entries for pp x stages = 2 stages; give one for each"),
-    (Layout(pp=2, stage_layers=(3, 4)), "stage_layers adds up to 7 layers, the model has 6; divide these"),
-    (Layout(pp=3, stage_layers=(3, 0, 3)), "stage_layers=[3, 0, 3]: only the first and last stage may have no layers"),
-    (Layout(pp=2, schedule="zb"), "schedule='zb' is unknown; use 1f1b, gpipe"),
-    (Layout(pp=2, stages=2), "schedule='1f1b' gives each rank 1 stage, not stages=2"),
-    (Layout(pp=2, schedule="zb-v"), "schedule='zb-v' gives each rank 2 stages, not stages=1; set stages = 2"),
-    (Layout(pp=2, schedule="interleaved"), "schedule='interleaved' needs 2 or more stages a rank, not stages=1"),
+    (
+        Layout(pp=2, stage_layers=(1, 2, 3)),
+        "stage_layers has 3 entries, but the layout has pp x stages = 2 stages; give one",
+    ),
+    (Layout(pp=2, stage_layers=(3, 4)), "stage_layers=[3, 4] adds up to 7 layers, but the model has 6; give entries"),
+    (Layout(pp=3, stage_layers=(3, 0, 3)), "stage_layers=[3, 0, 3] has a stage without layers, which only the first"),
+    (Layout(pp=2, schedule="zb"), "schedule='zb' is unknown; use one of 1f1b, gpipe"),
+    (Layout(pp=2, stages=2), "schedule='1f1b' needs 1 stage per rank, not stages=2"),
+    (Layout(pp=2, schedule="zb-v"), "schedule='zb-v' needs 2 stages per rank, not stages=1; set stages = 2"),
+    (Layout(pp=2, schedule="interleaved"), "schedule='interleaved' needs 2 or more stages per rank, not stages=1"),
     (
         Layout(pp=2, schedule="interleaved", stages=2, microbatch=8),
-        "takes microbatches in groups of pp=2, which does not divide the 3 of a step",
+        "runs microbatches in groups of pp=2, which does not divide the 3 microbatches of a step",
     ),
-    (Layout(pp=2, schedule="dualpipe", stages=2, microbatch=8), "needs at least 2 x pp = 4 microbatches a step, not 3"),
-    (Layout(recompute_layers=2), "recompute_layers=2, but recompute='none'; set recompute = 'selective' or 'full'"),
+    (
+        Layout(pp=2, schedule="dualpipe", stages=2, microbatch=8),
+        "needs at least 2 x pp = 4 microbatches per step, not 3",
+    ),
+    (
+        Layout(recompute_layers=2),
+        "recompute_layers=2 with recompute='none' has no effect; set recompute = 'selective' or 'full'",
+    ),
     (
         Layout(pp=2, recompute="full", recompute_layers=4),
-        "recompute_layers=4, but no rank has more than 3 layers; use 0 to 3, or leave it out",
+        "recompute_layers=4 is out of range, because no rank has more than 3 layers; set recompute_layers = 0 to 3, or "
+        "leave it out",
     ),
-    (Layout(context="ulisses"), "context='ulisses' is unknown; use ring, ulysses"),
+    (Layout(context="ulisses"), "context='ulisses' is unknown; use one of ring, ulysses"),
     (
         Layout(cp=8, context="ulysses"),
-        "context='ulysses' cannot deal the 4 heads of a tp rank, and their keys and "
-        "values, out to cp=8 ranks; use 1, 2 or 4 for cp, or context = 'ring'",
+        "context='ulysses' cannot distribute the 4 heads of a tp rank, and their keys and values, evenly over cp=8 "
+        "ranks; set cp = 1, 2 or 4, or context = 'ring'",
     ),
-    (Layout(cp=4, tp=2, context="ulysses"), "the 2 heads of a tp rank, and their keys and values, out to cp=4 ranks"),
-    (Layout(offload="states-nvme"), "offload='states-nvme' needs host.nvme and host.nvme_bandwidth of a node"),
+    (
+        Layout(cp=4, tp=2, context="ulysses"),
+        "the 2 heads of a tp rank, and their keys and values, evenly over cp=4 ranks",
+    ),
+    (Layout(offload="states-nvme"), "offload='states-nvme' needs host.nvme and host.nvme_bandwidth, which"),
 ]
 
 
@@ -142,7 +156,12 @@ def test_each_problem_of_a_layout_has_its_sentence(layout, sentence):
 @pytest.mark.parametrize(
     ("layout", "batch", "devices", "sentence"),
     [
-        (Layout(), BatchSpec(64, 100), None, "seq_len=64 does not divide tokens_per_step=100; use 128"),
+        (
+            Layout(),
+            BatchSpec(64, 100),
+            None,
+            "seq_len=64 does not divide tokens_per_step=100; set tokens_per_step = 128",
+        ),
         (Layout(), BatchSpec(256, 512), None, "seq_len=256 is longer than max_position_embeddings=128"),
         (Layout(dp_replicate=2), BATCH, 4, "the layout needs 2 devices"),
     ],
@@ -154,12 +173,15 @@ def test_each_problem_of_the_batch_and_the_cluster_has_its_sentence(layout, batc
 @pytest.mark.parametrize(
     ("layout", "sentence"),
     [
-        (Layout(ep=8, dp_shard=8, zero=1), "ep=8 does not divide num_experts=12; use 1, 2, 3, 4, 6 or 12"),
-        (Layout(expert_tp=3, tp=3), "expert_tp=3 does not divide the experts' width of 32; use 1, 2, 4, 8, 16 or 32"),
+        (Layout(ep=8, dp_shard=8, zero=1), "ep=8 does not divide num_experts=12; set ep = 1, 2, 3, 4, 6 or 12"),
+        (
+            Layout(expert_tp=3, tp=3),
+            "expert_tp=3 does not divide the experts' width of 32; set expert_tp = 1, 2, 4, 8, 16 or 32",
+        ),
         (
             Layout(ep=4, dp_shard=2, zero=1),
             "ep x expert_tp = 4 does not divide the dp_shard x cp x tp = 2 ranks that "
-            "experts are dealt to; use a product that does, one of 1 or 2",
+            "share the experts; choose a product of 1 or 2",
         ),
     ],
 )
@@ -169,7 +191,7 @@ def test_each_problem_of_experts_has_its_sentence(layout, sentence):
 
 def test_a_batch_that_does_not_divide_is_not_blamed_on_the_schedule():
     assert found(Layout(pp=2, schedule="dualpipe", stages=2), BatchSpec(64, 100)) == [
-        "seq_len=64 does not divide tokens_per_step=100; use 128"
+        "seq_len=64 does not divide tokens_per_step=100; set tokens_per_step = 128"
     ]
 
 
@@ -179,7 +201,7 @@ JOB = Job(MODEL, ClusterSpec("test", Device("GPU", "cuda", 2**34), 1), BATCH, PR
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32", "fp64"])
 def test_data_parallelism_with_adamw_can_be_trained(kind):
     job = replace(JOB, precision=PRECISIONS[kind])
-    assert untrainable(job, Layout(dp_replicate=2, dp_shard=4, zero=3, microbatch=2, recompute="full")) == []
+    assert unsupported_by_trainer(job, Layout(dp_replicate=2, dp_shard=4, zero=3, microbatch=2, recompute="full")) == []
 
 
 @pytest.mark.parametrize(
@@ -187,31 +209,46 @@ def test_data_parallelism_with_adamw_can_be_trained(kind):
     {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe": 2}.items(),
 )
 def test_every_pipeline_can_be_trained(schedule, stages):
-    assert untrainable(JOB, Layout(pp=2, schedule=schedule, stages=stages, stage_layers=(1,) * 2 * stages)) == []
+    assert (
+        unsupported_by_trainer(JOB, Layout(pp=2, schedule=schedule, stages=stages, stage_layers=(1,) * 2 * stages))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "change", "sentence"),
     [
-        (Layout(tp=2, sequence_parallel=False), {"model": MIXED}, "sequence_parallel=false with tp=2: this"),
-        (Layout(tp=2, zero=1), {"model": MIXED}, "zero=1 would divide the experts only, over 2 tp"),
-        (Layout(dp_shard=3, zero=3), {"model": MIXED}, "zero=3 divides each expert's matrices over 3 ranks"),
-        (Layout(tp=64), {"model": replace(JOB.model, vocab_size=100)}, "tp=64 leaves ranks without any of the vocab"),
-        (Layout(dp_shard=2, zero=1, offload="states"), {}, "offload='states' with zero=1 over 2 ranks: this version"),
-        (Layout(zero=3, offload="states-nvme"), {}, "offload='states-nvme' with zero=3 over 1 ranks: this version"),
-        (Layout(offload="activations", recompute="selective"), {}, "offload='activations' with recompute='selective'"),
+        (Layout(tp=2, sequence_parallel=False), {"model": MIXED}, "sequence_parallel=false with tp=2 is not supported"),
+        (
+            Layout(tp=2, zero=1),
+            {"model": MIXED},
+            "zero=1 with dp_shard x cp = 1 would shard only the experts, over 2 tp",
+        ),
+        (Layout(dp_shard=3, zero=3), {"model": MIXED}, "zero=3 shards each expert's matrices over 3 ranks"),
+        (Layout(tp=64), {"model": replace(JOB.model, vocab_size=100)}, "tp=64 leaves ranks without rows of the vocab"),
+        (Layout(dp_shard=2, zero=1, offload="states"), {}, "2 or more ranks, not zero=1 over 2; set zero = 3"),
+        (Layout(zero=3, offload="states-nvme"), {}, "2 or more ranks, not zero=3 over 1; set zero = 3"),
+        (
+            Layout(offload="activations", recompute="selective"),
+            {},
+            "offload='activations' is not supported with recompute='selective'",
+        ),
         (
             Layout(offload="optimizer-nvme"),
             {"optim": Optim(kind="muon")},
-            "optim.kind='muon' with offload='optimizer-nvme': this version offloads the states of 'adamw' only; set "
-            "offload = 'none' or 'activations', or optim.kind = 'adamw'",
+            "optim.kind='muon' is not supported with offload='optimizer-nvme', which is implemented for 'adamw' only; "
+            "set offload = 'none' or 'activations', or optim.kind = 'adamw'",
         ),
-        (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8': this version multiplies in float8 on CUDA"),
-        (Layout(), {"precision": PRECISIONS["bf16-pure"]}, "precision.kind='bf16-pure': this version trains in bf16"),
+        (Layout(), {"precision": PRECISIONS["fp8"]}, "precision.kind='fp8' needs a CUDA device"),
+        (
+            Layout(),
+            {"precision": PRECISIONS["bf16-pure"]},
+            "precision.kind='bf16-pure' can be planned for but not trained; set precision.kind to one of bf16",
+        ),
         (Layout(), {"model": replace(MIXED, family="gpt")}, "a gpt model can be planned for but not trained"),
     ],
 )
 def test_what_can_only_be_planned_is_said(layout, change, sentence):
-    said = untrainable(replace(JOB, **change), layout)
+    said = unsupported_by_trainer(replace(JOB, **change), layout)
     assert len(said) == 1
     assert sentence in said[0]

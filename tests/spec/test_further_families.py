@@ -187,7 +187,7 @@ def test_queries_that_grow():
     config |= {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "rope_parameters": table}
     found = families.from_hf(config)
     turned = found.layers[0].attention.rope
-    assert (turned.query_growth, turned.attention_factor, turned.of_keys.query_growth) == (0.1, 1.0, 0.0)
+    assert (turned.query_growth, turned.attention_factor, turned.key_rope.query_growth) == (0.1, 1.0, 0.0)
     assert families.from_hf(families.to_hf(found)) == found
     for change in ({"type": "default"}, {"llama_4_scaling_beta": -1}):
         with pytest.raises(ModelError, match=r"of a ministral3 model must be YaRN's|is not a key that kumi knows"):

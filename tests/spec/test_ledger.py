@@ -42,10 +42,10 @@ def test_heads_can_be_cut_off_one_by_one():
 def test_kinds_of_layers():
     narrow, wide = SPEC.layers[0], replace(SPEC.layers[0], mlp=MLP(16384))
     spec = replace(SPEC, layers=(wide, narrow, narrow, wide))
-    kinds, index = spec.layer_kinds()
+    kinds, index = spec.unique_layers()
     assert kinds == (wide, narrow)
     assert index == (0, 1, 1, 0)
-    assert ledger.kind_ops(spec) == (ledger.layer_ops(spec, 0), ledger.layer_ops(spec, 1))
+    assert ledger.unique_layer_ops(spec) == (ledger.layer_ops(spec, 0), ledger.layer_ops(spec, 1))
 
 
 def test_how_far_a_query_sees():

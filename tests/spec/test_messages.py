@@ -3,10 +3,18 @@ from itertools import product
 
 import pytest
 
-from kumi.spec.schedule import actions, placement, refusal
+from kumi.spec.schedule import actions, illegal_schedule, stage_assignment
 from kumi.spec.schedules import SCHEDULES
 from kumi.spec.schedules.schedule_record import Action
-from kumi.spec.sends_and_recvs import Message, Receive, Send, forward_work, messages, with_messages, work
+from kumi.spec.sends_and_recvs import (
+    Message,
+    Receive,
+    Send,
+    forward_pipeline_steps,
+    messages_after,
+    pipeline_steps,
+    with_sends_and_recvs,
+)
 
 STAGES = {name: (2, 3) if one.more_stages else (one.stages,) for name, one in SCHEDULES.items()}
 SHAPES = [
@@ -14,7 +22,7 @@ SHAPES = [
     for schedule, pp in product(SCHEDULES, (2, 3, 4, 8))
     for stages in STAGES[schedule]
     for microbatches in (1, 2, 3, 4, 5, 8, 13, 16, 24)
-    if refusal(schedule, pp, stages, microbatches) is None
+    if illegal_schedule(schedule, pp, stages, microbatches) is None
 ]
 
 
@@ -61,14 +69,14 @@ def test_nobody_is_stuck_even_where_every_message_blocks_both_its_ranks(schedule
     shapes = [shape for shape in SHAPES if shape[0] == schedule]
     assert len(shapes) >= 10
     for shape in shapes:
-        held = placement(*shape[:3])
-        for lists in (work(*shape), forward_work(*shape)):
+        held = stage_assignment(*shape[:3])
+        for lists in (pipeline_steps(*shape), forward_pipeline_steps(*shape)):
             assert finished(lists, held) == [len(listed) for listed in lists], shape
 
 
 def test_the_simulator_notices_ranks_that_are_stuck():
-    held = placement("1f1b", 2, 1)
-    first, second = (list(listed) for listed in work("1f1b", 2, 1, 4))
+    held = stage_assignment("1f1b", 2, 1)
+    first, second = (list(listed) for listed in pipeline_steps("1f1b", 2, 1, 4))
     swapped = next(i for i, one in enumerate(second) if isinstance(one, Receive) and i > 2)
     sends = [i for i, one in enumerate(second) if isinstance(one, Send)]
     place = max(i for i in sends if i < swapped)
@@ -79,17 +87,19 @@ def test_the_simulator_notices_ranks_that_are_stuck():
 
 @pytest.mark.parametrize("shape", SHAPES[::7], ids=str)
 def test_actions_stay_in_the_schedules_order_and_every_message_has_both_ends(shape):
-    lists, held = work(*shape), placement(*shape[:3])
+    lists, held = pipeline_steps(*shape), stage_assignment(*shape[:3])
     assert [tuple(one for one in listed if isinstance(one, Action)) for listed in lists] == list(actions(*shape))
     home = {stage: rank for rank, stages in enumerate(held) for stage in stages}
-    wanted = Counter(message for listed in actions(*shape) for action in listed for message in messages(action, home))
+    wanted = Counter(
+        message for listed in actions(*shape) for action in listed for message in messages_after(action, home)
+    )
     assert Counter(one.message for listed in lists for one in listed if isinstance(one, Send)) == wanted
     assert Counter(one.message for listed in lists for one in listed if isinstance(one, Receive)) == wanted
     assert set(wanted.values()) == {1}
 
 
 def test_the_turn_of_a_v_sends_nothing():
-    found = [one.message for listed in work("zb-v", 2, 2, 3) for one in listed if isinstance(one, Send)]
+    found = [one.message for listed in pipeline_steps("zb-v", 2, 2, 3) for one in listed if isinstance(one, Send)]
     assert {(message.kind, message.stage) for message in found} == {
         ("activation", 0),
         ("activation", 2),
@@ -100,7 +110,7 @@ def test_the_turn_of_a_v_sends_nothing():
 
 
 def test_two_ranks_of_one_microbatch():
-    first, second = work("1f1b", 2, 1, 1)
+    first, second = pipeline_steps("1f1b", 2, 1, 1)
     ahead, back = Message("activation", 0, 0, 0, 1), Message("gradient", 1, 0, 1, 0)
     assert first == (Action("F", 0, 0), Send(ahead), Receive(back), Action("B", 0, 0))
     assert second == (Receive(ahead), Action("F", 1, 0), Action("B", 1, 0), Send(back))
@@ -108,5 +118,5 @@ def test_two_ranks_of_one_microbatch():
 
 def test_lists_that_wait_for_each_other_are_refused():
     wrong = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
-    with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait"):
-        with_messages(wrong, [(0,), (1,)])
+    with pytest.raises(ValueError, match=r"deadlocks on ranks \[0, 1\]"):
+        with_sends_and_recvs(wrong, [(0,), (1,)])

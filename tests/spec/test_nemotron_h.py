@@ -13,7 +13,7 @@ from kumi.plan.estimate import estimate
 from kumi.plan.layout_batch import batch_layouts
 from kumi.plan.search.candidates import legal_mask
 from kumi.spec import families
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import active_params, num_params
 from kumi.spec.model import Attention, LayerSpec, Mamba, MoE
@@ -155,15 +155,16 @@ def test_what_is_refused(change, words):
     [
         (
             Layout(cp=2),
-            "cp=2 cuts sequences, along all of which the model's Mamba layers pass their states on; set cp = 1",
+            "cp=2 splits sequences, but the state of the model's Mamba layers runs through the complete sequence; "
+            "set cp = 1",
         ),
-        (Layout(tp=16), "tp=16 does not divide n_groups=8; use 1, 2, 4 or 8"),
+        (Layout(tp=16), "tp=16 does not divide n_groups=8; set tp = 1, 2, 4 or 8"),
     ],
 )
 def test_layouts_that_are_refused(layout, words):
     job = job_of(families.from_hf(NANO_9B), seq_len=4096, sequences=8)
     job = replace(job, cluster=replace(job.cluster, devices_per_node=layout.world_size, nodes=1))
-    assert words in problems(job.model, layout, job.cluster, job.batch)
+    assert words in illegal(job.model, layout, job.cluster, job.batch)
     assert not legal_mask(job, batch_layouts([layout]))[0]
 
 

@@ -8,7 +8,7 @@ import torch
 from kumi.errors import ConfigError
 from kumi.spec.op import Dim, Param
 from kumi.spec.optim import Optim
-from kumi.spec.optim_states import KINDS, bytes_per_element, state_bytes, states_of
+from kumi.spec.optim_states import OPTIM_KINDS, bytes_per_element, optimizer_state_bytes, states_of
 
 
 def param_of(*shape, name="model.layers.0.weight"):
@@ -39,21 +39,21 @@ def _torch_bytes(optimizer, shape):
     ],
 )
 def test_bytes_are_those_of_pytorch(kind, made, options, shape):
-    assert state_bytes(Optim(kind=kind, **options), param_of(*shape), 4) == _torch_bytes(made, shape)
+    assert optimizer_state_bytes(Optim(kind=kind, **options), param_of(*shape), 4) == _torch_bytes(made, shape)
 
 
 def test_muon_keeps_one_momentum_for_the_matrices_of_layers_only():
     optim, matrix, table = Optim(kind="muon"), param_of(24, 40), param_of(24, 40, name="model.embed_tokens.weight")
-    assert state_bytes(optim, matrix, 4) == _torch_bytes(torch.optim.Muon, (24, 40))
-    assert state_bytes(optim, experts_of(24, 40), 4) == 4 * _torch_bytes(torch.optim.Muon, (24, 40))
+    assert optimizer_state_bytes(optim, matrix, 4) == _torch_bytes(torch.optim.Muon, (24, 40))
+    assert optimizer_state_bytes(optim, experts_of(24, 40), 4) == 4 * _torch_bytes(torch.optim.Muon, (24, 40))
     for other in (table, param_of(40), param_of(24, 1, 4), experts_of(40)):
         assert states_of(optim, other) == states_of(Optim(), other)
 
 
 def test_moments_of_eight_bits():
     optim = Optim(kind="adamw-8bit")
-    assert state_bytes(optim, param_of(64, 64), 4) == 2 * (4096 + 4 * 64) + 4
-    assert state_bytes(optim, param_of(16, 600), 4) == 2 * (9600 + 4 * 16 * 3) + 4
+    assert optimizer_state_bytes(optim, param_of(64, 64), 4) == 2 * (4096 + 4 * 64) + 4
+    assert optimizer_state_bytes(optim, param_of(16, 600), 4) == 2 * (9600 + 4 * 16 * 3) + 4
     for other in (param_of(63, 65), param_of(8192), Param("model.layers.0.bias", experts_of(8192).dims)):
         assert states_of(optim, other) == states_of(Optim(), other)
 
@@ -69,11 +69,11 @@ def test_adafactor_factors_matrices_and_no_vectors_of_experts():
 
 
 def test_an_unknown_optimizer_is_refused():
-    with pytest.raises(ConfigError, match=r"optim\.kind='adam' is unknown; use adamw, "):
+    with pytest.raises(ConfigError, match=r"optim\.kind='adam' is unknown; use one of adamw, "):
         states_of(Optim(kind="adam"), param_of(2, 2))
 
 
 def test_bytes_of_an_element_of_a_large_matrix():
-    each = {kind: bytes_per_element(Optim(kind=kind), 4) for kind in KINDS}
+    each = {kind: bytes_per_element(Optim(kind=kind), 4) for kind in OPTIM_KINDS}
     wanted = {"adamw": 8, "adamw-8bit": 2 + 8 / 256, "muon": 4, "adafactor": 8 / 4096, "sgd": 4}
     assert each == pytest.approx(wanted, rel=1e-3)

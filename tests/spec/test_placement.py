@@ -9,7 +9,15 @@ from kumi.errors import LayoutError
 from kumi.plan.layout_batch import batch_layouts
 from kumi.spec.cluster import ClusterSpec, Device, Link
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.process_groups import EXPERT_AXES, JOINED, axis, leaves_node, link, members_of, process_group
+from kumi.spec.process_groups import (
+    COMBINED_AXES,
+    EXPERT_AXES,
+    axis,
+    members_of,
+    process_group,
+    slowest_link,
+    spans_nodes,
+)
 from kumi.spec.sharding import zero_axis, zero_degree
 from rank_groups import coords, groups, groups_by_coords
 
@@ -68,13 +76,13 @@ def test_what_zero_divides_is_divided_over_its_group_in_order(layout, name, rout
 def test_joined_groups_have_the_ranks_of_all_their_axes(layout, name):
     one = axis(layout, name)
     for rank in range(layout.world_size):
-        assert one.group(rank) == members_of(layout, JOINED[name], rank)
+        assert one.group(rank) == members_of(layout, COMBINED_AXES[name], rank)
 
 
 def test_the_norm_is_summed_over_stages_with_copies_between_them():
     layout = Layout(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2, zero=3)
     degree, stride = process_group(layout, "norm")
-    assert (degree, stride) == (len(members_of(layout, JOINED["norm"], 0)), 2)
+    assert (degree, stride) == (len(members_of(layout, COMBINED_AXES["norm"], 0)), 2)
     assert process_group(Layout(dp_replicate=2, dp_shard=3, zero=3), "norm") == (3, 1)
 
 
@@ -83,7 +91,7 @@ def test_the_ends_of_a_pipeline_are_its_first_and_its_last_rank():
     assert axis(layout, "ends").group(1) == (1, 13)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *JOINED, "ends"])
+@pytest.mark.parametrize("name", [*NAMES, *COMBINED_AXES, "ends"])
 def test_columns_have_the_groups_of_each_of_their_layouts(name):
     several = [layout for layout in LAYOUTS if layout.pp > 1 or name != "ends"]
     found = [np.broadcast_to(part, len(several)) for part in process_group(batch_layouts(several), name)]
@@ -132,13 +140,13 @@ def _cluster(nodes, per_node=8):
 def test_links_that_groups_cross(layout, name, crossed):
     cluster = _cluster(2)
     one = axis(layout, name)
-    found = link(cluster, one)
+    found = slowest_link(cluster, one)
     assert (found and found.name) == crossed
-    assert leaves_node(cluster, one) == (crossed == "network")
+    assert spans_nodes(cluster, one) == (crossed == "network")
     apart = any(len({rank // 8 for rank in group}) > 1 for group in groups(layout, name))
-    assert leaves_node(cluster, one) == apart
+    assert spans_nodes(cluster, one) == apart
 
 
 def test_a_group_may_straddle_nodes_that_its_degree_would_fit():
     cluster, layout = _cluster(3, per_node=4), Layout(dp_shard=2, tp=6, zero=1)
-    assert leaves_node(cluster, axis(layout, "tp"))
+    assert spans_nodes(cluster, axis(layout, "tp"))

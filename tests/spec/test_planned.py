@@ -38,7 +38,7 @@ def test_examples_have_the_published_parameter_counts(name):
 
 def test_layers_of_deepseek():
     spec = families.from_hf(DEEPSEEK)
-    (dense, routed), of_layer = spec.layer_kinds()
+    (dense, routed), of_layer = spec.unique_layers()
     assert of_layer == (0,) * 3 + (1,) * 58
     assert dense.mlp == MLP(18432)
     assert isinstance(routed.mlp, MoE)

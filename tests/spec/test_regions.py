@@ -12,7 +12,7 @@ import pytest
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import params
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
-from kumi.spec.shard_slices import copies, regions
+from kumi.spec.shard_slices import replica_axes, slices
 from kumi.spec.sharding import local_shape
 
 DENSE = ModelSpec(
@@ -37,16 +37,16 @@ def test_every_element_is_held_by_as_many_ranks_as_there_are_copies(model, layou
     for param in params(model):
         held = np.zeros(param.shape, dtype=int)
         for rank in range(layout.world_size):
-            for region in regions(param, layout, rank):
+            for region in slices(param, layout, rank):
                 held[tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))] += 1
-        assert set(held.ravel()) == {prod(one.degree for one in copies(param, layout))}, param.name
+        assert set(held.ravel()) == {prod(one.degree for one in replica_axes(param, layout))}, param.name
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_a_rank_s_tensor_is_its_regions_and_padding(model, layout):
     for param, rank in product(params(model), range(layout.world_size)):
         shape = local_shape(param, layout, rank)
-        found = regions(param, layout, rank)
+        found = slices(param, layout, rank)
         inside = Counter()
         for region in found:
             inside.update(product(*(range(a, a + n) for a, n in zip(region.local, region.shape, strict=True))))
@@ -59,5 +59,5 @@ def test_a_rank_s_tensor_is_its_regions_and_padding(model, layout):
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_copies_hold_the_same(model, layout):
     for param, rank in product(params(model), range(layout.world_size)):
-        for one in copies(param, layout):
-            assert len({regions(param, layout, other) for other in one.group(rank)}) == 1
+        for one in replica_axes(param, layout):
+            assert len({slices(param, layout, other) for other in one.group(rank)}) == 1

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from kumi.errors import LayoutError
-from kumi.spec.schedule import actions, pattern, placement, refusal
+from kumi.spec.schedule import actions, illegal_schedule, rank_program, stage_assignment
 from kumi.spec.schedules import FORWARDS_FIRST, IN_ROUNDS, SCHEDULES, V_SHAPED
 from kumi.spec.schedules.schedule_record import Action
 
@@ -17,7 +17,7 @@ SHAPES = [
     for pp in range(1, 9)
     for stages in STAGES[schedule]
     for microbatches in (1, 2, 3, 5, 8, 13, 16, 24)
-    if refusal(schedule, pp, stages, microbatches) is None
+    if illegal_schedule(schedule, pp, stages, microbatches) is None
 ]
 
 
@@ -26,7 +26,7 @@ def test_every_list_runs_to_its_end_and_does_everything_once(schedule):
     shapes = [shape for shape in SHAPES if shape[0] == schedule]
     assert len(shapes) > 20
     for _, pp, stages, microbatches in shapes:
-        check(actions(schedule, pp, stages, microbatches), placement(schedule, pp, stages), microbatches)
+        check(actions(schedule, pp, stages, microbatches), stage_assignment(schedule, pp, stages), microbatches)
 
 
 def check(lists, held, microbatches):
@@ -72,8 +72,8 @@ def test_four_ranks_of_1f1b_take_turns():
 
 
 def test_stages_are_dealt_in_rounds_or_down_and_back():
-    assert placement("interleaved", 3, 2) == ((0, 3), (1, 4), (2, 5))
-    assert all(placement(schedule, 3, 2) == ((0, 5), (1, 4), (2, 3)) for schedule in V_SHAPED)
+    assert stage_assignment("interleaved", 3, 2) == ((0, 3), (1, 4), (2, 5))
+    assert all(stage_assignment(schedule, 3, 2) == ((0, 5), (1, 4), (2, 3)) for schedule in V_SHAPED)
 
 
 @given(
@@ -85,25 +85,31 @@ def test_more_microbatches_only_repeat_the_block(schedule, pp, stages):
     stages = stages if SCHEDULES[schedule].more_stages else SCHEDULES[schedule].stages
     size = pp if schedule in IN_ROUNDS else 1
     for rank in range(pp):
-        few, more = (pattern(schedule, pp, stages, 6 * pp + extra * size, rank) for extra in (0, 3))
+        few, more = (rank_program(schedule, pp, stages, 6 * pp + extra * size, rank) for extra in (0, 3))
         assert more.repeats == few.repeats + 3
-        assert (more.warm, more.block, more.rest) == (few.warm, few.block, few.rest)
-        assert Counter(kind for kind, _ in few.block)["F"] == size * stages
+        assert (more.warmup, more.steady, more.cooldown) == (few.warmup, few.steady, few.cooldown)
+        assert Counter(kind for kind, _ in few.steady)["F"] == size * stages
 
 
 @pytest.mark.parametrize(
     ("shape", "sentence"),
     [
-        (("zb-v", 4, 1, 8), "schedule='zb-v' gives each rank 2 stages, not stages=1; set stages = 2"),
-        (("1f1b", 4, 2, 8), "schedule='1f1b' gives each rank 1 stage, not stages=2; set stages = 1"),
-        (("interleaved", 4, 1, 8), "schedule='interleaved' needs 2 or more stages a rank, not stages=1"),
-        (("interleaved", 4, 2, 6), "takes microbatches in groups of pp=4, which does not divide the 6 of a step"),
-        (("dualpipe", 4, 2, 7), "schedule='dualpipe' needs at least 2 x pp = 8 microbatches a step, not 7"),
-        (("zb", 4, 2, 7), "schedule='zb' is unknown; use 1f1b, gpipe, interleaved, zb-h1, zb-h2, zb-v, dualpipe"),
+        (("zb-v", 4, 1, 8), "schedule='zb-v' needs 2 stages per rank, not stages=1; set stages = 2"),
+        (("1f1b", 4, 2, 8), "schedule='1f1b' needs 1 stage per rank, not stages=2; set stages = 1"),
+        (("interleaved", 4, 1, 8), "schedule='interleaved' needs 2 or more stages per rank, not stages=1"),
+        (
+            ("interleaved", 4, 2, 6),
+            "runs microbatches in groups of pp=4, which does not divide the 6 microbatches of a step",
+        ),
+        (("dualpipe", 4, 2, 7), "schedule='dualpipe' needs at least 2 x pp = 8 microbatches per step, not 7"),
+        (
+            ("zb", 4, 2, 7),
+            "schedule='zb' is unknown; use one of 1f1b, gpipe, interleaved, zb-h1, zb-h2, zb-v, dualpipe",
+        ),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused(shape, sentence):
-    assert sentence in refusal(*shape)
+    assert sentence in illegal_schedule(*shape)
     with pytest.raises(LayoutError):
         actions(*shape)
 

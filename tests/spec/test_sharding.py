@@ -12,7 +12,16 @@ from kumi.spec.ledger import Dim, Param, layer_ops, num_params, params
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.optim import Optim
 from kumi.spec.precision import PRECISIONS
-from kumi.spec.sharding import checkpoint_bytes, cut, held_params, local_numel, local_shape, stage_ops, style, units
+from kumi.spec.sharding import (
+    checkpoint_bytes,
+    fsdp_units,
+    local_numel,
+    local_shape,
+    rank_params,
+    shard_size,
+    stage_ops,
+    tp_style,
+)
 from kumi.spec.sharding import state_bytes as rank_bytes
 
 ATTENTION = Attention(8, 2, 16, Rope(10000.0), qk_norm=True)
@@ -22,17 +31,17 @@ SPARSE = ModelSpec("moe", 256, 128, (LayerSpec(ATTENTION, MoE(8, 2, 64, 96)),) *
 
 
 def test_styles_of_a_layer():
-    found = {op.name.rpartition(".")[2]: style(op) for op in layer_ops(DENSE, 0)}
+    found = {op.name.rpartition(".")[2]: tp_style(op) for op in layer_ops(DENSE, 0)}
     columns = {name for name, one in found.items() if one == "column"}
     assert columns == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
     assert {name for name, one in found.items() if one == "row"} == {"o_proj", "down_proj"}
     router = next(op for op in layer_ops(SPARSE, 0) if op.kind == "router")
-    assert style(router) == "replicated"
+    assert tp_style(router) == "replicated"
 
 
 @pytest.mark.parametrize(("degree", "size"), [(1, 32), (2, 16), (4, 16), (8, 16)])
 def test_key_heads_are_cut_as_wholes_and_held_by_several_where_ranks_outnumber_them(degree, size):
-    assert cut(Dim("kv_heads", 32, 16), degree) == size
+    assert shard_size(Dim("kv_heads", 32, 16), degree) == size
 
 
 def test_a_vocabulary_that_tp_does_not_divide_is_padded():
@@ -90,7 +99,7 @@ def test_every_parameter_is_on_one_rank_and_a_tied_head_on_two(model, layout):
     if layout.stage_layers and model is TIED:
         layout = Layout(pp=2, stage_layers=(1, 4))
     ranks = range(layout.pp)
-    counts = Counter(param for rank in ranks for param in held_params(model, layout, rank))
+    counts = Counter(param for rank in ranks for param in rank_params(model, layout, rank))
     assert set(counts) == set(params(model))
     several = {param.name for param, count in counts.items() if count > 1}
     # A V brings embedding and head back to one rank, which are then one tensor.
@@ -102,7 +111,7 @@ def test_states_of_all_ranks_add_up_to_the_model():
     layout, optim = Layout(pp=2, dp_shard=2, cp=2, tp=1, zero=3), Optim()
     ranks = [rank_bytes(DENSE, layout, rank, PRECISIONS["bf16"], optim) for rank in range(layout.world_size)]
     assert sum(rank.params for rank in ranks) == 4 * num_params(DENSE)
-    counters = 4 * sum(len(held_params(DENSE, layout, rank)) for rank in range(layout.world_size))
+    counters = 4 * sum(len(rank_params(DENSE, layout, rank)) for rank in range(layout.world_size))
     assert sum(rank.optimizer for rank in ranks) == 8 * num_params(DENSE) + counters
 
 
@@ -112,7 +121,7 @@ def test_a_checkpoint_has_parameters_and_moments_once():
 
 def named(model, layers, **stage):
     """The FSDP units of a stage: names, modules, and the parameters of those that are not layers."""
-    found = units(stage_ops(model, layers, **stage))
+    found = fsdp_units(stage_ops(model, layers, **stage))
     return [
         (one.name, *one.modules, *([] if "layer" in one.modules[0] else [param.name for param in one.params]))
         for one in found

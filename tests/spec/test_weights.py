@@ -10,7 +10,7 @@ import pytest
 from kumi.spec import ledger
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.weight_rules import EXPERTS, QKV, Groups, Pairs, Rename, Rows, Weights
-from kumi.spec.weights import files, parts
+from kumi.spec.weights import stored_parts, stored_tensors
 
 ATTENTION = Attention(4, 2, 6, Rope(1e4), qkv_bias=True, out_bias=True)
 DENSE = LayerSpec(ATTENTION, MLP(20, bias=True))
@@ -45,7 +45,7 @@ def natives():
 def written(spec, tensors):
     """The tensors of files, as `Part` says it; what nothing was written to is not a number."""
     found = {}
-    for name, pieces in files(spec).items():
+    for name, pieces in stored_tensors(spec).items():
         found[name] = np.full(pieces[0].part.shape, np.nan)
         for piece in pieces:
             part = piece.part
@@ -64,7 +64,7 @@ def test_files_hold_everything_once(name):
     assert not any(np.isnan(tensor).any() for tensor in stored.values())
     for param in ledger.tensors(spec):
         back = np.full(param.shape, np.nan)
-        for part in parts(spec, param):
+        for part in stored_parts(spec, param):
             seen = stored[part.name].reshape(part.view)[box(part.at, part.size)].transpose(part.order)
             back[box(part.start, part.extent)] = seen.reshape(part.extent)
         assert (back == tensors[param.name]).all()
@@ -96,7 +96,7 @@ def test_what_the_rules_mean():
 def test_experts_may_be_one_tensor_in_files():
     spec = replace(SPEC, weights=EXPERTS)
     param = next(param for param in ledger.tensors(spec) if param.name.endswith("experts.down_proj"))
-    (part,) = parts(spec, param, stacked=True)
+    (part,) = stored_parts(spec, param, stacked=True)
     assert part.is_whole
     assert part.name == param.name
-    assert len(parts(spec, param)) == 3
+    assert len(stored_parts(spec, param)) == 3

@@ -132,7 +132,7 @@ def test_another_base_is_refused(run, tmp_path, capsys):
         (["lora.r=0"], "lora.r"),
         (["lora.rank=4"], "lora.rank"),
         (["model.init=random"], "model.init='random' has none"),
-        (["layout.tiles=2"], "adapters stand beside whole matrices"),
+        (["layout.tiles=2"], "which needs undivided matrices"),
         (["lora.source=nowhere"], "has no adapter_config.json"),
         (["train.compile=true"], "compiled layers have neither dropout nor dequantisation"),
         (["model.balance=aux"], "model.balance"),

@@ -73,14 +73,14 @@ def test_given_tokenizer_larger_than_the_vocabulary_of_the_model(refused, small)
 
 def test_a_degree_that_does_not_divide(refused):
     error = refused(new_run, cluster__devices_per_node=3, layout={"pp": 1, "cp": 1})
-    assert "LayoutError: dp=3 does not divide the 8 sequences of a step; use 1, 2, 4 or 8 for dp" in error
+    assert "LayoutError: dp=3 does not divide the 8 sequences of a step; choose dp = 1, 2, 4 or 8" in error
 
 
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
-        ([1, 2], "stage_layers adds up to 3 layers, the model has 2; divide these"),
-        ([2], "stage_layers has 1 entries for pp x stages = 2 stages; give one for each"),
+        ([1, 2], "stage_layers=[1, 2] adds up to 3 layers, but the model has 2; give entries that add up to 2"),
+        ([2], "stage_layers has 1 entries, but the layout has pp x stages = 2 stages; give one entry per stage"),
     ],
 )
 def test_stages_that_are_not_those_of_the_model(refused, sizes, sentence):

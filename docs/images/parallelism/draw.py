@@ -19,7 +19,7 @@ from kumi.spec.batch import BatchSpec
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import layer_ops
 from kumi.spec.process_groups import axis
-from kumi.spec.sharding import cut_shape, style
+from kumi.spec.sharding import shard_shape, tp_style
 from kumi.units import format_bytes
 
 HERE = Path(__file__).parent
@@ -119,10 +119,10 @@ def tensor() -> str:
         (param,) = op.params
         rows, columns = (dim.size for dim in param.dims)
         width, height = scale * columns, scale * rows
-        marks += _cut_matrix(x, top, width, height, style(op))
+        marks += _cut_matrix(x, top, width, height, tp_style(op))
         name = op.name.rpartition(".")[2]
         marks.append(svg.text(x, top - 22, name, size=12, bold=True))
-        local = " x ".join(str(size) for size in cut_shape(param, 2, 1, 1))
+        local = " x ".join(str(size) for size in shard_shape(param, 2, 1, 1))
         marks.append(svg.text(x, top - 7, local, size=10))
         x += max(width, 76.0) + 14
     bottom = top + scale * 14336 + 26
@@ -170,7 +170,7 @@ def pipeline() -> str:
     names = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
     marks, y = svg.legend([(name, palette.ACTION_COLOURS[kind], kind == "W") for kind, name in names.items()])
     runs = [(name, stages, simulate(schedule.actions(name, pp, stages, microbatches),
-                                    schedule.placement(name, pp, stages), [(1 / stages,) * 3] * (pp * stages)))
+                                    schedule.stage_assignment(name, pp, stages), [(1 / stages,) * 3] * (pp * stages)))
             for name, stages in PIPELINES]  # fmt: skip
     scale = (svg.RIGHT - left) / max(run.seconds for _, _, run in runs)
     for name, stages, run in runs:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kumi.bench.clock import Work, elapsed_seconds
 from kumi.compat import single_tensor_collectives
 from kumi.parallel.mesh import Mesh, barrier, greatest
-from kumi.spec.checks import divisors
+from kumi.spec.divisibility import divisors
 
 # Bytes of the full tensor. The smallest is dominated by latency, the largest by bandwidth.
 _MIN_BYTES, _MAX_BYTES = 2**12, {"cpu": 2**25, "cuda": 2**30}

@@ -15,7 +15,7 @@ from kumi.plan.search.candidates import Pins
 from kumi.spec import families
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import Device
-from kumi.spec.comm import Comm, engine_with, sent_in
+from kumi.spec.comm import Comm, engine_for, reduce_precision
 from kumi.spec.job import Job
 from kumi.spec.lora import Lora
 from kumi.spec.numerics import Numerics
@@ -49,11 +49,11 @@ def job(config: PlanConfig, hf_config: dict[str, Any] | None = None) -> Job:
         model=model if config.lora is None else with_adapters(model, lora_spec(config.lora)),
         cluster=cluster,
         batch=BatchSpec(config.batch.seq_len, config.batch.tokens_per_step),
-        precision=sent_in(choose_precision(kind, cluster.device, numerics), comm_spec(config)),
+        precision=reduce_precision(choose_precision(kind, cluster.device, numerics), comm_spec(config)),
         optim=choose_optim(config.optim, None if config.train is None else config.train.steps),
-        engine=engine_with(comm_spec(config)),
+        engine=engine_for(comm_spec(config)),
         numerics=numerics,
-        of_nodes=partial(cluster_with_nodes, config.cluster),
+        cluster_of_nodes=partial(cluster_with_nodes, config.cluster),
     )
 
 

@@ -23,7 +23,7 @@ from kumi.files.output import open_new
 from kumi.files.untrusted import read_object
 from kumi.spec.cluster import ClusterSpec
 from kumi.spec.job import Job
-from kumi.spec.numerics import REFERENCE, Numerics, parse
+from kumi.spec.numerics import REFERENCE, Numerics, parse_numerics
 
 _VARIABLE = "KUMI_NUMERICS"
 
@@ -89,7 +89,7 @@ def choose_numerics(config: PlanConfig, cluster: ClusterSpec) -> Numerics | None
     if cluster.device.kind != "cpu":
         return REFERENCE
     if config.precision.numerics != "auto":
-        return parse(config.precision.numerics)
+        return parse_numerics(config.precision.numerics)
     numerics = numerics_here(cluster.devices_per_node)
     return None if numerics is None else numerics_for_cluster(numerics, config.cluster)
 
@@ -109,7 +109,7 @@ def numerics_from_environment() -> Numerics | None:
     """Return the numerics in the variable KUMI_NUMERICS, which replaces a measurement; None if it is not set."""
     text = os.environ.get(_VARIABLE) or "auto"
     try:
-        return None if text == "auto" else parse(text)
+        return None if text == "auto" else parse_numerics(text)
     except ValueError as error:
         raise ConfigError(f"{_VARIABLE}: {error}") from None
 
@@ -130,7 +130,7 @@ def read_cached_numerics(processor: Processor) -> MeasuredNumerics | None:
             str(operation): {str(name): float(value) for name, value in timings.items()}
             for operation, timings in written["seconds"].items()
         }
-        measured = MeasuredNumerics(parse(written["numerics"]), seconds)
+        measured = MeasuredNumerics(parse_numerics(written["numerics"]), seconds)
         return measured if measured.complete else None
     except (ModelError, KeyError, TypeError, ValueError, AttributeError):
         return None  # a damaged file: the next start measures again

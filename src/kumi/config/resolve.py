@@ -25,7 +25,7 @@ from kumi.plan.estimates import Estimate, MemoryEstimate
 from kumi.plan.search.candidates import Pins
 from kumi.spec.batch import BatchSpec
 from kumi.spec.cluster import ClusterSpec
-from kumi.spec.comm import Comm, refusals
+from kumi.spec.comm import Comm, illegal_comm
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
@@ -171,7 +171,7 @@ def resolve(
     run = ResolvedRun(
         written, hf_config, source, asked.job, decision.estimate, snapshots, decision.pinned, decision.change, stored
     )
-    problems = list(refusals(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
+    problems = list(illegal_comm(run.comm, run.layout, run.batch.microbatches(run.layout), run.cluster))
     if run.model.lora is not None and config.comm.async_tp:
         problems.append(
             "comm.async_tp=true with [lora]: blocks with adapters gather their input before they multiply; set "

@@ -14,11 +14,11 @@ from kumi.objectives import OBJECTIVES
 from kumi.spec.comm import COMPRESS, Comm
 from kumi.spec.data_source import FORMATS, Source
 from kumi.spec.layout import CONTEXT, OFFLOAD, RECOMPUTE
-from kumi.spec.lora import ALL, QUANTIZED, Lora
+from kumi.spec.lora import ALL_LINEAR, QUANTIZATIONS, Lora
 from kumi.spec.lora import INITS as LORA_INITS
-from kumi.spec.numerics import parse
+from kumi.spec.numerics import parse_numerics
 from kumi.spec.optim import LR_SCHEDULES, Optim
-from kumi.spec.optim_states import KINDS
+from kumi.spec.optim_states import OPTIM_KINDS
 from kumi.spec.precision import PRECISIONS
 from kumi.spec.schedules import SCHEDULES
 
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 else:
     Recompute, Schedule, Offload = Literal[RECOMPUTE], Literal[tuple(SCHEDULES)], Literal[OFFLOAD]
     Context = Literal[CONTEXT]
-    OptimKind, LrSchedule, PrecisionKind = Literal[KINDS], Literal[LR_SCHEDULES], Literal["auto", *PRECISIONS]
+    OptimKind, LrSchedule, PrecisionKind = Literal[OPTIM_KINDS], Literal[LR_SCHEDULES], Literal["auto", *PRECISIONS]
     Compress = Literal[COMPRESS]
     ObjectiveKind = Literal[tuple(OBJECTIVES)]
-    LoraInit, Quantize = Literal[LORA_INITS], Literal["none", *QUANTIZED]
+    LoraInit, Quantize = Literal[LORA_INITS], Literal["none", *QUANTIZATIONS]
     SourceFormat = Literal[FORMATS]
 
 
@@ -151,7 +151,7 @@ class LoraSection(Section):
 
     r: Positive = spec_key(Lora, "r")
     alpha: Annotated[Number, Field(gt=0)] = spec_key(Lora, "alpha")
-    target_modules: tuple[Text, ...] | Text = spec_key(Lora, "targets", default=ALL)
+    target_modules: tuple[Text, ...] | Text = spec_key(Lora, "targets", default=ALL_LINEAR)
     dropout: Annotated[Number, Field(ge=0, lt=1)] = spec_key(Lora, "dropout")
     use_rslora: Switch = spec_key(Lora, "use_rslora")
     use_dora: Switch = spec_key(Lora, "use_dora")
@@ -252,7 +252,7 @@ class PrecisionSection(Section):
     @field_validator("numerics")
     @classmethod
     def _check_numerics(cls, text: str) -> str:
-        return text if text == "auto" else str(parse(text))
+        return text if text == "auto" else str(parse_numerics(text))
 
 
 class LayoutSection(Section):

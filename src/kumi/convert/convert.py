@@ -16,7 +16,7 @@ from kumi.convert.hf.origin import origin_of
 from kumi.convert.hf.publish import located
 from kumi.convert.open_model import Source, is_adapter_folder, open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
-from kumi.spec.checks import misfits
+from kumi.spec.checks import not_divisible
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params, params, tensors
 from kumi.spec.model import ModelSpec
@@ -190,7 +190,7 @@ def parse_layout(text: str, spec: ModelSpec) -> Layout:
             )
         degrees[key] = int(value)
     layout = replace(Layout(), **degrees)  # type: ignore[arg-type]
-    problems = misfits(spec, layout)
+    problems = not_divisible(spec, layout)
     if problems:
         raise LayoutError(f"--layout {text}: {problems[0]}")
     return layout

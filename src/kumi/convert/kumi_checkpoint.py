@@ -25,10 +25,10 @@ from kumi.spec.families._shared import quantization
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import buffers, tensors
 from kumi.spec.model import ModelSpec
-from kumi.spec.saved_tensors import MODEL as PREFIX
+from kumi.spec.saved_tensors import MODEL_PREFIX as PREFIX
 from kumi.spec.saved_tensors import model_shapes
-from kumi.spec.shard_slices import regions
-from kumi.spec.sharding import held_params
+from kumi.spec.shard_slices import slices
+from kumi.spec.sharding import rank_params
 from kumi.storage import checkpoint
 from kumi.storage.write import ITEMSIZE, Blank, as_bytes, block_rows, blocks, lay_out, write_index
 
@@ -183,8 +183,8 @@ def _all_pieces(spec: ModelSpec, layout: Layout, dtypes: Mapping[str, str]) -> l
         blank = Blank(PREFIX + param.name, param.shape, zeros, param.shape, dtypes[param.name])
         holders[blank] = list(range(layout.world_size))
     for rank in range(layout.world_size):
-        for param in held_params(spec, layout, rank):
-            for region in () if param.name in buffer_names else regions(param, layout, rank):
+        for param in rank_params(spec, layout, rank):
+            for region in () if param.name in buffer_names else slices(param, layout, rank):
                 blank = Blank(PREFIX + param.name, param.shape, region.start, region.shape, dtypes[param.name])
                 holders.setdefault(blank, []).append(rank)
     return list(holders.items())

@@ -31,7 +31,7 @@ from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
 from kumi.nn.lora import LoraLinear
 from kumi.paths import looked_for
-from kumi.spec.adapters import takes
+from kumi.spec.adapters import has_adapter
 from kumi.spec.ledger import ops, tensors
 from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
@@ -88,7 +88,7 @@ def _trained(saved: kumi_checkpoint.SavedModel, spec: ModelSpec) -> dict[str, Ad
     result, read, adapted = {}, saved.checkpoint.read, replace(spec, lora=lora)
     kumi_checkpoint.check(saved, adapted)
     for op in ops(adapted):
-        if takes(lora, op):
+        if has_adapter(lora, op):
             a, b = (read(f"model/{op.name}.lora_{matrix}.weight").float() for matrix in "AB")
             magnitude = read(f"model/{op.name}.lora_magnitude_vector").float() if lora.use_dora else None
             result[op.name] = Adapter(a, b, lora.scale, magnitude)

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kumi.errors import LayoutError
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal, unsupported_by_trainer
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.trainable import untrainable
 
 if TYPE_CHECKING:
     from kumi.plan.estimates import Estimate
@@ -26,7 +25,7 @@ def dry_run(job: Job, layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
 
     Raise LayoutError if `layout` is illegal, is not trained by this version, or offloads, or if a rank is not in it.
     """
-    wrong = problems(job.model, layout, job.cluster, job.batch) or untrainable(job, layout)
+    wrong = illegal(job.model, layout, job.cluster, job.batch) or unsupported_by_trainer(job, layout)
     if wrong:
         raise LayoutError(f"dry run: {'; '.join(wrong)}")
     if layout.offload != "none":

@@ -14,7 +14,7 @@ from kumi.plan.time.traffic import LISTED_AXES, collectives
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
-from kumi.spec.schedule import placement
+from kumi.spec.schedule import stage_assignment
 from kumi.spec.sharding import stage_bounds
 
 # Kind, axis and bytes of a message.
@@ -57,7 +57,7 @@ def model_flops(job: Job, layout: Layout, pp_rank: int) -> float:
     full attention and no recomputation.
     """
     bounds = stage_bounds(layout, job.model.num_hidden_layers)
-    stages = placement(layout.schedule, layout.pp, layout.stages)[pp_rank]
+    stages = stage_assignment(layout.schedule, layout.pp, layout.stages)[pp_rank]
     layers = [index for stage in stages for index in range(*bounds[stage])]
     ops = [op for index in layers for op in layer_ops(job.model, index)]
     ops += embedding_ops(job.model) if 0 in stages else ()

@@ -68,9 +68,9 @@ def _latent(job: Job) -> bool:
 
 def _model_arguments(job: Job, layout: Layout) -> dict[str, Any]:
     """Return the keyword arguments of the model provider."""
-    fields = megatron_model.fields(job.model)
+    fields = megatron_model.model_config_fields(job.model)
     fields["activation_func"] = _ACTIVATIONS[fields["activation_func"]]
-    parallel = megatron_layout.fields(job, layout)
+    parallel = megatron_layout.layout_config_fields(job, layout)
     dtype = _TORCH_DTYPES[job.precision.compute]
     return {
         **fields,
@@ -138,7 +138,10 @@ def _checkpoint_format(layout: Layout) -> str:
 
 
 def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
-    fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": megatron_layout.FSDP.get(layout.zero)}
+    fsdp = {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": megatron_layout.FSDP_SHARDING.get(layout.zero),
+    }
     gathers = layout.zero > 0 and layout.dp_shard * layout.cp > 1
     overlap = layout.dp * layout.cp > 1 and job.engine.overlap_grads
     replicas = {"num_distributed_optimizer_instances": layout.dp_replicate}

@@ -20,7 +20,7 @@ _NAME = "Megatron"
 def unsupported_by_megatron(job: Job, layout: Layout) -> list[str]:
     """Return all reasons why Megatron-Core does not support `layout` for `job`."""
     return [
-        *megatron_model.problems(job.model),
+        *megatron_model.unsupported_by_megatron(job.model),
         *_schedule(job, layout),
         *_states(job, layout),
         *_recompute(layout),

@@ -20,11 +20,11 @@ from kumi.export.common import (
     unsupported_value,
 )
 from kumi.export.text import as_comment, bash_array, command_line_options
-from kumi.megatron.args import ARGUMENTS, BUILT_IN
+from kumi.megatron.args import ARGUMENT_NAMES, MLA_DEFAULTS
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import LatentAttention, Rope
-from kumi.spec.uniform_layers import alike, runs
+from kumi.spec.uniform_layers import as_repeated_lists, uniform_layers
 
 _FILE = "megatron_lm.sh"
 # Arguments with one value per layer, written as a Python list expression.
@@ -37,14 +37,14 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _rope_problems(job: Job) -> Iterator[str]:
-    layers = alike(job.model)
+    layers = uniform_layers(job.model)
     if layers is None or layers.attention.rope is None:
         return
     attention, rope = layers.attention, layers.attention.rope
     if rope.rope_theta != int(rope.rope_theta):
         yield f"rope_theta={rope.rope_theta}: Megatron-LM's --rotary-base must be an integer"
     if isinstance(attention, LatentAttention) and rope.scaling == "yarn":
-        for name, value in BUILT_IN.items():
+        for name, value in MLA_DEFAULTS.items():
             yield from unsupported_value(
                 name, getattr(rope, name), [value], "Megatron-LM", "has it built in for latent attention"
             )
@@ -68,7 +68,7 @@ def files(job: Job, layout: Layout, steps: int) -> dict[str, str]:
 
 def argument_groups(job: Job, layout: Layout, steps: int) -> dict[str, dict[str, Any]]:
     """Return the arguments (name -> value) in groups by title; True is a flag without value."""
-    parallel = megatron_layout.fields(job, layout)
+    parallel = megatron_layout.layout_config_fields(job, layout)
     mixed = {name: parallel.pop(name) for name in ("bf16", "fp16")}
     recompute = {name: parallel.pop(name) for name in list(parallel) if name.startswith("recompute")}
     return {
@@ -102,17 +102,17 @@ def _named(fields: dict[str, Any]) -> dict[str, Any]:
     arguments = {}
     for name, value in fields.items():
         if name in _LAYER_PATTERNS:
-            value = runs(value)
-        arguments[ARGUMENTS.get(name, name).replace("_", "-")] = value
+            value = as_repeated_lists(value)
+        arguments[ARGUMENT_NAMES.get(name, name).replace("_", "-")] = value
     return arguments
 
 
 def _model(job: Job) -> dict[str, Any]:
-    fields = megatron_model.fields(job.model)
+    fields = megatron_model.model_config_fields(job.model)
     latent = fields.get("multi_latent_attention", False)
     activation, gated, bias = (fields.pop(name) for name in ("activation_func", "gated_linear_unit", "add_bias_linear"))
     window, kv = fields.pop("window_size", None), fields.get("num_query_groups")
-    for name in ("rotary_base", *BUILT_IN):
+    for name in ("rotary_base", *MLA_DEFAULTS):
         fields.pop(name, None)
     return {
         **_named(fields),
@@ -160,7 +160,7 @@ def _data_parallel(job: Job, layout: Layout) -> dict[str, Any]:
     return {
         "use-distributed-optimizer": layout.zero > 0,
         "use-megatron-fsdp": fsdp,
-        "data-parallel-sharding-strategy": megatron_layout.FSDP.get(layout.zero),
+        "data-parallel-sharding-strategy": megatron_layout.FSDP_SHARDING.get(layout.zero),
         "init-model-with-meta-device": layout.zero == 3,
         "num-distributed-optimizer-instances": layout.dp_replicate if layout.zero and layout.dp_replicate > 1 else None,
         "ckpt-format": "fsdp_dtensor" if fsdp else "torch_dist",

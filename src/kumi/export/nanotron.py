@@ -23,7 +23,7 @@ from kumi.export.text import to_yaml
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import Attention, ModelSpec
-from kumi.spec.uniform_layers import Alike, alike, uncommon
+from kumi.spec.uniform_layers import UniformLayers, traits_beyond_llama, uniform_layers
 
 _NAME = "nanotron"
 _FILE, _FILE_04 = "nanotron.yaml", "nanotron-0.4.yaml"
@@ -47,7 +47,7 @@ def unsupported(job: Job, layout: Layout) -> list[str]:
 
 
 def _model(model: ModelSpec) -> Iterator[str]:
-    layers = alike(model)
+    layers = uniform_layers(model)
     if layers is None or layers.moe is not None or not isinstance(layers.attention, Attention):
         yield (
             "experts, latent attention, or layers that differ or are not attention with an mlp each: kumi exports to "
@@ -66,7 +66,7 @@ def _model(model: ModelSpec) -> Iterator[str]:
         )
 
 
-def _unsupported_features(model: ModelSpec, layers: Alike, attention: Attention) -> dict[str, bool]:
+def _unsupported_features(model: ModelSpec, layers: UniformLayers, attention: Attention) -> dict[str, bool]:
     """Return features that nanotron's Llama lacks -> whether the model has them."""
     dense, layer = layers.dense, layers.layer
     return {
@@ -81,7 +81,7 @@ def _unsupported_features(model: ModelSpec, layers: Alike, attention: Attention)
         "head_dim other than hidden_size / num_attention_heads": attention.head_dim * attention.num_attention_heads
         != model.hidden_size,
         "other order of norms, attention and mlp": layer.parallel or layer.post_norms or model.embedding_norm,
-        **uncommon(model, layers),
+        **traits_beyond_llama(model, layers),
     }
 
 
@@ -209,7 +209,7 @@ def _parallelism(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _llama(model: ModelSpec) -> dict[str, Any]:
-    layers = alike(model)
+    layers = uniform_layers(model)
     assert layers is not None, "unsupported() refuses other models"
     assert layers.dense is not None, "unsupported() refuses other models"
     eos = model.eos_token_id

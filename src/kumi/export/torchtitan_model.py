@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kumi.spec.model import Attention, ModelSpec, MoE, Rope
-from kumi.spec.uniform_layers import Alike, alike, uncommon
+from kumi.spec.uniform_layers import UniformLayers, traits_beyond_llama, uniform_layers
 
 
 def unsupported_model(model: ModelSpec) -> Iterator[str]:
     """Yield why torchtitan's Llama 3 and Qwen 3 cannot be `model`."""
-    layers = alike(model)
+    layers = uniform_layers(model)
     if layers is None or (layers.moe is not None and layers.dense is not None):
         yield (
             "the layers differ, or are not attention with an mlp each; torchtitan's Llama 3 and Qwen 3, to which kumi "
@@ -31,7 +31,7 @@ def unsupported_model(model: ModelSpec) -> Iterator[str]:
     yield from _rope_problems(layers.attention)
 
 
-def _unsupported_features(model: ModelSpec, layers: Alike, attention: Attention) -> dict[str, bool]:
+def _unsupported_features(model: ModelSpec, layers: UniformLayers, attention: Attention) -> dict[str, bool]:
     """Return features that torchtitan's layers lack -> whether the model has them."""
     dense, moe, layer = layers.dense, layers.moe, layers.layer
     return {
@@ -48,7 +48,7 @@ def _unsupported_features(model: ModelSpec, layers: Alike, attention: Attention)
         "attention sinks": attention.sinks,
         "experts unlike Qwen 3's (softmax of the scores, no shared expert, QK norm)": moe is not None
         and (not _qwen_experts(moe) or not attention.qk_norm),
-        **uncommon(model, layers),
+        **traits_beyond_llama(model, layers),
     }
 
 
@@ -69,7 +69,7 @@ def _rope_problems(attention: Attention) -> Iterator[str]:
 
 def torchtitan_model_code(model: ModelSpec) -> str:
     """Return code with imports and a function model_spec() that returns torchtitan's ModelSpec of `model`."""
-    layers = alike(model)
+    layers = uniform_layers(model)
     assert layers is not None, "unsupported_model() rejects other models"
     assert isinstance(layers.attention, Attention), "unsupported_model() rejects other models"
     qwen = layers.attention.qk_norm
@@ -122,7 +122,7 @@ def _rope(rope: Rope | None, model: ModelSpec) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _feed_forward(layers: Alike) -> str:
+def _feed_forward(layers: UniformLayers) -> str:
     if layers.moe is None:
         assert layers.dense is not None
         size = layers.dense.intermediate_size

@@ -1,5 +1,5 @@
-"""Megatron's words for what kumi describes, which exports and conversions read. Imports neither torch nor plans.
+"""Models and layouts in the terms of Megatron, for exports and conversions. Imports neither torch nor plans.
 
-`names`: the tensors of its checkpoints; `model` and `layout`: fields of Megatron-Core's TransformerConfig; `args`: the
-arguments of Megatron-LM; `checkpoint`: the files of a checkpoint.
+`tensor_names`: the tensors of checkpoints. `model_fields`, `layout_fields`: fields of Megatron-Core's
+TransformerConfig. `args`: arguments of Megatron-LM. `checkpoint_files`: the files of a checkpoint.
 """

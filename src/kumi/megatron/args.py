@@ -1,7 +1,7 @@
-"""A model as Megatron-LM's arguments, which its checkpoints carry, and such arguments as a config.json.
+"""Convert a model to Megatron-LM's arguments, which its checkpoints contain, and such arguments to a config.json.
 
-Read in Megatron-LM's megatron/training/arguments.py and checkpointing.py (of megatron-core 0.16 and 0.19), and in the
-run_config.yaml of Megatron-Bridge 0.3, which has the fields of TransformerConfig in their place.
+Sources: megatron/training/arguments.py and checkpointing.py of Megatron-LM (megatron-core 0.16 and 0.19), and the
+run_config.yaml of Megatron-Bridge 0.3, which has fields of TransformerConfig instead of arguments.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.errors import ModelError
-from kumi.megatron.model_fields import LLAMA3
-from kumi.megatron.model_fields import fields as model_fields
+from kumi.megatron.model_fields import LLAMA3_ROPE
+from kumi.megatron.model_fields import model_config_fields as model_fields
 from kumi.spec.model import ModelSpec, Rope
-from kumi.spec.uniform_layers import alike
+from kumi.spec.uniform_layers import uniform_layers
 
-# Arguments that Megatron-LM's --use-checkpoint-args leaves as they are, and what they are where they are not given.
-NOT_TAKEN: dict[str, Any] = {
+# Arguments that Megatron-LM's --use-checkpoint-args does not restore -> their defaults.
+_NOT_RESTORED: dict[str, Any] = {
     "norm_epsilon": 1e-5,
     "qk_layernorm": False,
     "use_rope_scaling": False,
@@ -39,27 +39,27 @@ NOT_TAKEN: dict[str, Any] = {
     "mscale": 1.0,
     "mscale_all_dim": 0.0,
 }
-# Fields of TransformerConfig, and the arguments that set them where these have another name.
-ARGUMENTS = {
+# Fields of TransformerConfig -> the arguments that set them, where the names differ.
+ARGUMENT_NAMES = {
     "layernorm_epsilon": "norm_epsilon",
     "num_moe_experts": "num_experts",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
 }
-# Fields of MLATransformerConfig without an argument, and their defaults.
-BUILT_IN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+# Fields of MLATransformerConfig without an argument -> their defaults.
+MLA_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 _REMEDY = "give the model's config.json with --config"
 
 
 def to_args(model: ModelSpec, *, dtype: str, padded_vocab: int) -> argparse.Namespace | None:
-    """What Megatron-LM's --use-checkpoint-args takes; None for a model that Megatron-LM has no arguments for."""
-    found = alike(model)
-    if found is None:
+    """Return the arguments for Megatron-LM's --use-checkpoint-args, or None for a model that they cannot express."""
+    uniform = uniform_layers(model)
+    if uniform is None:
         return None
     fields = model_fields(model)
     gated, activation = fields.pop("gated_linear_unit"), fields.pop("activation_func")
     heads, groups = fields["num_attention_heads"], fields.get("num_query_groups")
-    values: dict[str, Any] = {ARGUMENTS.get(name, name): value for name, value in fields.items()}
+    values: dict[str, Any] = {ARGUMENT_NAMES.get(name, name): value for name, value in fields.items()}
     values |= {
         "swiglu": gated and activation == "silu",
         "squared_relu": activation == "squared_relu",
@@ -69,27 +69,27 @@ def to_args(model: ModelSpec, *, dtype: str, padded_vocab: int) -> argparse.Name
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
         "apply_layernorm_1p": model.zero_centered_norm,
         "vocab_size": model.vocab_size,
-        # Left open, Megatron-LM pads it for the tensor parallelism that it runs with.
+        # Without this argument, Megatron-LM pads the vocabulary for its tensor parallelism.
         **({"padded_vocab_size": padded_vocab} if padded_vocab != model.vocab_size else {}),
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
-        **_positions(model, found.attention.rope),
+        **_positions(model, uniform.attention.rope),
         "ckpt_format": "torch_dist",
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "expert_model_parallel_size": 1,
     }
-    if found.moe is not None:
-        values["moe_router_enable_expert_bias"] = found.moe.has_correction_bias
-        values["moe_aux_loss_coeff"] = found.moe.router_aux_loss_coef
+    if uniform.moe is not None:
+        values["moe_router_enable_expert_bias"] = uniform.moe.has_correction_bias
+        values["moe_aux_loss_coeff"] = uniform.moe.router_aux_loss_coef
     return argparse.Namespace(**values)
 
 
-def to_give(args: argparse.Namespace) -> str:
-    """The arguments that Megatron-LM has to be given beside --use-checkpoint-args; empty where there are none."""
+def flags_to_add(args: argparse.Namespace) -> str:
+    """Return the flags that Megatron-LM needs in addition to --use-checkpoint-args; empty if there are none."""
     words = []
-    for name, default in NOT_TAKEN.items():
+    for name, default in _NOT_RESTORED.items():
         value = getattr(args, name, default)
         if value == default:
             continue
@@ -117,9 +117,9 @@ def _positions(model: ModelSpec, rope: Rope | None) -> dict[str, Any]:
 
 
 def to_config(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the model that Megatron's arguments describe: of the family that has its parts.
+    """Return the config.json, of the family that has the model's parts, for Megatron's arguments.
 
-    ModelError where no family has them, or the arguments leave something open.
+    Raise ModelError if no family has them, or if the arguments are incomplete.
     """
     _check(args)
     config = _common(args)
@@ -129,10 +129,10 @@ def to_config(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's arguments for the `model` of Megatron-Bridge's run_config.yaml."""
+    """Return Megatron-LM's arguments for the `model` of Megatron-Bridge's run_config.yaml."""
     activation = model.get("activation_func")
     name = str(activation.get("_target_", "") if isinstance(activation, Mapping) else activation).rpartition(".")[2]
-    arguments = {ARGUMENTS.get(key, key): value for key, value in model.items() if not isinstance(value, Mapping)}
+    arguments = {ARGUMENT_NAMES.get(key, key): value for key, value in model.items() if not isinstance(value, Mapping)}
     return arguments | {
         "swiglu": bool(model.get("gated_linear_unit")) and name in ("silu", "SiLU"),
         "untie_embeddings_and_output_weights": not model.get("share_embeddings_and_output_weights", True),
@@ -142,7 +142,7 @@ def from_run_config(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# What an argument must be in the models that have no config.json: others change what the model computes.
+# Argument -> the values that do not change the computation of the families that `to_config` recognizes.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "normalization": ("RMSNorm",),
@@ -175,19 +175,19 @@ def _check(args: Mapping[str, Any]) -> None:
     for name, allowed in _NEUTRAL.items():
         if name in args and args[name] not in allowed:
             raise ModelError(
-                f"the checkpoint's arguments say {name}={args[name]!r}, which no model that kumi "
-                f"recognises by its arguments has; {_REMEDY}"
+                f"the checkpoint's arguments have {name}={args[name]!r}, which no model has that kumi "
+                f"recognizes by its arguments; {_REMEDY}"
             )
     for name in ("swiglu", "normalization"):
         _given(args, name)
 
 
 def _given(args: Mapping[str, Any], *names: str) -> Any:
-    """The first of `names` that the arguments give."""
+    """Return the value of the first of `names` that the arguments have. Raise ModelError if they have none."""
     for name in names:
         if args.get(name) is not None:
             return args[name]
-    raise ModelError(f"the checkpoint's arguments do not say {names[0]}; {_REMEDY}")
+    raise ModelError(f"the checkpoint's arguments lack {names[0]}; {_REMEDY}")
 
 
 def _common(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _common(args: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
         "head_dim": args.get("kv_channels") or hidden // heads,
-        # The argument was renamed: with megatron-core 0.19 it has the field's name.
+        # megatron-core 0.19 renamed the argument to the field's name.
         "rms_norm_eps": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
         "max_position_embeddings": _given(args, "max_position_embeddings", "seq_length"),
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights"),
@@ -220,9 +220,9 @@ def _dtype(args: Mapping[str, Any]) -> str:
 
 def _rope(args: Mapping[str, Any]) -> dict[str, Any]:
     theta = float(args.get("rotary_base") or 10_000)
-    stretched = args.get("rotary_seq_len_interpolation_factor")
+    interpolation = args.get("rotary_seq_len_interpolation_factor")
     if args.get("use_rope_scaling"):
-        low, high, original = LLAMA3
+        low, high, original = LLAMA3_ROPE
         table: dict[str, Any] | None = {
             "rope_type": "llama3",
             "factor": float(args.get("rope_scaling_factor") or 8.0),
@@ -231,12 +231,12 @@ def _rope(args: Mapping[str, Any]) -> dict[str, Any]:
             "original_max_position_embeddings": original,
         }
     else:
-        table = {"rope_type": "linear", "factor": float(stretched)} if stretched not in (None, 1) else None
+        table = {"rope_type": "linear", "factor": float(interpolation)} if interpolation not in (None, 1) else None
     return {"rope_theta": theta, "rope_scaling": table}
 
 
 def _window(args: Mapping[str, Any]) -> int | None:
-    """How far a position sees, itself included; Megatron counts those before it."""
+    """Return the sliding window, which includes the query's position; Megatron's does not."""
     window = args.get("window_size")
     return None if window is None or window[0] < 0 else int(window[0]) + 1
 
@@ -245,14 +245,16 @@ def _dense(args: Mapping[str, Any]) -> dict[str, Any]:
     if _window(args) is not None:
         if args.get("qk_layernorm") or args.get("add_qkv_bias"):
             raise ModelError(
-                f"the checkpoint's arguments say window_size={args['window_size']!r} beside a norm or "
-                f"bias of queries and keys; {_REMEDY}"
+                f"the checkpoint's arguments have window_size={args['window_size']!r} with a norm or "
+                f"bias of queries and keys, which no family that kumi recognizes has; {_REMEDY}"
             )
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": _window(args)}
     if args.get("qk_layernorm"):
         bias = bool(args.get("add_qkv_bias"))
         if bias:
-            raise ModelError(f"the checkpoint's arguments say add_qkv_bias beside qk_layernorm; {_REMEDY}")
+            raise ModelError(
+                f"the checkpoint's arguments have add_qkv_bias with qk_layernorm, which no family has; {_REMEDY}"
+            )
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
     if args.get("add_qkv_bias"):
         return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -269,7 +271,7 @@ def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
     ):
         raise ModelError(
             f"the checkpoint's arguments describe experts with sigmoid scores, groups, a scaling factor "
-            f"or a shared expert beside grouped attention; {_REMEDY}"
+            f"or a shared expert with grouped attention; {_REMEDY}"
         )
     width = args.get("moe_ffn_hidden_size") or _given(args, "ffn_hidden_size")
     pre_softmax, every = bool(args.get("moe_router_pre_softmax")), args.get("moe_layer_freq") in (1, None)
@@ -286,7 +288,7 @@ def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
         }
     if not args.get("qk_layernorm") or args.get("add_qkv_bias") or _window(args) is not None:
         raise ModelError(
-            f"the checkpoint's arguments describe experts as in no family that kumi recognises by its "
+            f"the checkpoint's arguments describe experts that no family has that kumi recognizes by its "
             f"arguments; {_REMEDY}"
         )
     return {
@@ -297,23 +299,25 @@ def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": width,
         "norm_topk_prob": not pre_softmax,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, one in enumerate(sparse) if not one],
+        "mlp_only_layers": [index for index, is_sparse in enumerate(sparse) if not is_sparse],
         "attention_bias": False,
     }
 
 
 def _sparse(args: Mapping[str, Any]) -> list[bool]:
-    """Of every layer whether it has experts: each n-th from the first on, or as listed."""
+    """Return for each layer whether it has experts: each n-th layer from the first, or as listed."""
     pattern, layers = args.get("moe_layer_freq") or 1, int(_given(args, "num_layers"))
     if isinstance(pattern, int):
         return [index % pattern == 0 for index in range(layers)]
     if not isinstance(pattern, list) or len(pattern) != layers:
-        raise ModelError(f"the checkpoint's arguments say moe_layer_freq={pattern!r} for {layers} layers; {_REMEDY}")
-    return [bool(one) for one in pattern]
+        raise ModelError(
+            f"the checkpoint's arguments have moe_layer_freq={pattern!r}, which does not fit {layers} layers; {_REMEDY}"
+        )
+    return [bool(flag) for flag in pattern]
 
 
 def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V3 where scores pass through a sigmoid and a bias chooses, else DeepSeek-V2."""
+    """Return the keys of DeepSeek-V3 (sigmoid scores and a correction bias) or of DeepSeek-V2."""
     sparse, sigmoid = _sparse(args), args.get("moe_router_score_function", "softmax") == "sigmoid"
     first = sparse.index(True) if True in sparse else len(sparse)
     width = _given(args, "moe_ffn_hidden_size", "ffn_hidden_size")
@@ -325,7 +329,7 @@ def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
         or not args.get("qk_layernorm")
         or (sigmoid != bool(args.get("moe_router_enable_expert_bias")))
     ):
-        raise ModelError(f"the checkpoint's arguments describe latent attention as in no DeepSeek model; {_REMEDY}")
+        raise ModelError(f"the checkpoint's arguments describe latent attention that no DeepSeek model has; {_REMEDY}")
     groups = args.get("moe_router_num_groups")
     version = "V3" if sigmoid else "V2"
     return {
@@ -355,7 +359,7 @@ def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent_rope(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-Core stretches the positions of latent attention (yarn) unless it is told not to."""
+    """Return the RoPE scaling of latent attention, which is YaRN by default in Megatron-Core."""
     if args.get("rope_type", "yarn") == "rope":
         return {}
     table = {

@@ -1,6 +1,6 @@
-"""A layout in the words of Megatron-Core: fields of its TransformerConfig, and names of optimizers and schedules.
+"""A layout as fields of Megatron-Core's TransformerConfig, and the names of optimizers and schedules.
 
-Read in megatron-core 0.16.1 and 0.19.2: model_parallel_config.py, transformer/transformer_config.py, distributed/;
+Sources: megatron-core 0.16.1 and 0.19.2: model_parallel_config.py, transformer/transformer_config.py, distributed/;
 megatron/training/arguments.py of 0.19.2; the Megatron-FSDP guide.
 """
 
@@ -15,23 +15,23 @@ from kumi.spec.sharding import stage_bounds
 
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 LR_STYLES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "WSD"}
-# What Megatron-FSDP divides at each ZeRO stage; ZeRO-1 is the distributed optimizer's, without FSDP.
-FSDP = {2: "optim_grads", 3: "optim_grads_params"}
+# ZeRO stage -> the sharding strategy of Megatron-FSDP. ZeRO-1 is the distributed optimizer, without FSDP.
+FSDP_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 VOCAB_MULTIPLE = 128
 
 
 def has_experts(model: ModelSpec) -> bool:
-    """Whether any layer is a mixture of experts."""
-    return any(isinstance(layer.mlp, MoE) for layer in model.layer_kinds()[0])
+    """True if any layer is a mixture of experts."""
+    return any(isinstance(layer.mlp, MoE) for layer in model.unique_layers()[0])
 
 
-def fields(job: Job, layout: Layout) -> dict[str, Any]:
-    """`layout` as fields of TransformerConfig; virtual stages as Megatron-Core counts them."""
-    moe, cut = has_experts(job.model), layout.tp > 1 and layout.sequence_parallel
+def layout_config_fields(job: Job, layout: Layout) -> dict[str, Any]:
+    """Return `layout` as fields of TransformerConfig."""
+    moe, sequence_parallel = has_experts(job.model), layout.tp > 1 and layout.sequence_parallel
     return {
         "tensor_model_parallel_size": layout.tp,
-        "sequence_parallel": cut,
-        **({"tp_comm_overlap": True} if cut and job.engine.overlap_tp else {}),
+        "sequence_parallel": sequence_parallel,
+        **({"tp_comm_overlap": True} if sequence_parallel and job.engine.overlap_tp else {}),
         "pipeline_model_parallel_size": layout.pp,
         **_stages(job.model, layout),
         "context_parallel_size": layout.cp,
@@ -44,18 +44,18 @@ def fields(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _stages(model: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """Virtual stages, and the layers of every stage where they differ from an even division."""
+    """Return the number of virtual stages, or the layers of each stage if they are not divided evenly."""
     if layout.pp == 1:
         return {}
     count = layout.pp * layout.stages
     even = not layout.stage_layers and model.num_hidden_layers % count == 0
     if even:
         return {"virtual_pipeline_model_parallel_size": layout.stages} if layout.stages > 1 else {}
-    return {"pipeline_model_parallel_layout": stage_text(stage_bounds(layout, model.num_hidden_layers))}
+    return {"pipeline_model_parallel_layout": _stage_text(stage_bounds(layout, model.num_hidden_layers))}
 
 
-def stage_text(stages: tuple[tuple[int, int], ...]) -> str:
-    """Layers [first, last) of every stage as Et*3|t*4|t*3L: embedding, transformer layers, loss."""
+def _stage_text(stages: tuple[tuple[int, int], ...]) -> str:
+    """Return the layers [first, last) of each stage as Et*3|t*4|t*3L: embedding, transformer layers, loss."""
     parts = [f"t*{last - first}" if last > first else "" for first, last in stages]
     return "|".join(["E" + parts[0], *parts[1:]]) + "L"
 

@@ -1,8 +1,8 @@
-"""Where Megatron-Core's distributed checkpoints (torch_dist) hold a model's tensors, by one table of native names.
+"""The mapping of native tensors to the tensors of Megatron-Core's distributed checkpoints (torch_dist).
 
-A checkpoint has one global tensor for a matrix of all layers, with a leading dim of layers (homogeneous), or one for
-every layer, named with its number. Queries, keys and values lie together, key head by key head: [its queries, key,
-value]; gate and up one above the other. Read in megatron-core 0.16.1 and 0.19.2: models/gpt/gpt_layer_specs.py,
+A checkpoint has either one global tensor per matrix for all layers, with a leading dim of layers (homogeneous), or one
+per layer, with the layer's index in its name. Queries, keys and values are fused by key-value head, [its queries, key,
+value]; gate and up are concatenated by rows. Sources: megatron-core 0.16.1 and 0.19.2: models/gpt/gpt_layer_specs.py,
 transformer/{transformer_block,mlp,attention,multi_latent_attention}.py, transformer/moe/experts.py.
 """
 
@@ -21,17 +21,17 @@ from kumi.spec.weights import Part
 
 Shape = tuple[int, ...]
 
-OUTSIDE = {
+_OUTSIDE = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.embed_positions.weight": "embedding.position_embeddings.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
     "model.norm.bias": "decoder.final_layernorm.bias",
     "lm_head.weight": "output_layer.weight",
 }
-# Tensors whose rows are the vocabulary, which Megatron may have padded.
+# Tensors with a row per token of the vocabulary, which Megatron may pad.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-# A module of a layer here and there, where all of its tensors are the same; gated mlps, attention, norms: below.
-MODULES = {
+# Native module of a layer -> Megatron's, where all tensors are equal. Gated mlps, attention and norms are below.
+_MODULES = {
     "self_attn.o_proj": "self_attention.linear_proj",
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",
@@ -43,33 +43,34 @@ MODULES = {
     "mlp.gate": "mlp.router",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
-NAMED = {
+_NAMED = {
     "self_attn.sinks": "self_attention.core_attention.softmax_offset",
     "self_attn_post_norm.weight": "self_attention.linear_proj.post_layernorm.weight",
     "mlp_post_norm.weight": "mlp.linear_fc2.post_layernorm.weight",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
 }
-QKV = {"self_attn.q_proj": 0, "self_attn.k_proj": 1, "self_attn.v_proj": 2}
-# Halves of a gated mlp: which one, and the name of the two together.
-HALVES = {
+_QKV = {"self_attn.q_proj": 0, "self_attn.k_proj": 1, "self_attn.v_proj": 2}
+# Native half of a gated mlp -> its index, and the name of the fused module.
+_HALVES = {
     "mlp.gate_proj": (0, "mlp.linear_fc1"),
     "mlp.up_proj": (1, "mlp.linear_fc1"),
     "mlp.shared_experts.gate_proj": (0, "mlp.shared_experts.linear_fc1"),
     "mlp.shared_experts.up_proj": (1, "mlp.shared_experts.linear_fc1"),
 }
-EXPERTS = {"gate_up_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+_EXPERTS = {"gate_up_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Keys:
-    """How a checkpoint is keyed.
+class CheckpointKeys:
+    """The naming scheme of a checkpoint.
 
-    `homogeneous`: layers are a dim of a tensor, not part of its name. `local`: norms are named as Megatron-Core's own
-    modules have them, not as TransformerEngine's, which fuse a norm with the matrix behind it. `halves`: gate and up
-    are tensors of their own ("_w" and "_v"), and experts part of the name. `vocab`: rows of the embedding, padding
-    included.
+    - `homogeneous`: layers are a dim of a tensor, not a part of its name.
+    - `vocab`: rows of the embedding, with padding.
+    - `local`: norms have the names of Megatron-Core's own modules; else those of TransformerEngine, which fuses a norm
+      with the matrix after it.
+    - `halves`: gate and up are separate tensors ("_w" and "_v"), and the expert is a part of the name.
     """
 
     homogeneous: bool
@@ -78,51 +79,52 @@ class Keys:
     halves: bool = False
 
 
-def keys_for(spec: ModelSpec, *, local: bool = False, multiple: int = 1) -> Keys:
-    """The keys that Megatron-Core asks for when it loads `spec`, its vocabulary padded to a multiple of `multiple`."""
-    mixed = len({isinstance(layer.mlp, MoE) for layer in spec.layer_kinds()[0]}) > 1
-    return Keys(not mixed, -(-spec.vocab_size // multiple) * multiple, local)
+def checkpoint_keys(spec: ModelSpec, *, local: bool = False, multiple: int = 1) -> CheckpointKeys:
+    """Return the scheme that Megatron-Core expects for `spec`, with the vocabulary padded to a multiple of
+    `multiple`."""
+    mixed = len({isinstance(layer.mlp, MoE) for layer in spec.unique_layers()[0]}) > 1
+    return CheckpointKeys(not mixed, -(-spec.vocab_size // multiple) * multiple, local)
 
 
-def parts(spec: ModelSpec, param: Param, keys: Keys) -> tuple[Part, ...]:
-    """What a checkpoint keyed by `keys` holds of `param`, a tensor of `spec`; ModelError where it has no place."""
-    if param.name in OUTSIDE:
-        name = OUTSIDE[param.name]
+def megatron_parts(spec: ModelSpec, param: Param, keys: CheckpointKeys) -> tuple[Part, ...]:
+    """Return the parts of `param`, a tensor of `spec`, in a checkpoint. Raise ModelError if it has no counterpart."""
+    if param.name in _OUTSIDE:
+        name = _OUTSIDE[param.name]
         shape = (keys.vocab, *param.shape[1:]) if name in VOCABULARY else param.shape
         return (_box(name, shape, param, at=(0,) * len(shape)),)
     matched = _LAYER.fullmatch(param.name)
-    found = None if matched is None else _in_layer(spec, param, matched[2], int(matched[1]), keys)
-    if not found:
+    inner_parts = None if matched is None else _in_layer(spec, param, matched[2], int(matched[1]), keys)
+    if not inner_parts:
         raise ModelError(
-            f"{param.name!r} of this {spec.family} model has no place in a Megatron-Core GPT checkpoint; "
+            f"{param.name!r} of this {spec.family} model has no counterpart in a Megatron-Core GPT checkpoint; "
             f"convert to hf or kumi instead"
         )
-    return tuple(_placed(part, int(matched[1]) if matched else 0, spec, keys) for part in found)
+    return tuple(_placed(part, int(matched[1]) if matched else 0, spec, keys) for part in inner_parts)
 
 
-def files(spec: ModelSpec, keys: Keys) -> dict[str, Shape]:
-    """Name and shape of every tensor of a checkpoint of `spec`."""
-    return {part.name: part.shape for param in tensors(spec) for part in parts(spec, param, keys)}
+def megatron_tensors(spec: ModelSpec, keys: CheckpointKeys) -> dict[str, Shape]:
+    """Return the name and shape of every tensor of a checkpoint of `spec`."""
+    return {part.name: part.shape for param in tensors(spec) for part in megatron_parts(spec, param, keys)}
 
 
-def extra_states(spec: ModelSpec, keys: Keys) -> Iterator[str]:
-    """The entries without content that a checkpoint has for every module: Megatron-Core asks for them by name."""
+def extra_states(spec: ModelSpec, keys: CheckpointKeys) -> Iterator[str]:
+    """Yield the names of the empty entries of each module, which Megatron-Core expects in a checkpoint."""
     layers = spec.num_hidden_layers
     yield "decoder.final_layernorm._extra_state/shard_0_1"
     for index, layer in enumerate(spec.layers):
         for module, experts in _modules(layer, keys):
-            place, of = (f"{index}", f"{layers}") if keys.homogeneous else ("0", "1")
+            index_text, total = (f"{index}", f"{layers}") if keys.homogeneous else ("0", "1")
             owner = f"decoder.layers.{module}" if keys.homogeneous else f"decoder.layers.{index}.{module}"
             for expert in range(experts):
-                lead = f"{place}." if keys.homogeneous else ""
-                tail = f"{of}." if keys.homogeneous else ""
+                lead = f"{index_text}." if keys.homogeneous else ""
+                tail = f"{total}." if keys.homogeneous else ""
                 yield f"{owner}._extra_state/shard_{lead}{expert}_{tail}{experts}"
             if not experts:
-                yield f"{owner}._extra_state/shard_{place}_{of}"
+                yield f"{owner}._extra_state/shard_{index_text}_{total}"
 
 
-def _modules(layer: LayerSpec, keys: Keys) -> Iterator[tuple[str, int]]:
-    """The modules of a layer that have an extra state, with the number of experts where each of these has one."""
+def _modules(layer: LayerSpec, keys: CheckpointKeys) -> Iterator[tuple[str, int]]:
+    """Yield (module, experts) for the modules of a layer with an extra state; 0 experts, or one state per expert."""
     attention = ["core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm"]
     if isinstance(layer.attention, LatentAttention):
         attention = [
@@ -146,32 +148,33 @@ def _modules(layer: LayerSpec, keys: Keys) -> Iterator[tuple[str, int]]:
         yield from (("mlp.shared_experts.linear_fc1", 0), ("mlp.shared_experts.linear_fc2", 0))
 
 
-def _in_layer(spec: ModelSpec, param: Param, inner: str, index: int, keys: Keys) -> list[Part]:
-    """The parts of `param`, called `inner` in layer `index`, as if the layer were alone; empty where it has no name."""
+def _in_layer(spec: ModelSpec, param: Param, inner: str, index: int, keys: CheckpointKeys) -> list[Part]:
+    """Return the parts of `param`, with the name `inner` in layer `index`, in a tensor of one layer; empty if
+    unknown."""
     layer = spec.layers[index]
     module, _, kind = inner.rpartition(".")
-    if module in QKV and isinstance(layer.attention, Attention):
-        return [_qkv(layer.attention, param, QKV[module], kind)]
+    if module in _QKV and isinstance(layer.attention, Attention):
+        return [_qkv(layer.attention, param, _QKV[module], kind)]
     if module == "self_attn.q_proj":
         return [_all(f"self_attention.linear_q_proj.{kind}", param)]
-    if module in HALVES:
-        half, name = HALVES[module]
+    if module in _HALVES:
+        half, name = _HALVES[module]
         return [_half(f"{name}.{kind}", param, half, gated=_gated(layer), keys=keys)]
     if module == "mlp.experts" and isinstance(layer.mlp, MoE):
         return list(_experts(layer.mlp, param, kind, keys))
-    theirs = _norm(layer, module, kind, keys) or NAMED.get(inner)
-    if theirs is None and module in MODULES:
-        theirs = f"{MODULES[module]}.{kind}"
+    theirs = _norm(layer, module, kind, keys) or _NAMED.get(inner)
+    if theirs is None and module in _MODULES:
+        theirs = f"{_MODULES[module]}.{kind}"
     return [] if theirs is None else [_all(theirs, param)]
 
 
 def _gated(layer: LayerSpec) -> bool:
-    """Whether the dense or the shared feed-forward layer of `layer` has a gate."""
+    """True if the dense or the shared feed-forward layer of `layer` has a gate."""
     return layer.mlp is not None and layer.mlp.gated
 
 
-def _norm(layer: LayerSpec, module: str, kind: str, keys: Keys) -> str | None:
-    """The name of a tensor of a norm, which may belong to the matrix behind it; None for other modules."""
+def _norm(layer: LayerSpec, module: str, kind: str, keys: CheckpointKeys) -> str | None:
+    """Return the name of a norm's tensor, which may belong to the matrix after it; None for other modules."""
     latent, moe = isinstance(layer.attention, LatentAttention), isinstance(layer.mlp, MoE)
     if module == "input_layernorm":
         return f"input_layernorm.{kind}" if latent else f"self_attention.linear_qkv.layer_norm_{kind}"
@@ -186,7 +189,7 @@ def _norm(layer: LayerSpec, module: str, kind: str, keys: Keys) -> str | None:
 
 
 def _box(name: str, shape: Shape, param: Param, at: Shape) -> Part:
-    """All of `param` as the rectangle from `at` on of a tensor of `shape`."""
+    """Return the complete `param` as the rectangle at index `at` of a tensor of `shape`."""
     dims = len(shape)
     return Part(name, shape, (0,) * len(param.shape), param.shape, shape, at, param.shape, tuple(range(dims)))
 
@@ -196,7 +199,7 @@ def _all(name: str, param: Param) -> Part:
 
 
 def _qkv(attention: Attention, param: Param, which: int, kind: str) -> Part:
-    """Queries (0), keys (1) or values (2) in [groups, queries of a group + 2, head_dim, ...]."""
+    """Return queries (0), keys (1) or values (2) in [groups, queries of a group + 2, head_dim, ...]."""
     groups, size = attention.num_key_value_heads, attention.head_dim
     queries, rest = attention.num_attention_heads // groups, param.shape[1:]
     view = (groups, queries + 2, size, *rest)
@@ -207,8 +210,8 @@ def _qkv(attention: Attention, param: Param, which: int, kind: str) -> Part:
     return Part(name, shape, (0,) * len(param.shape), param.shape, view, at, taken, order)
 
 
-def _half(name: str, param: Param, half: int, *, gated: bool, keys: Keys) -> Part:
-    """Gate (0) or up (1) in [gate; up], alone where there is no gate."""
+def _half(name: str, param: Param, half: int, *, gated: bool, keys: CheckpointKeys) -> Part:
+    """Return gate (0) or up (1) in [gate; up], or the only matrix if there is no gate."""
     if not gated:
         return _all(name, param)
     if keys.halves:
@@ -217,32 +220,34 @@ def _half(name: str, param: Param, half: int, *, gated: bool, keys: Keys) -> Par
     return _box(name, (2 * rows, *rest), param, (half * rows, *(0 for _ in rest)))
 
 
-def _experts(moe: MoE, param: Param, kind: str, keys: Keys) -> Iterator[Part]:
-    """A tensor (E, ...) of all experts, a part for each of them."""
+def _experts(moe: MoE, param: Param, kind: str, keys: CheckpointKeys) -> Iterator[Part]:
+    """Yield a part for each expert of a tensor (X, ...) of all experts."""
     which, bias = kind.removesuffix("_bias"), kind.endswith("_bias")
-    leaf = f"{EXPERTS[which]}.{'bias' if bias else 'weight'}"
+    leaf = f"{_EXPERTS[which]}.{'bias' if bias else 'weight'}"
     for expert in range(moe.num_experts):
-        start, one = (expert, *(0 for _ in param.shape[1:])), (1, *param.shape[1:])
+        start, extent = (expert, *(0 for _ in param.shape[1:])), (1, *param.shape[1:])
         if not keys.halves:
             order = tuple(range(len(param.shape)))
-            yield Part(f"mlp.experts.experts.{leaf}", param.shape, start, one, param.shape, start, one, order)
+            yield Part(f"mlp.experts.experts.{leaf}", param.shape, start, extent, param.shape, start, extent, order)
         else:
-            yield from _expert_halves(f"mlp.experts.experts.{expert}.{leaf}", start, one, pair=which == "gate_up_proj")
+            yield from _expert_halves(
+                f"mlp.experts.experts.{expert}.{leaf}", start, extent, pair=which == "gate_up_proj"
+            )
 
 
-def _expert_halves(name: str, start: Shape, one: Shape, *, pair: bool) -> Iterator[Part]:
-    """The tensors of one expert where each has a name of its own: one, or gate ("_w") and up ("_v")."""
-    rows = one[1] // 2 if pair else one[1]
+def _expert_halves(name: str, start: Shape, extent: Shape, *, pair: bool) -> Iterator[Part]:
+    """Yield the tensors of one expert with names of their own: one, or gate ("_w") and up ("_v")."""
+    rows = extent[1] // 2 if pair else extent[1]
     for half in range(2 if pair else 1):
-        shape = (rows, *one[2:])
+        shape = (rows, *extent[2:])
         native = (start[0], half * rows, *start[2:])
         order = tuple(range(len(shape)))
         ending = f"_{'wv'[half]}" if pair else ""
         yield Part(name + ending, shape, native, (1, *shape), shape, (0,) * len(shape), shape, order)
 
 
-def _placed(part: Part, index: int, spec: ModelSpec, keys: Keys) -> Part:
-    """`part`, which is of layer `index`, where it is in the checkpoint."""
+def _placed(part: Part, index: int, spec: ModelSpec, keys: CheckpointKeys) -> Part:
+    """Return `part` of layer `index` with its place in the checkpoint."""
     if not keys.homogeneous:
         return Part(f"decoder.layers.{index}.{part.name}", *_rest(part))
     layers = spec.num_hidden_layers

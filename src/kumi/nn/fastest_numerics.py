@@ -24,7 +24,7 @@ from kumi.nn.attention.cpu_flash import flash_attention
 from kumi.nn.cpu_matmul import enable_fast_float32
 from kumi.nn.numerics import use
 from kumi.spec import families
-from kumi.spec.numerics import FLASH, KINDS, LONG, Numerics
+from kumi.spec.numerics import AUTO_KINDS, FLASH_CASES, LONG_TOKENS, Numerics
 
 ROUNDS = 3
 LEAD = 1.05
@@ -55,14 +55,14 @@ def measure(kind: str) -> tuple[Numerics, dict[str, Seconds]]:
     formats = clock.timed("formats", _formats())
     bf16_is_near = bool(formats) and median(formats["bf16"]) < 2 * median(formats["fp32"])
     # Without bfloat16 instructions, a bfloat16 product takes ten times as long, and in blocks it runs in one thread.
-    flash = [case for case in FLASH if case.startswith("bf16") and formats and not bf16_is_near]
-    for case in (case for case in FLASH if case not in flash):
+    flash = [case for case in FLASH_CASES if case.startswith("bf16") and formats and not bf16_is_near]
+    for case in (case for case in FLASH_CASES if case not in flash):
         times = clock.timed(f"attention {case}", _attention(case))
         flash += [case] if _ahead(times, "blocks", ("flash",)) == "flash" else []
-    numerics = Numerics(kind, products, tuple(case for case in FLASH if case in flash))
+    numerics = Numerics(kind, products, tuple(case for case in FLASH_CASES if case in flash))
     if bf16_is_near:
         use(numerics)
-        numerics = replace(numerics, kind=_ahead(clock.timed("layer", _steps()), kind, KINDS))
+        numerics = replace(numerics, kind=_ahead(clock.timed("layer", _steps()), kind, AUTO_KINDS))
     elif formats:
         numerics = replace(numerics, kind="fp32")
     return numerics, clock.medians()
@@ -138,10 +138,12 @@ def _formats() -> dict[str, Callable[[], object]]:
 
 
 def _attention(case: str) -> dict[str, Callable[[], object]]:
-    """Return attention in the given case of `FLASH`, forward and backward, in blocks and by PyTorch's kernel."""
+    """Return attention in the given case of `FLASH_CASES`, forward and backward, in blocks and by PyTorch's kernel."""
     kind, length = case.split("-")
     # Two short documents, which two threads can share, or a long one.
-    documents, heads, kv_heads = ((LONG // 2,) * 2, HEADS, KV_HEADS) if length == "short" else ((LONG,), 2, 1)
+    documents, heads, kv_heads = (
+        ((LONG_TOKENS // 2,) * 2, HEADS, KV_HEADS) if length == "short" else ((LONG_TOKENS,), 2, 1)
+    )
     sizes = [(1, sum(documents), count, HEAD) for count in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(size).to(_DTYPES[kind]).requires_grad_() for size in sizes]
     bounds = torch.tensor((0, *documents)).cumsum(0).tolist()
@@ -159,7 +161,7 @@ def _attention(case: str) -> dict[str, Callable[[], object]]:
 
 def _steps() -> dict[str, Callable[[], object]]:
     """Return forward and backward of a decoder with one layer, in each number format."""
-    return {kind: partial(_step, *_layer(kind)) for kind in KINDS}
+    return {kind: partial(_step, *_layer(kind)) for kind in AUTO_KINDS}
 
 
 def _layer(kind: str) -> tuple[Decoder, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kumi.nn.dtypes import wide
 from kumi.nn.linear import Linear
-from kumi.spec.adapters import takes
+from kumi.spec.adapters import has_adapter
 from kumi.spec.ledger import layer_ops
 from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
@@ -140,7 +140,7 @@ def adapt(decoder: nn.Module, spec: ModelSpec, lora: Lora, *, dtype: torch.dtype
     modules = dict(decoder.named_modules())
     for index in range(spec.num_hidden_layers):
         for op in layer_ops(spec, index):
-            if takes(lora, op) and op.name in modules:
+            if has_adapter(lora, op) and op.name in modules:
                 old = modules[op.name]
                 assert isinstance(old, Linear), f"{op.name} is a {type(old).__name__}"
                 path, _, leaf = op.name.rpartition(".")

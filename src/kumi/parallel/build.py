@@ -33,7 +33,7 @@ from kumi.parallel.stage_modules import (
     tie_group,
 )
 from kumi.parallel.state_tensors import Reader, draw, fill, model_pieces
-from kumi.spec.comm import PLAIN, Comm
+from kumi.spec.comm import DEFAULT_COMM, Comm
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
 
@@ -45,7 +45,7 @@ def build(
     *,
     weights: int | Reader,
     compile: bool = False,
-    comm: Comm = PLAIN,
+    comm: Comm = DEFAULT_COMM,
     adapters: int | Reader = 0,
 ) -> nn.Module:
     """The decoder of `spec` on `mesh`, called like `kumi.nn.Decoder`; a rank holds its own part of it only.
@@ -80,7 +80,7 @@ def _give_memory(model: nn.Module, mesh: Mesh) -> None:
 
 
 def assemble(
-    spec: ModelSpec, mesh: Mesh, precision: Precision, *, compile: bool = False, comm: Comm = PLAIN
+    spec: ModelSpec, mesh: Mesh, precision: Precision, *, compile: bool = False, comm: Comm = DEFAULT_COMM
 ) -> Decoder | Stages:
     """What `build` builds, still on the meta device: cut, divided, and without memory."""
     if in_stages(mesh.layout):
@@ -95,7 +95,7 @@ def assemble(
     return model
 
 
-def replicated(model: Decoder | Stages, mesh: Mesh, precision: Precision, comm: Comm = PLAIN) -> nn.Module:
+def replicated(model: Decoder | Stages, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
     """`model`, which has its weights; where the data ranks hold whole replicas, as one that sums its gradients."""
     whole = isinstance(model, Stages) or data_parallel.is_divided(mesh) or "data" not in mesh.groups
     return model if whole else data_parallel.replicate(model, mesh, precision, comm)

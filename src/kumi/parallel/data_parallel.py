@@ -31,10 +31,10 @@ from kumi.parallel.mesh import Mesh
 from kumi.parallel.mlp_tiling import divided_by_tiles
 from kumi.parallel.powersgd import low_rank, sum_low_rank
 from kumi.parallel.recompute import Recompute
-from kumi.spec.comm import PLAIN, Comm
+from kumi.spec.comm import DEFAULT_COMM, Comm
 from kumi.spec.layout import Layout
 from kumi.spec.precision import Precision
-from kumi.spec.sharding import is_routed, stage_ops, units
+from kumi.spec.sharding import fsdp_units, is_routed, stage_ops
 
 
 def is_divided(mesh: Mesh) -> bool:
@@ -47,7 +47,7 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm = PLAIN) -> nn.Module:
+def replicate(decoder: nn.Module, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> nn.Module:
     """`decoder` with whole replicas on all data ranks, which must hold equal weights already."""
     # Copies of experts are on other ranks than those of the rest: `kumi.parallel.grad_sync` sums them.
     experts = [name for name, _ in decoder.named_parameters() if is_routed(by_name(decoder.spec)[name])]
@@ -78,8 +78,8 @@ def _sum_bucket(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket
     return summed
 
 
-def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = PLAIN) -> None:
-    """Divides the parameters of `decoder` over dp_shard, in place, in the units of `kumi.spec.sharding.units`.
+def shard(decoder: Decoder, mesh: Mesh, precision: Precision, comm: Comm = DEFAULT_COMM) -> None:
+    """Divides the parameters of `decoder` over dp_shard, in place, in the units of `kumi.spec.sharding.fsdp_units`.
 
     The root unit, gathered first and kept until the backward ends, is the decoder itself. Master weights stay in
     `precision.param`; what is gathered has `precision.compute`.
@@ -120,7 +120,7 @@ def _modules(decoder: Decoder) -> dict[str, list[list[nn.Module]]]:
     ops = stage_ops(
         decoder.spec, map(int, decoder.model.layers), embedding=decoder.has_embedding, head=decoder.has_head
     )
-    for unit in units(ops):
+    for unit in fsdp_units(ops):
         modules[unit.name].append([decoder.get_submodule(name) for name in unit.modules])
     return modules
 

@@ -18,7 +18,7 @@ from kumi.errors import ModelError
 from kumi.parallel.mesh import Mesh
 from kumi.parallel.state_tensors import model_pieces, owned, spec_of
 from kumi.spec.ledger import buffers
-from kumi.spec.weights import Part, files
+from kumi.spec.weights import Part, stored_tensors
 from kumi.storage.write import Piece
 
 _PREFIX = "model/"
@@ -53,7 +53,7 @@ def export_tensors(
         by_name.setdefault(piece.name.removeprefix(_PREFIX), []).append(piece)
     trained_dtype = dtype or next(parameter.dtype for parameter in model.parameters())
     buffer_dtypes = {param.name: torch.float32 for param in buffers(spec)}
-    for name, native_parts in files(spec).items():
+    for name, native_parts in stored_tensors(spec).items():
         tensor_dtype = buffer_dtypes.get(native_parts[0].param.name, trained_dtype)
         result: Tensor | None = None
         for param, part in ((native_part.param, native_part.part) for native_part in native_parts):

@@ -25,8 +25,8 @@ from kumi.spec.layout import Layout
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
-from kumi.spec.process_groups import splits_gradients
-from kumi.spec.shard_slices import copies, tied_copies
+from kumi.spec.process_groups import has_sharded_grads
+from kumi.spec.shard_slices import replica_axes, tied_axes
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -84,13 +84,13 @@ def _norm(grads: list[tuple[str, Tensor]], model: nn.Module, mesh: Mesh) -> Tens
 
 def norm_group(mesh: Mesh) -> dist.ProcessGroup | None:
     """The ranks over which the squares are summed; None where every rank holds all gradients."""
-    return mesh.group("norm") if splits_gradients(mesh.layout) else None
+    return mesh.group("norm") if has_sharded_grads(mesh.layout) else None
 
 
 @lru_cache(maxsize=4096)
 def _copies(spec: ModelSpec, param: Param, layout: Layout) -> int:
     """How many of the ranks that the sum goes over hold the same part of `param`."""
-    found = (*copies(param, layout), *tied_copies(spec, param, layout))
+    found = (*replica_axes(param, layout), *tied_axes(spec, param, layout))
     return prod(one.degree for one in found if one.name != "dp_replicate")
 
 

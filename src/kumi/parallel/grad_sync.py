@@ -23,7 +23,7 @@ from kumi.parallel.mlp_tiling import divided_by_tiles
 from kumi.parallel.stage_modules import Stages, stages_of
 from kumi.spec.ledger import EMBEDDING
 from kumi.spec.model import ModelSpec
-from kumi.spec.shard_slices import summed_over_tp, tp_copies
+from kumi.spec.shard_slices import partial_grad_params, tp_replicas
 from kumi.spec.sharding import is_routed
 
 # Bytes of a message: large enough for full bandwidth, small beside the gradients.
@@ -65,10 +65,10 @@ def _sum_parts(model: nn.Module, mesh: Mesh) -> None:
     if group is None:
         return
     spec: ModelSpec = model.spec  # type: ignore[assignment]
-    known, wanted = by_name(spec), set(summed_over_tp(spec, layout))
+    known, wanted = by_name(spec), set(partial_grad_params(spec, layout))
     named = ((name, value.grad) for name, value in model.named_parameters())
     grads = [(name, local(grad)) for name, grad in named if name in wanted and grad is not None]
-    places = [_place(grad, layout.tp // tp_copies(known[name], layout).degree, mesh) for name, grad in grads]
+    places = [_place(grad, layout.tp // tp_replicas(known[name], layout).degree, mesh) for name, grad in grads]
     sum_over([whole for whole, _ in places], group)
     for (_, grad), (_, own) in zip(grads, places, strict=True):
         grad.copy_(own)

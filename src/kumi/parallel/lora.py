@@ -27,11 +27,11 @@ from kumi.parallel.mesh import Mesh
 from kumi.parallel.stage_modules import stages_of
 from kumi.parallel.state_tensors import Reader, fill, parameter_name
 from kumi.parallel.token_collectives import summed
-from kumi.spec.adapters import base_name, is_adapter
+from kumi.spec.adapters import base_weight_name, is_adapter
 from kumi.spec.ledger import ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
-from kumi.spec.sharding import style
+from kumi.spec.sharding import tp_style
 from kumi.storage.write import Piece
 
 
@@ -64,8 +64,8 @@ def connect(decoder: Decoder, mesh: Mesh) -> None:
         if not isinstance(layer, LoraLinear):
             continue
         layer.moment = moment
-        layer.part = tp if style(op) == "row" or mesh.layout.sequence_parallel else 0
-        if style(op) == "row" and group is not None:
+        layer.part = tp if tp_style(op) == "row" or mesh.layout.sequence_parallel else 0
+        if tp_style(op) == "row" and group is not None:
             layer.sum_columns = partial(summed, group=group)
     if lora.dropout:
         decoder.register_forward_pre_hook(partial(_count, moment))
@@ -168,7 +168,7 @@ def _first(spec: ModelSpec, seed: int, base: Reader, pieces: Sequence[Piece]) ->
         param = known[parameter_name(name)]
         if param.init != "row norms":
             return drawn(name, start, shape)
-        matrix = known[base_name(param.name)]
+        matrix = known[base_weight_name(param.name)]
         rows = base(f"model/{matrix.name}", (start[0], 0), (shape[0], matrix.shape[1]))
         rows = rows.to(kept.get(f"model/{matrix.name}", rows.dtype))
         norms: Tensor = torch.linalg.vector_norm(rows.to(wide(rows.dtype)), dim=1)

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kumi.errors import CommunicationError, LayoutError
 from kumi.spec.layout import AXES, Layout
-from kumi.spec.process_groups import EXPERT_AXES, JOINED, axis, members_of
+from kumi.spec.process_groups import COMBINED_AXES, EXPERT_AXES, axis, members_of
 
 # CPU tensors (flags, counts, checkpoint metadata) travel over gloo beside NCCL.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 # Groups that stretch over several axes, and stages once more, for what they send back.
-TOGETHER = {**JOINED, "pp_back": ("pp",)}
+TOGETHER = {**COMBINED_AXES, "pp_back": ("pp",)}
 NAMES = (*AXES, "zero", *EXPERT_AXES, *TOGETHER)
 # A group of GPUs does one thing after the other. What should go on at the same time has groups of its own there:
 # weights that are gathered and gradients that are summed beside what layers exchange, and the gradients that stages

@@ -3,9 +3,9 @@
     loss = train(model, mesh, microbatches)         # forward and backward of all; gradients are then complete
     outputs = forward(model, mesh, microbatches)    # what the head returns of each; empty where it is elsewhere
 
-A rank carries out the list of `kumi.spec.sends_and_recvs.work`, the one that a planner simulates. With one rank and
-one stage that is a forward and a backward of each microbatch in turn. Sends and receives are posted where the list has
-them, so that all ranks keep to one order, and are waited for where their tensors are needed.
+A rank carries out the list of `kumi.spec.sends_and_recvs.pipeline_steps`, the one that a planner simulates. With one
+rank and one stage that is a forward and a backward of each microbatch in turn. Sends and receives are posted where the
+list has them, so that all ranks keep to one order, and are waited for where their tensors are needed.
 
 Of a forward only the graph is kept: what it returned is freed once it has been sent. A gradient of weights that the
 schedule puts off (W) is kept as the linear layers' inputs and the gradients of their outputs until its turn.
@@ -30,7 +30,16 @@ from kumi.parallel.mesh import Mesh
 from kumi.parallel.pipeline_trace import Record, mark, note
 from kumi.parallel.stage_modules import stages_of
 from kumi.spec.schedules.schedule_record import Action
-from kumi.spec.sends_and_recvs import ACTIVATION, GRADIENT, Message, Receive, Send, Step, forward_work, work
+from kumi.spec.sends_and_recvs import (
+    ACTIVATION,
+    GRADIENT,
+    Message,
+    PipelineStep,
+    Receive,
+    Send,
+    forward_pipeline_steps,
+    pipeline_steps,
+)
 
 # The arguments of the decoder for one microbatch, by their names: tensors, and the loss where it is a function.
 Inputs = Mapping[str, Any]
@@ -75,7 +84,7 @@ def train(model: nn.Module, mesh: Mesh, microbatches: Sequence[Inputs], record: 
     when.
     """
     layout = mesh.layout
-    steps = work(layout.schedule, layout.pp, layout.stages, len(microbatches))[mesh.index("pp")]
+    steps = pipeline_steps(layout.schedule, layout.pp, layout.stages, len(microbatches))[mesh.index("pp")]
     run = _start(model, mesh, microbatches, steps, learn=True, record=record)
     _carry_out(run, steps)
     left = [*run.graphs, *run.later, *run.incoming, *run.outgoing, *run.posted]
@@ -89,7 +98,7 @@ def train(model: nn.Module, mesh: Mesh, microbatches: Sequence[Inputs], record: 
 def forward(model: nn.Module, mesh: Mesh, microbatches: Sequence[Inputs]) -> list[Tensor]:
     """What the head returns for each of `microbatches` (see `Decoder.forward`); nothing on ranks without the head."""
     layout = mesh.layout
-    steps = forward_work(layout.schedule, layout.pp, layout.stages, len(microbatches))[mesh.index("pp")]
+    steps = forward_pipeline_steps(layout.schedule, layout.pp, layout.stages, len(microbatches))[mesh.index("pp")]
     run = _start(model, mesh, microbatches, steps, learn=False, record=None)
     _carry_out(run, steps)
     return run.outputs
@@ -99,7 +108,7 @@ def _start(
     model: nn.Module,
     mesh: Mesh,
     microbatches: Sequence[Inputs],
-    steps: Sequence[Step],
+    steps: Sequence[PipelineStep],
     *,
     learn: bool,
     record: Record | None,
@@ -109,7 +118,7 @@ def _start(
     return _Run(mesh, stages, last, microbatches, final, learn, record)
 
 
-def _carry_out(run: _Run, steps: Sequence[Step]) -> None:
+def _carry_out(run: _Run, steps: Sequence[PipelineStep]) -> None:
     for step in steps:
         if isinstance(step, Send):
             _send(run, step.message)

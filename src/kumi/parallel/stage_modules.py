@@ -13,7 +13,7 @@ from kumi.parallel.mesh import Mesh, new_group
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import Precision
-from kumi.spec.schedule import placement
+from kumi.spec.schedule import stage_assignment
 from kumi.spec.schedules import DEFAULT, FULL_BACKWARD
 from kumi.spec.sharding import stage_bounds
 
@@ -60,7 +60,9 @@ def held_stages(spec: ModelSpec, mesh: Mesh) -> dict[int, tuple[int, int]]:
     """The stages that this rank holds, and the layers [first, last) of each."""
     layout = mesh.layout
     bounds = stage_bounds(layout, spec.num_hidden_layers)
-    return {stage: bounds[stage] for stage in placement(layout.schedule, layout.pp, layout.stages)[mesh.index("pp")]}
+    return {
+        stage: bounds[stage] for stage in stage_assignment(layout.schedule, layout.pp, layout.stages)[mesh.index("pp")]
+    }
 
 
 def stages_of(model: nn.Module) -> dict[int, nn.Module]:
@@ -90,7 +92,7 @@ def tie_group(spec: ModelSpec, mesh: Mesh) -> dist.ProcessGroup | None:
     """The ranks of the first and the last stage, if this rank has one of them, they are two, and the head is the token
     table. Every rank must call it."""
     layout = mesh.layout
-    held = placement(layout.schedule, layout.pp, layout.stages)
+    held = stage_assignment(layout.schedule, layout.pp, layout.stages)
     ends = [rank for rank, stages in enumerate(held) if {0, layout.pp * layout.stages - 1} & set(stages)]
     if not spec.tie_word_embeddings or len(ends) < 2:
         return None

@@ -27,7 +27,7 @@ from kumi.spec.op import Param
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import states_of
 from kumi.spec.process_groups import Axis, axis
-from kumi.spec.shard_slices import copies, regions, tied_copies
+from kumi.spec.shard_slices import replica_axes, slices, tied_axes
 from kumi.storage.write import Piece
 
 # read(name, start, shape): that part of the global tensor `name`.
@@ -70,7 +70,7 @@ def pieces_of(name: str, param: Param, tensor: Tensor, mesh: Mesh, *, sharded: b
     """What this rank holds of `tensor`, a value for every element of `param`, as pieces of the whole. ZeRO shards it
     unless `sharded` is false."""
     data = local(tensor.detach())
-    for region in regions(param, _layout(mesh, sharded), mesh.rank):
+    for region in slices(param, _layout(mesh, sharded), mesh.rank):
         part = tuple(slice(first, first + size) for first, size in zip(region.local, region.shape, strict=True))
         yield Piece(name, param.shape, region.start, data[part])
 
@@ -92,7 +92,7 @@ def owned(pieces: list[Piece], model: nn.Module, mesh: Mesh, optim: Optim | None
     for piece in pieces:
         param = known[parameter_name(piece.name)]
         holders = _holders(piece, param, spec, mesh, optim)
-        alike[(*holders, *tied_copies(spec, param, mesh.layout))].append(piece)
+        alike[(*holders, *tied_axes(spec, param, mesh.layout))].append(piece)
     kept = []
     for axes, same in alike.items():
         mine = 0
@@ -114,11 +114,11 @@ def _holders(piece: Piece, param: Param, spec: ModelSpec, mesh: Mesh, optim: Opt
         every = (axis(mesh.layout, name) for name in ("dp_replicate", "zero", "tp"))
         return tuple(one for one in every if one.degree > 1)
     if piece.name.startswith("model/"):
-        return copies(param, mesh.layout)
+        return replica_axes(param, mesh.layout)
     assert optim is not None, f"{piece.name} is a state of an optimizer that the caller does not name"
     states = {state.name: state for state in states_of(optim, param)}
     state = states[piece.name.rpartition("/")[2]]
-    return copies(state.tensor, _layout(mesh, state.sharded))
+    return replica_axes(state.tensor, _layout(mesh, state.sharded))
 
 
 def _share(pieces: list[Piece], ranks: int, mine: int) -> list[Piece]:

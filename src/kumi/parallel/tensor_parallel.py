@@ -9,8 +9,8 @@ rows (Shoeybi et al., 2019, arXiv:1909.08053). What goes over the wire, for hidd
     sequence parallel   gather, then scatter        gather, then scatter; and gather again for the weights' gradients,
                                                     since only this rank's part of the input is kept
 
-(Korthikanti et al., 2022, arXiv:2205.05198). Nothing here knows a model family: `kumi.spec.sharding.style` says which
-matrix is cut how, `cut_shape` how large the rank's part is.
+(Korthikanti et al., 2022, arXiv:2205.05198). Nothing here knows a model family: `kumi.spec.sharding.tp_style` says
+which matrix is cut how, `shard_shape` how large the rank's part is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kumi.parallel.token_collectives import (
 from kumi.parallel.vocab_parallel import VocabularyPart
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import ops
-from kumi.spec.sharding import AXIS, cut_shape, style
+from kumi.spec.sharding import DIM_TO_AXIS, shard_shape, tp_style
 
 
 def cut(decoder: Decoder, mesh: Mesh) -> None:
@@ -82,7 +82,7 @@ def cut(decoder: Decoder, mesh: Mesh) -> None:
 def _cut_parameters(decoder: Decoder, layout: Layout) -> None:
     known = by_name(decoder.spec)
     for name, parameter in list(decoder.named_parameters()):
-        shape = cut_shape(known[name], layout.tp, layout.ep, layout.expert_tp)
+        shape = shard_shape(known[name], layout.tp, layout.ep, layout.expert_tp)
         if shape != tuple(parameter.shape):
             path, _, leaf = name.rpartition(".")
             made = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
@@ -93,7 +93,7 @@ def _regions(decoder: Decoder) -> Iterator[tuple[Any, Linear]]:
     """The modules whose matrices are cut, with the matrix that ends each."""
     there = dict(decoder.named_modules())
     for op in ops(decoder.spec):
-        if style(op) == "row" and not op.experts and op.name in there:
+        if tp_style(op) == "row" and not op.experts and op.name in there:
             last = there[op.name]
             assert isinstance(last, Linear)
             yield there[op.name.rpartition(".")[0]], last
@@ -103,7 +103,7 @@ def _cut_norms(decoder: Decoder) -> Iterator[RMSNorm]:
     """Norms over dims that are cut: their mean square is one over all ranks."""
     there = dict(decoder.named_modules())
     for op in ops(decoder.spec):
-        if op.kind == "norm" and op.name in there and AXIS.get(op.params[0].dims[0].name) == "tp":
+        if op.kind == "norm" and op.name in there and DIM_TO_AXIS.get(op.params[0].dims[0].name) == "tp":
             norm = there[op.name]
             assert isinstance(norm, RMSNorm)
             yield norm

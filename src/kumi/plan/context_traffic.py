@@ -14,7 +14,7 @@ import numpy as np
 
 from kumi.spec.job import Job
 from kumi.spec.op import Dim, Op
-from kumi.spec.sharding import cut
+from kumi.spec.sharding import shard_size
 
 
 def _kv_dims(op: Op) -> tuple[Dim, Dim]:
@@ -25,7 +25,7 @@ def _kv_dims(op: Op) -> tuple[Dim, Dim]:
 
 def kv_elements(op: Op, tp: Any) -> Any:
     """Return the elements of one token's keys and values on a tensor-parallel rank. `tp` is an int or an array."""
-    return sum(cut(dim, tp) for dim in _kv_dims(op))
+    return sum(shard_size(dim, tp) for dim in _kv_dims(op))
 
 
 def ulysses_elements(op: Op, tp: Any, cp: Any) -> tuple[Any, Any]:
@@ -33,8 +33,8 @@ def ulysses_elements(op: Op, tp: Any, cp: Any) -> tuple[Any, Any]:
 
     Where key-value heads are fewer than cp ranks, each is replicated to all ranks that hold some of its queries.
     """
-    kv = sum(cut(dim, tp) * np.maximum(1, cp // -(-dim.count // tp)) for dim in _kv_dims(op))
-    return cut(op.source, tp) + kv, cut(op.target, tp)
+    kv = sum(shard_size(dim, tp) * np.maximum(1, cp // -(-dim.count // tp)) for dim in _kv_dims(op))
+    return shard_size(op.source, tp) + kv, shard_size(op.target, tp)
 
 
 def kv_grad_itemsize(job: Job) -> int:

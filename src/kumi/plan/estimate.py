@@ -25,7 +25,7 @@ from kumi.spec import ledger
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.model import ModelSpec
-from kumi.spec.schedule import actions, placement
+from kumi.spec.schedule import actions, stage_assignment
 from kumi.spec.sharding import stage_bounds
 
 # Mean absolute error of step times on the published runs, each source weighted equally (docs/accuracy.md). Layouts
@@ -128,9 +128,9 @@ def stage_estimates(
     """
     table, index = costs
     bounds = stage_bounds(layout, job.model.num_hidden_layers)
-    placed = placement(layout.schedule, layout.pp, layout.stages)
+    placed = stage_assignment(layout.schedule, layout.pp, layout.stages)
     rank_of = {stage: rank for rank, held_stages in enumerate(placed) for stage in held_stages}
-    kinds, of_layer = job.model.layer_kinds()
+    kinds, of_layer = job.model.unique_layers()
     counts = np.array(
         [[of_layer[first:last].count(kind) for first, last in bounds] for kind in range(len(kinds))], float
     )
@@ -163,7 +163,7 @@ def estimated_timeline(job: Job, result: Estimate) -> Timeline | None:
     programs = actions(layout.schedule, layout.pp, layout.stages, job.batch.microbatches(layout))
     send = float(stage_transfer_seconds(job, batch_layouts([layout]))[0])
     durations = [(stage.forward, stage.backward_input, stage.backward_weight) for stage in result.stages]
-    placed = placement(layout.schedule, layout.pp, layout.stages)
+    placed = stage_assignment(layout.schedule, layout.pp, layout.stages)
     return simulate(programs, placed, durations, send, blocking=not job.engine.overlap_pp)
 
 

@@ -12,11 +12,12 @@ from kumi.plan.estimate import estimate, estimate_many
 from kumi.plan.memory.device_memory import usable_memory
 from kumi.plan.report import StandardLayout
 from kumi.spec.batch import BatchSpec
-from kumi.spec.checks import divisors, problems
+from kumi.spec.checks import illegal
+from kumi.spec.divisibility import divisors
 from kumi.spec.job import Job
 from kumi.spec.layout import RECOMPUTE, Layout
-from kumi.spec.ledger import kind_ops, num_params
-from kumi.spec.sharding import AXIS
+from kumi.spec.ledger import num_params, unique_layer_ops
+from kumi.spec.sharding import DIM_TO_AXIS
 
 # Matmuls of more tokens than this are no faster; a larger microbatch only takes memory.
 _MICROBATCH_TOKENS = 32768
@@ -64,8 +65,8 @@ def _many_devices(job: Job) -> list[tuple[str, Layout]]:
 
 def _largest_tp(job: Job) -> int:
     """Return the largest tp inside a node that divides every dimension that tensor parallelism shards."""
-    ops = (op for kind in kind_ops(job.model) for op in kind)
-    counts = {dim.count for op in ops for dim in (op.source, op.target) if AXIS.get(dim.name) == "tp"}
+    ops = (op for kind in unique_layer_ops(job.model) for op in kind)
+    counts = {dim.count for op in ops for dim in (op.source, op.target) if DIM_TO_AXIS.get(dim.name) == "tp"}
     return max(size for size in divisors(job.cluster.devices_per_node) if all(count % size == 0 for count in counts))
 
 
@@ -98,7 +99,7 @@ def estimate_standard_layouts(job: Job) -> tuple[StandardLayout, ...]:
     If none fits, use those with the least memory.
     """
     layouts = [
-        (title, layout, problems(job.model, layout, job.cluster, job.batch)) for title, layout in standard_layouts(job)
+        (title, layout, illegal(job.model, layout, job.cluster, job.batch)) for title, layout in standard_layouts(job)
     ]
     legal = [_variants(layout) for _, layout, reasons in layouts if not reasons]
     best = _best_of_groups(job, legal)

@@ -9,12 +9,12 @@ from kumi.plan.report import Report, StandardLayout
 from kumi.report import phrases
 from kumi.report.bottleneck import links_apart
 from kumi.report.quantities import Gap, gap, savings_needed, seconds_spent
+from kumi.spec.checks import unsupported_by_trainer
 from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params, ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.sharding import units
-from kumi.spec.trainable import untrainable
+from kumi.spec.sharding import fsdp_units
 from kumi.units import format_bytes, format_count
 
 # A network is slow for the job above the first share of a step in exposed communication, and hidden below the second.
@@ -31,7 +31,7 @@ def advice(report: Report) -> list[str]:
 
 def _trainer(report: Report) -> Iterator[str]:
     """Say why this version of kumi cannot train the plan, if it cannot."""
-    reasons = untrainable(report.job, report.best.layout)
+    reasons = unsupported_by_trainer(report.job, report.best.layout)
     if not reasons:
         return
     # No exporter supports adapters.
@@ -143,7 +143,7 @@ def _largest(report: Report) -> Iterator[str]:
 
 def _largest_unit(model: ModelSpec) -> int:
     """Parameters of the largest FSDP unit."""
-    return max(sum(param.numel for param in unit.params) for unit in units(ops(model)))
+    return max(sum(param.numel for param in unit.params) for unit in fsdp_units(ops(model)))
 
 
 def _size(report: Report) -> Iterator[str]:

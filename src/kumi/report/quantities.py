@@ -9,7 +9,7 @@ from itertools import groupby
 from kumi.plan.estimates import Collective, Estimate, MemoryEstimate
 from kumi.plan.time.traffic import listed_stride
 from kumi.report import phrases
-from kumi.spec.cluster import ClusterSpec, members_inside
+from kumi.spec.cluster import ClusterSpec, ranks_within
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 
@@ -157,7 +157,7 @@ def group_bandwidth(
     at = next(index for index, item in enumerate(cluster.links) if item.name == link)
     inside = 1
     if at > 0 and not kinds <= {"send", "all_to_all"}:
-        inside = members_inside(listed_stride(layout, axis), degree, cluster.links[at - 1].span)
+        inside = ranks_within(listed_stride(layout, axis), degree, cluster.links[at - 1].span)
     return cluster.links[at].bandwidth * inside, cluster.links[at].efficiency
 
 

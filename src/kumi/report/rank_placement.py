@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.plan.time.collective_times import ring_bandwidth_latency
 from kumi.report.phrases import plural, rate
-from kumi.spec.checks import divisors
+from kumi.spec.divisibility import divisors
 from kumi.spec.layout import AXES
-from kumi.spec.process_groups import EXPERT_AXES, Axis, axis, leaves_node, link
+from kumi.spec.process_groups import EXPERT_AXES, Axis, axis, slowest_link, spans_nodes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,7 +34,7 @@ class AxisPlace:
 
     `stride`: the difference in rank between neighbours.
     `group`: the ranks of rank 0's group.
-    `leaves_node`: True if its groups span several nodes.
+    `spans_nodes`: True if its groups span several nodes.
     `link`: the slowest link that they cross, None if unknown.
     `bandwidth`: bytes/s of each device over that link, None if unknown.
     `ring`: bytes/s of a ring collective, over the network cards of all its ranks in a node; None if no ring is used.
@@ -92,14 +92,14 @@ def _placed(cluster: ClusterSpec, item: Axis) -> AxisPlace:
     import numpy as np
 
     name = bandwidth = ring_bandwidth = None
-    crossed = link(cluster, item)
+    crossed = slowest_link(cluster, item)
     if crossed is not None:
         name, bandwidth = crossed.name, crossed.bandwidth
     if crossed is not None and item.name not in _NO_RING:
         ring_bandwidth = float(
             ring_bandwidth_latency(cluster, np.array([float(item.stride)]), np.array([float(item.degree)]))[0][0]
         )
-    across = leaves_node(cluster, item)
+    across = spans_nodes(cluster, item)
     return AxisPlace(item.name, item.degree, item.stride, item.group(0), across, name, bandwidth, ring_bandwidth)
 
 
@@ -120,8 +120,8 @@ def _warnings(cluster: ClusterSpec, axes: list[Axis]) -> Iterator[str]:
     """Warn of tensor parallelism that leaves the node over a slower link than the node's own."""
     size = cluster.devices_per_node
     for item in axes:
-        crossed, inside = link(cluster, item), link(cluster, Axis("", size, 1))
-        if item.name not in _HEAVY or crossed is None or not leaves_node(cluster, item):
+        crossed, inside = slowest_link(cluster, item), slowest_link(cluster, Axis("", size, 1))
+        if item.name not in _HEAVY or crossed is None or not spans_nodes(cluster, item):
             continue
         if inside is not None and crossed.bandwidth >= inside.bandwidth:
             continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.report.rank_placement import placement
 from kumi.spec import ledger
-from kumi.spec.divisibility import cuts
+from kumi.spec.divisibility import divisibility
 from kumi.spec.layout import AXES
 from kumi.units import format_bytes, format_count
 
@@ -103,7 +103,7 @@ def _described(config: PlanConfig, job: Job, estimate: Estimate) -> dict[str, An
             "memory_bytes": cluster.device.memory,
         },
         "layout": asdict(layout),
-        "placement": placement(layout, cluster, experts=bool(cuts(model).experts)),
+        "placement": placement(layout, cluster, experts=bool(divisibility(model).experts)),
         "precision": asdict(job.precision),
         **({"numerics": _numerics(config, job)} if cluster.device.kind == "cpu" else {}),
         "batch": {

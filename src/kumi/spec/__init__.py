@@ -1,1 +1,1 @@
-"""What things are: models, clusters, layouts. Frozen data and arithmetic on it; standard library only."""
+"""Descriptions of models, clusters and layouts: frozen data and arithmetic on it, with the standard library only."""

@@ -1,4 +1,4 @@
-"""The operations of a layer with adapters: which of its matrices get one, what is trained and what is kept."""
+"""Add LoRA adapters to the operations of a layer, and freeze the other parameters."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from kumi.errors import ConfigError
-from kumi.spec.lora import ALL, Lora
+from kumi.spec.lora import ALL_LINEAR, Lora
 from kumi.spec.op import Activation, Dim, Op, Param
 
 _ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 
 
-def takes(lora: Lora, op: Op) -> bool:
-    """Whether the matrix of `op` gets an adapter."""
+def has_adapter(lora: Lora, op: Op) -> bool:
+    """True if the matrix of `op` gets an adapter from `lora`."""
     return can_adapt(op) and any(_names(target, op) for target in lora.targets)
 
 
 def can_adapt(op: Op) -> bool:
-    """Whether an adapter can stand beside `op`: it is one matrix of a layer, and no router."""
+    """True if `op` can have an adapter: it is a linear layer, and not a router or routed experts."""
     return op.kind == "linear" and not op.experts
 
 
 def _names(target: str, op: Op) -> bool:
-    return target == ALL or op.name.endswith(f".{target}")
+    return target == ALL_LINEAR or op.name.endswith(f".{target}")
 
 
-def adapted(lora: Lora, ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The operations of a layer with frozen parameters, and after them its adapters."""
-    taken = [op for op in ops if takes(lora, op)]
-    found, index = [], 0
+def add_adapters(lora: Lora, ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Return the operations of a layer with frozen parameters, followed by its adapters."""
+    adapted = [op for op in ops if has_adapter(lora, op)]
+    frozen_ops, index = [], 0
     while index < len(ops):
         same = _readers(ops, index)
-        # What only frozen matrices read is not kept: no gradient needs it.
-        needed = not (can_adapt(ops[index]) and not any(op in taken for op in same))
-        found += [_quantized(lora, frozen(op if needed else replace(op, saved=()))) for op in same]
+        # An input that only matrices without adapters read is not saved, because no gradient needs it.
+        needed = not (can_adapt(ops[index]) and not any(op in adapted for op in same))
+        frozen_ops += [_quantized(lora, freeze(op if needed else replace(op, saved=()))) for op in same]
         index += len(same)
-    return (*found, *(_adapter(lora, op) for op in taken))
+    return (*frozen_ops, *(_adapter(lora, op) for op in adapted))
 
 
 def _readers(ops: Sequence[Op], index: int) -> Sequence[Op]:
-    """The operation at `index` and, of a matrix, those after it that read the same input, which it keeps for all."""
+    """Return the operation at `index`, together with the following matrices that read the input which it saves."""
     last = index + 1
     if can_adapt(ops[index]):
         while last < len(ops) and can_adapt(ops[last]) and ops[last].source == ops[index].source:
@@ -51,21 +51,21 @@ def _readers(ops: Sequence[Op], index: int) -> Sequence[Op]:
     return ops[index:last]
 
 
-def frozen(op: Op) -> Op:
-    """`op` with parameters that are not trained."""
+def freeze(op: Op) -> Op:
+    """Return `op` with frozen parameters."""
     return replace(op, params=tuple(replace(param, frozen=True) for param in op.params), frozen=True)
 
 
 def _quantized(lora: Lora, op: Op) -> Op:
-    """`op` with its matrix in few bits, where `lora` says so."""
+    """Return `op` with a quantized matrix if `lora` quantizes."""
     if not (lora.quantize and can_adapt(op)):
         return op
     return replace(op, params=(replace(op.params[0], quantized=lora.quantize), *op.params[1:]))
 
 
 def _adapter(lora: Lora, op: Op) -> Op:
-    """The adapter beside `op`. Kept are A's result and, where they are not those of `op`, what A reads and what DoRA
-    scales."""
+    """Return the adapter of `op`. It saves the output of A, with dropout also the input of A, and with DoRA the output
+    that is scaled."""
     rank = Dim("lora", lora.r)
     inits = {"default": "kaiming", "gaussian": f"normal {1 / lora.r!r}"}
     params = [
@@ -82,33 +82,33 @@ def _adapter(lora: Lora, op: Op) -> Op:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the tensor `name` belongs to an adapter."""
+    """True if the tensor `name` belongs to an adapter."""
     return name.endswith(_ENDINGS)
 
 
-def base_name(name: str) -> str:
-    """The matrix beside which the adapter stands that the tensor `name` belongs to."""
+def base_weight_name(name: str) -> str:
+    """Return the name of the matrix that the adapter with the tensor `name` belongs to."""
     for ending in _ENDINGS:
         if name.endswith(ending):
             return f"{name.removesuffix(ending)}.weight"
-    raise ValueError(f"{name} belongs to no adapter")
+    raise ValueError(f"{name} is not a tensor of an adapter")
 
 
 def check_targets(lora: Lora, ops: Sequence[Op], family: str) -> None:
-    """Nothing, or a ConfigError for a target that names no matrix among `ops` that can have an adapter."""
+    """Raise ConfigError unless each target names a matrix among `ops` that can have an adapter."""
     for target in lora.targets:
         if any(can_adapt(op) and _names(target, op) for op in ops):
             continue
         if any(op.experts and (op.name.endswith(f".{target}") or target in op.name) for op in ops):
             raise ConfigError(
-                f"lora.target_modules: {target!r} names routed experts, whose matrices are one tensor for all of a "
-                f"layer and get no adapters here; name matrices outside of them: {_known(ops)}"
+                f"lora.target_modules: {target!r} names routed experts, which cannot have adapters, because the "
+                f"matrices of all experts of a layer are one tensor; name some of {_adaptable(ops)}"
             )
         near = get_close_matches(target, _leaves(ops), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"lora.target_modules: no matrix in the layers of this {family} model is called {target!r}; {hint}"
-            f"it has {_known(ops)}, and {ALL!r} names them all"
+            f"name some of {_adaptable(ops)}, or {ALL_LINEAR!r} for all of them"
         )
 
 
@@ -116,5 +116,5 @@ def _leaves(ops: Sequence[Op]) -> list[str]:
     return list(dict.fromkeys(op.name.rpartition(".")[2] for op in ops if can_adapt(op)))
 
 
-def _known(ops: Sequence[Op]) -> str:
+def _adaptable(ops: Sequence[Op]) -> str:
     return ", ".join(_leaves(ops))

@@ -1,5 +1,7 @@
-"""The operations of x + attention(norm(x)), and what they keep where attention is computed in tiles (flash); those of a
-Mamba mixer, which may stand in its place, are in `kumi.spec.mamba_ops`."""
+"""The operations of x + attention(norm(x)) with FlashAttention, and the tensors that they save for the backward pass.
+
+A Mamba mixer may take the place of attention: see `kumi.spec.mamba_ops`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from kumi.spec.op import Activation, Dim, Op, Param, block_norm, linear, norm
 
 
 def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
-    """The operations of the attention half of the layer called `prefix`, in order; none where it has no such half."""
+    """Yield the operations of the attention half of the layer called `prefix`, in order; none if it has no such "
+    "half."""
     if layer.attention is None:
         return
     embed = Dim("embed", spec.hidden_size)
@@ -27,7 +30,7 @@ def attention_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op
 
 
 def _grouped(spec: ModelSpec, att: Attention, name: str) -> Iterator[Op]:
-    """Grouped-query attention on the normalised input."""
+    """Yield the operations of grouped-query attention on the normalized input."""
     embed = Dim("embed", spec.hidden_size)
     heads = Dim("heads", att.num_attention_heads * att.head_dim, att.head_dim)
     kv_heads = Dim("kv_heads", att.num_key_value_heads * att.head_dim, att.head_dim)
@@ -46,24 +49,25 @@ def _grouped(spec: ModelSpec, att: Attention, name: str) -> Iterator[Op]:
 
 
 def _latent(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op]:
-    """Multi-head latent attention on the normalised input, keys and values made for every head."""
+    """Yield the operations of multi-head latent attention on the normalized input, with keys and values of every "
+    "head."""
     embed, count = Dim("embed", spec.hidden_size), att.num_attention_heads
     queries = Dim("heads", count * att.qk_head_dim, att.qk_head_dim)
     values = Dim("heads", count * att.v_head_dim, att.v_head_dim)
     kv_width, latent = att.qk_nope_head_dim + att.v_head_dim, Dim("kv_latent", att.kv_lora_rank)
     latent_and_key = Dim("kv_latent", att.kv_lora_rank + att.qk_rope_head_dim)
-    kept = (Activation((embed,)),)
+    saved = (Activation((embed,)),)
     if att.q_lora_rank is None:
-        yield linear(f"{name}.q_proj", embed, queries, saved=kept)
+        yield linear(f"{name}.q_proj", embed, queries, saved=saved)
     else:
         rank = Dim("q_latent", att.q_lora_rank)
-        yield linear(f"{name}.q_a_proj", embed, rank, bias=att.bias, saved=kept)
+        yield linear(f"{name}.q_a_proj", embed, rank, bias=att.bias, saved=saved)
         yield norm(f"{name}.q_a_layernorm", "rmsnorm", rank)
         yield linear(f"{name}.q_b_proj", rank, queries, saved=(Activation((rank,)),))
     yield linear(f"{name}.kv_a_proj_with_mqa", embed, latent_and_key, bias=att.bias)
-    # The latent is a view of what its projection made, and keeps all of that.
-    whole = (Activation((latent_and_key,)), Activation((), "float32"))
-    yield replace(norm(f"{name}.kv_a_layernorm", "rmsnorm", latent), saved=whole)
+    # The latent is a view of the projection's output, so saving it keeps the complete output.
+    projected = (Activation((latent_and_key,)), Activation((), "float32"))
+    yield replace(norm(f"{name}.kv_a_layernorm", "rmsnorm", latent), saved=projected)
     yield linear(
         f"{name}.kv_b_proj", latent, Dim("kv_heads", count * kv_width, kv_width), saved=(Activation((latent,)),)
     )
@@ -76,9 +80,10 @@ def _latent(spec: ModelSpec, att: LatentAttention, name: str) -> Iterator[Op]:
 def _attention(
     name: str, queries: Dim, values: Dim, kv: tuple[Dim, Dim], *, window: int | None = None, sinks: bool = False
 ) -> Op:
-    """Attention itself: it keeps queries, keys, values, its result, and the log-sum-exp of every head's scores."""
+    """Return the attention kernel. It saves queries, keys, values, its output, and the log-sum-exp of each head's "
+    "scores."""
     count = Dim("heads", queries.count)
-    kept = (*(Activation((dim,)) for dim in (queries, *kv, values)), Activation((count,), "float32"))
+    saved = (*(Activation((dim,)) for dim in (queries, *kv, values)), Activation((count,), "float32"))
     params = (Param(f"{name}.sinks", (count,)),) if sinks else ()
     return Op(
         f"{name}.attention",
@@ -86,14 +91,14 @@ def _attention(
         queries,
         values,
         params,
-        kept,
+        saved,
         heads=count.size,
         kv_size=kv[0].size + kv[1].size,
         window=window,
     )
 
 
-# Class of `LayerSpec.attention` -> its operations on the normalised input, given the model, the spec and their prefix.
+# Class of `LayerSpec.attention` -> (model, its spec, name prefix) -> its operations on the normalized input.
 MIXER_OPS: dict[type, Callable[[ModelSpec, Any, str], Iterator[Op]]] = {
     Attention: _grouped,
     LatentAttention: _latent,

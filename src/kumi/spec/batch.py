@@ -1,4 +1,4 @@
-"""How many tokens make a step, and how they are cut into microbatches."""
+"""The batch: the tokens of a step, and their division into microbatches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kumi.spec.layout import Layout
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """A step trains on `tokens_per_step` tokens, in sequences of `seq_len`, over all ranks."""
+    """A step trains on `tokens_per_step` tokens over all ranks, in sequences of `seq_len` tokens."""
 
     seq_len: int
     tokens_per_step: int
 
     @property
     def sequences(self) -> int:
-        """Sequences in a step, over all ranks."""
+        """Sequences of a step, over all ranks."""
         return self.tokens_per_step // self.seq_len
 
     @overload
@@ -25,6 +25,6 @@ class BatchSpec:
     @overload
     def microbatches(self, layout: Any) -> Any: ...
     def microbatches(self, layout: Any) -> Any:
-        """Return the forward-backward units that each data-parallel rank runs in a step: an int for one layout, an
+        """Return the number of microbatches that each data-parallel rank runs in a step: an int for one layout, an
         array for `kumi.plan.layout_batch.LayoutBatch`."""
         return self.sequences // (layout.dp * layout.microbatch)

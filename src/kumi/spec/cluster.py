@@ -1,4 +1,4 @@
-"""The machines: devices, how many in a node, how many nodes and sites, and what joins them."""
+"""The cluster: devices, nodes and sites, and the links between them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or one CPU process's share of a machine.
+    """One accelerator, or one CPU process's share of a machine. The fields from `memory_bandwidth` on are measured.
 
-    `memory` in bytes; `peak` is the data sheet's dense FLOP/s for each dtype as pairs, empty where unknown; `dtypes`
-    are those it computes fast. `kind` is "cuda" or "cpu". What follows is what was measured of it, and is 0 where
-    nothing is known: `memory_bandwidth` bytes/s of its own memory, and the share of it that element-wise kernels reach
-    (`stream`); the share of the peak that large matrix products reach (`matmul`, pairs by dtype, "" for all others)
-    and that fused attention reaches going forward and backward (`attention`); `processors`, the units a kernel's tiles
-    are dealt to; `launch`, seconds from one kernel to the next when the host cannot go faster; `reserved`, bytes that
-    the context and the communication library hold outside the allocator. `price` is per hour, `watts` at full load.
+    - `kind`: "cuda" or "cpu".
+    - `memory`: bytes.
+    - `dtypes`: the dtypes that it computes fast.
+    - `peak`: (dtype, dense FLOP/s of the data sheet) pairs; empty if unknown.
+    - `memory_bandwidth`: bytes/s of its memory; 0 if unknown.
+    - `stream`: share of `memory_bandwidth` that element-wise kernels reach.
+    - `matmul`: (dtype, share of the peak that large matmuls reach) pairs; "" for all other dtypes.
+    - `attention`: shares of the peak that fused attention reaches, forward and backward.
+    - `processors`: units over which the tiles of a kernel are distributed; 0 if unknown.
+    - `launch`: seconds between two kernels if the host is the bottleneck.
+    - `reserved`: bytes that the CUDA context and the communication library use outside of the allocator.
+    - `price`: per hour.
+    - `watts`: at full load.
     """
 
     name: str
@@ -36,22 +42,23 @@ class Device:
     watts: float = 0.0
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Peak FLOP/s in `dtype`, or None where it is not known."""
+        """Return the peak FLOP/s in `dtype`, or None if unknown."""
         return MappingProxyType(dict(self.peak)).get(dtype)
 
     def matmul_share(self, dtype: str) -> float:
-        """Share of the peak that large matrix products in `dtype` reach."""
+        """Return the share of the peak that large matmuls in `dtype` reach."""
         shares = dict(self.matmul)
         return shares.get(dtype, shares.get("", 0.7))
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins devices: `span` consecutive devices are joined by it.
+    """A link that connects blocks of `span` consecutive devices.
 
-    `bandwidth` is bytes/s that each device can send while it receives as much, when all devices do (a node's network
-    cards are shared by its devices); `latency` is seconds for a message of no length to the next device. `efficiency`
-    is the share of the bandwidth that large collectives reach.
+    - `bandwidth`: bytes/s that each device sends, and receives, while all devices do (the devices of a node share its
+      network cards).
+    - `latency`: seconds for an empty message to the next device.
+    - `efficiency`: share of the bandwidth that large collectives reach.
     """
 
     name: str
@@ -63,8 +70,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """The host side of a node: `memory` bytes, bytes/s between it and each device, each device's share of the NVMe
-    drives' bytes/s, and `nvme` bytes on all of the node's drives. 0 where nothing is known."""
+    """The host of a node; 0 if unknown.
+
+    - `memory`: bytes.
+    - `device_bandwidth`: bytes/s between the host and each device.
+    - `nvme_bandwidth`: each device's share of the bytes/s of the NVMe drives.
+    - `nvme`: bytes of all NVMe drives of the node.
+    """
 
     memory: int = 0
     device_bandwidth: float = 0.0
@@ -74,11 +86,11 @@ class Host:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """`nodes` machines with `devices_per_node` equal devices each, dealt evenly to `sites`.
+    """`nodes` machines with `devices_per_node` equal devices each, evenly distributed over `sites`.
 
-    `links` go from the innermost (inside a node) to the outermost (between sites); empty where nothing is known of
-    them. `source` says where this description came from, and `assumed` which of its figures nobody measured or promised
-    ("device.launch", "NVLink 3: latency").
+    - `source`: origin of this description.
+    - `links`: from the innermost (inside a node) to the outermost (between sites); empty if unknown.
+    - `assumed`: names of figures that are neither measured nor in a data sheet ("device.launch", "NVLink 3: latency").
     """
 
     source: str
@@ -95,15 +107,15 @@ class ClusterSpec:
         return self.nodes * self.devices_per_node
 
     def level(self, stride: int, degree: int) -> int:
-        """Index in `links` of the slowest link inside a group of `degree` ranks that stand `stride` apart."""
+        """Return the index in `links` of the slowest link inside a group of `degree` ranks with distance `stride`."""
         for index, link in enumerate(self.links):
-            if members_inside(stride, degree, link.span) >= degree:
+            if ranks_within(stride, degree, link.span) >= degree:
                 return index
         return len(self.links) - 1
 
 
-def members_inside(stride: int, degree: int, span: int) -> int:
-    """How many of a group's `degree` ranks, `stride` apart, share an aligned block of `span` ranks."""
+def ranks_within(stride: int, degree: int, span: int) -> int:
+    """Return how many of a group's `degree` ranks, with distance `stride`, share an aligned block of `span` ranks."""
     if stride >= span:
         return 1
     inside = span // stride if span % stride == 0 else gcd(span, stride * degree) // stride

@@ -25,6 +25,6 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise ConfigError(f"data source {self.path!r}: format={self.format!r} is none of {', '.join(FORMATS)}")
+            raise ConfigError(f"data source {self.path!r}: format={self.format!r} must be one of {', '.join(FORMATS)}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ConfigError(f"data source {self.path!r}: weight={self.weight} must be a finite number above 0")

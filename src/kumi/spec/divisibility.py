@@ -1,44 +1,50 @@
-"""What the axes of a layout must divide in a model."""
+"""The counts of heads, columns and experts in a model that the degrees of a layout must divide."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isqrt
 from typing import Any
 
-from kumi.spec.ledger import kind_ops
+from kumi.spec.ledger import unique_layer_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op
-from kumi.spec.sharding import AXIS
+from kumi.spec.sharding import DIM_TO_AXIS
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """What an axis must divide: of every layer that it cuts, how many pieces there are to hand out.
+class Divisibility:
+    """The distinct counts over all layers that degrees must divide.
 
-    `tensor`: query heads, groups of a Mamba mixer's heads, and widths of feed-forward layers, `kv_heads`: key-value
-    heads; `width`: of routed experts, `experts`: how many of those. `whole_rows`: a layer needs all of a sequence.
+    - `tensor`: (config key, count) pairs for tp: query heads, head groups of Mamba mixers, feed-forward widths.
+    - `kv_heads`: key-value heads, for tp; see `tp_divides_kv_heads`.
+    - `width`: intermediate sizes of routed experts, for expert_tp.
+    - `experts`: numbers of routed experts, for ep.
+    - `needs_full_sequence`: a layer cannot work on a part of a sequence, so cp must be 1.
     """
 
     tensor: tuple[tuple[str, int], ...]
     kv_heads: tuple[int, ...]
     width: tuple[int, ...]
     experts: tuple[int, ...]
-    whole_rows: bool
+    needs_full_sequence: bool
 
     def tp_divides_kv_heads(self, tp: int) -> bool:
-        """Whether every rank has equally many key-value heads, or equally many ranks every head."""
+        """True if each rank has the same number of key-value heads, or each head is on the same number of ranks."""
         return all(count % tp == 0 or tp % count == 0 for count in self.kv_heads)
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """Query heads of every layer that has other ones."""
+        """The distinct numbers of query heads."""
         return tuple(count for name, count in self.tensor if name == "num_attention_heads")
 
-    def deals_heads(self, cp: Any, tp: Any) -> Any:
-        """Whether each of `cp` ranks can get as many of a tp rank's heads, and the keys and values of these; degrees
-        are whole numbers, or numpy arrays of them."""
+    def divides_heads(self, cp: Any, tp: Any) -> Any:
+        """True if the heads of a tp rank, with their keys and values, divide evenly over `cp` ranks (Ulysses).
+
+        The degrees are ints, or arrays of ints.
+        """
         divides = cp > 0
         for count in self.heads:
             divides = divides & (count // tp % cp == 0)
@@ -49,12 +55,12 @@ class Cuts:
 
 
 @lru_cache(maxsize=64)
-def cuts(model: ModelSpec) -> Cuts:
-    """What the axes must divide in `model`."""
-    ops = [op for kind in kind_ops(model) for op in kind]
+def divisibility(model: ModelSpec) -> Divisibility:
+    """Return the counts that the degrees of a layout for `model` must divide."""
+    ops = [op for kind in unique_layer_ops(model) for op in kind]
     names = {"heads": "num_attention_heads", "groups": "n_groups", "ffn": "intermediate_size"}
     dense = {(dim, count) for op in ops if not op.experts for dim, count in _cut_by_tp(op)}
-    return Cuts(
+    return Divisibility(
         tuple(sorted((names.get(dim, dim), count) for dim, count in dense if dim != "kv_heads")),
         tuple(sorted(count for dim, count in dense if dim == "kv_heads")),
         tuple(sorted({count for op in ops if op.experts for _, count in _cut_by_tp(op)})),
@@ -64,4 +70,10 @@ def cuts(model: ModelSpec) -> Cuts:
 
 
 def _cut_by_tp(op: Op) -> Iterator[tuple[str, int]]:
-    return ((dim.name, dim.count) for dim in (op.source, op.target) if AXIS.get(dim.name) == "tp")
+    return ((dim.name, dim.count) for dim in (op.source, op.target) if DIM_TO_AXIS.get(dim.name) == "tp")
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of `number` in ascending order."""
+    small = [value for value in range(1, isqrt(number) + 1) if number % value == 0]
+    return small + [number // value for value in reversed(small) if value * value != number]

@@ -1,4 +1,7 @@
-"""How a trainer carries a layout out: what it keeps, fuses and overlaps. Facts about programs, but for `dispatch`."""
+"""The traits of a trainer that decide its memory and time: tensors it keeps, kernels it fuses, messages it overlaps.
+
+All are facts about programs, except `dispatch`, which is measured.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,52 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Engine:
-    """The traits of a trainer that decide memory and time. The default is kumi's own.
+    """The traits of a trainer that decide memory and time. The defaults are kumi's own.
 
-    `half_weights`: weights in the compute dtype are kept for good beside float32 masters, which then belong to the
-    optimizer; else float32 weights are cast where they are used. `grad_itemsize`: bytes of an accumulated gradient
-    element; `half_grads`: a gradient in the compute dtype is alive besides. `kernels`: element-wise work runs op by op
-    ("eager"), in hand-written fused kernels, or compiled. `attention`: "flash" (Dao, 2023, arXiv:2307.08691), "flash-3"
-    (Shah et al., 2024, arXiv:2407.08608, and others made for their device), "flash-1" (Dao et al., 2022,
-    arXiv:2205.14135), or scores held in memory with or without a fused softmax.
-    `logit_bytes`: bytes held for every logit of a microbatch; 0 where logits are formed chunk by chunk. `dropout`:
-    masks are kept. `overlap_grads`, `overlap_params`, `overlap_tp`, `overlap_pp`: communication that runs beside
-    compute; `scatter_sends`: ranks that share a tensor send a part of it each to the next stage, and gather it there;
-    `grad_reduce_itemsize`: bytes an element that gradients travel in; `dispatch`: how many times as long as
-    the device's bare launch interval the host takes for a kernel; `message_bytes`: size of the messages that gradients
-    and weights travel in once a step, 0 for one message; `tokens_once`: a token goes once to a node, or a rank, that
-    has several of its experts; `wide_ring`: gradients of keys and values go round context-parallel ranks in float32,
-    else in the compute dtype. `source` says where the facts were read.
+    Memory:
 
-    What it keeps besides: `autograd`, kinds of element-wise work that are differentiated op by op, so that a "norm"
-    keeps float32 copies and a "gate" every factor, where kernels of one's own keep their inputs only; `selective`, what
-    selective recomputation spares: "products" (results of matrix products and attention), "half-products" (of every
-    second product, and of attention) or "attention" (all but what is inside of attention); `cut_logit_bytes`, as
-    `logit_bytes` where tp cuts the vocabulary, if that differs; `whole_logits`, ranks that cut it put all logits
-    together; `bucket_bytes`, fixed buffers that gradients and parameters travel through; `update_itemsize`, bytes an
-    element of a rank's part that the update copies in passing; `head_stays`, the gathered head is freed, and its
-    gradient divided, only after the backward of all layers; `stage_output`, what a pipeline stage has sent on stays
-    until its backward; `gathered_inputs`, under sequence parallelism matrices cut by columns keep their inputs as
-    gathered, not the rank's part; `recompute_whole`, a layer that is recomputed sends its last message again, too, and
-    the head's input is gathered again for the gradient of its weights; `nvme_params`, `offload = "states-nvme"` moves
-    parameters and gradients on to the drives, too, and what passes through the host is of two of the largest units;
-    else the optimizer's states alone go there, and pass through the rooms of `kumi.spec.techniques`.
+    - `half_weights`: compute-dtype weights are resident beside float32 master weights, which belong to the optimizer;
+      else float32 weights are cast at each use.
+    - `grad_itemsize`: bytes of an accumulated gradient element.
+    - `half_grads`: a gradient in the compute dtype exists in addition.
+    - `logit_bytes`: bytes per logit of a microbatch; 0 if logits are computed chunk by chunk.
+    - `cut_logit_bytes`: the same if tp shards the vocabulary; 0 if equal.
+    - `whole_logits`: ranks that share the vocabulary all-gather the logits.
+    - `dropout`: dropout masks are saved.
+    - `autograd`: kinds of element-wise operations that autograd differentiates op by op, so that a "norm" saves float32
+      copies and a "gate" every factor; custom kernels save only their inputs.
+    - `selective`: the operations that selective recomputation does not repeat: "products" (matmuls and attention),
+      "half-products" (every second matmul, and attention) or "attention" (everything outside of attention).
+    - `bucket_bytes`: fixed communication buffers for gradients and parameters.
+    - `update_itemsize`: bytes per element of a rank's shard of transient copies in the update.
+    - `head_stays`: the all-gathered head is freed, and its gradient reduced, only after the backward of all layers.
+    - `stage_output`: a pipeline stage keeps the activations that it has sent until their backward.
+    - `gathered_inputs`: under sequence parallelism, column-parallel matrices save their all-gathered input, not the
+      rank's shard.
+    - `nvme_params`: `offload = "states-nvme"` moves parameters and gradients to the drives as well, through host
+      buffers of the size of the two largest units; else only optimizer states, through the staging buffers of
+      `kumi.spec.techniques`.
+
+    Compute:
+
+    - `kernels`: element-wise operations run op by op ("eager"), in hand-written fused kernels, or compiled.
+    - `attention`: "flash" (Dao, 2023, arXiv:2307.08691), "flash-3" (Shah et al., 2024, arXiv:2407.08608, and other
+      kernels written for their device), "flash-1" (Dao et al., 2022, arXiv:2205.14135), or scores in memory with or
+      without a fused softmax.
+    - `dispatch`: time that the host takes per kernel, as a multiple of the device's bare launch interval.
+    - `recompute_whole`: a recomputed layer repeats its last message as well, and the head's input is all-gathered a
+      second time for the gradient of its weights.
+
+    Communication:
+
+    - `overlap_grads`, `overlap_params`, `overlap_tp`, `overlap_pp`: communication that overlaps with compute.
+    - `scatter_sends`: ranks that hold the same tensor each send a part of it to the next stage, which all-gathers it.
+    - `grad_reduce_itemsize`: bytes per element of gradients in messages.
+    - `message_bytes`: size of the messages of gradients and weights once per step; 0 for a single message.
+    - `tokens_once`: a token is sent once to a node, or a rank, that has several of its experts.
+    - `wide_ring`: ring attention sends gradients of keys and values in float32, else in the compute dtype.
+
+    `source` names the origin of these facts.
     """
 
     name: str = "kumi"

@@ -1,4 +1,5 @@
-"""Fields that say what they are for: a run file's key of the same meaning has its default and its text from here."""
+"""Dataclass fields with a description. The run-file key of the same meaning takes its default and its text from "
+"them."""
 
 from __future__ import annotations
 
@@ -7,5 +8,5 @@ from typing import Any
 
 
 def described(text: str, default: Any = MISSING) -> Any:
-    """Return a dataclass field with `text` as its description, a sentence for the readers of run files."""
+    """Return a dataclass field with the description `text`, which is shown to readers of run files."""
     return field(default=default, metadata={"text": text})

@@ -1,4 +1,4 @@
-"""What is to be trained on what: everything that decides an estimate but the layout."""
+"""The job: everything that decides an estimate, except the layout."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kumi.spec.precision import ITEMSIZE, Precision
 
 @dataclass(frozen=True)
 class Job:
-    """A model, the machines, the batch and the arithmetic, carried out by `engine`.
+    """A model, a cluster, a batch and the precision, trained by `engine`.
 
-    `numerics` is how a CPU computes; None where that is still to be measured. `of_nodes` makes the machines of another
-    number of nodes; None where nobody said what would join them.
+    - `numerics`: kernels of a CPU; None before they are measured.
+    - `cluster_of_nodes`: returns the cluster with another number of nodes; None if the links between nodes are unknown.
     """
 
     model: ModelSpec
@@ -29,14 +29,14 @@ class Job:
     optim: Optim
     engine: Engine = KUMI
     numerics: Numerics | None = None
-    of_nodes: Callable[[int], ClusterSpec] | None = field(default=None, compare=False, repr=False)
+    cluster_of_nodes: Callable[[int], ClusterSpec] | None = field(default=None, compare=False, repr=False)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of what is computed with: activations, and weights on their way to their use."""
+        """Bytes of an element in the compute dtype: of activations, and of weights as matmuls read them."""
         return ITEMSIZE[self.precision.compute]
 
     def on_nodes(self, nodes: int) -> Job:
         """Return this job on `nodes` nodes."""
-        assert self.of_nodes is not None, "nobody said what joins more nodes"
-        return replace(self, cluster=self.of_nodes(nodes))
+        assert self.cluster_of_nodes is not None, "the links between more nodes are unknown"
+        return replace(self, cluster=self.cluster_of_nodes(nodes))

@@ -1,4 +1,4 @@
-"""How the ranks of a run are arranged: the degree of every mesh axis, and who is where."""
+"""The layout of a run: the degree of each mesh axis, the coordinates of ranks, and the memory techniques."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 
 from kumi.spec.schedules import DEFAULT
 
-# From the outermost axis, whose neighbours are far apart, to the innermost, whose neighbours share a node.
+# From the outermost axis, whose neighbours are the most ranks apart, to the innermost, whose neighbours are adjacent.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 RECOMPUTE = ("none", "selective", "full")
 CONTEXT = ("ring", "ulysses")
@@ -17,21 +17,26 @@ OFFLOAD = ("none", "optimizer", "states", "activations", "optimizer-nvme", "stat
 
 @dataclass(frozen=True)
 class Layout:
-    """The full parallel arrangement of a run.
+    """The complete parallel layout of a run.
 
-    `zero` says what the `dp_shard` ranks divide among them (Rajbhandari et al., 2020, arXiv:1910.02054): 0 nothing,
-    1 optimizer states, 2 gradients too, 3 parameters too. `dp_replicate` > 1 beside `dp_shard` > 1 is hybrid sharding.
-    `ep` borrows its ranks from `dp_shard`, `cp` and `tp`, and `expert_tp` cuts each expert. `microbatch` is in
-    sequences; `recompute` is what the backward pass computes again: "none", "selective" (the cheap, large activations)
-    or "full" (whole layers), in `recompute_layers` layers of each rank (None: in all). `sequence_parallel` divides
-    over `tp` what lies between the tensor-parallel regions.
-
-    `schedule` orders the microbatches over the pipeline, `stages` of which each pp rank holds; `stage_layers` says how
-    many layers each stage has, in model order, and is empty where they are as even as can be. `offload` moves to the
-    host, or on to its NVMe drives, the optimizer states, all states, or the kept activations. `context` says how
-    attention looks beyond a cp rank's part of the sequence: keys and values go round ("ring"; Liu et al., 2023,
-    arXiv:2310.01889), or heads are dealt out ("ulysses"; Jacobs et al., 2023, arXiv:2309.14509). Dense feed-forward
-    layers are computed in so many `tiles` of their columns, one after the other.
+    - `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`: degrees; their product is the number of ranks. `dp_replicate` > 1
+      with `dp_shard` > 1 is hybrid sharding.
+    - `ep`, `expert_tp`: experts are distributed over `ep` groups, and each expert is sharded over `expert_tp` ranks.
+      The ranks are those of `dp_shard`, `cp` and `tp`.
+    - `zero`: states that the `dp_shard` x `cp` ranks shard (Rajbhandari et al., 2020, arXiv:1910.02054): 0 none,
+      1 optimizer states, 2 also gradients, 3 also parameters.
+    - `microbatch`: sequences of a microbatch.
+    - `recompute`: activations that the backward pass recomputes: "none", "selective" (the cheap, large ones) or "full"
+      (complete layers).
+    - `recompute_layers`: layers of each rank that recompute; None for all.
+    - `sequence_parallel`: activations between the tensor-parallel blocks are sharded over `tp` by tokens.
+    - `schedule`: pipeline schedule (`kumi.spec.schedules`).
+    - `stages`: pipeline stages of each rank.
+    - `stage_layers`: layers of each stage, in model order; empty for an even division.
+    - `offload`: tensors that move to the host, or its NVMe drives: optimizer states, all states, or saved activations.
+    - `context`: how attention reads the other parts of a sequence: keys and values travel round a ring ("ring"; Liu et
+      al., 2023, arXiv:2310.01889), or an all-to-all exchanges heads ("ulysses"; Jacobs et al., 2023, arXiv:2309.14509).
+    - `tiles`: parts of their columns in which dense feed-forward layers are computed, one after the other.
     """
 
     pp: int = 1
@@ -59,7 +64,7 @@ class Layout:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether all layers recompute, where any do."""
+        """True if recomputation, where it is on, applies to all layers."""
         return self.recompute_layers is None
 
     @property
@@ -72,30 +77,30 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """The fields that are not at their defaults, as in "dp_shard=2 zero=1 microbatch=4"."""
+        """The fields with other values than the defaults, as in "dp_shard=2 zero=1 microbatch=4"."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in values if value != default) or "one rank"
 
     @property
     def dp(self) -> int:
-        """How many ranks see different sequences."""
+        """The number of data-parallel ranks, which read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on every axis; the last axis varies fastest."""
-        found = {}
+        """Return the coordinate of `rank` on every axis; the last axis varies fastest."""
+        indices = {}
         for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
-            rank, found[axis] = divmod(rank, degree)
-        return {axis: found[axis] for axis in AXES}
+            rank, indices[axis] = divmod(rank, degree)
+        return {axis: indices[axis] for axis in AXES}
 
     def rank(self, coords: dict[str, int]) -> int:
-        """The rank at `coords`, the inverse of `coords`."""
+        """Return the rank with the coordinates `coords`: the inverse of the method `coords`."""
         number = 0
         for axis, degree in zip(AXES, self.degrees, strict=True):
             number = number * degree + coords[axis]
         return number
 
     def dp_index(self, rank: int) -> int:
-        """Which slice of the global batch `rank` reads, in 0 .. dp-1."""
+        """Return the index, in 0 .. dp - 1, of the slice of the global batch that `rank` reads."""
         coords = self.coords(rank)
         return coords["dp_replicate"] * self.dp_shard + coords["dp_shard"]

@@ -1,6 +1,6 @@
-"""The operations of a Mamba mixer, in parts that tensor parallelism cuts by groups of heads, and what they keep.
+"""The operations of a Mamba mixer, which tensor parallelism shards by groups of heads, and the tensors that they save.
 
-The recurrence keeps what goes into it only: its backward pass works out the states at the chunks' beginnings again.
+The recurrence saves only its inputs: its backward pass recomputes the states at the start of each chunk.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from kumi.spec.op import Activation, Dim, Op, Param, linear
 
 
 def mamba_ops(spec: ModelSpec, mamba: Mamba, name: str) -> Iterator[Op]:
-    """Projections, convolutions, recurrence, gated norm and output projection on the normalised input."""
+    """Yield projections, convolutions, recurrence, gated norm and output projection on the normalized input."""
     embed, groups = Dim("embed", spec.hidden_size), mamba.n_groups
     channels = Dim("groups", mamba.width, mamba.width // groups)
     shared = Dim("groups", groups * mamba.state_size, mamba.state_size)
     heads = Dim("groups", mamba.num_heads, mamba.num_heads // groups)
-    kept: tuple[Activation, ...] = (Activation((embed,)),)
+    saved: tuple[Activation, ...] = (Activation((embed,)),)
     for which, dim in (("z", channels), ("x", channels), ("b", shared), ("c", shared), ("dt", heads)):
-        yield linear(f"{name}.{which}_proj", embed, dim, bias=mamba.bias, saved=kept)
-        kept = ()
+        yield linear(f"{name}.{which}_proj", embed, dim, bias=mamba.bias, saved=saved)
+        saved = ()
     for which, dim in (("x", channels), ("b", shared), ("c", shared)):
         yield _convolution(f"{name}.{which}_conv1d", mamba, dim)
     yield _scan(name, mamba, channels, shared, heads)
@@ -38,18 +38,18 @@ def _convolution(name: str, mamba: Mamba, dim: Dim) -> Op:
 
 
 def _scan(name: str, mamba: Mamba, channels: Dim, shared: Dim, heads: Dim) -> Op:
-    """The recurrence, from x, b, c and dt. Its rates and steps start as in the paper's code: -1, -2, ... and 0.001 to
-    0.1."""
+    """Return the recurrence over x, b, c and dt. A starts at -1, -2, ... and dt in 0.001 to 0.1, as in the paper's "
+    "code."""
     inits = {"A_log": "log_index", "D": "ones", "dt_bias": "step"}
     params = tuple(Param(f"{name}.{leaf}", (heads,), init) for leaf, init in inits.items())
-    kept = tuple(Activation((dim,)) for dim in (channels, shared, shared, heads))
+    saved = tuple(Activation((dim,)) for dim in (channels, shared, shared, heads))
     return Op(
         f"{name}.scan",
         "scan",
         channels,
         channels,
         params,
-        kept,
+        saved,
         heads=mamba.num_heads,
         kv_size=2 * shared.size,
         chunk=mamba.chunk_size,

@@ -8,17 +8,18 @@ from dataclasses import replace
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
 from kumi.spec.op import Activation, Dim, Op, Param, block_norm, linear
 
-# Activations whose backward needs only their result, which the matrix after them keeps.
-RESULT_IS_ENOUGH = ("relu",)
+# Activation functions whose backward needs only their output, which the next matrix saves.
+_SAVES_ONLY_OUTPUT = ("relu",)
 
 
 def mlp_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
-    """The operations of the feed-forward half of the layer called `prefix`, in order; none where it has none."""
+    """Yield the operations of the feed-forward half of the layer called `prefix`, in order; none if it has no such "
+    "half."""
     if layer.mlp is None:
         return
     embed, name = Dim("embed", spec.hidden_size), f"{prefix}.mlp"
     if layer.pre_norms and not layer.shared_norm:
-        # The norms of a parallel layer have one input, which the first of them keeps.
+        # The two norms of a parallel layer have the same input, which the first one saves.
         yield block_norm(spec, f"{prefix}.post_attention_layernorm", embed, keeps_input=not layer.parallel)
     if isinstance(layer.mlp, MoE):
         yield from _experts(spec, layer.mlp, name)
@@ -30,25 +31,25 @@ def mlp_ops(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Op]:
 
 
 def _dense(spec: ModelSpec, mlp: MLP, name: str, *, keeps_input: bool = True) -> Iterator[Op]:
-    """Two matrices with an activation between, or three with a gated one."""
+    """Yield two matrices with an activation between them, or three matrices with a gated activation."""
     embed, ffn = Dim("embed", spec.hidden_size), Dim("ffn", mlp.intermediate_size)
-    kept = (Activation((embed,)),) if keeps_input else ()
+    saved = (Activation((embed,)),) if keeps_input else ()
     if mlp.gated:
-        yield linear(f"{name}.gate_proj", embed, ffn, bias=mlp.bias, saved=kept)
+        yield linear(f"{name}.gate_proj", embed, ffn, bias=mlp.bias, saved=saved)
         yield linear(f"{name}.up_proj", embed, ffn, bias=mlp.bias)
         yield Op(f"{name}.gate", "gate", ffn, ffn, saved=(Activation((ffn,)), Activation((ffn,))))
     else:
-        yield linear(f"{name}.up_proj", embed, ffn, bias=mlp.bias, saved=kept)
-        inputs = () if mlp.hidden_act in RESULT_IS_ENOUGH else (Activation((ffn,)),)
+        yield linear(f"{name}.up_proj", embed, ffn, bias=mlp.bias, saved=saved)
+        inputs = () if mlp.hidden_act in _SAVES_ONLY_OUTPUT else (Activation((ffn,)),)
         yield Op(f"{name}.activation", "activation", ffn, ffn, saved=inputs)
     yield linear(f"{name}.down_proj", ffn, embed, bias=mlp.bias, saved=(Activation((ffn,)),))
 
 
 def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
-    """Router, dispatch, the chosen experts, combination, and the shared expert beside them.
+    """Yield router, dispatch, routed experts, combine, and the shared expert.
 
-    Nothing is dropped: a token has `num_experts_per_tok` rows on the way. Each row's result is kept for the gradient of
-    its weight.
+    No token is dropped: each has `num_experts_per_tok` rows. The expert output of each row is saved for the gradient of
+    its routing weight.
     """
     embed, passes = Dim("embed", spec.hidden_size), moe.num_experts_per_tok
     scores, routed = Dim("scores", moe.num_experts), Dim("routed", passes)
@@ -56,26 +57,26 @@ def _experts(spec: ModelSpec, moe: MoE, name: str) -> Iterator[Op]:
     router = linear(f"{name}.gate", embed, scores, bias=moe.bias, saved=inputs, kind="router")
     bias = Param(f"{router.name}.e_score_correction_bias", (scores,), "zeros")
     yield replace(router, buffers=(bias,) if moe.has_correction_bias else ())
-    # The number of each expert, and the place of its row among all that are sorted by expert.
+    # The expert of each row, and the position of the row after sorting by expert.
     indices = (Activation((routed,), "int64"), Activation((routed,), "int64"))
     yield Op(f"{name}.dispatch", "dispatch", embed, embed, saved=indices, passes=passes)
     yield from _expert_matrices(spec, moe, f"{name}.experts", routed)
     results = (Activation((routed, embed)), Activation((routed,), "float32"))
     yield Op(f"{name}.combine", "combine", embed, embed, saved=results, passes=passes)
     if moe.shared_intermediate_size:
-        # Its input is the router's.
+        # The router saves the input already.
         shared = MLP(moe.shared_intermediate_size, hidden_act=moe.hidden_act, gated=moe.gated)
         yield from _dense(spec, shared, f"{name}.shared_experts", keeps_input=False)
         if moe.shared_gate:
-            one = Dim("one", 1)
-            yield linear(f"{name}.shared_expert_gate", embed, one)
-            kept = (Activation((embed,)), Activation((one,)))
-            yield Op(f"{name}.shared_experts.scale", "activation", embed, embed, saved=kept)
+            scalar = Dim("one", 1)
+            yield linear(f"{name}.shared_expert_gate", embed, scalar)
+            inputs = (Activation((embed,)), Activation((scalar,)))
+            yield Op(f"{name}.shared_experts.scale", "activation", embed, embed, saved=inputs)
         yield Op(f"{name}.shared_experts.add", "add", embed, embed)
 
 
 def _expert_matrices(spec: ModelSpec, moe: MoE, name: str, routed: Dim) -> Iterator[Op]:
-    """The experts on their rows; gate and up are one matrix, and all experts' matrices one tensor."""
+    """Yield the matmuls of all experts on their rows. Gate and up are one matrix, and all experts are one tensor."""
     embed, ffn = Dim("embed", spec.hidden_size), Dim("ffn", moe.moe_intermediate_size)
     rows, width = Activation((routed, embed)), Activation((routed, ffn))
     if moe.gated:
@@ -83,20 +84,20 @@ def _expert_matrices(spec: ModelSpec, moe: MoE, name: str, routed: Dim) -> Itera
         yield Op(f"{name}.gate", "gate", ffn, ffn, saved=(width, width), passes=routed.size)
     else:
         yield _stacked(moe, f"{name}.up_proj", embed, ffn, rows)
-        inputs = () if moe.hidden_act in RESULT_IS_ENOUGH else (width,)
+        inputs = () if moe.hidden_act in _SAVES_ONLY_OUTPUT else (width,)
         yield Op(f"{name}.activation", "activation", ffn, ffn, saved=inputs, passes=routed.size)
     yield _stacked(moe, f"{name}.down_proj", ffn, embed, width)
 
 
-def _stacked(moe: MoE, name: str, source: Dim, target: Dim, kept: Activation) -> Op:
-    """The matrix products of all experts from `source` to `target`."""
+def _stacked(moe: MoE, name: str, source: Dim, target: Dim, saved: Activation) -> Op:
+    """Return the grouped matmul of all experts from `source` to `target`."""
     experts = Dim("experts", moe.num_experts)
     params: tuple[Param, ...] = (Param(name, (experts, target, source)),)
     if moe.bias:
         params = (*params, Param(f"{name}_bias", (experts, target), "zeros"))
-    return Op(name, "linear", source, target, params, (kept,), moe.num_experts_per_tok, moe.num_experts)
+    return Op(name, "linear", source, target, params, (saved,), moe.num_experts_per_tok, moe.num_experts)
 
 
 def _pair(dim: Dim) -> Dim:
-    """Two of `dim` side by side, cut so that both halves of a column stay together."""
+    """Return a dim of two fused matrices, sharded so that the two columns of an index stay together."""
     return Dim(dim.name, 2 * dim.size, 2 * dim.unit)

@@ -1,4 +1,4 @@
-"""What a decoder-only language model is: one frozen value a model, Hugging Face's word wherever it has one."""
+"""The specification of a decoder-only language model: frozen data, with Hugging Face's names where these exist."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from kumi.spec.weight_rules import PLAIN, Weights
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: the base, and how its frequencies are stretched for longer contexts.
+    """Rotary position embedding (RoPE).
 
-    `scaling` is None (plain), "linear" (Chen et al., 2023, arXiv:2306.15595), "llama3" (Llama 3.1: low frequencies
-    divided by `factor`, high ones kept, a smooth ramp between), "yarn" (Peng et al., 2023, arXiv:2309.00071) or
-    "longrope" (Ding et al., 2024, arXiv:2402.13753: each pair's frequency divided by its own number, of `long_factor`
-    in documents longer than the original context, else of `short_factor`). Fields after `factor` are None where the
-    scaling does not use them. `partial_rotary_factor` is the share of every head that is turned. `interleave`: pairs to
-    turn are neighbours, not half the turned dimensions apart. `query_growth`: queries at position p are multiplied by
-    1 + query_growth * ln(1 + floor(p / original context)), as in Llama 4 and Ministral 3.
+    - `rope_theta`: the base.
+    - `scaling`: None; "linear" (Chen et al., 2023, arXiv:2306.15595); "llama3" (Llama 3.1: low frequencies are divided
+      by `factor`, high ones are unchanged, with a smooth ramp between); "yarn" (Peng et al., 2023, arXiv:2309.00071);
+      or "longrope" (Ding et al., 2024, arXiv:2402.13753: each frequency is divided by its own entry of `long_factor` in
+      documents longer than the original context, else of `short_factor`).
+    - fields from `original_max_position_embeddings` to `attention_factor`: None if `scaling` does not use them.
+    - `partial_rotary_factor`: share of the dimensions of a head that are rotated.
+    - `interleave`: rotated pairs are adjacent dimensions, not half of the rotated dimensions apart.
+    - `query_growth`: queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / original context)), as
+      in Llama 4 and Ministral 3.
     """
 
     rope_theta: float
@@ -43,12 +46,12 @@ class Rope:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies depend on how long a document is."""
+        """True if the frequencies depend on the length of a document."""
         return self.scaling == "longrope"
 
     @property
-    def of_keys(self) -> Rope:
-        """What keys are turned by."""
+    def key_rope(self) -> Rope:
+        """The rotation of the keys: as that of the queries, without `query_growth`."""
         return replace(self, query_growth=0.0) if self.query_growth else self
 
 
@@ -56,18 +59,18 @@ class Rope:
 class Attention:
     """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with a causal mask.
 
-    A position sees the `sliding_window` latest positions, itself included, or all earlier ones when it is None.
-    `qk_norm` is an RMSNorm over the head dimension of every query and key head, before the rotation; over all heads at
-    once with `qk_norm_whole`. `rope` is None where positions enter otherwise: learned ones at the embedding, or with
-    `alibi` a bias on the scores that grows with the distance (Press et al., 2021, arXiv:2108.12409). `sinks`:
-    every head has a learned score of looking nowhere.
-
-    Scores are multiplied by `score_scale`, 1 / sqrt(head_dim) where that is None, and with `softcap` become
-    softcap * tanh(score / softcap) before the mask (Gemma 2, arXiv:2408.00118). `alibi_stepped`: the bias is rounded to
-    bfloat16, and `score_scale` multiplies it, too (Falcon).
+    - `rope`: None if positions enter by `ModelSpec.learned_positions` or by `alibi`.
+    - `sliding_window`: number of latest positions that a query attends to, itself included; None for all earlier ones.
+    - `qk_norm`: RMSNorm over the head dimension of each query and key head, before RoPE.
+    - `qk_norm_whole`: with `qk_norm`, one norm over all heads together.
+    - `alibi`: a bias on the scores that grows with the distance (Press et al., 2021, arXiv:2108.12409).
+    - `alibi_stepped`: the bias is rounded to bfloat16 and is also multiplied by `score_scale` (Falcon).
+    - `sinks`: each head has a learned score for attending to no position.
+    - `score_scale`: factor of the scores; None for 1 / sqrt(head_dim).
+    - `softcap`: scores become softcap * tanh(score / softcap) before the mask (Gemma 2, arXiv:2408.00118).
     """
 
-    # What the module is called in a layer, and so what the names of its parameters have.
+    # Name of the module in a layer, and prefix of the names of its parameters.
     module_name: ClassVar[str] = "self_attn"
 
     num_attention_heads: int
@@ -87,22 +90,24 @@ class Attention:
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's dimensions are turned."""
+        """The number of rotated dimensions of a head."""
         return 0 if self.rope is None else int(self.head_dim * self.rope.partial_rotary_factor)
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) with a causal mask.
+    """Multi-head latent attention (MLA; DeepSeek-AI, 2024, arXiv:2405.04434) with a causal mask.
 
-    Keys and values come from a latent vector of `kv_lora_rank` a token, queries from one of `q_lora_rank` (None:
-    straight from the hidden state). A query or key head has `qk_nope_head_dim` dimensions without and
-    `qk_rope_head_dim` with rotation; the turned part of the keys is one for all heads. `bias` is on the projections to
-    the latents and the output projection. `rope_interleave`: pairs to turn are neighbours, not half a head apart.
-    `mscale_all_dim`: with YaRN, which lengthens the context, scores are multiplied by (0.1 * it * ln(factor) + 1)^2.
+    - `q_lora_rank`: size of the latent vector of the queries; None if they are projected from the hidden state.
+    - `kv_lora_rank`: size of the latent vector of keys and values.
+    - `qk_nope_head_dim`, `qk_rope_head_dim`: dimensions of a query or key head without and with RoPE. All heads share
+      the rotated part of the keys.
+    - `bias`: on the projections to the latents and on the output projection.
+    - `rope_interleave`: rotated pairs are adjacent dimensions, not half a head apart.
+    - `mscale_all_dim`: with YaRN, scores are multiplied by (0.1 * mscale_all_dim * ln(factor) + 1)^2.
     """
 
-    # What the module is called in a layer, and so what the names of its parameters have.
+    # Name of the module in a layer, and prefix of the names of its parameters.
     module_name: ClassVar[str] = "self_attn"
 
     num_attention_heads: int
@@ -134,7 +139,7 @@ class LatentAttention:
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by besides 1 / sqrt(qk_head_dim)."""
+        """The factor of the scores, in addition to 1 / sqrt(qk_head_dim)."""
         if self.rope.scaling != "yarn" or self.rope.factor <= 1:
             return 1.0
         return (0.1 * self.mscale_all_dim * log(self.rope.factor) + 1.0) ** 2
@@ -144,13 +149,16 @@ class LatentAttention:
 class Mamba:
     """A Mamba-2 mixer (Dao and Gu, 2024, arXiv:2405.21060): a convolution over time and a linear recurrence of heads.
 
-    Each of `num_heads` heads has `head_dim` channels and a state of `state_size` numbers a channel; heads of a group
-    (of `n_groups`) share what writes into their states and what reads from them. `conv_kernel` positions go into the
-    convolution, after which comes silu. The recurrence is worked out `chunk_size` positions at a time, its steps kept
-    within `time_step_limit`. `bias` is on the projections, `conv_bias` on the convolution.
+    - `num_heads`, `head_dim`: heads, and channels of a head.
+    - `state_size`: numbers in the state of a channel.
+    - `n_groups`: groups of heads with the same input and output projections of the state (B and C).
+    - `conv_kernel`: positions of the convolution, which is followed by silu.
+    - `chunk_size`: positions that the recurrence computes together.
+    - `time_step_limit`: bounds of the time steps.
+    - `bias`, `conv_bias`: of the projections and of the convolution.
     """
 
-    # What the module is called in a layer, and so what the names of its parameters have.
+    # Name of the module in a layer, and prefix of the names of its parameters.
     module_name: ClassVar[str] = "mamba"
 
     num_heads: int
@@ -165,15 +173,15 @@ class Mamba:
 
     @property
     def width(self) -> int:
-        """Channels of all heads."""
+        """The channels of all heads together."""
         return self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class MLP:
-    """Feed-forward layer: down(act(gate(x)) * up(x)) (Shazeer, 2020, arXiv:2002.05202) or, plain, down(act(up(x))).
+    """Feed-forward layer: gated, down(act(gate(x)) * up(x)) (Shazeer, 2020, arXiv:2002.05202), or down(act(up(x))).
 
-    `hidden_act` is Hugging Face's name of the activation.
+    `hidden_act` is Hugging Face's name of the activation function.
     """
 
     intermediate_size: int
@@ -184,19 +192,22 @@ class MLP:
 
 @dataclass(frozen=True)
 class MoE:
-    """Mixture of experts: a token goes through `num_experts_per_tok` of `num_experts` gated layers, and a shared one.
+    """Mixture of experts: each token is routed to `num_experts_per_tok` of `num_experts` feed-forward layers.
 
-    An expert's width is `moe_intermediate_size`, the shared one's (which all tokens take, too) is
-    `shared_intermediate_size`, 0 where there is none; with `shared_gate` its result is multiplied by the sigmoid of a
-    number that a row of weights makes of the token. The router's scores pass through `scoring_func` ("softmax" or
-    "sigmoid"); with `n_group` > 1 only experts of the best `topk_group` groups are chosen from. `bias` is on router and
-    experts.
-
-    With `topk_method` "noaux_tc" a bias that is no parameter joins the scores where experts are chosen, and a group is
-    as good as its two best experts; otherwise as its best. Experts that are not `gated` are down(act(up(x))). With
-    `act_limit` gate and up are clamped, and gated as in gpt-oss: gate * sigmoid(`act_alpha` * gate) * (up + 1).
-    `router_aux_loss_coef` is the weight of the loss that keeps
-    experts equally busy (see `kumi.nn.router`), over the tokens of a batch, or with `seq_aux` over each sequence's.
+    - `moe_intermediate_size`: width of an expert.
+    - `shared_intermediate_size`: width of the shared expert, which processes all tokens; 0 without one.
+    - `scoring_func`: "softmax" or "sigmoid" of the router's logits.
+    - `n_group`, `topk_group`: experts are chosen from the `topk_group` best of `n_group` groups.
+    - `bias`: on router and experts.
+    - `topk_method`: with "noaux_tc", a bias that is not a parameter is added to the scores for choosing experts, and
+      a group's score is the sum of its two best; otherwise the best.
+    - `router_aux_loss_coef`: weight of the load-balancing loss (see `kumi.nn.router`), over the tokens of a batch.
+    - `seq_aux`: that loss is computed per sequence.
+    - `gated`: experts are gated; else down(act(up(x))).
+    - `act_limit`, `act_alpha`: gate and up are clamped to the limit, and the activation is that of gpt-oss:
+      gate * sigmoid(act_alpha * gate) * (up + 1).
+    - `shared_gate`: the shared expert's output is multiplied by the sigmoid of a learned projection of the token to one
+      number.
     """
 
     num_experts: int
@@ -220,7 +231,7 @@ class MoE:
 
     @property
     def has_correction_bias(self) -> bool:
-        """Whether the router has a bias that only chooses."""
+        """True if the router has a bias that affects only the choice of experts, not their weights."""
         return self.topk_method == "noaux_tc"
 
 
@@ -228,11 +239,12 @@ class MoE:
 class LayerSpec:
     """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `attention` may be a Mamba mixer instead. A half that is None is left out, and its norm with it.
-
-    `parallel`: x + attention(norm(x)) + mlp(other_norm(x)), as in GPT-NeoX; with `shared_norm` both norms are one.
-    `post_norms`: what attention and mlp return is normalised, too, as in Gemma 2; without `pre_norms` nothing else is,
-    as in OLMo 2.
+    - `attention`: attention or a Mamba mixer; None if the layer has no such half.
+    - `mlp`: feed-forward layer or experts; None if the layer has no such half.
+    - `parallel`: x + attention(norm(x)) + mlp(other_norm(x)), as in GPT-NeoX.
+    - `shared_norm`: with `parallel`, both halves use the same norm.
+    - `post_norms`: the outputs of attention and mlp are normalized as well, as in Gemma 2.
+    - `pre_norms`: the inputs of attention and mlp are normalized; off in OLMo 2.
     """
 
     attention: Attention | LatentAttention | Mamba | None
@@ -244,12 +256,12 @@ class LayerSpec:
 
     @property
     def attends(self) -> Attention | LatentAttention | None:
-        """The attention, if the layer has one."""
+        """The attention of the layer, or None."""
         return self.attention if isinstance(self.attention, Attention | LatentAttention) else None
 
     @property
     def window(self) -> int | None:
-        """The latest positions that the layer's attention sees; None where it sees all, or there is none."""
+        """The sliding window of the layer's attention; None for full attention or a layer without attention."""
         return None if self.attends is None else self.attends.sliding_window
 
 
@@ -257,13 +269,18 @@ class LayerSpec:
 class ModelSpec:
     """A decoder: embedding, layers, final norm, head. Equal layers are equal objects.
 
-    `norm` is "rmsnorm", or "layernorm", with a bias unless `norm_bias` is off; with `zero_centered_norm` norms multiply
-    by 1 + weight. `learned_positions` is how many positions have a learned embedding of their own, 0 where none has;
-    `embedding_norm`: the embeddings are normalised. Embeddings are multiplied by `embedding_scale`, what attention and
-    mlp add to the residual stream by `residual_scale`, logits by `logit_scale`; with `logit_softcap` they then become
-    softcap * tanh(logit / softcap). `weights` says how files hold the tensors; `carried_config` is what config.json
-    says of parts that are carried along (`Weights.carried`), as JSON. With `lora` only adapters are trained. `notes`
-    are sentences about what was left out when the model was read.
+    - `norm`: "rmsnorm" or "layernorm".
+    - `norm_bias`: layer norms have a bias.
+    - `zero_centered_norm`: norms multiply by 1 + weight.
+    - `learned_positions`: number of learned position embeddings; 0 without them.
+    - `embedding_norm`: the embeddings are normalized.
+    - `embedding_scale`, `residual_scale`, `logit_scale`: factors of the embeddings, of the outputs of attention and mlp
+      before they are added to the residual stream, and of the logits.
+    - `logit_softcap`: logits become softcap * tanh(logit / softcap).
+    - `weights`: the format of the tensors in files.
+    - `carried_config`: the entries of config.json, as JSON, about passthrough tensors (`Weights.carried`).
+    - `lora`: adapters; all other parameters are then frozen.
+    - `notes`: sentences about parts of config.json that were left out.
     """
 
     family: str
@@ -297,30 +314,33 @@ class ModelSpec:
 
     @property
     def first_attention(self) -> Attention | LatentAttention:
-        """The attention of the first layer that has one; ModelError where none has."""
-        found = next((layer.attends for layer in self.layers if layer.attends is not None), None)
-        if found is None:
-            raise ModelError(f"this {self.family} model has attention in none of its layers; use one that has")
-        return found
+        """The attention of the first layer that has one. Raise ModelError if there is none."""
+        attention = next((layer.attends for layer in self.layers if layer.attends is not None), None)
+        if attention is None:
+            raise ModelError(
+                f"this {self.family} model has attention in none of its layers; use a model with attention"
+            )
+        return attention
 
     @property
     def first_mlp(self) -> MLP | MoE:
-        """The feed-forward part of the first layer that has one; ModelError where none has."""
-        found = next((layer.mlp for layer in self.layers if layer.mlp is not None), None)
-        if found is None:
-            raise ModelError(f"this {self.family} model has an mlp in none of its layers; use one that has")
-        return found
+        """The feed-forward part of the first layer that has one. Raise ModelError if there is none."""
+        mlp = next((layer.mlp for layer in self.layers if layer.mlp is not None), None)
+        if mlp is None:
+            raise ModelError(f"this {self.family} model has an mlp in none of its layers; use a model with an mlp")
+        return mlp
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        # Models are keys of caches, and have a hundred layers: their hash is worked out once.
+        # Models are keys of caches and may have a hundred layers, so the hash is computed once.
         return hash((self.family, self.vocab_size, self.hidden_size, self.layers))
 
-    def layer_kinds(self) -> tuple[tuple[LayerSpec, ...], tuple[int, ...]]:
-        """The distinct layers in order of first appearance, and for every layer the index of its kind among them."""
+    def unique_layers(self) -> tuple[tuple[LayerSpec, ...], tuple[int, ...]]:
+        """Return the distinct layers in order of first appearance, and for each layer the index of its kind among
+        them."""
         return self._kinds
 
     @cached_property

@@ -1,12 +1,13 @@
-"""How a CPU computes what it can compute in several ways, in words that a run file, a run folder and a cache hold.
+"""The kernels of a CPU, where it has several, as a text for run files, run folders and caches.
 
-    reference                                            what kumi did before it measured, whatever the CPU
+    reference                                            the kernels of kumi before it measured, for any CPU
     kind=fp32 products=default flash=fp32-short,bf16-long
 
-`kind` is the precision that `precision.kind = "auto"` stands for. `products` is how float32 matrices are multiplied: by
-PyTorch's default library, by oneDNN, or, mixed, those of experts by the default one and all others by oneDNN. `flash`
-is where attention is left to PyTorch's flash kernel, by number format and length of documents; the rest is computed in
-blocks.
+- `kind`: the precision that `precision.kind = "auto"` resolves to.
+- `products`: the library of float32 matmuls: PyTorch's default, oneDNN, or mixed (the default for experts, else
+  oneDNN).
+- `flash`: the cases of dtype and document length in which attention uses PyTorch's flash kernel. Other cases use the
+  block-wise kernel.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-KINDS = ("fp32", "bf16")
-PRODUCTS = ("onednn", "default", "mixed")
-# Attention over documents shorter than LONG tokens, on average over a microbatch, and over longer ones.
-FLASH = ("fp32-short", "fp32-long", "bf16-short", "bf16-long")
-LONG = 1024
+AUTO_KINDS = ("fp32", "bf16")
+MATMUL_LIBRARIES = ("onednn", "default", "mixed")
+# Cases of attention: documents shorter than LONG_TOKENS tokens, on average over a microbatch, and longer documents.
+FLASH_CASES = ("fp32-short", "fp32-long", "bf16-short", "bf16-long")
+LONG_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """One choice of each. A `kind` of "" leaves the precision to what is known of the CPU."""
+    """A choice of kernels. An empty `kind` leaves the precision to the description of the CPU."""
 
     kind: str = ""
     products: str = "onednn"
@@ -40,29 +41,29 @@ REFERENCE = Numerics()
 
 
 def attention_case(itemsize: int, length: float) -> str:
-    """Return which of `FLASH` attention is in elements of `itemsize` bytes, over documents of `length` tokens."""
-    return f"{'fp32' if itemsize >= 4 else 'bf16'}-{'short' if length < LONG else 'long'}"
+    """Return the member of `FLASH_CASES` for elements of `itemsize` bytes and documents of `length` tokens."""
+    return f"{'fp32' if itemsize >= 4 else 'bf16'}-{'short' if length < LONG_TOKENS else 'long'}"
 
 
-def parse(text: str) -> Numerics:
-    """Return what `text` says. Raise ValueError, with the word that is wrong, unless it is as `str` writes it."""
+def parse_numerics(text: str) -> Numerics:
+    """Return the choice in `text`, the inverse of `str`. Raise ValueError, with the wrong word, for other texts."""
     if text == "reference":
         return REFERENCE
     given = dict(_pairs(text))
     if missing := {"products", "flash"} - given.keys():
-        raise ValueError(f"{text!r} does not say {' and '.join(sorted(missing))}; {_EXAMPLE}")
+        raise ValueError(f"{text!r} lacks {' and '.join(sorted(missing))}; {_EXAMPLE}")
     flash = () if given["flash"] == "none" else tuple(given["flash"].split(","))
-    for key, words, known in (
-        ("kind", [given["kind"]] if "kind" in given else [], KINDS),
-        ("products", [given["products"]], PRODUCTS),
-        ("flash", list(flash), FLASH),
+    for key, words, allowed in (
+        ("kind", [given["kind"]] if "kind" in given else [], AUTO_KINDS),
+        ("products", [given["products"]], MATMUL_LIBRARIES),
+        ("flash", list(flash), FLASH_CASES),
     ):
-        if wrong := [word for word in words if word not in known]:
-            raise ValueError(f"{key}={wrong[0]} is unknown, it is one of {', '.join(known)}; {_EXAMPLE}")
-    return Numerics(given.get("kind", ""), given["products"], tuple(one for one in FLASH if one in flash))
+        if wrong := [word for word in words if word not in allowed]:
+            raise ValueError(f"{key}={wrong[0]} is unknown, use one of {', '.join(allowed)}; {_EXAMPLE}")
+    return Numerics(given.get("kind", ""), given["products"], tuple(case for case in FLASH_CASES if case in flash))
 
 
-_EXAMPLE = f"write 'reference', or as in {str(Numerics('fp32', 'default', FLASH[:2]))!r}"
+_EXAMPLE = f"write 'reference', or as in {str(Numerics('fp32', 'default', FLASH_CASES[:2]))!r}"
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
@@ -70,6 +71,6 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
     for word in text.split():
         key, equals, value = word.partition("=")
         if key not in ("kind", "products", "flash") or not equals or key in seen:
-            raise ValueError(f"{word!r} is none of kind=, products= and flash=, each once; {_EXAMPLE}")
+            raise ValueError(f"{word!r} must be one of kind=, products= and flash=, each at most once; {_EXAMPLE}")
         seen.add(key)
         yield key, value

@@ -1,4 +1,4 @@
-"""One operation of the forward pass: its dims, its parameters, its FLOPs and what it keeps for the backward pass."""
+"""An operation of the forward pass: its dims, its parameters, its FLOPs, and the activations that it saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 
 from kumi.spec.model import ModelSpec
 
-KINDS = (
+OP_KINDS = (
     "embedding",
     "positions",
     "norm",
@@ -30,10 +30,10 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Dim:
-    """A named tensor dimension; `kumi.spec.sharding.AXIS` says which mesh axis may cut it.
+    """A named tensor dimension; `kumi.spec.sharding.DIM_TO_AXIS` has the mesh axis that may shard it.
 
-    `unit` is the smallest piece that may be cut off: one head of `heads` and `kv_heads`, one column of each half where
-    two matrices lie side by side.
+    `unit` is the smallest part for a rank: one head of `heads` and `kv_heads`, or one column of each half in a pair of
+    fused matrices.
     """
 
     name: str
@@ -42,17 +42,19 @@ class Dim:
 
     @property
     def count(self) -> int:
-        """How many pieces there are to hand out."""
+        """The number of units."""
         return self.size // self.unit
 
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: its native name (see `kumi.spec.weight_rules`), its dims, and how it starts: "normal", "zeros" or
-    "ones" (or, in adapters and Mamba mixers, as `kumi.nn.initialize` says).
+    """A parameter.
 
-    Parameters of routed experts have a leading dim named "experts". A `frozen` one is not trained, and
-    lies in the compute dtype, or where it says so in the `quantized` one.
+    - `name`: its native name (see `kumi.spec.weight_rules`).
+    - `dims`: a parameter of routed experts has a leading dim named "experts".
+    - `init`: "normal", "zeros" or "ones"; `kumi.nn.initialize` has further values for adapters and Mamba mixers.
+    - `frozen`: it is not trained, and is stored in the compute dtype, or in the `quantized` format.
+    - `quantized`: name of that format; empty without quantization.
     """
 
     name: str
@@ -71,19 +73,19 @@ class Param:
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay applies: to matrices, tables and kernels, but not to biases, norms and other vectors.
+        """True if weight decay applies: to matrices, tables and kernels, but not to biases, norms and other vectors.
 
-        A vector for each expert is still a vector, although its tensor has two dims.
+        A vector for each expert is a vector, although its tensor has two dims.
         """
         return sum(dim.name != "experts" for dim in self.dims) > 1
 
 
 @dataclass(frozen=True)
 class Activation:
-    """A tensor kept from the forward to the backward: its dims besides the token dimension, and its dtype.
+    """A tensor that the forward pass saves for the backward pass: its dims without the token dimension, and its dtype.
 
-    `dtype` is "compute" (the precision's compute dtype), "float32" or "int64". A tensor that has a row for every expert
-    a token is sent to has a leading dim named "routed", of as many.
+    `dtype` is "compute" (the precision's compute dtype), "float32" or "int64". A tensor with a row for each expert of
+    a token has a leading dim named "routed".
     """
 
     dims: tuple[Dim, ...]
@@ -92,23 +94,22 @@ class Activation:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of the forward pass, of a kind in `KINDS`.
+    """One operation of the forward pass.
 
-    A linear maps `source` to `target` (dims without the token dimension); an attention op's `source` is the dim of its
-    queries and its `target` that of its values, both over all query heads. `gate` is a gated activation, act(a) * b,
-    and `activation` one of a single input. `router` is the linear that scores experts; `dispatch` and `combine` bring
-    tokens to their experts and back. `lora` is the adapter beside a linear. The parameters of a `frozen` operation, or
-    those of others that it reads, are not trained.
-
-    `passes` says how often each token goes through the operation: as many times as it has routed experts, else once.
-    `saved` is of one token with all its passes, balanced over experts. `experts` is how many routed experts' weights
-    the operation holds, 0 outside of them. `buffers` are tensors that belong to the model and are not trained. Of
-    attention only: `heads` (of queries), `kv_size` (width of a token's keys and values together) and `window` (how many
-    positions a query sees, itself included; None: all before it).
-
-    Of a Mamba mixer: `convolution` of each channel over time, `scan` the recurrence, whose pieces are groups of its
-    `heads`, with the width of what writes into and reads from the states as its `kv_size`, worked out `chunk` positions
-    at a time, and `gated_norm` norm(x * silu(gate)).
+    - `kind`: one of `OP_KINDS`. `gate` is a gated activation, act(a) * b; `activation` has one input. `router` is the
+      linear layer that scores experts; `dispatch` and `combine` move tokens to their experts and back. `lora` is the
+      adapter of a linear layer. `convolution`, `scan` and `gated_norm`, norm(x * silu(gate)), belong to a Mamba mixer.
+    - `source`, `target`: input and output dims without the token dimension; for attention the dims of queries and of
+      values, both over all query heads.
+    - `saved`: activations of one token, over all its passes, with a balanced load of experts.
+    - `passes`: how often a token goes through the operation: once per routed expert, else once.
+    - `experts`: the number of routed experts with weights in the operation; 0 for others.
+    - `heads`: query heads of attention, or heads of a scan.
+    - `kv_size`: width of a token's keys and values together; for a scan, of B and C.
+    - `window`: positions that a query attends to, itself included; None for all earlier ones.
+    - `buffers`: tensors that are not trained.
+    - `frozen`: neither its parameters, nor those of other operations that it reads, are trained.
+    - `chunk`: positions that a scan computes together.
     """
 
     name: str
@@ -127,12 +128,12 @@ class Op:
     chunk: int = 0
 
     def forward_flops(self, tokens: int, seq_len: int) -> int:
-        """Floating-point operations of the matrix products in the forward pass over `tokens` in rows of `seq_len`.
+        """Return the FLOPs of matmuls in the forward pass over `tokens` in sequences of `seq_len`.
 
-        Attention is counted in full, S x S, windows and causality aside, as PaLM (Chowdhery et al., 2022, appendix B)
-        and PyTorch's counter do; element-wise work is not counted. A scan's chunks of Q positions are counted in full,
-        Q x Q, too: products of what reads with what writes for each group of heads, of these with the channels, and
-        twice of the channels with states (Dao and Gu, 2024, section 6). A convolution is counted as such.
+        Attention counts in full, S x S, without regard to windows and causality, as in PaLM (Chowdhery et al., 2022,
+        appendix B) and PyTorch's counter. Element-wise operations do not count. The chunks of a scan, of Q positions,
+        also count in full, Q x Q: C times B for each group of heads, the result times the channels, and two matmuls of
+        channels and states (Dao and Gu, 2024, section 6). Convolutions count.
         """
         if self.kind in ("linear", "router", "log_prob"):
             return int(2 * tokens * self.passes * self.source.size * self.target.size)
@@ -150,17 +151,17 @@ class Op:
         return 0
 
     def train_flops(self, tokens: int, seq_len: int) -> int:
-        """Those of a forward pass, and of a backward pass of twice its size, or once where no weights are trained."""
+        """Return the FLOPs of forward and backward: three times those of the forward, or twice with frozen weights."""
         weights = self.kind in ("linear", "router", "log_prob")
         return (2 if weights and self.frozen else 3) * self.forward_flops(tokens, seq_len)
 
     @property
     def rank(self) -> int:
-        """Of an adapter only: the size between its two matrices."""
+        """The rank of an adapter, for operations of kind "lora"."""
         return self.params[0].dims[0].size
 
     def reach(self, seq_len: int) -> float:
-        """How many positions a query of an attention op sees, on average over a row of `seq_len`."""
+        """Return the mean number of positions that a query attends to, over a sequence of `seq_len`."""
         window = seq_len if self.window is None else min(self.window, seq_len)
         return window - window * (window - 1) / (2 * seq_len)
 
@@ -168,7 +169,7 @@ class Op:
 def linear(
     name: str, source: Dim, target: Dim, *, bias: bool = False, saved: tuple[Activation, ...] = (), kind: str = "linear"
 ) -> Op:
-    """The matrix product `name`, its weight stored as (target, source)."""
+    """Return the linear layer `name`, with a weight of shape (target, source)."""
     weight = Param(f"{name}.weight", (target, source))
     params = (weight, Param(f"{name}.bias", (target,), "zeros")) if bias else (weight,)
     return Op(name, kind, source, target, params, saved)
@@ -184,12 +185,11 @@ def norm(
     bias: bool = True,
     init: str = "ones",
 ) -> Op:
-    """The normalisation `name` of `dim`, "rmsnorm" or "layernorm", with parameters of `weight` (else of `dim`).
+    """Return the norm `name` of `dim`, with a `style` of "rmsnorm" or "layernorm" and parameters of `weight` (or
+    `dim`).
 
-    A layer norm has a bias unless `bias` is off; `init` is how the weight starts.
-
-    Kept are the statistics of each vector of `weight`'s size in float32, and the input, unless another operation keeps
-    that already.
+    A layer norm has a bias unless `bias` is off. `init` is the initialization of the weight. The norm saves the
+    statistics of each vector of the size of `weight` in float32, and its input unless another operation saves that.
     """
     weight = weight or dim
     params: tuple[Param, ...] = (Param(f"{name}.weight", (weight,), init),)
@@ -197,11 +197,11 @@ def norm(
     if style == "layernorm":
         params = (*params, Param(f"{name}.bias", (weight,), "zeros")) if bias else params
         vectors = (*vectors, Dim("mean_and_scale", 2))
-    kept = (Activation((dim,)), Activation(vectors, "float32")) if keeps_input else (Activation(vectors, "float32"),)
-    return Op(name, "norm", dim, dim, params, kept)
+    saved = (Activation((dim,)), Activation(vectors, "float32")) if keeps_input else (Activation(vectors, "float32"),)
+    return Op(name, "norm", dim, dim, params, saved)
 
 
 def block_norm(spec: ModelSpec, name: str, dim: Dim, *, keeps_input: bool = True) -> Op:
-    """The normalisation `name` of hidden states, as `spec` normalises them."""
+    """Return the norm `name` of hidden states, with the style and initialization of `spec`."""
     init = "zeros" if spec.zero_centered_norm else "ones"
     return norm(name, spec.norm, dim, keeps_input=keeps_input, bias=spec.norm_bias, init=init)

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate of every step."""
+"""The options of the optimizer, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LR_SCHEDULES = ("constant", "cosine", "linear", "wsd")
 class Optim:
     """An optimizer and its learning-rate schedule.
 
-    `kind` is "adamw" (Loshchilov and Hutter, 2019, arXiv:1711.05101), "adamw-8bit" (with moments of one byte; Dettmers
-    et al., 2022, arXiv:2110.02861), "muon" (Jordan et al., 2024: one momentum for the matrices of the layers, AdamW for
-    all else), "adafactor" (Shazeer and Stern, 2018, arXiv:1804.04235, without a first moment) or "sgd", whose momentum
-    is `betas[0]`, kept where that is not 0. `kumi.spec.optim_states` has the states of each.
+    `kind` is "adamw" (Loshchilov and Hutter, 2019, arXiv:1711.05101), "adamw-8bit" (moments of one byte; Dettmers et
+    al., 2022, arXiv:2110.02861), "muon" (Jordan et al., 2024: momentum for the matrices of layers, AdamW for all other
+    parameters), "adafactor" (Shazeer and Stern, 2018, arXiv:1804.04235, without a first moment) or "sgd" (the momentum
+    is `betas[0]`, and has a state unless it is 0). `kumi.spec.optim_states` lists the states of each.
 
-    The rate climbs linearly over `warmup_steps`, then follows `schedule` down to `min_lr_ratio * lr` at the last step:
-    "cosine", "linear", "constant" (stays), or "wsd" (warmup-stable-decay; Hu et al., 2024, arXiv:2404.06395: stays,
-    then falls linearly over the last `decay_steps`). Norm weights and biases are not decayed.
+    The learning rate rises linearly over `warmup_steps`, then follows `schedule` down to `min_lr_ratio * lr` at the
+    last step: "cosine", "linear", "constant" (no decay), or "wsd" (warmup-stable-decay; Hu et al., 2024,
+    arXiv:2404.06395: constant, then linear over the last `decay_steps`). Norm weights and biases have no weight decay.
     """
 
     kind: str = described(
@@ -44,7 +44,7 @@ class Optim:
     min_lr_ratio: float = described("Learning rate at the last step, relative to `lr`.", 0.1)
 
     def lr_at(self, step: int, steps: int) -> float:
-        """Learning rate of update `step` (0-based) in a run of `steps` updates."""
+        """Return the learning rate of update `step` (0-based) in a run of `steps` updates."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -52,7 +52,7 @@ class Optim:
         floor = self.lr * self.min_lr_ratio
         start = max(0, steps - max(2, self.decay_steps)) if self.schedule == "wsd" else self.warmup_steps
         last = steps - 1
-        # Where the warm-up leaves a single step, that step is the decay. A run of one step has the full rate.
+        # If the warmup leaves a single step, that step is the decay. A run of one step has the full rate.
         progress = min(1.0, max(0.0, (step - start) / (last - start))) if start < last else float(start > 0)
         if self.schedule == "cosine":
             return floor + (self.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))

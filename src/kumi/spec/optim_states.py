@@ -1,7 +1,7 @@
-"""The tensors that every optimizer keeps for a parameter: their names, dims and dtypes.
+"""The states that each optimizer has for a parameter: names, dims and dtypes.
 
-The planner's bytes, a checkpoint's tensors and the trainer's memory are read from here. A state's dims have the
-parameter's names where tp and ep shard them as the parameter's, and other names where every rank has them whole.
+The planner's bytes, the tensors of a checkpoint and the trainer's memory follow from this table. A state's dim has the
+name of the parameter's dim if tp and ep shard both alike, and another name if it is unsharded.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ from functools import lru_cache
 from math import prod
 
 from kumi.errors import ConfigError
-from kumi.spec.ledger import LAYERS, is_hidden
+from kumi.spec.ledger import LAYERS, is_layer_param
 from kumi.spec.op import Dim, Param
 from kumi.spec.optim import Optim
 from kumi.spec.precision import ITEMSIZE
 
-# AdamW's moments, and the step counter: a float32 scalar that every rank keeps.
+# AdamW's moments, and the step counter: a float32 scalar on each rank.
 MOMENTS, COUNTER = ("exp_avg", "exp_avg_sq"), "step"
 MOMENTUM = "momentum_buffer"
 # Adafactor's mean squares of the rows and of the columns of a matrix, and of the elements of other tensors.
-ROW_MEANS, COLUMN_MEANS, SQUARES = "row_var", "col_var", "variance"
+ROW_MEANS, COLUMN_MEANS, MEAN_SQUARES = "row_var", "col_var", "variance"
 # 8-bit AdamW's scales of the blocks of each moment.
 SCALES = tuple(f"{moment}_scale" for moment in MOMENTS)
 
-# Elements of a row that share a float32 scale, and the size below which a tensor's moments are not quantised, as in
+# Elements of a row that share a float32 scale, and the minimum size of a tensor with quantized moments, as in
 # bitsandbytes.
-BLOCK, SMALL = 256, 4096
+QUANTIZED_BLOCK, _MIN_QUANTIZED = 256, 4096
 
 
 @dataclass(frozen=True)
-class State:
-    """A tensor that an optimizer keeps for a parameter.
+class OptimizerState:
+    """A state of an optimizer for a parameter.
 
-    `tensor` has the parameter's name and the state's dims. `dtype` is empty where it is the parameter's. ZeRO shards a
-    `sharded` state by the dim by which it shards the parameter; others are the same on all ranks of the group.
+    - `tensor`: the parameter's name and the state's dims.
+    - `dtype`: empty for the dtype of the parameter.
+    - `sharded`: ZeRO shards the state by the same dim as the parameter; else it is the same on all ranks of the group.
     """
 
     name: str
@@ -45,89 +46,94 @@ class State:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The global shape."""
+        """The global shape of the state."""
         return self.tensor.shape
 
 
-def _counter(param: Param) -> State:
-    return State(COUNTER, Param(param.name, (), "zeros"), "float32", sharded=False)
+def _counter(param: Param) -> OptimizerState:
+    return OptimizerState(COUNTER, Param(param.name, (), "zeros"), "float32", sharded=False)
 
 
-def _like(param: Param, *names: str, dtype: str = "") -> tuple[State, ...]:
-    """States with an element for every element of `param`."""
-    return tuple(State(name, Param(param.name, param.dims, "zeros"), dtype) for name in names)
+def _like(param: Param, *names: str, dtype: str = "") -> tuple[OptimizerState, ...]:
+    """Return states of the shape of `param`."""
+    return tuple(OptimizerState(name, Param(param.name, param.dims, "zeros"), dtype) for name in names)
 
 
-def _adamw(optim: Optim, param: Param) -> tuple[State, ...]:
+def _adamw(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
     return (_counter(param), *_like(param, *MOMENTS))
 
 
-def is_quantised(param: Param) -> bool:
-    """True for a tensor whose moments 8-bit AdamW quantises: a matrix, decided by its global size."""
-    return param.decayed and param.numel >= SMALL
+def has_quantized_moments(param: Param) -> bool:
+    """True if 8-bit AdamW quantizes the moments of `param`: a matrix with a large enough global size."""
+    return param.decayed and param.numel >= _MIN_QUANTIZED
 
 
-def _adamw_8bit(optim: Optim, param: Param) -> tuple[State, ...]:
-    if not is_quantised(param):
+def _adamw_8bit(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
+    if not has_quantized_moments(param):
         return _adamw(optim, param)
-    blocks = Dim("blocks", -(-param.dims[-1].size // BLOCK))
-    scales = (State(name, Param(param.name, (*param.dims[:-1], blocks), "zeros"), "float32") for name in SCALES)
+    blocks = Dim("blocks", -(-param.dims[-1].size // QUANTIZED_BLOCK))
+    scales = (
+        OptimizerState(name, Param(param.name, (*param.dims[:-1], blocks), "zeros"), "float32") for name in SCALES
+    )
     return (_counter(param), *_like(param, *MOMENTS, dtype="uint8"), *scales)
 
 
-def is_orthogonalised(param: Param) -> bool:
-    """True for what Muon updates: matrices of layers, those of experts included; AdamW updates all other parameters."""
-    return is_hidden(param) and sum(dim.name != "experts" for dim in param.dims) == 2
+def is_muon_matrix(param: Param) -> bool:
+    """True if Muon updates `param`: a matrix of a layer or of its experts. AdamW updates all other parameters."""
+    return is_layer_param(param) and sum(dim.name != "experts" for dim in param.dims) == 2
 
 
-def _muon(optim: Optim, param: Param) -> tuple[State, ...]:
-    if not is_orthogonalised(param):
+def _muon(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
+    if not is_muon_matrix(param):
         return _adamw(optim, param)
     return _like(param, MOMENTUM)
 
 
-def _adafactor(optim: Optim, param: Param) -> tuple[State, ...]:
+def _adafactor(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
     if not param.decayed:
-        return (_counter(param), *_like(param, SQUARES, dtype="float32"))
+        return (_counter(param), *_like(param, MEAN_SQUARES, dtype="float32"))
     *outer, rows, columns = param.dims
     mean = Dim("mean", 1)
-    # ZeRO shards the first dim, experts aside: of a matrix its rows.
+    # ZeRO shards the first dim after "experts": the rows of a matrix.
     rows_sharded = len(outer) == (param.dims[0].name == "experts")
     return (
         _counter(param),
-        State(ROW_MEANS, Param(param.name, (*outer, rows, mean), "zeros"), "float32"),
-        State(COLUMN_MEANS, Param(param.name, (*outer, mean, columns), "zeros"), "float32", sharded=not rows_sharded),
+        OptimizerState(ROW_MEANS, Param(param.name, (*outer, rows, mean), "zeros"), "float32"),
+        OptimizerState(
+            COLUMN_MEANS, Param(param.name, (*outer, mean, columns), "zeros"), "float32", sharded=not rows_sharded
+        ),
     )
 
 
-def _sgd(optim: Optim, param: Param) -> tuple[State, ...]:
+def _sgd(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
     return _like(param, MOMENTUM) if optim.betas[0] else ()
 
 
-STATES: Mapping[str, Callable[[Optim, Param], tuple[State, ...]]] = {
+STATES: Mapping[str, Callable[[Optim, Param], tuple[OptimizerState, ...]]] = {
     "adamw": _adamw,
     "adamw-8bit": _adamw_8bit,
     "muon": _muon,
     "adafactor": _adafactor,
     "sgd": _sgd,
 }
-KINDS = tuple(STATES)
+OPTIM_KINDS = tuple(STATES)
 
 
 @lru_cache(maxsize=65536)
-def states_of(optim: Optim, param: Param) -> tuple[State, ...]:
+def states_of(optim: Optim, param: Param) -> tuple[OptimizerState, ...]:
     """Return the states that `optim` keeps for `param`. Raise ConfigError when the optimizer is unknown."""
     if optim.kind not in STATES:
-        raise ConfigError(f"optim.kind='{optim.kind}' is unknown; use {', '.join(KINDS)}")
+        raise ConfigError(f"optim.kind='{optim.kind}' is unknown; use one of {', '.join(OPTIM_KINDS)}")
     return STATES[optim.kind](optim, param)
 
 
-def state_bytes(optim: Optim, param: Param, itemsize: int) -> int:
-    """Return the bytes of all states of `param`, unsharded, whose own elements have `itemsize` bytes."""
-    return sum((ITEMSIZE[one.dtype] if one.dtype else itemsize) * prod(one.shape) for one in states_of(optim, param))
+def optimizer_state_bytes(optim: Optim, param: Param, itemsize: int) -> int:
+    """Return the bytes of all unsharded states of `param`, which has elements of `itemsize` bytes."""
+    states = states_of(optim, param)
+    return sum((ITEMSIZE[state.dtype] if state.dtype else itemsize) * prod(state.shape) for state in states)
 
 
 def bytes_per_element(optim: Optim, itemsize: int) -> float:
-    """Return the bytes of states for an element of a large matrix of a layer (4096 x 4096), its own of `itemsize`."""
+    """Return the bytes of states per element of a large matrix of a layer (4096 x 4096) of `itemsize` bytes."""
     matrix = Param(f"{LAYERS}0.matrix", (Dim("rows", 4096), Dim("columns", 4096)))
-    return state_bytes(optim, matrix, itemsize) / matrix.numel
+    return optimizer_state_bytes(optim, matrix, itemsize) / matrix.numel

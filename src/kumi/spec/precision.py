@@ -1,4 +1,4 @@
-"""In which number formats a run computes."""
+"""The dtypes of a run, by role."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes by role: `param` of the master weights and optimizer states, `compute` of kept activations and of all
-    arithmetic but what `products` says, `reduce` of gradients when ranks add them up.
+    """Dtypes by role.
 
-    `products` is the dtype that the layers' matrix products multiply in where it is not `compute`: with "float8" their
-    inputs are rounded on the way in, and what the backward pass keeps stays in `compute`.
+    - `param`: master weights and optimizer states.
+    - `compute`: activations and arithmetic.
+    - `reduce`: gradients in reductions between ranks.
+    - `products`: matmuls of layers, if not `compute`. With "float8", inputs are rounded for the matmul, and the saved
+      activations stay in `compute`.
     """
 
     kind: str
@@ -25,19 +27,19 @@ class Precision:
     products: str = ""
 
     def itemsize(self, *, frozen: bool = False, quantized: str = "") -> float:
-        """Bytes of an element of a parameter at rest."""
+        """Return the bytes per element of a resident parameter."""
         if quantized:
             return (NF4_BITS + 32 / NF4_BLOCK) / 8
         return ITEMSIZE[self.compute if frozen else self.param]
 
     @property
     def matmul_dtype(self) -> str:
-        """The dtype in which the layers' matrix products multiply."""
+        """The dtype of the matmuls of layers."""
         return self.products or self.compute
 
     @property
     def loss_scaling(self) -> bool:
-        """Whether the loss must be scaled so that small gradients survive: only float16's range needs it."""
+        """True if the loss must be scaled so that small gradients do not underflow: only in float16."""
         return self.compute == "float16"
 
 
@@ -47,6 +49,6 @@ PRECISIONS = {
     "bf16": Precision("bf16", compute="bfloat16"),
     "fp16": Precision("fp16", compute="float16"),
     "fp8": Precision("fp8", compute="bfloat16", products="float8"),
-    # Everything in two bytes, 8 a parameter with AdamW: small updates are lost to rounding.
+    # All states in two bytes, 8 bytes per parameter with AdamW: small updates are lost to rounding.
     "bf16-pure": Precision("bf16-pure", "bfloat16", "bfloat16", "bfloat16"),
 }

@@ -1,15 +1,15 @@
 """The process groups of a layout: their degrees, their strides and the links that they cross.
 
-The world is laid out twice, over the same ranks, the last axis varying fastest:
+The same ranks are arranged twice; the last axis varies fastest:
 
     dense    pp, dp_replicate, dp_shard, cp, tp
     experts  pp, dp_replicate, expert_dp, ep, expert_tp
 
-`ep` and `expert_tp` borrow the dp_shard x cp x tp ranks of a replica; `expert_dp` are those left, which hold the same
-part of the routed experts. `zero` is dp_shard and cp taken together: the ranks that hold the same part of everything
-else. So "zero" and "expert_dp" are the groups over which ZeRO divides (`sharding.zero_axis`).
+The experts' arrangement uses the dp_shard x cp x tp ranks of a replica for `ep`, `expert_tp` and `expert_dp`; the ranks
+of `expert_dp` hold the same shard of the routed experts. `zero` combines dp_shard and cp: its ranks hold the same shard
+of all other parameters. ZeRO therefore shards over "zero" and "expert_dp" (`sharding.zero_axis`).
 
-`process_group` is the one table of them: the planner reads it with columns of layouts, the trainer with one layout.
+`process_group` is the only table of groups. The planner reads it with arrays of layouts, the trainer with one layout.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kumi.errors import LayoutError
 from kumi.spec.cluster import ClusterSpec, Link
 from kumi.spec.layout import AXES, Layout
 
-# Of the second arrangement, what stands in place of dp_shard, cp and tp, from the outermost.
+# The axes of the experts' arrangement in place of dp_shard, cp and tp, from the outermost.
 EXPERT_AXES = ("expert_dp", "ep", "expert_tp")
 
-# Groups along several axes, the outermost first: the ranks that see different tokens and sum the gradients of the same
-# weights, of all but routed experts and of these; the ranks among which every gradient is found, which sum its norm;
-# and those that have parts of the same sequences.
-JOINED = {
+# Groups along several axes, the outermost first. "data" and "expert_data": ranks that reduce the gradients of dense
+# parameters and of routed experts. "norm": ranks that together hold all gradients and sum the norm. "sequence": ranks
+# with parts of the same sequences.
+COMBINED_AXES = {
     "data": ("dp_replicate", "zero"),
     "expert_data": ("dp_replicate", "expert_dp"),
     "norm": ("pp", "zero", "tp"),
@@ -40,31 +40,31 @@ JOINED = {
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of the mesh: groups of `degree` ranks, `stride` apart from each other."""
+    """An axis of the mesh: groups of `degree` ranks, with a distance of `stride` between neighbours."""
 
     name: str
     degree: int
     stride: int
 
     def index(self, rank: int) -> int:
-        """Where `rank` stands in its group."""
+        """Return the index of `rank` in its group."""
         return rank // self.stride % self.degree
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The group of `rank`, itself included, in the order of their places."""
+        """Return the ranks of the group of `rank`, itself included, in ascending order."""
         first = rank - self.index(rank) * self.stride
         return tuple(range(first, first + self.degree * self.stride, self.stride))
 
 
 def process_group(layout: Any, name: str) -> tuple[Any, Any]:
-    """Return the degree of the groups `name`, and the distance of neighbours in ranks.
+    """Return the degree of the groups `name`, and their stride: the distance of neighbours in ranks.
 
-    `layout` is a `Layout`, or columns of layouts, whose degrees are arrays: so are then the results. `name` is one of
-    `AXES`, `EXPERT_AXES` or `JOINED`, "zero", or "ends": the first and the last pipeline rank. Where ep x expert_tp
-    does not divide the ranks that experts are dealt to, expert_dp is rounded down, to 1 at least.
+    `layout` is a `Layout`, or columns of layouts: then the results are arrays. `name` is one of `AXES`, `EXPERT_AXES`
+    or `COMBINED_AXES`, "zero", or "ends" (the first and the last pipeline rank). If ep x expert_tp does not divide the
+    ranks that share the experts, expert_dp is rounded down, to at least 1.
     """
-    if name in JOINED:
-        return _joined([process_group(layout, axis) for axis in JOINED[name]])
+    if name in COMBINED_AXES:
+        return _joined([process_group(layout, axis) for axis in COMBINED_AXES[name]])
     if name in AXES:
         inner = AXES[AXES.index(name) + 1 :]
         return getattr(layout, name), prod(getattr(layout, axis) for axis in inner)
@@ -78,59 +78,59 @@ def process_group(layout: Any, name: str) -> tuple[Any, Any]:
         return layout.ep, layout.expert_tp
     if name != "expert_dp":
         raise ValueError(f"no process group has the name {name!r}")
-    ranks, cut = layout.dp_shard * layout.cp * layout.tp, layout.ep * layout.expert_tp
-    return ranks // cut + (ranks < cut), cut
+    ranks, expert_ranks = layout.dp_shard * layout.cp * layout.tp, layout.ep * layout.expert_tp
+    return ranks // expert_ranks + (ranks < expert_ranks), expert_ranks
 
 
 def _joined(axes: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return degree and stride of the groups along all of `axes`, outermost first, each a degree and a stride.
+    """Return degree and stride of the groups along all `axes`: (degree, stride) pairs, the outermost first.
 
-    Where the groups of the outermost axis leave out ranks in between, the stride is the mean one.
+    The stride is the mean if the groups of the outermost axis skip ranks.
     """
     degree, extent = 1, axes[-1][1]
     for size, stride in reversed(axes):
         degree = degree * size
-        # The outermost axis of more than one rank decides how far the group reaches.
+        # The outermost axis with more than one rank sets the extent of the group.
         extent = extent + (size > 1) * (size * stride - extent)
     return degree, extent // degree
 
 
-def splits_gradients(layout: Any) -> Any:
+def has_sharded_grads(layout: Any) -> Any:
     """True where ranks hold different parts of the gradients, so that the norm is summed over the group "norm";
     `layout` is a `Layout` or columns of layouts."""
     return (layout.zero > 0) | (layout.pp * layout.tp * layout.ep * layout.expert_tp > 1)
 
 
 def axis(layout: Layout, name: str) -> Axis:
-    """The groups `name` of `layout` (see `process_group`), which are evenly spaced: all but "norm".
+    """Return the groups `name` of `layout` (see `process_group`), which are evenly spaced; "norm" is not.
 
-    Raises LayoutError where ep x expert_tp does not divide the ranks that experts are dealt to.
+    Raise LayoutError if ep x expert_tp does not divide the ranks that share the experts.
     """
-    ranks, cut = layout.dp_shard * layout.cp * layout.tp, layout.ep * layout.expert_tp
-    if name in EXPERT_AXES and ranks % cut:
+    ranks, expert_ranks = layout.dp_shard * layout.cp * layout.tp, layout.ep * layout.expert_tp
+    if name in EXPERT_AXES and ranks % expert_ranks:
         raise LayoutError(
-            f"ep x expert_tp = {cut} does not divide the dp_shard x cp x tp = {ranks} ranks that experts are dealt to; "
-            f"use a product that does"
+            f"ep x expert_tp = {expert_ranks} does not divide the dp_shard x cp x tp = {ranks} ranks that share the "
+            f"experts; choose a product that divides it"
         )
     return Axis(name, *process_group(layout, name))
 
 
 def members_of(layout: Layout, names: Sequence[str], rank: int) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along the axes `names` at most, in the order of their places."""
+    """Return the ranks that differ from `rank` only along the axes `names`, in ascending order."""
     axes = [axis(layout, name) for name in names]
-    first = rank - sum(one.index(rank) * one.stride for one in axes)
-    steps = product(*(range(0, one.degree * one.stride, one.stride) for one in axes))
+    first = rank - sum(group.index(rank) * group.stride for group in axes)
+    steps = product(*(range(0, group.degree * group.stride, group.stride) for group in axes))
     return tuple(first + sum(step) for step in steps)
 
 
-def link(cluster: ClusterSpec, one: Axis) -> Link | None:
-    """The slowest link that the groups of an axis cross; None where nothing is sent or nothing is known of links."""
-    if one.degree == 1 or not cluster.links:
+def slowest_link(cluster: ClusterSpec, group: Axis) -> Link | None:
+    """Return the slowest link that the groups of an axis cross; None without messages or with unknown links."""
+    if group.degree == 1 or not cluster.links:
         return None
-    return cluster.links[cluster.level(one.stride, one.degree)]
+    return cluster.links[cluster.level(group.stride, group.degree)]
 
 
-def leaves_node(cluster: ClusterSpec, one: Axis) -> bool:
-    """Whether a group of the axis has ranks on several nodes."""
+def spans_nodes(cluster: ClusterSpec, group: Axis) -> bool:
+    """True if a group of the axis has ranks on several nodes."""
     size, world = cluster.devices_per_node, cluster.devices
-    return any(one.index(rank) and rank // size != (rank - one.stride) // size for rank in range(world))
+    return any(group.index(rank) and rank // size != (rank - group.stride) // size for rank in range(world))

@@ -1,4 +1,4 @@
-"""What a run's checkpoint holds of a model, told without a layout: its tensors' names and shapes, and a digest."""
+"""The tensors of a checkpoint, whatever the layout: names and global shapes, and a digest of the model."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from kumi.spec.optim import Optim
 from kumi.spec.optim_states import states_of
 from kumi.spec.weight_rules import PLAIN
 
-MODEL, OPTIM = "model/", "optim/"
+MODEL_PREFIX, OPTIM_PREFIX = "model/", "optim/"
 
 
 def model_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the global shape of every tensor of the model, or of its adapters where it has some, by name."""
-    every = {MODEL + tensor.name: tensor.shape for tensor in tensors(spec)}
+    every = {MODEL_PREFIX + tensor.name: tensor.shape for tensor in tensors(spec)}
     return every if spec.lora is None else {name: shape for name, shape in every.items() if is_adapter(name)}
 
 
 def optimizer_shapes(spec: ModelSpec, optim: Optim) -> dict[str, tuple[int, ...]]:
     """Return the global shape of every state that `optim` keeps, by name."""
     trained = (param for param in params(spec) if not param.frozen)
-    return {f"{OPTIM}{param.name}/{state.name}": state.shape for param in trained for state in states_of(optim, param)}
+    return {
+        f"{OPTIM_PREFIX}{param.name}/{state.name}": state.shape
+        for param in trained
+        for state in states_of(optim, param)
+    }
 
 
 def model_digest(spec: ModelSpec) -> str:
     """Return the BLAKE2b digest (32 hexadecimal digits) of `spec` without its adapters and its names in files.
 
-    Fields at their defaults are left out, so that a field that a later version adds leaves the digest of models which
-    do not use it as it is.
+    Fields at their defaults are left out. A field that a later version adds therefore leaves the digest unchanged for
+    models that do not use it.
     """
     plain = _plain(replace(spec, lora=None, weights=PLAIN))
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))

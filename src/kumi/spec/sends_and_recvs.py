@@ -1,10 +1,10 @@
-"""What the ranks of a pipeline send each other, in one order that all of them keep.
+"""The messages between the ranks of a pipeline, in one order for all ranks.
 
-A schedule's lists say what every rank computes; between neighbouring stages on different ranks activations go forward
-and gradients back. Each rank posts its sends and receives one after the other, as NCCL carries them out; two ranks that
-posted the same two messages in different orders would wait for each other for ever. So the lists are carried out in
-thought, and all messages are ordered by when their sender has finished what is in them: whatever a rank does then comes
-after what it needs, and nobody can be stuck.
+A schedule lists the actions of each rank. Between neighbouring stages on different ranks, activations go forward and
+gradients go back. NCCL runs the sends and receives of a rank in the order in which they are posted, so two ranks that
+post the same two messages in different orders would wait for each other forever. To exclude that, simulate the schedule
+and sort all messages by the time at which their sender finishes computing them. In this global order each action comes
+after its inputs, so no rank can be stuck.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from kumi.spec.schedule import actions, placement
+from kumi.spec.schedule import actions, stage_assignment
 from kumi.spec.schedules.schedule_record import Action
 
-# Of a forward, an input gradient, a weight gradient and a full backward, in units of one of them.
-UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
+# Durations in the simulation: forward, input gradient, weight gradient and full backward.
+_DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
 ACTIVATION, GRADIENT = "activation", "gradient"
 
 
 class Message(NamedTuple):
-    """Hidden states that `stage` returned, or the gradient of what it took in ("activation" or "gradient"), of one
-    microbatch, from pipeline rank `source` to `target`."""
+    """A tensor of one microbatch from pipeline rank `source` to `target`: the hidden states that `stage` returned
+    ("activation"), or the gradient of its input ("gradient")."""
 
     kind: str
     stage: int
@@ -33,61 +33,69 @@ class Message(NamedTuple):
 
 
 class Send(NamedTuple):
-    """The rank posts a message, when the action before it has made what is in it."""
+    """The rank posts the send of a message, after the action that computes it."""
 
     message: Message
 
 
 class Receive(NamedTuple):
-    """The rank makes room for a message; the action that needs it waits."""
+    """The rank posts the receive of a message; the action that needs it waits for it."""
 
     message: Message
 
 
-Step = Action | Send | Receive
+PipelineStep = Action | Send | Receive
 
 
 @lru_cache(maxsize=32)
-def work(schedule: str, pp: int, stages: int, microbatches: int) -> tuple[tuple[Step, ...], ...]:
-    """What each of `pp` ranks does in a step, in order. Raises LayoutError where the schedule cannot do it."""
-    return with_messages(actions(schedule, pp, stages, microbatches), placement(schedule, pp, stages))
+def pipeline_steps(schedule: str, pp: int, stages: int, microbatches: int) -> tuple[tuple[PipelineStep, ...], ...]:
+    """Return the actions, sends and receives of each of `pp` ranks in a step. Raise LayoutError if the schedule does
+    not fit."""
+    return with_sends_and_recvs(actions(schedule, pp, stages, microbatches), stage_assignment(schedule, pp, stages))
 
 
 @lru_cache(maxsize=32)
-def forward_work(schedule: str, pp: int, stages: int, microbatches: int) -> tuple[tuple[Step, ...], ...]:
-    """What each rank does where nothing is learnt: `pp` microbatches at a time through each of its stages."""
-    held = placement(schedule, pp, stages)
+def forward_pipeline_steps(
+    schedule: str, pp: int, stages: int, microbatches: int
+) -> tuple[tuple[PipelineStep, ...], ...]:
+    """Return the forwards, sends and receives of each rank in evaluation: `pp` microbatches in turn through each
+    stage."""
+    assignment = stage_assignment(schedule, pp, stages)
     groups = [range(first, min(first + pp, microbatches)) for first in range(0, microbatches, pp)]
-    lists = [[Action("F", stage, number) for group in groups for stage in own for number in group] for own in held]
-    return with_messages(lists, held)
+    lists = [
+        [Action("F", stage, number) for group in groups for stage in own for number in group] for own in assignment
+    ]
+    return with_sends_and_recvs(lists, assignment)
 
 
-def with_messages(lists: Sequence[Sequence[Action]], held: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], ...]:
-    """`lists` with every rank's sends and receives in their places; `held` says which stages each rank has.
+def with_sends_and_recvs(
+    lists: Sequence[Sequence[Action]], assignment: Sequence[Sequence[int]]
+) -> tuple[tuple[PipelineStep, ...], ...]:
+    """Return `lists` with the sends and receives of each rank inserted; `assignment` has the stages of each rank.
 
-    Between two stages of one rank nothing is sent. Raises ValueError where the lists wait for each other.
+    Two stages of one rank exchange no messages. Raise ValueError if the lists deadlock.
     """
-    home = {stage: rank for rank, stages in enumerate(held) for stage in stages}
-    # At one and the same time computation comes first, so that what it made can be sent.
+    home = {stage: rank for rank, stages in enumerate(assignment) for stage in stages}
+    # At equal times, actions come before messages, because a message is sent after the action that computes it.
     events: list[tuple[int, int, Action]] = []
     ends = _ends(lists, len(home))
     for rank, listed in enumerate(lists):
         events += [(ends[action], rank, action) for action in listed]
     events.sort(key=lambda event: event[:2])
     order: list[tuple[int, int, Action | Message]] = [(end, 0, action) for end, _, action in events]
-    order += [(end, 1, message) for end, _, action in events for message in messages(action, home)]
-    found: list[list[Step]] = [[] for _ in lists]
-    for _, _, what in sorted(order, key=lambda one: one[:2]):
-        if isinstance(what, Message):
-            found[what.source].append(Send(what))
-            found[what.target].append(Receive(what))
+    order += [(end, 1, message) for end, _, action in events for message in messages_after(action, home)]
+    steps: list[list[PipelineStep]] = [[] for _ in lists]
+    for _, _, item in sorted(order, key=lambda entry: entry[:2]):
+        if isinstance(item, Message):
+            steps[item.source].append(Send(item))
+            steps[item.target].append(Receive(item))
         else:
-            found[home[what.stage]].append(what)
-    return tuple(map(tuple, found))
+            steps[home[item.stage]].append(item)
+    return tuple(map(tuple, steps))
 
 
-def messages(action: Action, home: dict[int, int]) -> Iterator[Message]:
-    """What is sent once `action` is done: nothing, or one message. `home`: the rank of every stage."""
+def messages_after(action: Action, home: dict[int, int]) -> Iterator[Message]:
+    """Yield the message that is sent after `action`, if any. `home`: stage -> rank."""
     kind, stage, number = action
     if kind == "W":
         return
@@ -96,8 +104,8 @@ def messages(action: Action, home: dict[int, int]) -> Iterator[Message]:
         yield Message(name, stage, number, home[stage], home[neighbour])
 
 
-def needed(action: Action, stages: int) -> Action | None:
-    """The forward or backward, "B" standing for "I" too, whose result `action` takes in, if it takes any."""
+def dependency(action: Action, stages: int) -> Action | None:
+    """Return the action whose result `action` needs, or None. "B" stands for an input gradient "I" as well."""
     kind, stage, number = action
     if kind == "F":
         return Action("F", stage - 1, number) if stage else None
@@ -107,24 +115,26 @@ def needed(action: Action, stages: int) -> Action | None:
 
 
 def _ends(lists: Sequence[Sequence[Action]], stages: int) -> dict[Action, int]:
-    """When every action ends, in units, where messages take no time."""
+    """Return the end time of each action in the simulation, where messages take no time."""
     done: dict[Action, int] = {}
-    found: dict[Action, int] = {}
+    ends: dict[Action, int] = {}
     position, free = [0] * len(lists), [0] * len(lists)
     before = -1
-    while len(found) != before:
-        before = len(found)
+    while len(ends) != before:
+        before = len(ends)
         for rank, listed in enumerate(lists):
             while position[rank] < len(listed):
                 action = listed[position[rank]]
-                before_it = needed(action, stages)
-                if before_it is not None and before_it not in done:
+                needed = dependency(action, stages)
+                if needed is not None and needed not in done:
                     break
-                start = max(free[rank], 0 if before_it is None else done[before_it])
-                free[rank] = found[action] = start + UNITS[action.kind]
+                start = max(free[rank], 0 if needed is None else done[needed])
+                free[rank] = ends[action] = start + _DURATIONS[action.kind]
                 done[action._replace(kind="B") if action.kind == "I" else action] = free[rank]
                 position[rank] += 1
     stuck = [rank for rank, listed in enumerate(lists) if position[rank] < len(listed)]
     if stuck:
-        raise ValueError(f"ranks {stuck} wait for each other; a forward must come before its backward everywhere")
-    return found
+        raise ValueError(
+            f"the schedule deadlocks on ranks {stuck}; each forward must come before its backward on all ranks"
+        )
+    return ends

@@ -1,11 +1,11 @@
-"""Which part of every parameter a rank holds, as rectangles of the whole tensor, and who holds the same.
+"""The shard of each parameter on a rank, as slices of the global tensor, and the axes along which it is replicated.
 
-    regions(param, layout, rank)    where the rank's local tensor lies in the global one; padding lies nowhere
-    copies(param, layout)           the axes along which ranks hold the same part
-    tied_copies(model, ...)         the same for a tied table, which the first and the last stage hold
-    summed_over_tp(model, layout)   parameters whose gradients the tp ranks must add up
+    slices(param, layout, rank)         position of the rank's local tensor in the global one, without padding
+    replica_axes(param, layout)         axes along which ranks hold the same shard
+    tied_axes(model, ...)               the same for a tied embedding, which the first and the last stage hold
+    partial_grad_params(model, layout)  parameters with gradients that tp ranks must sum
 
-Checkpoints, initial weights and the gradient norm are read from here.
+Checkpoints, initial weights and the gradient norm use these functions.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kumi.spec.model import ModelSpec
 from kumi.spec.op import Dim, Op, Param
 from kumi.spec.process_groups import Axis, axis
 from kumi.spec.schedules import V_SHAPED
-from kumi.spec.sharding import AXIS, cut, is_routed, shard_rows, style, zero_axis, zero_group
+from kumi.spec.sharding import DIM_TO_AXIS, is_routed, shard_rows, shard_size, tp_style, zero_axis, zero_group
 
 
 @dataclass(frozen=True)
-class Region:
-    """A rectangle of `shape`: from `start` of the global tensor on, and from `local` of the rank's own tensor on."""
+class Slice:
+    """A rectangle of `shape`, at index `start` of the global tensor and index `local` of the rank's tensor."""
 
     start: tuple[int, ...]
     local: tuple[int, ...]
@@ -38,120 +38,128 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Consecutive rows of a dim: `count` of them, from `start` of the global and `local` of the local tensor on."""
+class RowRun:
+    """`count` consecutive rows of a dim, at row `start` of the global tensor and row `local` of the rank's tensor."""
 
     start: int
     local: int
     count: int
 
 
-def regions(param: Param, layout: Layout, rank: int) -> tuple[Region, ...]:
-    """Where the tensor that `rank` keeps of `param` lies in the whole; empty where it keeps none of it.
+def slices(param: Param, layout: Layout, rank: int) -> tuple[Slice, ...]:
+    """Return the slices of `param` on `rank`; empty if the rank has none of it.
 
-    One rectangle, or two where two matrices that lie side by side are both cut.
+    There is one slice, or two if two fused matrices are both sharded.
     """
-    dims = [_runs(dim, *_cut_by(dim, param, layout, rank)) for dim in param.dims]
+    dims = [_row_runs(dim, *_shard_of(dim, param, layout, rank)) for dim in param.dims]
     if layout.zero > 0 and param.dims:
         routed = is_routed(param)
-        size = cut(param.dims[routed], _cut_by(param.dims[routed], param, layout, rank)[0])
+        size = shard_size(param.dims[routed], _shard_of(param.dims[routed], param, layout, rank)[0])
         ranks = zero_axis(layout, routed=routed)
         rows = shard_rows(size, ranks.degree, ranks.index(rank))
         dims[routed] = _between(dims[routed], rows.start, rows.start + rows.count)
-    found = (
-        Region(tuple(run.start for run in runs), tuple(run.local for run in runs), tuple(run.count for run in runs))
+    rectangles = (
+        Slice(tuple(run.start for run in runs), tuple(run.local for run in runs), tuple(run.count for run in runs))
         for runs in product(*dims)
     )
-    return tuple(region for region in found if region.numel)
+    return tuple(rectangle for rectangle in rectangles if rectangle.numel)
 
 
-def _cut_by(dim: Dim, param: Param, layout: Layout, rank: int) -> tuple[int, int]:
-    """How many ranks cut `dim` of `param`, and which of them `rank` is."""
-    name = AXIS.get(dim.name, "")
+def _shard_of(dim: Dim, param: Param, layout: Layout, rank: int) -> tuple[int, int]:
+    """Return the number of shards of `dim` of `param`, and the index of the shard of `rank`."""
+    name = DIM_TO_AXIS.get(dim.name, "")
     if name == "tp" and is_routed(param):
         name = "expert_tp"
     if name not in ("tp", "ep", "expert_tp"):
         return 1, 0
-    one = axis(layout, name)
-    return one.degree, one.index(rank)
+    group = axis(layout, name)
+    return group.degree, group.index(rank)
 
 
-def _runs(dim: Dim, degree: int, index: int) -> list[Run]:
-    """The rows of `dim` that rank `index` of `degree` holds, padding left out."""
+def _row_runs(dim: Dim, degree: int, index: int) -> list[RowRun]:
+    """Return the rows of shard `index` of `degree` of `dim`, without padding."""
     if degree == 1:
-        return [Run(0, 0, dim.size)]
+        return [RowRun(0, 0, dim.size)]
     if dim.count < degree and dim.name != "vocab":
-        index = index * dim.count // degree  # neighbours hold the same
-    size = cut(dim, degree)
-    if is_pair(dim):
+        index = index * dim.count // degree  # neighbouring ranks hold the same head
+    size = shard_size(dim, degree)
+    if is_fused_pair(dim):
         half = size // 2
-        return [Run(index * half, 0, half), Run(dim.size // 2 + index * half, half, half)]
+        return [RowRun(index * half, 0, half), RowRun(dim.size // 2 + index * half, half, half)]
     start = min(index * size, dim.size)
-    return [Run(start, 0, min(size, dim.size - start))]
+    return [RowRun(start, 0, min(size, dim.size - start))]
 
 
-def is_pair(dim: Dim) -> bool:
-    """Whether two matrices lie side by side along `dim`, so that a rank's part is one of each."""
+def is_fused_pair(dim: Dim) -> bool:
+    """True if `dim` has two fused matrices, so that a shard consists of a part of each."""
     return dim.name == "ffn" and dim.unit == 2
 
 
-def _between(runs: list[Run], first: int, last: int) -> list[Run]:
-    """What is left of `runs` where only the local rows [first, last) are kept, which then begin at 0."""
-    found = []
+def _between(runs: list[RowRun], first: int, last: int) -> list[RowRun]:
+    """Return `runs` restricted to the local rows [first, last), renumbered from 0."""
+    inside = []
     for run in runs:
         begin, end = max(run.local, first), min(run.local + run.count, last)
-        found.append(Run(run.start + begin - run.local, begin - first, max(0, end - begin)))
-    return found
+        inside.append(RowRun(run.start + begin - run.local, begin - first, max(0, end - begin)))
+    return inside
 
 
-def copies(param: Param, layout: Layout) -> tuple[Axis, ...]:
-    """The axes along which ranks of a stage hold the same part of `param`, dp_replicate first."""
+def replica_axes(param: Param, layout: Layout) -> tuple[Axis, ...]:
+    """Return the axes along which ranks of a stage hold the same shard of `param`, dp_replicate first."""
     routed = is_routed(param)
     axes = [axis(layout, "dp_replicate")]
     axes += [] if layout.zero else [axis(layout, zero_group(routed=routed))]
     if not routed:
-        axes.append(tp_copies(param, layout))
-    elif not any(AXIS.get(dim.name) == "tp" for dim in param.dims):
+        axes.append(tp_replicas(param, layout))
+    elif not any(DIM_TO_AXIS.get(dim.name) == "tp" for dim in param.dims):
         axes.append(axis(layout, "expert_tp"))
     return tuple(group for group in axes if group.degree > 1)
 
 
-def tied_copies(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, ...]:
-    """The two pipeline ranks that hold `param` where it is a token table, also the head, and its stages are apart."""
+def tied_axes(model: ModelSpec, param: Param, layout: Layout) -> tuple[Axis, ...]:
+    """Return the axis of the first and the last pipeline rank if `param` is a tied embedding on both; else nothing."""
     ends = layout.pp > 1 and layout.schedule not in V_SHAPED
     if not (ends and model.tie_word_embeddings and param.name == EMBEDDING):
         return ()
     return (axis(layout, "ends"),)
 
 
-def tp_copies(param: Param, layout: Layout) -> Axis:
-    """The ranks of a tensor-parallel group that hold the same part of `param`: neighbours, all of them where tp cuts
-    none of its dims, several where they outnumber its key-value heads, else one."""
-    counts = [dim.count for dim in param.dims if AXIS.get(dim.name) == "tp" and dim.name != "vocab"]
-    if any(AXIS.get(dim.name) == "tp" and dim.name == "vocab" for dim in param.dims):
+def tp_replicas(param: Param, layout: Layout) -> Axis:
+    """Return the axis of neighbouring tp ranks that hold the same shard of `param`.
+
+    Its degree is tp if tp shards no dim of `param`, more than 1 if there are more ranks than key-value heads, else 1.
+    """
+    counts = [dim.count for dim in param.dims if DIM_TO_AXIS.get(dim.name) == "tp" and dim.name != "vocab"]
+    if any(DIM_TO_AXIS.get(dim.name) == "tp" and dim.name == "vocab" for dim in param.dims):
         return Axis("tp", 1, 1)
     return Axis("tp", max(1, layout.tp // min(counts)) if counts else layout.tp, 1)
 
 
 @lru_cache(maxsize=64)
-def summed_over_tp(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
-    """The parameters that several tp ranks hold alike, and of whose gradients each has a part: its own tokens' (under
-    sequence parallelism, what lies between the regions), or its own heads' (inside of them)."""
+def partial_grad_params(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
+    """Return the names of parameters that are replicated over tp ranks with partial gradients, which must be summed.
+
+    Each rank has the gradient of its tokens (between the tensor-parallel blocks, under sequence parallelism) or of its
+    heads (inside of them).
+    """
     if layout.tp == 1:
         return ()
     return tuple(
         param.name
         for op in ops(model)
         for param in op.params
-        if not param.frozen and not is_routed(param) and tp_copies(param, layout).degree > 1 and _has_part(op, layout)
+        if not param.frozen
+        and not is_routed(param)
+        and tp_replicas(param, layout).degree > 1
+        and _sees_part(op, layout)
     )
 
 
-def _has_part(op: Op, layout: Layout) -> bool:
-    """Whether a tp rank sees only a part of the tokens or heads that `op` works on."""
-    if layout.sequence_parallel or style(op) == "column":
+def _sees_part(op: Op, layout: Layout) -> bool:
+    """True if a tp rank computes `op` on only a part of the tokens or heads."""
+    if layout.sequence_parallel or tp_style(op) == "column":
         return True
     if op.kind == "lora":
-        # Beside a matrix that is cut, A and B work on a rank's own rows or columns.
-        return "tp" in (AXIS.get(op.source.name), AXIS.get(op.target.name))
-    return op.kind == "norm" and AXIS.get(op.source.name) == "tp"
+        # For a sharded matrix, A and B work on the rank's rows or columns.
+        return "tp" in (DIM_TO_AXIS.get(op.source.name), DIM_TO_AXIS.get(op.target.name))
+    return op.kind == "norm" and DIM_TO_AXIS.get(op.source.name) == "tp"

@@ -1,4 +1,4 @@
-"""Which memory techniques this version's trainer has, and where: what it refuses."""
+"""The rules of this version's trainer for offloading, tiled feed-forward layers and float8."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE, Layout
-from kumi.spec.legality import UNTRAINED, Rule, allows, others
+from kumi.spec.legality import UNSUPPORTED, LayoutRule, all_but, is_one_of
 from kumi.spec.model import MLP, ModelSpec, MoE
 from kumi.spec.op import Op
 from kumi.spec.process_groups import process_group
 from kumi.spec.schedules import FULL_BACKWARD
 
-# Elements of a bucket that the host updates at a time: long enough for a link's and a drive's full speed, small beside
-# a model. And rooms that it has for buckets: for one that comes, one that is updated and one that goes.
-BUCKET, ROOMS = 8 * 2**20, 3
+# Elements of a bucket that the host updates at a time: large enough for the full bandwidth of a link or a drive, small
+# compared with a model. The host has three staging buffers: one bucket arrives, one is updated, one leaves.
+HOST_BUCKET_ELEMENTS, STAGING_BUFFERS = 8 * 2**20, 3
 
-# What tiles are trained with.
+# Field -> the values that are supported with tiles > 1.
 _WITH_TILES: dict[str, tuple[Any, ...]] = {
     "tp": (1,),
     "schedule": FULL_BACKWARD,
@@ -26,27 +26,27 @@ _WITH_TILES: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "optimizer", "optimizer-nvme", "activations"),
 }
 
-# The optimizers whose states may lie on the host and on its drives.
+# The optimizers whose states can be offloaded to the host and to its drives.
 _OFFLOADED_OPTIMIZERS = ("adamw",)
 
-# What products in float8 are trained with: all else multiplies elsewhere than in its layers.
+# Field -> the values that are supported with float8. Other values multiply outside of the float8 linear layers.
 _WITH_FLOAT8: dict[str, tuple[Any, ...]] = {"tp": (1,), "schedule": FULL_BACKWARD, "tiles": (1,)}
 
 
 def is_tiled(model: ModelSpec, op: Op) -> bool:
-    """Whether `op` belongs to a dense feed-forward layer, shared experts left out: what `layout.tiles` cuts."""
+    """True if `layout.tiles` divides `op`: it is part of a dense feed-forward layer, and not of shared experts."""
     inside = op.name.rpartition(".")[0].endswith(".mlp")
     return inside and not op.experts and "ffn" in (op.source.name, op.target.name)
 
 
-def technique_rules(model: ModelSpec) -> Iterator[Rule]:
-    """Return what this version's trainer wants of a layout that offloads, or computes in tiles."""
+def technique_rules(model: ModelSpec) -> Iterator[LayoutRule]:
+    """Yield the trainer's rules for offloading and for tiles."""
     yield from _offload(model)
     yield from _tiles(model)
 
 
-def float8_rules(job: Job) -> Iterator[Rule]:
-    """Return what this version's trainer wants of a layout where `job` multiplies in float8."""
+def float8_rules(job: Job) -> Iterator[LayoutRule]:
+    """Yield the trainer's rules for a `job` with float8 matmuls."""
     if job.precision.products != "float8":
         return
     device = job.cluster.device
@@ -54,8 +54,8 @@ def float8_rules(job: Job) -> Iterator[Rule]:
         "float8",
         lambda x: device.kind == "cuda" and "float8" in device.dtypes,
         lambda layout: (
-            f"precision.kind='fp8': this version multiplies in float8 on CUDA devices that have it, which "
-            f"{device.name or 'this one'} does not say of itself; plan it, or set precision.kind = 'bf16'"
+            f"precision.kind='fp8' needs a CUDA device that is described with float8 matmuls, but the device is "
+            f"{device.name or 'unnamed'}; use another device, or set precision.kind = 'bf16'"
         ),
     )
     yield from (_beside_float8(name, allowed) for name, allowed in _WITH_FLOAT8.items())
@@ -64,52 +64,52 @@ def float8_rules(job: Job) -> Iterator[Rule]:
         "float8",
         lambda x: x.microbatch * seq_len // x.cp % 16 == 0,
         lambda layout: (
-            f"precision.kind='fp8' with {layout.microbatch * seq_len // layout.cp} tokens of a microbatch on a rank: "
-            f"products in float8 take multiples of 16; change batch.seq_len or layout.microbatch"
+            f"precision.kind='fp8' needs a multiple of 16 tokens per microbatch and rank, but there are "
+            f"{layout.microbatch * seq_len // layout.cp}; change batch.seq_len or layout.microbatch"
         ),
     )
 
 
-def _rule(about: str, holds: Callable[[Any], Any], say: Callable[[Layout], str], *after: str) -> Rule:
-    return Rule(about, holds, say, ("degrees", *after), UNTRAINED)
+def _rule(about: str, holds: Callable[[Any], Any], say: Callable[[Layout], str], *after: str) -> LayoutRule:
+    return LayoutRule(about, holds, say, ("degrees", *after), UNSUPPORTED)
 
 
 def _words(values: Iterable[object]) -> str:
     return " or ".join(repr(value) for value in values)
 
 
-def _beside_float8(name: str, allowed: tuple[Any, ...]) -> Rule:
+def _beside_float8(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
     return _rule(
         "float8",
-        allows(name, allowed),
+        is_one_of(name, allowed),
         lambda layout: (
-            f"precision.kind='fp8' with {name}={getattr(layout, name)!r}: set {name} = {_words(allowed)}, or "
-            f"precision.kind = 'bf16'"
+            f"precision.kind='fp8' is not supported with {name}={getattr(layout, name)!r}; set {name} = "
+            f"{_words(allowed)}, or precision.kind = 'bf16'"
         ),
     )
 
 
-def optimizer_rules(job: Job) -> Iterator[Rule]:
-    """Return what this version's trainer wants of a layout that offloads the states of `job`'s optimizer."""
+def optimizer_rules(job: Job) -> Iterator[LayoutRule]:
+    """Yield the trainer's rule for offloading the states of the optimizer of `job`."""
     kinds, without_states = _words(_OFFLOADED_OPTIMIZERS), ("none", "activations")
     yield _rule(
         "optimizer",
         lambda x: (job.optim.kind in _OFFLOADED_OPTIMIZERS) | x.one_of("offload", without_states),
         lambda layout: (
-            f"optim.kind='{job.optim.kind}' with offload='{layout.offload}': this version offloads the states of "
+            f"optim.kind='{job.optim.kind}' is not supported with offload='{layout.offload}', which is implemented for "
             f"{kinds} only; set offload = 'none' or 'activations', or optim.kind = {kinds}"
         ),
     )
 
 
-def _offload(model: ModelSpec) -> Iterator[Rule]:
-    without_states = others(OFFLOAD, "states", "states-nvme")
+def _offload(model: ModelSpec) -> Iterator[LayoutRule]:
+    without_states = all_but(OFFLOAD, "states", "states-nvme")
     yield _rule(
         "states",
         lambda x: x.one_of("offload", without_states) | ((x.zero == 3) & (x.dp_shard * x.cp > 1)),
         lambda layout: (
-            f"offload='{layout.offload}' with zero={layout.zero} over {layout.dp_shard * layout.cp} ranks: this "
-            f"version keeps parameters on the host where zero = 3 divides them over several; set this, or "
+            f"offload='{layout.offload}' moves parameters to the host, which needs zero=3 over 2 or more ranks, not "
+            f"zero={layout.zero} over {layout.dp_shard * layout.cp}; set zero = 3 with dp_shard x cp > 1, or "
             f"{_instead(layout)}"
         ),
     )
@@ -118,19 +118,19 @@ def _offload(model: ModelSpec) -> Iterator[Rule]:
             "states of experts",
             lambda x: x.one_of("offload", without_states) | (process_group(x, "expert_data")[0] > 1),
             lambda layout: (
-                f"offload='{layout.offload}' with ep={layout.ep} and expert_tp={layout.expert_tp}: this version keeps "
-                f"on the device what no two ranks hold, as here all experts; use a smaller ep x expert_tp, or "
+                f"offload='{layout.offload}' cannot move the experts to the host, because with ep={layout.ep} and "
+                f"expert_tp={layout.expert_tp} ZeRO does not shard them; use a smaller ep x expert_tp, or "
                 f"{_instead(layout)}"
             ),
             "states",
         )
-    others_move, others_recompute = others(OFFLOAD, "activations"), others(RECOMPUTE, "selective")
+    without_activations, without_selective = all_but(OFFLOAD, "activations"), all_but(RECOMPUTE, "selective")
     yield _rule(
         "activations",
-        lambda x: x.one_of("offload", others_move) | x.one_of("recompute", others_recompute),
+        lambda x: x.one_of("offload", without_activations) | x.one_of("recompute", without_selective),
         lambda layout: (
-            "offload='activations' with recompute='selective': this version moves what layers keep whole; "
-            "set recompute = 'none' or 'full'"
+            "offload='activations' is not supported with recompute='selective', because it moves all activations of a "
+            "layer; set recompute = 'none' or 'full'"
         ),
     )
 
@@ -139,13 +139,15 @@ def _instead(layout: Layout) -> str:
     return f"offload = '{layout.offload.replace('states', 'optimizer')}'"
 
 
-def _tiles(model: ModelSpec) -> Iterator[Rule]:
+def _tiles(model: ModelSpec) -> Iterator[LayoutRule]:
     widths = sorted({layer.mlp.intermediate_size for layer in model.layers if isinstance(layer.mlp, MLP)})
     if not widths:
         yield _rule(
             "tiles",
             lambda x: x.tiles == 1,
-            lambda layout: f"tiles={layout.tiles}, but the model has no dense feed-forward layers; set tiles = 1",
+            lambda layout: (
+                f"tiles={layout.tiles} divides dense feed-forward layers, but the model has none; set tiles = 1"
+            ),
         )
         return
     yield from (_beside_tiles(name, allowed) for name, allowed in _WITH_TILES.items())
@@ -154,8 +156,8 @@ def _tiles(model: ModelSpec) -> Iterator[Rule]:
         "ranks of tiles",
         lambda x: (x.tiles == 1) | ((size % _shards(x) == 0) & (width % _shards(x) == 0)),
         lambda layout: (
-            f"tiles={layout.tiles} with zero=3 over {_shards(layout)} ranks, which do not divide hidden_size="
-            f"{size} and intermediate_size={width}; set tiles = 1, or other degrees"
+            f"tiles={layout.tiles} with zero=3 needs a number of shards that divides hidden_size={size} and "
+            f"intermediate_size={width}, not {_shards(layout)}; set tiles = 1, or change dp_shard x cp"
         ),
     )
     yield _rule(
@@ -167,17 +169,18 @@ def _tiles(model: ModelSpec) -> Iterator[Rule]:
 
 
 def _shards(x: Any) -> Any:
-    """Over how many ranks ZeRO-3 divides a matrix; 1 without it."""
+    """Return the number of ranks over which ZeRO-3 shards a matrix; 1 at other stages."""
     return 1 + (x.zero == 3) * (x.dp_shard * x.cp - 1)
 
 
-def _beside_tiles(name: str, allowed: tuple[Any, ...]) -> Rule:
-    fits = allows(name, allowed)
+def _beside_tiles(name: str, allowed: tuple[Any, ...]) -> LayoutRule:
+    fits = is_one_of(name, allowed)
     return _rule(
         "tiles",
         lambda x: (x.tiles == 1) | fits(x),
         lambda layout: (
-            f"tiles={layout.tiles} with {name}={getattr(layout, name)!r}: set {name} = {_words(allowed)}, or tiles = 1"
+            f"tiles={layout.tiles} is not supported with {name}={getattr(layout, name)!r}; set {name} = "
+            f"{_words(allowed)}, or tiles = 1"
         ),
     )
 
@@ -186,6 +189,6 @@ def _uneven_tiles(layout: Layout, width: int) -> str:
     most = width // _shards(layout)
     use = ", ".join(str(tiles) for tiles in range(1, min(most, 64) + 1) if most % tiles == 0)
     return (
-        f"tiles={layout.tiles} does not divide the {most} columns of intermediate_size={width} that each of "
-        f"{_shards(layout)} ranks has; use {use}"
+        f"tiles={layout.tiles} does not divide the {most} columns of intermediate_size={width} in each of "
+        f"{_shards(layout)} shards; set tiles to one of {use}"
     )

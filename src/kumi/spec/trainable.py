@@ -1,132 +1,117 @@
-"""What this version's trainer does not train, although it is legal and can be planned."""
+"""The limits of this version's trainer: rules for legal layouts that can be planned but not trained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from kumi.errors import ModelError
-from kumi.spec.checks import expert_rules
-from kumi.spec.divisibility import cuts
-from kumi.spec.families import check_trained
+from kumi.spec.divisibility import divisibility
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.legality import UNTRAINED, Rule, broken
+from kumi.spec.layout_rules import expert_rules
+from kumi.spec.legality import UNSUPPORTED, LayoutRule
 from kumi.spec.model import ModelSpec
 from kumi.spec.peft import adapter_rules
 from kumi.spec.sharding import zero_degree
 from kumi.spec.techniques import float8_rules, optimizer_rules, technique_rules
 
-TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64", "fp8")
+_TRAINED_PRECISIONS = ("bf16", "fp16", "fp32", "fp64", "fp8")
 
 
-def untrainable(job: Job, layout: Layout) -> list[str]:
-    """What keeps this version of kumi from training `job` with a legal `layout`: it can only be planned."""
-    try:
-        check_trained(job.model)
-    except ModelError as error:
-        return [str(error), *untrained(job, layout)]
-    return untrained(job, layout)
-
-
-def untrained(job: Job, layout: Layout) -> list[str]:
-    """The same, but for the model."""
-    return broken(trainer_rules(job), layout, UNTRAINED)
-
-
-def trainer_rules(job: Job) -> tuple[Rule, ...]:
-    """Return what this version's trainer wants of a legal layout, and first the rules of legality that these need."""
+def trainer_rules(job: Job) -> tuple[LayoutRule, ...]:
+    """Return the trainer's rules for a legal layout, together with the rules of legality that they depend on."""
     return (
         *_vocabulary(job.model),
-        *(_experts(job.model) if cuts(job.model).experts else ()),
+        *(_experts(job.model) if divisibility(job.model).experts else ()),
         *technique_rules(job.model),
         *float8_rules(job),
         *adapter_rules(job),
         *optimizer_rules(job),
-        *_choices(job),
+        *_precision(job),
     )
 
 
-def _vocabulary(model: ModelSpec) -> Iterator[Rule]:
+def _vocabulary(model: ModelSpec) -> Iterator[LayoutRule]:
     tokens = model.vocab_size
-    yield Rule(
+    yield LayoutRule(
         "vocabulary",
         lambda x: -(-tokens // x.tp) * (x.tp - 1) < tokens,
         lambda layout: (
-            f"tp={layout.tp} leaves ranks without any of the vocab_size={tokens} tokens, of which others "
-            f"have {-(-tokens // layout.tp)} each; use a smaller tp"
+            f"tp={layout.tp} leaves ranks without rows of the vocabulary, because vocab_size={tokens} is divided into "
+            f"shards of {-(-tokens // layout.tp)}; use a smaller tp"
         ),
-        scope=UNTRAINED,
+        scope=UNSUPPORTED,
     )
 
 
-def _experts(model: ModelSpec) -> Iterator[Rule]:
+def _experts(model: ModelSpec) -> Iterator[LayoutRule]:
     yield from expert_rules(model)
     after = ("experts",)
-    yield Rule(
+    yield LayoutRule(
         "tokens of experts",
         lambda x: (x.tp == 1) | (x.sequence_parallel != 0),
         lambda layout: (
-            f"sequence_parallel=false with tp={layout.tp}: this version sends each rank's own tokens to experts; "
-            f"set sequence_parallel = true, or tp = 1"
+            f"sequence_parallel=false with tp={layout.tp} is not supported for models with experts, because each tp "
+            "rank routes only its own tokens; set sequence_parallel = true, or tp = 1"
         ),
         after,
-        UNTRAINED,
+        UNSUPPORTED,
     )
-    yield Rule(
+    yield LayoutRule(
         "states of experts",
         lambda x: (x.zero == 0) | (x.dp_shard * x.cp > 1) | (zero_degree(x, routed=True) == 1),
         lambda layout: (
-            f"zero={layout.zero} would divide the experts only, over {zero_degree(layout, routed=True)} tp ranks: "
-            f"dp_shard x cp is 1; set zero = 0"
+            f"zero={layout.zero} with dp_shard x cp = 1 would shard only the experts, over "
+            f"{zero_degree(layout, routed=True)} tp ranks, which is not supported; set zero = 0"
         ),
         after,
-        UNTRAINED,
+        UNSUPPORTED,
     )
     yield _rows(model.hidden_size)
-    yield from (_rows_of_width(width, model.hidden_size) for width in cuts(model).width)
+    yield from (_rows_of_width(width, model.hidden_size) for width in divisibility(model).width)
 
 
-def _rows(size: int) -> Rule:
-    """ZeRO divides the rows of each expert's matrices evenly: `size` of the one that gives hidden states."""
-    return Rule(
+def _rows(size: int) -> LayoutRule:
+    """ZeRO divides the rows of each expert's matrices evenly: this rule is for the down projection, with `size` "
+    "rows."""
+    return LayoutRule(
         "rows of experts",
         lambda x: (x.zero == 0) | (size % zero_degree(x, routed=True) == 0),
         lambda layout: _undivided(layout, size),
         ("experts",),
-        UNTRAINED,
+        UNSUPPORTED,
     )
 
 
-def _rows_of_width(width: int, hidden: int) -> Rule:
-    """The same of the one that takes them, with gate and up side by side; said once where both have as many."""
+def _rows_of_width(width: int, hidden: int) -> LayoutRule:
+    """Return the same rule for the fused gate and up projection; it holds where `_rows` reports the same number."""
 
     def rows(x: Any) -> Any:
         return 2 * width // x.expert_tp
 
-    return Rule(
+    return LayoutRule(
         "rows of experts",
         lambda x: (x.zero == 0) | (rows(x) == hidden) | (rows(x) % zero_degree(x, routed=True) == 0),
         lambda layout: _undivided(layout, rows(layout)),
         ("experts",),
-        UNTRAINED,
+        UNSUPPORTED,
     )
 
 
 def _undivided(layout: Layout, size: int) -> str:
     return (
-        f"zero={layout.zero} divides each expert's matrices over {zero_degree(layout, routed=True)} ranks, which do "
-        f"not divide their {size} rows; use a larger ep, or another dp_shard"
+        f"zero={layout.zero} shards each expert's matrices over {zero_degree(layout, routed=True)} ranks, which do not "
+        f"divide their {size} rows; use a larger ep, or another dp_shard"
     )
 
 
-def _choices(job: Job) -> Iterator[Rule]:
-    yield Rule(
+def _precision(job: Job) -> Iterator[LayoutRule]:
+    yield LayoutRule(
         "precision",
-        lambda x: job.precision.kind in TRAINED_PRECISIONS,
+        lambda x: job.precision.kind in _TRAINED_PRECISIONS,
         lambda layout: (
-            f"precision.kind='{job.precision.kind}': this version trains in {', '.join(TRAINED_PRECISIONS)} only; "
-            f"plan it, or set one of these"
+            f"precision.kind='{job.precision.kind}' can be planned for but not trained; "
+            f"set precision.kind to one of {', '.join(_TRAINED_PRECISIONS)}"
         ),
-        scope=UNTRAINED,
+        scope=UNSUPPORTED,
     )

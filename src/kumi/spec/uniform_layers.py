@@ -1,4 +1,4 @@
-"""What the layers of a model have in common: most trainers describe a model by a few numbers, not layer by layer."""
+"""The common properties of a model's layers, for trainers that describe a model by a few numbers for all layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from kumi.spec.model import MLP, Attention, LatentAttention, LayerSpec, ModelSpe
 
 
 @dataclass(frozen=True)
-class Alike:
-    """A model whose layers differ at most in their windows and in which of them are mixtures of experts.
+class UniformLayers:
+    """A model with layers that differ at most in their windows and in dense or expert feed-forward.
 
-    `layer` is the first one, its window left out; `dense` and `moe` are None where no layer has one. `windows` and
-    `experts` say of every layer how far it sees (None: all the way) and whether it has experts.
+    - `layer`, `attention`: of the first layer, without its window.
+    - `dense`, `moe`: the dense and the expert feed-forward; None if no layer has one.
+    - `windows`: the sliding window of each layer; None for full attention.
+    - `experts`: True for each layer with experts.
     """
 
     layer: LayerSpec
@@ -26,15 +28,17 @@ class Alike:
 
     @property
     def window(self) -> int | None:
-        """The window of the layers that have one, which is the same for all of them."""
+        """The window of all layers with a sliding window, or None."""
         return next((window for window in self.windows if window is not None), None)
 
 
 @lru_cache(maxsize=64)
-def alike(model: ModelSpec) -> Alike | None:
-    """What the layers of `model` have in common; None where they differ in more than `Alike` can say, or one of them is
-    not attention with an mlp."""
-    kinds, of_layer = model.layer_kinds()
+def uniform_layers(model: ModelSpec) -> UniformLayers | None:
+    """Return the common properties of the layers of `model`.
+
+    None if they differ in more than `UniformLayers` can express, or if a layer is not attention with an mlp.
+    """
+    kinds, of_layer = model.unique_layers()
     if any(layer.attends is None or layer.mlp is None for layer in kinds):
         return None
     attentions = {_attention(layer) for layer in kinds}
@@ -47,25 +51,25 @@ def alike(model: ModelSpec) -> Alike | None:
     experts = tuple(isinstance(kinds[index].mlp, MoE) for index in of_layer)
     attention = _attention(kinds[0])
     layer = replace(kinds[0], attention=attention)
-    return Alike(layer, attention, next(iter(dense), None), next(iter(moe), None), windows, experts)
+    return UniformLayers(layer, attention, next(iter(dense), None), next(iter(moe), None), windows, experts)
 
 
 def _attention(layer: LayerSpec) -> Attention | LatentAttention:
     attention = layer.attends
-    assert attention is not None, "alike() asks for attention in every layer"
+    assert attention is not None, "uniform_layers() requires attention in each layer"
     return attention if isinstance(attention, LatentAttention) else replace(attention, sliding_window=None)
 
 
-def uncommon(model: ModelSpec, found: Alike) -> dict[str, bool]:
-    """Traits that Llama's layers lack in every trainer, and whether the model has them."""
-    attention, moe, rope = found.attention, found.moe, found.attention.rope
+def traits_beyond_llama(model: ModelSpec, uniform: UniformLayers) -> dict[str, bool]:
+    """Return traits that the Llama layers of other trainers lack -> whether the model has them."""
+    attention, moe, rope = uniform.attention, uniform.moe, uniform.attention.rope
     grouped = isinstance(attention, Attention)
     return {
-        "scores scaled otherwise, capped or biased by distance": grouped
+        "scores with another scale, a soft cap or a bias by distance": grouped
         and (attention.score_scale is not None or attention.softcap is not None or attention.alibi),
-        "neighbouring dimensions that are turned together": rope is not None and rope.interleave,
-        "queries that grow with their position": rope is not None and rope.query_growth != 0,
-        "layers that normalise only what they add": not found.layer.pre_norms,
+        "RoPE of adjacent dimensions": rope is not None and rope.interleave,
+        "queries scaled by their position": rope is not None and rope.query_growth != 0,
+        "layers that normalize only their outputs": not uniform.layer.pre_norms,
         "norms that multiply by 1 + weight": model.zero_centered_norm,
         "scaled embeddings, layers or logits": (model.embedding_scale, model.residual_scale, model.logit_scale)
         != (1.0, 1.0, 1.0),
@@ -75,8 +79,8 @@ def uncommon(model: ModelSpec, found: Alike) -> dict[str, bool]:
     }
 
 
-def runs(flags: Sequence[object]) -> str:
-    """`flags` as a Python expression of repeated lists, such as ([1]*5+[0])*4, the shortest that repeats one block."""
+def as_repeated_lists(flags: Sequence[object]) -> str:
+    """Return `flags` as a Python expression, such as ([1]*5+[0])*4, that repeats the shortest possible block."""
     for size in range(1, len(flags) + 1):
         if len(flags) % size == 0 and list(flags[:size]) * (len(flags) // size) == list(flags):
             block, times = _block(flags[:size]), len(flags) // size
@@ -85,7 +89,7 @@ def runs(flags: Sequence[object]) -> str:
 
 
 def _block(flags: Sequence[object]) -> str:
-    """`flags` as a sum of repeated one-element lists."""
+    """Return `flags` as a sum of repeated one-element lists."""
     parts: list[tuple[object, int]] = []
     for flag in flags:
         if parts and parts[-1][0] == flag:

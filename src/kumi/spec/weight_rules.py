@@ -1,9 +1,9 @@
-"""Rules for how the files of a model family hold its tensors: data, which `kumi.spec.weights` reads both ways.
+"""Rules for the format of a model family's tensors in files. `kumi.spec.weights` applies them in both directions.
 
-Inside of kumi every family has the same names, those of Llama where it has the part, and the same shapes: query, key
-and value apart, gate and up apart (side by side in routed experts), matrices as (out, in), all experts of a layer in
-one tensor. A rule names modules or tensors by their path within a layer (or, outside of layers, from the top); what
-follows of a tensor's name, such as ".weight", is the same in files.
+Inside kumi, all families have the same native names (those of Llama, where Llama has the part) and the same shapes:
+query, key and value are separate, gate and up are separate (fused in routed experts), matrices are (out, in), and all
+experts of a layer are one tensor. A rule names modules or tensors by their path within a layer, or outside of layers
+by their full path. The end of a tensor's name, such as ".weight", is the same in files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rename:
-    """`native` is called `stored` in files, and its matrices lie there as (in, out) where it is `transposed`."""
+    """`native` has the name `stored` in files. If `transposed`, matrices are stored as (in, out)."""
 
     native: str
     stored: str
@@ -22,7 +22,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of all `natives` are one matrix in files, one below the other; (in, out) where it is `transposed`."""
+    """The rows of all `natives` are concatenated to one matrix in files. If `transposed`, it is stored as (in, out)."""
 
     natives: tuple[str, ...]
     stored: str
@@ -31,8 +31,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Groups:
-    """Queries, keys and values are one matrix in files: for every key-value head its queries' rows, its key's, its
-    value's."""
+    """Queries, keys and values are one matrix in files: for each key-value head, the rows of its queries, key and
+    value."""
 
     natives: tuple[str, str, str]
     stored: str
@@ -40,7 +40,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor (X, N * A, B), in files N matrices (A, B) for each of X, named `pieces` with X's number for {}."""
+    """A tensor (X, N * A, B) is stored as N matrices (A, B) per index of X, named `pieces` with that index for {}."""
 
     native: str
     pieces: tuple[str, ...]
@@ -48,7 +48,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A tensor (X, 2 * A, ...), in files (X, ..., 2 * A) with its halves in turn: first, second, first..."""
+    """A tensor (X, 2 * A, ...) is stored as (X, ..., 2 * A) with its two halves interleaved: first, second, first..."""
 
     native: str
     stored: str
@@ -59,11 +59,13 @@ Rule = Rename | Rows | Groups | Stack | Pairs
 
 @dataclass(frozen=True)
 class Weights:
-    """How the files of a family hold its tensors.
+    """The format of a family's tensors in files.
 
-    Of `rules`, for tensors within layers, the first that fits counts. `prefixes` then replace beginnings of whole
-    names: again the first that fits. `base` is a prefix that some files leave out altogether, having been saved without
-    a head. Tensors in files whose names end in one of `ignored` are no part of the model.
+    - `rules`: for tensors within layers; the first match applies.
+    - `prefixes`: (native, stored) beginnings of full names, replaced after `rules`; the first match applies.
+    - `base`: prefix that files saved without a head leave out.
+    - `ignored`: tensors in files with these name endings are not part of the model.
+    - `carried`: name prefixes of passthrough tensors, which are copied unchanged.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -75,7 +77,7 @@ class Weights:
 
 PLAIN = Weights()
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# One matrix in one file for each matrix of each expert.
+# Files with a tensor for each matrix of each expert.
 EXPERTS = Weights(
     (
         Stack("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),

@@ -1,7 +1,7 @@
-"""Where the files of a Hugging Face folder hold a model's tensors, by the rules of its family, read both ways.
+"""The mapping between native tensors and the tensors in the files of a Hugging Face folder, by the rules of the family.
 
-parts(spec, param)   what files hold of a tensor
-files(spec)          what a file's tensors are made of
+stored_parts(spec, param)   native tensor -> its parts in stored tensors
+stored_tensors(spec)        stored tensor -> the parts of native tensors in it
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from kumi.spec.weight_rules import Pairs, Rename, Rows, Rule, Stack
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a tensor in a file, where the tensor is called `name` and has `shape`.
+    """A rectangle of a native tensor, and its place in the stored tensor with `name` and `shape`.
 
-    Seen as `view`, the file's tensor has a rectangle that begins at `at` and has `size`; with its dims in `order`, its
-    elements are those of the native tensor's rectangle that begins at `start` and has `extent`:
+    - `start`, `extent`: first index and shape of the rectangle of the native tensor.
+    - `view`: shape as which the stored tensor is viewed.
+    - `at`, `size`: first index and shape of the rectangle of the view.
+    - `order`: permutation of the dims of that rectangle. The elements are then those of the native rectangle:
 
         native[start : start + extent] == file.view(view)[at : at + size].permute(order).reshape(extent)
     """
@@ -37,48 +39,49 @@ class Part:
 
     @property
     def in_order(self) -> bool:
-        """Whether the elements are a rectangle of the file's tensor as it is, in the order that the native one has."""
+        """True if the part is a rectangle of the stored tensor without view and permutation."""
         return self.view == self.shape and self.order == tuple(range(len(self.order)))
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the file's tensor, in the order that the native one has."""
+        """True if the part is the complete stored tensor, without view and permutation."""
         return self.in_order and self.size == self.shape
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A native tensor, and the part of it that a file's tensor holds."""
+class ParamPart:
+    """A native tensor, and a part of it in a stored tensor."""
 
     param: Param
     part: Part
 
 
-def parts(spec: ModelSpec, param: Param, *, stacked: bool = False) -> tuple[Part, ...]:
-    """What files hold of `param`, a tensor of `spec`: all of it, in the order of its elements.
+def stored_parts(spec: ModelSpec, param: Param, *, stacked: bool = False) -> tuple[Part, ...]:
+    """Return the parts of `param`, a tensor of `spec`, in files. Together they cover it, in the order of its elements.
 
-    `stacked`: experts are one tensor in the file, too, as transformers 5 has them in memory and can save them.
+    `stacked`: the experts of a layer are one tensor in the file as well, as transformers 5 has them in memory and can
+    save them.
     """
     prefix, inner = _split(param.name)
     for rule in spec.weights.rules:
-        found = _apply(spec, rule, param, prefix, inner, stacked)
-        if found:
-            return found
+        parts = _apply(spec, rule, param, prefix, inner, stacked)
+        if parts:
+            return parts
     return (_whole(param, stored_name(spec, param.name)),)
 
 
 @lru_cache(maxsize=64)
-def files(spec: ModelSpec) -> Mapping[str, tuple[Piece, ...]]:
-    """For the name of every tensor in files, the pieces of native tensors that it is made of; in the order of these."""
-    found: dict[str, list[Piece]] = {}
+def stored_tensors(spec: ModelSpec) -> Mapping[str, tuple[ParamPart, ...]]:
+    """Return for each stored tensor, by name, the parts of native tensors in it, in the order of these tensors."""
+    stored: dict[str, list[ParamPart]] = {}
     for param in tensors(spec):
-        for part in parts(spec, param):
-            found.setdefault(part.name, []).append(Piece(param, part))
-    return {name: tuple(pieces) for name, pieces in found.items()}
+        for part in stored_parts(spec, param):
+            stored.setdefault(part.name, []).append(ParamPart(param, part))
+    return {name: tuple(pieces) for name, pieces in stored.items()}
 
 
 def stored_name(spec: ModelSpec, name: str) -> str:
-    """`name` with its beginning as files have it."""
+    """Return `name` with the prefix that it has in files."""
     for native, stored in spec.weights.prefixes:
         if name.startswith(native):
             return stored + name.removeprefix(native)
@@ -86,7 +89,7 @@ def stored_name(spec: ModelSpec, name: str) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The layer that a tensor belongs to, with the dot after it (or nothing), and its name in there."""
+    """Return the prefix of the layer of a tensor, with its dot (or ""), and the name within the layer."""
     if not name.startswith(LAYERS):
         return "", name
     number, _, inner = name.removeprefix(LAYERS).partition(".")
@@ -94,7 +97,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _whole(param: Param, name: str, *, transposed: bool = False) -> Part:
-    """All of `param` as a tensor of its own."""
+    """Return `param` as a stored tensor of its own."""
     shape, dims = param.shape, len(param.shape)
     order = (*range(dims - 2), dims - 1, dims - 2) if transposed and dims > 1 else tuple(range(dims))
     stored = tuple(shape[dim] for dim in order)
@@ -102,7 +105,7 @@ def _whole(param: Param, name: str, *, transposed: bool = False) -> Part:
 
 
 def _apply(spec: ModelSpec, rule: Rule, param: Param, prefix: str, inner: str, stacked: bool) -> tuple[Part, ...]:
-    """What `rule` says about `param`; nothing where it does not fit."""
+    """Return the parts of `param` by `rule`; empty if the rule does not match."""
     natives = (rule.native,) if isinstance(rule, Rename | Stack | Pairs) else rule.natives
     index = next((i for i, native in enumerate(natives) if inner == native or inner.startswith(f"{native}.")), None)
     if index is None:
@@ -128,10 +131,10 @@ def _tensors(spec: ModelSpec) -> dict[str, Param]:
 
 def _rows(siblings: list[Param], index: int, name: str, transposed: bool) -> Part:
     param, dims = siblings[index], len(siblings[index].shape)
-    heights = [one.shape[0] for one in siblings]
+    heights = [sibling.shape[0] for sibling in siblings]
     shape, at = (sum(heights), *param.shape[1:]), (sum(heights[:index]), *(0,) * (dims - 1))
     order = (1, 0) if transposed and dims == 2 else tuple(range(dims))
-    shape, at, size = (tuple(one[dim] for dim in order) for one in (shape, at, param.shape))
+    shape, at, size = (tuple(sizes[dim] for dim in order) for sizes in (shape, at, param.shape))
     return Part(name, shape, (0,) * dims, param.shape, shape, at, size, order)
 
 

@@ -18,7 +18,7 @@ from kumi.config import ResolvedRun
 from kumi.config.local_machine import cpu_dtypes
 from kumi.config.numerics import MeasuredNumerics, cache_numerics, numerics_for_cluster, this_processor
 from kumi.config.resolve import with_numerics_key
-from kumi.spec.numerics import REFERENCE, Numerics, parse
+from kumi.spec.numerics import REFERENCE, Numerics, parse_numerics
 
 # A measurement takes about a second; a process that hangs is killed after this time.
 _TIMEOUT_SECONDS = 30.0
@@ -48,7 +48,7 @@ def measure_here(ranks: int) -> MeasuredNumerics:
     if record is None:
         print("numerics   the fastest numerics of this CPU could not be measured; using the reference", flush=True)
         return MeasuredNumerics(REFERENCE, {})
-    measured = MeasuredNumerics(parse(record["numerics"]), record["seconds"], record["took"])
+    measured = MeasuredNumerics(parse_numerics(record["numerics"]), record["seconds"], record["took"])
     if measured.complete:
         print(f"numerics   measured in {measured.measuring_seconds:.1f} s, once on this machine", flush=True)
         cache_numerics(processor, measured)

@@ -22,7 +22,7 @@ from kumi.launch.local import rank_environment
 from kumi.launch.standing import LaunchedRank, launched_rank
 from kumi.report.run_description import describe_resolved, make_console, render_description
 from kumi.spec.families import check_trained
-from kumi.spec.numerics import parse
+from kumi.spec.numerics import parse_numerics
 from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
 from kumi.storage.folders import free_space_check, latest, list_complete, step_of
@@ -96,7 +96,9 @@ def _follow(run: ResolvedRun, peers: Rendezvous) -> int:
     if message["finished"]:
         return OK
     # If this rank's run file pins another layout, the rank uses its own, and kumi.train.compare_ranks refuses.
-    run = with_plan(with_numerics(run, parse(message["numerics"])), parse_plan(message["plan"], "rank 0's plan"))
+    run = with_plan(
+        with_numerics(run, parse_numerics(message["numerics"])), parse_plan(message["plan"], "rank 0's plan")
+    )
     return _launch(run, open_data(run), peers, None)
 
 

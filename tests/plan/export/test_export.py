@@ -16,7 +16,7 @@ from kumi.export import TRAINERS, export, megatron_lm, unsupported
 from kumi.export.text import as_comment, command_line_options, to_yaml
 from kumi.plan.engines import ENGINES
 from kumi.spec.layout import Layout
-from kumi.spec.uniform_layers import alike, runs
+from kumi.spec.uniform_layers import as_repeated_lists, uniform_layers
 
 ABLE = [(name, trainer) for name, (_, _, able) in EXAMPLES.items() for trainer in able]
 
@@ -412,17 +412,17 @@ def test_every_reason_names_a_value_and_ends_without_a_stop():
 
 
 def test_layers_may_differ_in_their_windows_only():
-    layers = alike(MIXED_WINDOWS)
+    layers = uniform_layers(MIXED_WINDOWS)
     assert layers.window == 1024
     assert layers.windows == (1024, 1024, 1024, None) * 9
     different = replace(MIXED_WINDOWS.layers[0], post_norms=True)
-    assert alike(replace(MIXED_WINDOWS, layers=(different, *MIXED_WINDOWS.layers[1:]))) is None
+    assert uniform_layers(replace(MIXED_WINDOWS, layers=(different, *MIXED_WINDOWS.layers[1:]))) is None
 
 
 @pytest.mark.parametrize("flags", [[1], [0, 1], [1] * 5, [1, 1, 0] * 4, [0, 0, 0, *[1] * 58], [1, 0, 0, 1, 1, 0]])
 def test_runs_of_flags_evaluate_to_themselves(flags):
-    assert eval(runs(flags)) == flags
-    assert re.fullmatch(r"[,\d\[\]()+*]+", runs(flags))
+    assert eval(as_repeated_lists(flags)) == flags
+    assert re.fullmatch(r"[,\d\[\]()+*]+", as_repeated_lists(flags))
 
 
 def test_arguments_are_quoted_for_the_shell():

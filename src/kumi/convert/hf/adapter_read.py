@@ -17,7 +17,7 @@ from kumi.convert.hf.adapter_write import CONFIG, PREFIX, WEIGHTS, Module, modul
 from kumi.errors import ModelError
 from kumi.files.untrusted import brief, inside, read_object
 from kumi.paths import looked_for
-from kumi.spec.adapters import takes
+from kumi.spec.adapters import has_adapter
 from kumi.spec.ledger import ops
 from kumi.spec.model import ModelSpec
 
@@ -193,7 +193,7 @@ def as_trained(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -
     """
     lora, result = spec.lora, dict[str, Tensor]()
     assert lora is not None, "spec.lora is None: the model has no adapters to initialise"
-    targets = [op.name for op in ops(spec) if takes(lora, op)]
+    targets = [op.name for op in ops(spec) if has_adapter(lora, op)]
     adapted = {name: adapter for name, adapter in adapters.items() if bool(adapter.b.any()) or name in targets}
     other = sorted(set(targets) ^ set(adapted))
     if other:

@@ -29,12 +29,12 @@ from kumi import hub
 from kumi.convert.files.safetensors_write import sync
 from kumi.convert.hf.write_folder import check_target, unfinished
 from kumi.files.output import remove_tree
-from kumi.spec.adapters import takes
+from kumi.spec.adapters import has_adapter
 from kumi.spec.ledger import ops
 from kumi.spec.lora import Lora
 from kumi.spec.model import ModelSpec
 from kumi.spec.peft import module_name
-from kumi.spec.weights import Part, files
+from kumi.spec.weights import Part, stored_tensors
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
@@ -94,7 +94,7 @@ def modules(spec: ModelSpec) -> Mapping[str, Module]:
     base = replace(spec, lora=None)
     adaptable = {f"{op.name}.weight": op.name for op in ops(base) if op.kind == "linear" and not op.experts}
     result = {}
-    for name, pieces in files(base).items():
+    for name, pieces in stored_tensors(base).items():
         if not all(piece.param.name in adaptable for piece in pieces):
             continue
         module = module_name(spec, name)
@@ -132,7 +132,7 @@ def write_adapter(
     assert spec.lora is not None, "spec.lora is None: the model has no adapters to write"
     check_target(folder, replace=replace)
     tensors, ranks = {}, {}
-    adapted = {op.name for op in ops(spec) if takes(spec.lora, op)}
+    adapted = {op.name for op in ops(spec) if has_adapter(spec.lora, op)}
     for module in modules(spec).values():
         matrices = [matrix for matrix in module.pieces if matrix.native in adapted]
         if matrices:
@@ -211,7 +211,7 @@ def _targets(spec: ModelSpec, names: list[str]) -> list[str]:
     A module is named by its last component where that selects none but `names`, else by its full name.
     """
     by_leaf: dict[str, set[str]] = {}
-    for file in files(replace(spec, lora=None)):
+    for file in stored_tensors(replace(spec, lora=None)):
         name = module_name(spec, file)
         by_leaf.setdefault(_leaf(name), set()).add(name)
     targets = []

@@ -24,7 +24,7 @@ from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.weights import Part, parts, stored_name
+from kumi.spec.weights import Part, stored_name, stored_parts
 
 if TYPE_CHECKING:  # bytes are copied without torch, which takes seconds to import
     from torch import Tensor
@@ -200,9 +200,9 @@ def _stored(folder: str | Path, spec: ModelSpec, param: Param, by_name: Mapping[
     Experts are one stacked tensor (transformers 5) or several. Raise ModelError for a missing part, or parts whose
     shapes or dtypes do not fit.
     """
-    param_parts = parts(spec, param, stacked=True)
+    param_parts = stored_parts(spec, param, stacked=True)
     if param_parts[0].name not in by_name:
-        param_parts = parts(spec, param)
+        param_parts = stored_parts(spec, param)
     for part in param_parts:
         if part.name not in by_name:
             hint = _missing_hint(spec, part.name, by_name)

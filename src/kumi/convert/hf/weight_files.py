@@ -14,24 +14,26 @@ from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Param
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.weights import Part, Piece, files, parts
+from kumi.spec.weights import ParamPart, Part, stored_parts, stored_tensors
 
 
 def jobs(folder: Path, shards: Mapping[str, Layout], spec: ModelSpec, reader: Reader) -> list[Job]:
     """Return one job per native tensor whose parts are contiguous in the files, and one per remaining file tensor."""
     location = {name: (folder / file, layout) for file, layout in shards.items() for name in layout.shapes}
     scattered = {
-        name for name, pieces in files(spec).items() if not all(rows_are_contiguous(piece.part) for piece in pieces)
+        name
+        for name, pieces in stored_tensors(spec).items()
+        if not all(rows_are_contiguous(piece.part) for piece in pieces)
     }
     result = []
     for param in tensors(spec):
-        param_parts = [part for part in parts(spec, param) if part.name not in scattered]
+        param_parts = [part for part in stored_parts(spec, param) if part.name not in scattered]
         result += [
             _param_job(param, parts_in_file, reader, file, layout)
             for parts_in_file, file, layout in _group_by_file(param_parts, location)
         ]
     for name in scattered:
-        result.append(_scattered_job(name, files(spec)[name], reader, *location[name]))
+        result.append(_scattered_job(name, stored_tensors(spec)[name], reader, *location[name]))
     return result
 
 
@@ -87,7 +89,7 @@ def _offset(part: Part, offsets: Dims, size: Dims) -> int:
     return flat_index(part.view, seen(part, offsets, size).at)
 
 
-def _scattered_job(name: str, pieces: tuple[Piece, ...], reader: Reader, file: Path, layout: Layout) -> Job:
+def _scattered_job(name: str, pieces: tuple[ParamPart, ...], reader: Reader, file: Path, layout: Layout) -> Job:
     """Return the job that writes the file tensor `name`, whose native tensors are transposed or interleaved in it.
 
     It is copied where the source's files have the same tensor, else assembled in memory from blocks of rows.

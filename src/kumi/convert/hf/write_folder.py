@@ -23,7 +23,7 @@ from kumi.spec.ledger import buffers, params
 from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.weights import Part, parts
+from kumi.spec.weights import Part, stored_parts
 from kumi.storage.folders import free_space_check
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def write(
     dtypes = {tensor.name: dtype for tensor in params(spec)} if isinstance(dtype, str) else dict(dtype)
     if isinstance(dtype, str):
         dtypes |= {tensor.name: "float32" for tensor in buffers(spec)}
-    expected = {tensor.name: (tensor.shape, parts(spec, tensor)) for tensor in tensors_of(spec)}
+    expected = {tensor.name: (tensor.shape, stored_parts(spec, tensor)) for tensor in tensors_of(spec)}
     passthrough = grouped(carried or {}, max_shard_bytes)
     shards, names = _shards(expected, dtypes, max_shard_bytes, len(passthrough))
     passthrough_files = dict(zip(names, passthrough, strict=True))

@@ -26,8 +26,8 @@ from kumi.errors import ModelError, RefusedError
 from kumi.files.untrusted import explain, open_stream, read_bytes
 from kumi.files.untrusted import inside as untrusted_file
 from kumi.megatron.args import from_run_config, to_config
-from kumi.megatron.checkpoint_files import COMMON, COMMON_ENTRY, LATEST, RUN_CONFIG, newest
-from kumi.megatron.tensor_names import VOCABULARY, Keys, files, parts
+from kumi.megatron.checkpoint_files import COMMON, COMMON_ENTRY, LATEST, RUN_CONFIG, newest_checkpoint
+from kumi.megatron.tensor_names import VOCABULARY, CheckpointKeys, megatron_parts, megatron_tensors
 from kumi.spec import families
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
@@ -58,7 +58,7 @@ class Saved:
     config: Mapping[str, Any]
     dtypes: Mapping[str, str]
     tokenizer: Path | None
-    keys: Keys
+    keys: CheckpointKeys
     checkpoint: dcp_read.Checkpoint
     params: Mapping[str, Param]
 
@@ -68,7 +68,7 @@ class Saved:
 
     def read_into(self, name: str, start: Dims, out: Tensor) -> None:
         """Fill `out` with what the native tensor `name` has from the indices `start` on."""
-        for part in parts(self.spec, self.params[name], self.keys):
+        for part in megatron_parts(self.spec, self.params[name], self.keys):
             found = overlap(part.start, part.extent, start, tuple(out.shape))
             if found:
                 first, shape = found
@@ -78,7 +78,7 @@ class Saved:
     def cut(self, name: str, row: int) -> int:
         """The row before which to stop when rows of `name` are read in blocks, and `row` is the next."""
         param = self.params[name]
-        own, rows = parts(self.spec, param, self.keys), param.shape[0]
+        own, rows = megatron_parts(self.spec, param, self.keys), param.shape[0]
         row_bytes = prod(param.shape[1:]) * ITEMSIZE[self.dtypes[name]]
         unit = max(unit_rows(part) for part in own)
         return min(rows, -(-(row + max(1, BLOCK_BYTES // row_bytes)) // unit) * unit)
@@ -123,7 +123,7 @@ def open_model(folder: Path, config: str | Path | None = None) -> Saved:
 
     ModelError where a tensor is missing, unknown or of another shape; RefusedError where files are damaged or hostile.
     """
-    inner = newest(folder)
+    inner = newest_checkpoint(folder)
     saved = dcp_read.open_checkpoint(inner)
     found, tokenizer = _config(inner, folder, saved, config)
     spec = families.from_hf(found)
@@ -189,7 +189,7 @@ def _run_config(path: Path) -> Mapping[str, Any]:
     return model
 
 
-def check(folder: Path, spec: ModelSpec, found: Mapping[str, dcp_read.Stored]) -> tuple[Keys, list[str]]:
+def check(folder: Path, spec: ModelSpec, found: Mapping[str, dcp_read.Stored]) -> tuple[CheckpointKeys, list[str]]:
     """How a checkpoint with the tensors `found` is keyed, once it is sure that it holds exactly those of `spec`; and
     what it holds besides and is left out."""
     names = {name for name in found if not name.startswith(tuple(_LEFT_OUT))}
@@ -206,9 +206,9 @@ def check(folder: Path, spec: ModelSpec, found: Mapping[str, dcp_read.Stored]) -
         )
     by_layer = any(_LAYER_KEY.match(name) for name in names)
     halves = any(name.endswith(("_w", "_v")) for name in names)
-    ways = [Keys(not by_layer, vocab, local, halves) for local in (False, True)]
-    keys = next((way for way in ways if files(spec, way).keys() <= names), ways[0])
-    _same(folder, spec, files(spec, keys), {name: found[name].shape for name in names})
+    ways = [CheckpointKeys(not by_layer, vocab, local, halves) for local in (False, True)]
+    keys = next((way for way in ways if megatron_tensors(spec, way).keys() <= names), ways[0])
+    _same(folder, spec, megatron_tensors(spec, keys), {name: found[name].shape for name in names})
     left = {what for name in found for prefix, what in _LEFT_OUT.items() if name.startswith(prefix)}
     return keys, [f"left out of what {folder.name} holds: {what}" for what in sorted(left)]
 
@@ -235,9 +235,9 @@ def _same(folder: Path, spec: ModelSpec, wanted: Mapping[str, Dims], found: Mapp
         )
 
 
-def _dtype(folder: Path, spec: ModelSpec, param: Param, keys: Keys, saved: dcp_read.Checkpoint) -> str:
+def _dtype(folder: Path, spec: ModelSpec, param: Param, keys: CheckpointKeys, saved: dcp_read.Checkpoint) -> str:
     """The dtype of `param`, whose parts must have one."""
-    dtypes = {saved.tensors[part.name].dtype: part.name for part in parts(spec, param, keys)}
+    dtypes = {saved.tensors[part.name].dtype: part.name for part in megatron_parts(spec, param, keys)}
     strange = [name for dtype, name in dtypes.items() if dtype not in _DTYPES]
     if strange or len(dtypes) > 1:
         name = (strange or sorted(dtypes.values()))[0]
@@ -248,7 +248,7 @@ def _dtype(folder: Path, spec: ModelSpec, param: Param, keys: Keys, saved: dcp_r
     return str(next(iter(dtypes))).removeprefix("torch.")
 
 
-def tensor_bytes(spec: ModelSpec, keys: Keys, itemsizes: Mapping[str, int]) -> int:
+def tensor_bytes(spec: ModelSpec, keys: CheckpointKeys, itemsizes: Mapping[str, int]) -> int:
     """The bytes of a checkpoint's tensors, `itemsizes` by native name."""
-    sizes = {part.name: itemsizes[param.name] for param in tensors(spec) for part in parts(spec, param, keys)}
-    return sum(prod(shape) * sizes[name] for name, shape in files(spec, keys).items())
+    sizes = {part.name: itemsizes[param.name] for param in tensors(spec) for part in megatron_parts(spec, param, keys)}
+    return sum(prod(shape) * sizes[name] for name, shape in megatron_tensors(spec, keys).items())

@@ -24,9 +24,9 @@ from kumi.convert.megatron.read_megatron import box, inside, tensor_bytes
 from kumi.errors import ModelError
 from kumi.files.output import remove_tree
 from kumi.megatron import model_fields as megatron_model
-from kumi.megatron.args import BUILT_IN, to_args, to_give
+from kumi.megatron.args import MLA_DEFAULTS, flags_to_add, to_args
 from kumi.megatron.checkpoint_files import COMMON, COMMON_ENTRY, LATEST
-from kumi.megatron.tensor_names import VOCABULARY, Keys, extra_states, keys_for, parts
+from kumi.megatron.tensor_names import VOCABULARY, CheckpointKeys, checkpoint_keys, extra_states, megatron_parts
 from kumi.progress import show_progress
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
@@ -79,7 +79,7 @@ def write(
     folder, options = Path(folder), options or Options()
     if options.multiple < 1:
         raise ModelError(f"a vocabulary cannot be padded to a multiple of {options.multiple}; give 1 or more")
-    keys = keys_for(spec, local=options.local, multiple=options.multiple)
+    keys = checkpoint_keys(spec, local=options.local, multiple=options.multiple)
     targets = _targets(spec, keys, dtypes)
     write_folder.check_target(folder, replace=False)
     sizes = {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}
@@ -113,22 +113,23 @@ def write(
 def _notes(spec: ModelSpec, args: argparse.Namespace | None) -> list[str]:
     """What Megatron will not compute as the model does, and what it does not take from the checkpoint."""
     notes = [
-        f"Megatron-Core's GPTModel will not compute this model: {problem}" for problem in megatron_model.problems(spec)
+        f"Megatron-Core's GPTModel will not compute this model: {problem}"
+        for problem in megatron_model.unsupported_by_megatron(spec)
     ]
     if args is None:
         return notes
     notes += [
         f"Megatron-LM has {name}={value:g} built in for latent attention, this model {getattr(args, name):g}"
-        for name, value in BUILT_IN.items()
+        for name, value in MLA_DEFAULTS.items()
         if getattr(args, name, value) != value
     ]
-    given = to_give(args)
+    given = flags_to_add(args)
     if given:
         notes.append(f"Megatron-LM's --use-checkpoint-args does not take these from it; give them too: {given}")
     return notes
 
 
-def _common(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> dict[str, Any]:
+def _common(spec: ModelSpec, keys: CheckpointKeys, dtypes: Mapping[str, str]) -> dict[str, Any]:
     """The state that is no tensor, as Megatron-LM saves it."""
     args = to_args(spec, dtype=dtypes["model.embed_tokens.weight"], padded_vocab=keys.vocab)
     content = {
@@ -140,7 +141,7 @@ def _common(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> dict[str,
     return found if args is None else {"args": args, **found}
 
 
-def _objects(spec: ModelSpec, keys: Keys, common: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _objects(spec: ModelSpec, keys: CheckpointKeys, common: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Entries without content for modules' extra states, and the common state where later versions look for it."""
     yield f"{COMMON_ENTRY}shard_0_1", [dict(common)]
     nothing = [None]
@@ -148,12 +149,12 @@ def _objects(spec: ModelSpec, keys: Keys, common: Mapping[str, Any]) -> Iterator
         yield name, nothing
 
 
-def _targets(spec: ModelSpec, keys: Keys, dtypes: Mapping[str, str]) -> list[_Target]:
+def _targets(spec: ModelSpec, keys: CheckpointKeys, dtypes: Mapping[str, str]) -> list[_Target]:
     """What to write, in the order of the model; each of a size that can be held. ModelError where dtypes differ."""
     found: dict[tuple[str, Dims], _Target] = {}
     kinds: dict[str, str] = {}
     for param in tensors(spec):
-        for part in parts(spec, param, keys):
+        for part in megatron_parts(spec, param, keys):
             start, extent = box(part, part.at, part.size)
             target = found.setdefault((part.name, start), _Target(part.name, part.shape, start, extent))
             target.made_of.append((param, part))

@@ -82,7 +82,7 @@ def rotary(spec: Attention | LatentAttention) -> Rotary | None:
 
 def key_rotary(rotation: Rotary) -> Rotary:
     """Return the rotation of the keys that belong to queries rotated by `rotation`; Llama 4 scales only queries."""
-    return rotation[0].of_keys, rotation[1]
+    return rotation[0].key_rope, rotation[1]
 
 
 def cos_sin_tables(

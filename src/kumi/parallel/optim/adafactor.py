@@ -23,7 +23,7 @@ from kumi.parallel.optim.optimizer import Trained, drop_gradients, gradient_of, 
 from kumi.parallel.optim.shard_sums import all_axes_of, axes_of, sum_parts
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
-from kumi.spec.optim_states import COLUMN_MEANS, COUNTER, ROW_MEANS, SQUARES
+from kumi.spec.optim_states import COLUMN_MEANS, COUNTER, MEAN_SQUARES, ROW_MEANS
 from kumi.spec.sharding import is_routed
 
 # torch.optim.Adafactor's: what the decay of the means tends to 1 with, the smallest size of a parameter, and the
@@ -114,7 +114,7 @@ def _sum_means(update: _Update, mesh: Mesh) -> Parts:
     state[COUNTER].add_(1)
     new = state[COUNTER].double() ** DECAY
     if update.row_squares is None or update.column_squares is None:
-        _move(state[SQUARES], update.gradient.square(), new)
+        _move(state[MEAN_SQUARES], update.gradient.square(), new)
         return
     _move(state[ROW_MEANS], update.row_squares / shape[-1], new)
     _move(state[COLUMN_MEANS], update.column_squares / shape[-2], new)
@@ -131,7 +131,7 @@ def _sum_updates(update: _Update, mesh: Mesh) -> Parts:
     gradient, state = update.gradient, update.state
     eps = torch.finfo(gradient.dtype).eps
     if update.means is None:
-        estimate = state[SQUARES].to(gradient.dtype)
+        estimate = state[MEAN_SQUARES].to(gradient.dtype)
     else:
         rows, columns = (state[name].to(gradient.dtype) for name in (ROW_MEANS, COLUMN_MEANS))
         estimate = rows * columns / (update.means / update.param.shape[-2]).clamp(min=eps)

@@ -81,9 +81,9 @@ def init_adamw(
 ) -> AdamW:
     """AdamW over `named_parameters`, plain or sharded, with its states allocated and zero.
 
-    Weight decay applies to the parameters whose names are in `decayed` (of a model: `kumi.spec.ledger.decayed`). States
-    exist from the start so that a checkpoint before the first step is complete and memory does not grow during it;
-    without `states` there are none. The learning rate is the caller's to set.
+    Weight decay applies to the parameters whose names are in `decayed` (of a model: `kumi.spec.ledger.decayed_names`).
+    States exist from the start so that a checkpoint before the first step is complete and memory does not grow during
+    it; without `states` there are none. The learning rate is the caller's to set.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     made: dict[Tensor, dict[str, Tensor]] = {one: adamw_states(one) for _, one in named} if states else {}

@@ -21,8 +21,8 @@ from kumi.parallel.optim.quantize_8bit import Blocks, Code, dynamic_code
 from kumi.parallel.optim.shard_sums import axes_of, max_over
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
-from kumi.spec.optim_states import BLOCK, COUNTER, MOMENTS, SCALES, is_quantised
-from kumi.spec.shard_slices import regions
+from kumi.spec.optim_states import COUNTER, MOMENTS, QUANTIZED_BLOCK, SCALES, has_quantized_moments
+from kumi.spec.shard_slices import slices
 
 # Elements that are decoded at a time: many for a kernel, few beside a model's.
 AT_ONCE = 2**22
@@ -97,14 +97,14 @@ def update_rows(
 
 def blocks_of(param: Param, mesh: Mesh) -> Blocks:
     """Return the blocks of what this rank holds of the rows of `param`, which ZeRO does not cut."""
-    (region, *_) = regions(param, replace(mesh.layout, zero=0), mesh.rank)
-    return Blocks(region.start[-1], region.shape[-1], -(-param.shape[-1] // BLOCK))
+    (region, *_) = slices(param, replace(mesh.layout, zero=0), mesh.rank)
+    return Blocks(region.start[-1], region.shape[-1], -(-param.shape[-1] // QUANTIZED_BLOCK))
 
 
 def build_adamw_8bit(trained: Trained) -> AdamW8bit:
     """Return 8-bit AdamW over `trained`, with its states zero."""
     optim, mesh = trained.optim, trained.mesh
-    matrices: dict[Tensor, Param] = {one: param for param, one in trained.parameters if is_quantised(param)}
+    matrices: dict[Tensor, Param] = {one: param for param, one in trained.parameters if has_quantized_moments(param)}
     groups = groups_of([(one, param.decayed) for param, one in trained.parameters if one in matrices], optim)
     others = groups_of([(one, param.decayed) for param, one in trained.parameters if one not in matrices], optim)
     states: dict[Tensor, dict[str, Tensor]] = {

@@ -29,7 +29,7 @@ from kumi.parallel.optim.nvme_store import Drives, open_drives
 from kumi.parallel.optim.optimizer import Optimizer, Trained, drop_gradients
 from kumi.spec.optim import Optim
 from kumi.spec.optim_states import COUNTER, MOMENTS
-from kumi.spec.techniques import BUCKET, ROOMS
+from kumi.spec.techniques import HOST_BUCKET_ELEMENTS, STAGING_BUFFERS
 
 # Buckets begin, and tensors in them, at multiples of so many elements: a cache line, and what a kernel takes at once.
 ALIGNED = 64
@@ -110,7 +110,7 @@ def init_placed_adamw(
     mesh: Mesh,
     folder: Path | None = None,
     *,
-    bucket: int = BUCKET,
+    bucket: int = HOST_BUCKET_ELEMENTS,
 ) -> Optimizer:
     """As `init_adamw`, with the states where the layout's `offload` says.
 
@@ -131,7 +131,7 @@ def init_placed_adamw(
         assert folder is not None, "whoever offloads to drives names a folder on them"
         drives = open_drives(folder, mesh.rank, sum(one.size for one in buckets), dtype)
     most = min(bucket, max((one.size for one in buckets), default=0))
-    rooms = tuple(_room(most, dtype, trained, drives) for _ in range(min(ROOMS, len(buckets))))
+    rooms = tuple(_room(most, dtype, trained, drives) for _ in range(min(STAGING_BUFFERS, len(buckets))))
     states = _states(plain.param_groups, buckets, drives)
     return HostAdamW(optim, plain.param_groups, states, buckets, rooms, drives)
 

@@ -26,8 +26,8 @@ from kumi.parallel.optim.optimizer import Trained, drop_gradients, gradient_of, 
 from kumi.parallel.optim.whole_matrices import Bucket, bring, buckets_of, send_back
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
-from kumi.spec.optim_states import MOMENTUM, is_orthogonalised
-from kumi.spec.shard_slices import is_pair
+from kumi.spec.optim_states import MOMENTUM, is_muon_matrix
+from kumi.spec.shard_slices import is_fused_pair
 
 # Liu et al., 2025: the root mean square of AdamW's updates.
 RMS = 0.2
@@ -98,13 +98,13 @@ def nesterov(gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: f
 def matrix_shape(param: Param) -> tuple[int, int]:
     """Return (rows, columns) of the matrices that `param` holds: an expert's, and of a pair side by side each."""
     rows, columns = param.shape[-2:]
-    return rows // 2 if is_pair(param.dims[-2]) else rows, columns
+    return rows // 2 if is_fused_pair(param.dims[-2]) else rows, columns
 
 
 def build_muon(trained: Trained) -> Muon:
     """Return Muon over `trained`, with its states zero."""
     optim, mesh, decayed = trained.optim, trained.mesh, {one: param.decayed for param, one in trained.parameters}
-    matrices = {one: param for param, one in trained.parameters if is_orthogonalised(param)}
+    matrices = {one: param for param, one in trained.parameters if is_muon_matrix(param)}
     others = groups_of([(one, decayed[one]) for _, one in trained.parameters if one not in matrices], optim)
     groups = groups_of([(one, decayed[one]) for one in matrices], optim)
     batches = tuple(

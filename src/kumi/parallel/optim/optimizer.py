@@ -15,7 +15,7 @@ from kumi.parallel.grad_norm import by_name, local
 from kumi.parallel.mesh import Mesh
 from kumi.spec.op import Param
 from kumi.spec.optim import Optim
-from kumi.spec.optim_states import State, states_of
+from kumi.spec.optim_states import OptimizerState, states_of
 from kumi.spec.sharding import local_shape
 
 
@@ -86,7 +86,7 @@ def new_states(param: Param, parameter: nn.Parameter, optim: Optim, mesh: Mesh) 
     return {state.name: _zeros(state, part, mesh) for state in states_of(optim, param)}
 
 
-def _zeros(state: State, part: Tensor, mesh: Mesh) -> Tensor:
+def _zeros(state: OptimizerState, part: Tensor, mesh: Mesh) -> Tensor:
     dtype: torch.dtype = getattr(torch, state.dtype) if state.dtype else part.dtype
     shape = local_shape(state.tensor, mesh.layout, mesh.rank, sharded=state.sharded)
     return torch.zeros(shape, dtype=dtype, device=part.device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kumi.spec.optim_states import BLOCK
+from kumi.spec.optim_states import QUANTIZED_BLOCK
 
 DECADES = 7
 
@@ -55,20 +55,20 @@ class Blocks:
 
     def cut(self, rows: Tensor) -> Tensor:
         """Return `rows` (rows, size) as (rows, blocks that the elements lie in, BLOCK), zero where no element is."""
-        before = self.start % BLOCK
-        after = -(before + self.size) % BLOCK
+        before = self.start % QUANTIZED_BLOCK
+        after = -(before + self.size) % QUANTIZED_BLOCK
         padded = pad(rows, (before, after)) if before or after else rows
-        return padded.reshape(len(rows), -1, BLOCK)
+        return padded.reshape(len(rows), -1, QUANTIZED_BLOCK)
 
     def join(self, blocks: Tensor) -> Tensor:
         """Return the rows that `cut` made `blocks` of."""
-        before = self.start % BLOCK
+        before = self.start % QUANTIZED_BLOCK
         return blocks.flatten(-2)[:, before : before + self.size]
 
     @property
     def touched(self) -> slice:
         """Which blocks of a row the elements lie in."""
-        return slice(self.start // BLOCK, -(-(self.start + self.size) // BLOCK))
+        return slice(self.start // QUANTIZED_BLOCK, -(-(self.start + self.size) // QUANTIZED_BLOCK))
 
     def largest(self, rows: Tensor) -> Tensor:
         """Return the largest absolute value in each block of whole rows, (rows, count) float32, 0 in other ranks'."""

@@ -17,8 +17,8 @@ from kumi.parallel.mesh import Mesh
 from kumi.spec.layout import Layout
 from kumi.spec.op import Param
 from kumi.spec.process_groups import axis
-from kumi.spec.shard_slices import tp_copies
-from kumi.spec.sharding import AXIS, is_routed
+from kumi.spec.shard_slices import tp_replicas
+from kumi.spec.sharding import DIM_TO_AXIS, is_routed
 
 # Every axis that may shard a parameter, ZeRO's first.
 AXES = ("zero", "expert_dp", "tp", "expert_tp")
@@ -31,7 +31,7 @@ def axes_of(param: Param, layout: Layout, dim: int) -> tuple[str, ...]:
     names = []
     if dim == routed and layout.zero > 0:
         names.append("expert_dp" if routed else "zero")
-    if AXIS.get(param.dims[dim].name) == "tp" and (routed or tp_copies(param, layout).degree < layout.tp):
+    if DIM_TO_AXIS.get(param.dims[dim].name) == "tp" and (routed or tp_replicas(param, layout).degree < layout.tp):
         names.append("expert_tp" if routed else "tp")
     return tuple(name for name in names if axis(layout, name).degree > 1)
 
@@ -44,7 +44,7 @@ def all_axes_of(param: Param, layout: Layout) -> tuple[str, ...]:
 
 def _copies(param: Param, layout: Layout, name: str) -> int:
     """How many ranks of the axis hold the same part: of key-value heads fewer than tp ranks, several."""
-    return tp_copies(param, layout).degree if name == "tp" else 1
+    return tp_replicas(param, layout).degree if name == "tp" else 1
 
 
 def sum_parts(items: Sequence[tuple[Tensor, Param, tuple[str, ...]]], mesh: Mesh) -> None:

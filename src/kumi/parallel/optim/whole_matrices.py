@@ -23,8 +23,8 @@ from kumi.parallel.optim.shard_sums import all_axes_of
 from kumi.spec.layout import Layout
 from kumi.spec.op import Dim, Param
 from kumi.spec.process_groups import axis, members_of
-from kumi.spec.shard_slices import Region, regions
-from kumi.spec.sharding import cut_shape, is_routed, local_shape
+from kumi.spec.shard_slices import Slice, slices
+from kumi.spec.sharding import is_routed, local_shape, shard_shape
 
 # Elements of whole matrices that a rank owns of a bucket: long messages, and little memory beside the states.
 OWNED = 2**25
@@ -35,7 +35,7 @@ class Part:
     """What one rank holds of a tensor: the shape, and where its rectangles lie in the whole of the rank's experts."""
 
     shape: tuple[int, ...]
-    regions: tuple[Region, ...]
+    regions: tuple[Slice, ...]
 
     @property
     def numel(self) -> int:
@@ -104,7 +104,7 @@ def _bucket(parameters: Sequence[tuple[Param, nn.Parameter]], axes: tuple[str, .
     entries = []
     for (param, parameter), owner in zip(parameters, owners, strict=True):
         parts = tuple(_part(param.dims, layout, rank) for rank in members)
-        shape = cut_shape(param, 1, layout.ep, 1)
+        shape = shard_shape(param, 1, layout.ep, 1)
         entries.append(Entry(parameter, shape, parts, _places(owner, degrees), _sizes(parts, degrees, index)))
     return Bucket(axes, index, members.index(mesh.rank), tuple(entries))
 
@@ -142,9 +142,9 @@ def _sizes(parts: Sequence[Part], degrees: Sequence[int], index: Sequence[int]) 
 @lru_cache(maxsize=65536)
 def _part(dims: tuple[Dim, ...], layout: Layout, rank: int) -> Part:
     param = Param("", dims)
-    rectangles = regions(param, layout, rank)
+    rectangles = slices(param, layout, rank)
     if is_routed(param):
-        first = axis(layout, "ep").index(rank) * cut_shape(param, 1, layout.ep, 1)[0]
+        first = axis(layout, "ep").index(rank) * shard_shape(param, 1, layout.ep, 1)[0]
         rectangles = tuple(replace(one, start=(one.start[0] - first, *one.start[1:])) for one in rectangles)
     return Part(local_shape(param, layout, rank), rectangles)
 
@@ -218,5 +218,5 @@ def _disassembled(entry: Entry, whole: Tensor) -> Tensor:
     return values
 
 
-def _slices(start: Sequence[int], region: Region) -> tuple[slice, ...]:
+def _slices(start: Sequence[int], region: Slice) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(start, region.shape, strict=True))

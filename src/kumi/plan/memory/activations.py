@@ -16,10 +16,10 @@ import numpy as np
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
-from kumi.spec.ledger import embedding_ops, head_ops, kind_ops
+from kumi.spec.ledger import embedding_ops, head_ops, unique_layer_ops
 from kumi.spec.op import Activation, Dim, Op
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.sharding import AXIS, cut, style
+from kumi.spec.sharding import DIM_TO_AXIS, shard_size, tp_style
 from kumi.spec.techniques import is_tiled
 
 # Operations that `recompute = "selective"` does not recompute: matmuls and communication.
@@ -72,7 +72,7 @@ def model_activations(job: Job, layouts: LayoutBatch) -> ModelActivations:
     """Return the activation bytes of all parts of the model on a rank, per token that the rank processes."""
     first, index = unique_rows(layouts.tp, layouts.expert_tp, layouts.sequence_parallel, layouts.tiles)
     sizes, model = _ActivationSizes(job, layouts.take(first)), job.model
-    layers = [sizes.layer(ops).take(index) for ops in kind_ops(model)]
+    layers = [sizes.layer(ops).take(index) for ops in unique_layer_ops(model)]
     embedding, head = (sizes.total(sizes.saved, ops)[index] for ops in (embedding_ops(model), head_ops(model)))
     return ModelActivations(tuple(layers), embedding, head, layers[0].full)
 
@@ -125,7 +125,7 @@ class _ActivationSizes:
 
     def saved(self, op: Op) -> Floats:
         """Return the bytes that `op` saves for its backward pass."""
-        gathered = self.engine.gathered_inputs and style(op) == "column" and not op.experts
+        gathered = self.engine.gathered_inputs and tp_style(op) == "column" and not op.experts
         tensors = self._bytes(op.saved, at_experts=bool(op.experts)) * (self.outside_tp if gathered else 1.0)
         if is_tiled(self.job.model, op) and op.source.name == "ffn":
             tensors = np.where(self.tiles > 1, 0.0, tensors)  # tiles save their input only
@@ -158,7 +158,7 @@ class _ActivationSizes:
         fused = self.engine.attention == "fused-softmax"
         itemsize = self.itemsize if fused else ITEMSIZE["float32"] + self.itemsize
         itemsize += (1 + self.itemsize) * self.engine.dropout
-        heads = cut(Dim("heads", op.heads), self.tp)
+        heads = shard_size(Dim("heads", op.heads), self.tp)
         scores: Floats = itemsize * self.job.batch.seq_len * heads
         return scores
 
@@ -192,7 +192,7 @@ class _ActivationSizes:
         """Return the bytes of the gradients of scores and softmax, in float32 unless the softmax is fused."""
         materialized = self.scores(op) > 0
         itemsize = self.itemsize if self.engine.attention == "fused-softmax" else ITEMSIZE["float32"]
-        heads = cut(Dim("heads", op.heads), self.tp)
+        heads = shard_size(Dim("heads", op.heads), self.tp)
         return np.where(materialized, 2.0 * itemsize * self.job.batch.seq_len * heads, 0.0)
 
     def _numel_of_passes(self, op: Op, dim: Dim) -> Floats:
@@ -211,8 +211,8 @@ class _ActivationSizes:
         numel, sharded = np.ones_like(self.tp), False
         routed = bool(dims) and dims[0].name == "routed"
         for dim in dims:
-            along_tp = AXIS.get(dim.name) == "tp"
-            numel = numel * (cut(dim, self.tp) if along_tp else dim.size)
+            along_tp = DIM_TO_AXIS.get(dim.name) == "tp"
+            numel = numel * (shard_size(dim, self.tp) if along_tp else dim.size)
             sharded = sharded or along_tp
         if sharded:
             return numel

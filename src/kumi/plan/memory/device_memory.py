@@ -32,12 +32,12 @@ from kumi.plan.pipeline.stages import RankStages, rank_stages
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.ledger import LEAST_CHUNK, LOGITS, kind_ops
+from kumi.spec.ledger import CHUNK_LOGITS, MIN_CHUNK_TOKENS, unique_layer_ops
 from kumi.spec.op import Dim
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.schedules import FORWARDS_FIRST
-from kumi.spec.sharding import cut
-from kumi.spec.techniques import BUCKET, ROOMS
+from kumi.spec.sharding import shard_size
+from kumi.spec.techniques import HOST_BUCKET_ELEMENTS, STAGING_BUFFERS
 
 _NONE, _FULL = (CHOICES["recompute"].index(name) for name in ("none", "full"))
 
@@ -170,7 +170,7 @@ def _weight_casts(job: Job, layouts: LayoutBatch, params: RankParams, share: Ran
 
 def _largest_quantized(job: Job) -> int:
     """Return the elements of the largest quantized matrix, which is unpacked for its matmul."""
-    sizes = (param.numel for ops in kind_ops(job.model) for op in ops for param in op.params if param.quantized)
+    sizes = (param.numel for ops in unique_layer_ops(job.model) for op in ops for param in op.params if param.quantized)
     return max(sizes, default=0)
 
 
@@ -237,11 +237,11 @@ def _logits(job: Job, layouts: LayoutBatch, share: RankStages) -> Floats:
     float32 probabilities.
     """
     engine, tokens = job.engine, _microbatch_tokens(job, layouts)
-    vocab = cut(Dim("vocab", job.model.vocab_size), np.where(engine.whole_logits, 1, layouts.tp))
+    vocab = shard_size(Dim("vocab", job.model.vocab_size), np.where(engine.whole_logits, 1, layouts.tp))
     if engine.logit_bytes:
         itemsize = np.where(layouts.tp > 1, engine.cut_logit_bytes or engine.logit_bytes, engine.logit_bytes)
         return np.asarray(share.head * itemsize * tokens * vocab * _heads_in_flight(layouts, share))
-    chunk = np.minimum(tokens, np.maximum(LEAST_CHUNK, LOGITS[job.cluster.device.kind == "cpu"] // vocab))
+    chunk = np.minimum(tokens, np.maximum(MIN_CHUNK_TOKENS, CHUNK_LOGITS[job.cluster.device.kind == "cpu"] // vocab))
     return np.asarray(share.head * (2 * ITEMSIZE["float32"] + _low_precision_itemsize(job)) * chunk * vocab)
 
 
@@ -259,7 +259,7 @@ def _head_gradient(job: Job, layouts: LayoutBatch, share: RankStages) -> Floats:
     """
     if job.engine.logit_bytes:
         return np.zeros(len(layouts))
-    weight = cut(Dim("vocab", job.model.vocab_size), layouts.tp) * job.model.hidden_size
+    weight = shard_size(Dim("vocab", job.model.vocab_size), layouts.tp) * job.model.hidden_size
     gathered = num_shards(layouts) > 1
     itemsize = ITEMSIZE["float32"] + _low_precision_itemsize(job) * (2.0 - gathered)
     waiting_itemsize = np.where(gathered, job.itemsize, ITEMSIZE[job.precision.param])
@@ -287,7 +287,7 @@ def _buffers(job: Job, layouts: LayoutBatch) -> Floats:
     and values with their gradients. ep: tokens dispatched to experts and back. Also the engine's fixed buckets.
     """
     itemsize, tokens = job.itemsize, _microbatch_tokens(job, layouts)
-    ops = [op for kind in kind_ops(job.model) for op in kind]
+    ops = [op for kind in unique_layer_ops(job.model) for op in kind]
     kv_size = max(op.kv_size for op in ops)
     # Two sets of keys and values are in flight around the ring.
     kv_tensors = 2 * (1 + kv_grad_itemsize(job) / itemsize)
@@ -398,7 +398,9 @@ def _staging_buffers(job: Job, layouts: LayoutBatch, params: RankParams) -> Floa
     kind, to_nvme = _offload_target(layouts)
     shard = np.where(layouts.zero > 0, params.total.shard, params.total.unsharded)
     tensors = np.where((kind == "optimizer") | to_nvme, np.where(to_nvme, 4, 2), 0)
-    return np.asarray(ROOMS * tensors * ITEMSIZE[job.precision.param] * np.minimum(shard, BUCKET))
+    return np.asarray(
+        STAGING_BUFFERS * tensors * ITEMSIZE[job.precision.param] * np.minimum(shard, HOST_BUCKET_ELEMENTS)
+    )
 
 
 def rank_memory(job: Job, layout: Layout, pp_rank: int = 0) -> MemoryEstimate:

@@ -12,12 +12,12 @@ from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.pipeline.stages import RankStages
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
-from kumi.spec.ledger import embedding_ops, head_ops, is_hidden, kind_ops
+from kumi.spec.ledger import embedding_ops, head_ops, is_layer_param, unique_layer_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.op import Op, Param
 from kumi.spec.optim_states import states_of
 from kumi.spec.precision import ITEMSIZE
-from kumi.spec.sharding import Unit, cut_shape, is_routed, units, zero_degree
+from kumi.spec.sharding import FsdpUnit, fsdp_units, is_routed, shard_shape, zero_degree
 from kumi.spec.techniques import is_tiled
 
 
@@ -108,7 +108,7 @@ def rank_params(job: Job, layouts: LayoutBatch, share: RankStages) -> RankParams
     """Return the parameters of the model's `share` on a rank of every row."""
     zero_kind = np.minimum(layouts.zero, 1) + (layouts.zero == 3)
     first, index = unique_rows(layouts.tp, layouts.ep, layouts.expert_tp, num_shards(layouts), zero_kind, layouts.tiles)
-    unique, kinds = layouts.take(first), kind_ops(job.model)
+    unique, kinds = layouts.take(first), unique_layer_ops(job.model)
     layers = [param_shards(job, ops, unique).take(index) for ops in kinds]
     gathered_layers = layers
     if (layouts.tiles > 1).any():
@@ -131,7 +131,7 @@ def _end_units(model: ModelSpec, share: RankStages) -> Iterator[tuple[str, list[
     A tied table belongs to the root on both end stages, because it stays gathered.
     """
     embedding, head = embedding_ops(model), head_ops(model)
-    for unit in units((*embedding, *head)):
+    for unit in fsdp_units((*embedding, *head)):
         first = [op for op in unit.ops if op in embedding]
         last = [op for op in unit.ops if op in head]
         if first and last and model.tie_word_embeddings:
@@ -152,7 +152,9 @@ def param_shards(job: Job, ops: Iterable[Op], layouts: LayoutBatch, *, one_tile:
     for op in ops:
         for param in op.params:
             # Frozen matrices are stored in the dtype of their matmuls, and need no cast.
-            matrix = op.kind in ("linear", "lora") and is_hidden(param) and len(param.dims) > 1 and not param.frozen
+            matrix = (
+                op.kind in ("linear", "lora") and is_layer_param(param) and len(param.dims) > 1 and not param.frozen
+            )
             tiled = matrix and is_tiled(job.model, op)
             # Tiles are cast one at a time, and no cast is kept.
             cast = np.where(layouts.tiles > 1, 0.0, 1.0) if tiled else np.full(len(layouts), float(matrix))
@@ -163,7 +165,7 @@ def param_shards(job: Job, ops: Iterable[Op], layouts: LayoutBatch, *, one_tile:
     return total
 
 
-def padded_elements(unit: Unit, layouts: LayoutBatch) -> tuple[Floats, Floats]:
+def padded_elements(unit: FsdpUnit, layouts: LayoutBatch) -> tuple[Floats, Floats]:
     """Return the padded elements of all parameters of `unit`, and of the trainable parameters, (rows,) each.
 
     These are the sizes that collectives move: after tp and ep sharding, rounded up to equal ZeRO shards.
@@ -181,7 +183,7 @@ def padded_elements(unit: Unit, layouts: LayoutBatch) -> tuple[Floats, Floats]:
 
 def _tp_shape(param: Param, layouts: LayoutBatch) -> list[Ints]:
     """Return the shape of `param` on a rank before ZeRO shards it, an array (rows,) for each dim."""
-    shape = cut_shape(param, layouts.tp, layouts.ep, layouts.expert_tp)
+    shape = shard_shape(param, layouts.tp, layouts.ep, layouts.expert_tp)
     return [np.broadcast_to(np.asarray(size), len(layouts)) for size in shape]
 
 

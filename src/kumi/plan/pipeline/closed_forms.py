@@ -14,7 +14,7 @@ import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints
 from kumi.spec.schedules import SCHEDULES
-from kumi.spec.schedules.schedule_record import Rows
+from kumi.spec.schedules.schedule_record import PipelineTimes
 
 
 def closed_form(
@@ -46,12 +46,14 @@ def closed_form(
     chunks = np.maximum(1, (pp - 1) * stages)
     mean = [(total - own) / chunks for total, own in zip(all_ranks, busiest, strict=True)]
     columns = (pp - 1, stages, microbatches - 1, busiest[0], sum(busiest), *mean, send)
-    seconds, records = np.zeros(len(pp)), list(SCHEDULES.values())
-    for code in np.unique(schedule):
+    seconds = np.zeros(len(pp))
+    for code, record in enumerate(SCHEDULES.values()):
         selected = schedule == code
-        rows = Rows(*(np.asarray(column[selected], np.float64) for column in columns))
-        bubble = records[int(code)].bubble(np, rows)
-        seconds[selected] = (rows.after + 1) * rows.work + np.where(rows.others > 0, bubble, 0.0)
+        if not selected.any():
+            continue
+        rows = PipelineTimes(*(np.asarray(column[selected], np.float64) for column in columns))
+        bubble = record.bubble(np, rows)
+        seconds[selected] = (rows.later + 1) * rows.busiest_work + np.where(rows.other_ranks > 0, bubble, 0.0)
     return seconds
 
 

@@ -10,18 +10,18 @@ import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints, LayoutBatch
 from kumi.plan.pipeline.timeline import in_flight
-from kumi.spec.ledger import kind_ops
+from kumi.spec.ledger import unique_layer_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedule import stage_of
 from kumi.spec.schedules import V_SHAPED
-from kumi.spec.sharding import Unit, even_stages, rank_layers, stage_ops, units
+from kumi.spec.sharding import FsdpUnit, even_stages, fsdp_units, rank_layers, stage_ops
 
 
 @dataclass(frozen=True)
 class RankStages:
     """The layers of one pp rank over all its stages, for every row (one layout and one rank).
 
-    `layers`: the number of layers of each of `model.layer_kinds()`, (kinds, rows).
+    `layers`: the number of layers of each of `model.unique_layers()`, (kinds, rows).
     `embedding`, `head`: 1 where the rank holds it, else 0, (rows,).
     `in_flight`: microbatches with activations in memory at the peak, (rows,).
     `last`: 1 for the kind of the rank's last layer, else 0, (kinds, rows).
@@ -48,7 +48,7 @@ def rank_stages(
     """
     firsts = np.concatenate([[0], np.cumsum(stage_layers)]).astype(np.int64)
     v_shaped, last_stage = layouts.one_of("schedule", V_SHAPED), layouts.pp * layouts.stages - 1
-    kinds, of_layer = model.layer_kinds()
+    kinds, of_layer = model.unique_layers()
     if len(kinds) == 1 and not len(stage_layers):
         layers = rank_layers(layouts, len(of_layer), rank)[None, :].astype(np.float64)
         last = np.minimum(layers, 1.0)
@@ -75,7 +75,7 @@ def rank_stages(
     )
 
 
-def embedding_and_head_units(model: ModelSpec, stages: RankStages) -> list[tuple[Unit, Floats]]:
+def embedding_and_head_units(model: ModelSpec, stages: RankStages) -> list[tuple[FsdpUnit, Floats]]:
     """Return the FSDP units of the embedding and the head, each with 1 for the rows that hold it, else 0."""
     first, last = stages.embedding, stages.head
     rows = {(True, True): first * last, (True, False): first * (1 - last), (False, True): last * (1 - first)}
@@ -83,14 +83,14 @@ def embedding_and_head_units(model: ModelSpec, stages: RankStages) -> list[tuple
 
 
 @lru_cache(maxsize=64)
-def _embedding_and_head_cases(model: ModelSpec) -> tuple[tuple[Unit, tuple[tuple[bool, bool], ...]], ...]:
+def _embedding_and_head_cases(model: ModelSpec) -> tuple[tuple[FsdpUnit, tuple[tuple[bool, bool], ...]], ...]:
     """Return the distinct FSDP units of the embedding and the head, each with the ranks that have this unit.
 
     A rank is given as (has the embedding, has the head); its units differ when it has both.
     """
-    cases_of: dict[Unit, list[tuple[bool, bool]]] = {}
+    cases_of: dict[FsdpUnit, list[tuple[bool, bool]]] = {}
     for embedding, head in ((True, True), (True, False), (False, True)):
-        for unit in units(stage_ops(model, (), embedding=embedding, head=head)):
+        for unit in fsdp_units(stage_ops(model, (), embedding=embedding, head=head)):
             cases_of.setdefault(unit, []).append((embedding, head))
     return tuple((unit, tuple(cases)) for unit, cases in cases_of.items())
 
@@ -111,8 +111,8 @@ def _first_layer(base: Ints, begin: Ints, end: Ints, stage: Ints) -> Ints:
 @lru_cache(maxsize=64)
 def layers_before_largest(model: ModelSpec) -> int:
     """Return the number of layers before the first one of the kind with the most parameters."""
-    sizes = [sum(param.numel for op in ops for param in op.params) for ops in kind_ops(model)]
-    return model.layer_kinds()[1].index(sizes.index(max(sizes)))
+    sizes = [sum(param.numel for op in ops for param in op.params) for ops in unique_layer_ops(model)]
+    return model.unique_layers()[1].index(sizes.index(max(sizes)))
 
 
 def balance_stages(

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kumi.plan.layout_batch import Floats, Ints
-from kumi.spec.schedule import pattern, placement
+from kumi.spec.schedule import rank_program, stage_assignment
 from kumi.spec.schedules import SCHEDULES
-from kumi.spec.schedules.schedule_record import Action, Pattern
+from kumi.spec.schedules.schedule_record import Action, RankProgram
 
 # Seconds of each stage for one microbatch: forward, input gradient, weight gradient. A full backward takes the sum of
 # the last two.
@@ -98,14 +98,14 @@ def makespan(
 ) -> float:
     """Return `simulate(...).seconds` up to rounding, without simulating every microbatch of a long step.
 
-    A schedule repeats a block of actions (`kumi.spec.schedules.schedule_record.Pattern`). An action's end is the latest
-    of a few earlier ends plus constants, and a block depends only on the last few blocks (`Schedule.reach`). So once
-    several consecutive blocks end later than the blocks before them by the same time on every rank, all further blocks
-    do, and the actions after the blocks are delayed by that time for each skipped block. The period may be several
-    blocks: with transfers, a dependency that circles through p ranks returns after p blocks.
+    A schedule repeats a block of actions (`kumi.spec.schedules.schedule_record.RankProgram`). An action's end is the
+    latest of a few earlier ends plus constants, and a block depends only on the last few blocks (`Schedule.reach`). So
+    once several consecutive blocks end later than the blocks before them by the same time on every rank, all further
+    blocks do, and the actions after the blocks are delayed by that time for each skipped block. The period may be
+    several blocks: with transfers, a dependency that circles through p ranks returns after p blocks.
     """
-    patterns = [pattern(schedule, pp, stages, microbatches, rank) for rank in range(pp)]
-    stages_of_rank = placement(schedule, pp, stages)
+    patterns = [rank_program(schedule, pp, stages, microbatches, rank) for rank in range(pp)]
+    stages_of_rank = stage_assignment(schedule, pp, stages)
     if SCHEDULES[schedule].forwards_first:
         return _all_forwards_first(microbatches, durations, _sends(stages_of_rank, transfer)[0][1:-1], blocking)
     steps = _steps(stages_of_rank, durations, transfer, microbatches)
@@ -141,10 +141,11 @@ def _all_forwards_first(microbatches: int, durations: Durations, sends: Sequence
     return seconds
 
 
-def _parts(program: Pattern, stages: Sequence[int], steps: dict[str, list[_Step]]) -> tuple[list[_Step], ...]:
+def _parts(program: RankProgram, stages: Sequence[int], steps: dict[str, list[_Step]]) -> tuple[list[_Step], ...]:
     """Return the steps of the warmup, the block and the cooldown of `program`, for a rank that holds `stages`."""
     return tuple(
-        [steps[kind][stages[chunk]] for kind, chunk in part] for part in (program.warm, program.block, program.rest)
+        [steps[kind][stages[chunk]] for kind, chunk in part]
+        for part in (program.warmup, program.steady, program.cooldown)
     )
 
 

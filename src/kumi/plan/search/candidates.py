@@ -9,9 +9,10 @@ import numpy as np
 
 from kumi.errors import LayoutError
 from kumi.plan.layout_batch import CHOICES, Bools, Ints, LayoutBatch, batch_layouts, concat_layouts
-from kumi.spec.checks import divisors, rules
+from kumi.spec.divisibility import divisors
 from kumi.spec.job import Job
-from kumi.spec.ledger import kind_ops
+from kumi.spec.layout_rules import layout_rules
+from kumi.spec.ledger import unique_layer_ops
 from kumi.spec.model import ModelSpec
 from kumi.spec.schedules import DEFAULT, FORWARDS_FIRST, SCHEDULES
 from kumi.spec.schedules.schedule_record import Schedule
@@ -83,7 +84,7 @@ def legal_mask(job: Job, layouts: LayoutBatch) -> Bools:
     rows, legal = np.arange(len(layouts)), np.ones(len(layouts), np.bool_)
     # A degree of 0 makes a row illegal, so the results of dividing by it are never used.
     with np.errstate(divide="ignore"):
-        for rule in rules(job.model, job.cluster, job.batch):
+        for rule in layout_rules(job.model, job.cluster, job.batch):
             legal &= rule.holds(layouts)
             if 2 * np.count_nonzero(legal) < len(layouts):  # copying the few remaining rows is cheaper than all of them
                 rows, layouts = rows[legal], layouts.take(legal)
@@ -94,7 +95,7 @@ def legal_mask(job: Job, layouts: LayoutBatch) -> Bools:
 
 def _expert_counts(model: ModelSpec) -> set[int]:
     """Return the numbers of routed experts that layers of `model` have; empty for a dense model."""
-    return {op.experts for ops in kind_ops(model) for op in ops} - {0}
+    return {op.experts for ops in unique_layer_ops(model) for op in ops} - {0}
 
 
 def _meshes(devices: int, pinned: Pins) -> Iterator[tuple[int, ...]]:

@@ -17,7 +17,7 @@ from kumi.plan.estimates import Estimate
 from kumi.plan.memory import device_memory
 from kumi.plan.search.candidates import Pins
 from kumi.plan.search.search_layouts import AcceptFn, SearchResult, estimate_smallest
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal
 from kumi.spec.job import Job
 from kumi.spec.layout import RECOMPUTE, Layout
 from kumi.spec.schedules import DEFAULT, SCHEDULES
@@ -48,7 +48,7 @@ _OPEN_VALUES: dict[str, tuple[Any, ...]] = {
 
 def explain_illegal(job: Job, pinned: Pins) -> str:
     """Return why no legal layout agrees with `pinned`."""
-    reasons = problems(job.model, layout_from_pins(job, pinned), job.cluster, job.batch)
+    reasons = illegal(job.model, layout_from_pins(job, pinned), job.cluster, job.batch)
     if not reasons and pinned.get("pp") == 1 and pinned.get("schedule", DEFAULT) != DEFAULT:
         reasons = [
             f"layout.schedule={pinned['schedule']} orders a pipeline, but layout.pp=1 has none; "
@@ -191,7 +191,7 @@ def _unpin(job: Job, pinned: Pins, fixed: Pins) -> Iterator[str]:
 
 def _more_nodes(job: Job, pinned: Pins) -> Iterator[str]:
     """Yield the first doubled number of nodes on which a layout fits."""
-    for _ in range(_DOUBLINGS if job.of_nodes else 0):
+    for _ in range(_DOUBLINGS if job.cluster_of_nodes else 0):
         device, nodes = job.cluster.device, 2 * job.cluster.nodes
         job = job.on_nodes(nodes)
         job = replace(job, cluster=replace(job.cluster, device=device))

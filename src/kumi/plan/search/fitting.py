@@ -28,7 +28,7 @@ class Candidates:
     `per_rank`: the rows of `layouts` repeated for each of the ranks.
     `stages`, `content`: the layers, and the tensors, of each row of `per_rank`.
     `rank_layers`: the number of layers of each rank, (ranks, rows).
-    `most_layers`: the largest number of layers of a rank, at least 1, (rows,).
+    `max_rank_layers`: the largest number of layers of a rank, at least 1, (rows,).
     """
 
     job: Job

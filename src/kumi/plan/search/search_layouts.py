@@ -32,7 +32,7 @@ from kumi.plan.search.fitting import (
 )
 from kumi.plan.time.step_time import step_times
 from kumi.plan.unique_rows import unique_rows
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
 from kumi.spec.schedules import SCHEDULES
@@ -286,7 +286,7 @@ def _most_layers(job: Job, layout: Layout) -> int:
 
 
 def _problems(job: Job, layout: Layout) -> list[str]:
-    return problems(job.model, layout, job.cluster, job.batch)
+    return illegal(job.model, layout, job.cluster, job.batch)
 
 
 def complexity(layout: Layout) -> int:

@@ -22,11 +22,10 @@ from kumi.plan.search.diagnose import (
 )
 from kumi.plan.search.fitting import make_candidates
 from kumi.plan.search.search_layouts import SearchResult, search
-from kumi.spec.checks import problems
+from kumi.spec.checks import illegal, layout_unsupported_by_trainer, unsupported_by_trainer
 from kumi.spec.cluster import Device
 from kumi.spec.job import Job
 from kumi.spec.layout import Layout
-from kumi.spec.trainable import untrainable, untrained
 from kumi.units import format_bytes
 
 # Fixed unless pinned: without sequence parallelism, tensor parallelism needs more memory for the same traffic.
@@ -45,7 +44,7 @@ def unsupported_by_kumi(pinned: Pins) -> UnsupportedFn:
     def reasons(job: Job, layout: Layout) -> list[str]:
         drives = layout.offload.endswith("-nvme") and "offload" not in pinned
         unpinned = [f"offload='{layout.offload}' writes to drives in every step; pin layout.offload to have it"]
-        return [*untrained(job, layout), *(unpinned if drives else [])]
+        return [*layout_unsupported_by_trainer(job, layout), *(unpinned if drives else [])]
 
     return reasons
 
@@ -55,12 +54,12 @@ def select_layout(job: Job, pinned: Pins) -> Estimate:
 
     Raise LayoutError with the reasons if no legal and trainable layout agrees with `pinned`, and FitError if none fits.
     """
-    reasons = _independent_of_search(untrained(job, Layout(**pinned)), pinned)
+    reasons = _independent_of_search(layout_unsupported_by_trainer(job, Layout(**pinned)), pinned)
     if reasons:
         raise LayoutError(summarize_reasons(reasons, pinned))
     job = _job_with_peak_flops(job)
     only = fully_pinned_layout(job, pinned)
-    if only is not None and (reasons := untrained(job, only)):
+    if only is not None and (reasons := layout_unsupported_by_trainer(job, only)):
         raise LayoutError(summarize_reasons(reasons, pinned))
     unsupported = unsupported_by_kumi(pinned)
     result = (
@@ -91,7 +90,7 @@ def fully_pinned_layout(job: Job, pinned: Pins) -> Layout | None:
     if "stage_layers" not in pinned:
         return None
     layout = layout_from_pins(job, pinned)
-    reasons = problems(job.model, layout, job.cluster, job.batch)
+    reasons = illegal(job.model, layout, job.cluster, job.batch)
     if reasons:
         raise LayoutError(summarize_reasons(reasons, pinned))
     return layout
@@ -113,7 +112,7 @@ def estimate_for_training(job: Job, layout: Layout) -> Estimate:
 
 def training_problems(job: Job, layout: Layout, *, memory: bool) -> list[str]:
     """Return why kumi cannot train `job` with `layout`; with `memory`, also if it does not fit."""
-    reasons = problems(job.model, layout, job.cluster, job.batch) or untrained(job, layout)
+    reasons = illegal(job.model, layout, job.cluster, job.batch) or layout_unsupported_by_trainer(job, layout)
     if reasons or not memory or search_single(job := _job_with_peak_flops(job), layout).plans:
         return reasons
     need, device = format_bytes(estimate(job, layout).peak_memory), job.cluster.device
@@ -130,7 +129,7 @@ def trainable_pins(job: Job, pinned: Pins) -> Pins:
 
     Raise LayoutError if the trainer cannot train `job`, or not with these pins.
     """
-    reasons = _independent_of_search(untrainable(job, Layout(**pinned)), pinned)
+    reasons = _independent_of_search(unsupported_by_trainer(job, Layout(**pinned)), pinned)
     if reasons:
         raise LayoutError(summarize_reasons(reasons, pinned))
     return {**TRAINER_PINS, **pinned}

@@ -26,8 +26,8 @@ from kumi.plan.time.op_costs import LayoutSizes
 from kumi.plan.time.tensor_traffic import tensor_traffic
 from kumi.spec.job import Job
 from kumi.spec.ledger import Op, logit_chunk
-from kumi.spec.process_groups import process_group, splits_gradients
-from kumi.spec.sharding import AXIS, style
+from kumi.spec.process_groups import has_sharded_grads, process_group
+from kumi.spec.sharding import DIM_TO_AXIS, tp_style
 
 _INT64_BYTES = 8.0
 
@@ -143,18 +143,18 @@ def _adapters(sizes: LayoutSizes, ops: Sequence[Op]) -> Iterator[CollectiveBatch
     DoRA also all-reduces the squared row norms of matrices with sharded columns.
     """
     for op in ops:
-        if op.kind == "lora" and len(op.params) > 2 and AXIS.get(op.source.name) == "tp":
+        if op.kind == "lora" and len(op.params) > 2 and DIM_TO_AXIS.get(op.source.name) == "tp":
             squares = np.full_like(sizes.tp, sizes.wide_itemsize * op.target.size)
             counts = {"forward": 1, "recompute": 1}
             yield CollectiveBatch("all_reduce", "tp", squares, counts, "norms of adapted matrices")
     ranks, widths = {op.name.removesuffix(".lora"): op.rank for op in ops if op.kind == "lora"}, list[int]()
     before = None
     for op in ops if ranks else ():
-        if style(op) == "column" and op.kind == "linear":
+        if tp_style(op) == "column" and op.kind == "linear":
             if before is None or before.source != op.source:
                 widths.append(0)
             widths[-1] += ranks.get(op.name, 0)
-        before = op if style(op) == "column" else None
+        before = op if tp_style(op) == "column" else None
     for width, count in Counter(widths).items():
         size = sizes.tokens * sizes.itemsize * width
         gathers, scatters = {"forward": count, "recompute": count}, {"backward": count}
@@ -248,4 +248,4 @@ def stage_transfer(job: Job, layouts: LayoutBatch) -> CollectiveBatch:
 
 def norm_all_reduce(layouts: LayoutBatch) -> CollectiveBatch:
     """Return the all-reduce of the squared gradient norm, one float32; 0 bytes where ranks have equal gradients."""
-    return CollectiveBatch("all_reduce", "norm", 4.0 * splits_gradients(layouts), {"update": 1}, "norm")
+    return CollectiveBatch("all_reduce", "norm", 4.0 * has_sharded_grads(layouts), {"update": 1}, "norm")

@@ -22,7 +22,7 @@ from kumi.plan.time.layer_collectives import (
 from kumi.plan.time.op_costs import MEMORY_PASSES, LayoutSizes, MicrobatchCost
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
-from kumi.spec.ledger import Op, embedding_ops, head_ops, kind_ops
+from kumi.spec.ledger import Op, embedding_ops, head_ops, unique_layer_ops
 
 # The fields of a layout that determine a layer's cost on a rank: layouts that agree in these share a row of the table.
 _COST_FIELDS = ("tp", "cp", "ep", "expert_tp", "microbatch", "sequence_parallel", "context")
@@ -69,7 +69,7 @@ def cost_table(job: Job, layouts: LayoutBatch) -> tuple[CostTable, Ints]:
     costs = _OpCosts(job, layouts.take(first))
     head = head_ops(job.model)
     table = CostTable(
-        layers=tuple(costs.total(ops, layer_collectives(costs, ops)) for ops in kind_ops(job.model)),
+        layers=tuple(costs.total(ops, layer_collectives(costs, ops)) for ops in unique_layer_ops(job.model)),
         embedding=costs.total(embedding_ops(job.model), embedding_collectives(costs, job.model.hidden_size)),
         head=costs.total(head, head_collectives(costs, head[-1])),
     )

@@ -25,8 +25,8 @@ from kumi.plan.time.update_time import (
 )
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD, RECOMPUTE
-from kumi.spec.ledger import kind_ops
-from kumi.spec.sharding import units
+from kumi.spec.ledger import unique_layer_ops
+from kumi.spec.sharding import fsdp_units
 
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 _ACTIVATIONS = OFFLOAD.index("activations")
@@ -247,7 +247,7 @@ def _add_layer_collectives(
     if not (layouts.zero >= 2).any():
         return
     count = share.layers[kind]
-    gather, scatter = unit_collective_seconds(job, layouts, units(kind_ops(job.model)[kind]))
+    gather, scatter = unit_collective_seconds(job, layouts, fsdp_units(unique_layer_ops(job.model)[kind]))
     gather_overlap, scatter_overlap = (
         overlap_share(job, overlaps) for overlaps in (job.engine.overlap_params, job.engine.overlap_grads)
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kumi.spec.op import Op
-from kumi.spec.sharding import AXIS, style
+from kumi.spec.sharding import DIM_TO_AXIS, tp_style
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ def tensor_traffic(ops: Sequence[Op]) -> TensorTraffic:
     inputs: list[int] = []
     before = None
     for op in dense:
-        if style(op) == "column" and (before is None or style(before) != "column" or before.source != op.source):
+        if tp_style(op) == "column" and (before is None or tp_style(before) != "column" or before.source != op.source):
             inputs.append(op.source.size)
         before = op
-    norms = [op for op in dense if op.kind == "norm" and AXIS.get(op.params[0].dims[0].name) == "tp"]
-    outputs = tuple(op.target.size for op in dense if style(op) == "row")
+    norms = [op for op in dense if op.kind == "norm" and DIM_TO_AXIS.get(op.params[0].dims[0].name) == "tp"]
+    outputs = tuple(op.target.size for op in dense if tp_style(op) == "row")
     # The backward pass of a norm behind the last matrix reads the matrix's output.
     last = [op for op in ops if op.kind in ("linear", "combine", "norm")][-1]
-    return TensorTraffic(tuple(inputs), tuple(_shared_inputs(dense)), outputs, len(norms), style(last) == "row")
+    return TensorTraffic(tuple(inputs), tuple(_shared_inputs(dense)), outputs, len(norms), tp_style(last) == "row")
 
 
 def _shared_inputs(ops: Sequence[Op]) -> list[int]:
@@ -56,6 +56,6 @@ def _shared_inputs(ops: Sequence[Op]) -> list[int]:
     return [
         op.target.size - after.source.size
         for op, after in pairwise(ops)
-        if op.kind == "linear" and style(op) == "replicated" and after.kind == "norm"
+        if op.kind == "linear" and tp_style(op) == "replicated" and after.kind == "norm"
         if op.target.name == after.source.name and op.target.size > after.source.size
     ]

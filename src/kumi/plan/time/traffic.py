@@ -30,9 +30,9 @@ from kumi.spec.layout import Layout
 from kumi.spec.ledger import embedding_ops, head_ops, layer_ops
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.process_groups import process_group
-from kumi.spec.schedule import placement
-from kumi.spec.shard_slices import summed_over_tp, tp_copies
-from kumi.spec.sharding import Unit, held_params, local_numel, stage_bounds, stage_ops, style, units
+from kumi.spec.schedule import stage_assignment
+from kumi.spec.shard_slices import partial_grad_params, tp_replicas
+from kumi.spec.sharding import FsdpUnit, fsdp_units, local_numel, rank_params, stage_bounds, stage_ops, tp_style
 
 # The axis under which a process group is listed, where it is not the group's name: groups of dense parameters and of
 # routed experts, of the gradient norm, and of a tied table.
@@ -101,8 +101,8 @@ class _Rank:
         self.job, self.layout, self.pp_rank = job, layout, pp_rank
         self.microbatches = job.batch.microbatches(layout)
         bounds = stage_bounds(layout, job.model.num_hidden_layers)
-        self.stages = placement(layout.schedule, layout.pp, layout.stages)[pp_rank]
-        kinds, of_layer = job.model.layer_kinds()
+        self.stages = stage_assignment(layout.schedule, layout.pp, layout.stages)[pp_rank]
+        kinds, of_layer = job.model.unique_layers()
         # Layers of a kind have equal operations, so that the first of the kind stands for all.
         first = [of_layer.index(kind) for kind in range(len(kinds))]
         self.layers = [first[of_layer[layer]] for stage in self.stages for layer in range(*bounds[stage])]
@@ -112,18 +112,18 @@ class _Rank:
         self.sizes = LayoutSizes(job, self.layouts)
 
     @cached_property
-    def layer_units(self) -> dict[int, tuple[Unit, ...]]:
+    def layer_units(self) -> dict[int, tuple[FsdpUnit, ...]]:
         """FSDP units by layer, for the distinct entries of `layers`."""
-        return {layer: units(layer_ops(self.job.model, layer)) for layer in dict.fromkeys(self.layers)}
+        return {layer: fsdp_units(layer_ops(self.job.model, layer)) for layer in dict.fromkeys(self.layers)}
 
     @cached_property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[FsdpUnit]:
         """FSDP units of all stages of the rank, the roots last."""
         last = self.layout.pp * self.layout.stages - 1
         ends = [
             unit
             for stage in self.stages
-            for unit in units(
+            for unit in fsdp_units(
                 stage_ops(self.job.model, (), embedding=stage == 0, head=stage == last, shared=self.has_first)
             )
         ]
@@ -133,7 +133,7 @@ class _Rank:
 
 
 # An FSDP unit, the number of equal units on the rank, and the collectives of one unit.
-_CountedUnit = tuple[Unit, int, UnitCollectives]
+_CountedUnit = tuple[FsdpUnit, int, UnitCollectives]
 
 
 def _data_parallel(rank: _Rank) -> Iterator[Collective]:
@@ -174,7 +174,7 @@ def _zero(rank: _Rank, counted: Sequence[_CountedUnit]) -> Iterator[Collective]:
     yield from _once_per_step(rank, [(sent.replicas, count) for _, count, sent in counted], "backward")
 
 
-def _backward_gathers(rank: _Rank, unit: Unit, count: int) -> int:
+def _backward_gathers(rank: _Rank, unit: FsdpUnit, count: int) -> int:
     """Return how many of `count` units equal to `unit` ZeRO-3 gathers a second time, in the backward pass.
 
     These are all layers except the rank's last, which stays gathered. The gradient of an embedding needs no weights,
@@ -234,7 +234,7 @@ def _skipped_input_gradient(rank: _Rank) -> Iterator[Collective]:
     model, layout = rank.job.model, rank.layout
     if layout.tp == 1 or model.lora is None or not rank.has_first or not rank.layers:
         return
-    column = next((op for op in layer_ops(model, 0) if style(op) == "column"), None)
+    column = next((op for op in layer_ops(model, 0) if tp_style(op) == "column"), None)
     if column is not None and column.source.name == "embed":
         kind = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
         size = rank.job.itemsize * rank.sizes.tokens * column.source.size
@@ -249,12 +249,12 @@ def _partial_grads(rank: _Rank) -> Iterator[Collective]:
     job, layout = rank.job, rank.layout
     if layout.tp == 1:
         return
-    names = set(summed_over_tp(job.model, layout))
+    names = set(partial_grad_params(job.model, layout))
     global_rank = layout.rank({**dict.fromkeys(MESH_AXES, 0), "pp": rank.pp_rank})
     elements = 0
-    for param in held_params(job.model, layout, global_rank):
+    for param in rank_params(job.model, layout, global_rank):
         if param.name in names:
-            elements += layout.tp // tp_copies(param, layout).degree * local_numel(param, layout, 0)
+            elements += layout.tp // tp_replicas(param, layout).degree * local_numel(param, layout, 0)
     size = np.array([float(ITEMSIZE[job.precision.param] * elements)])
     yield _collective(rank, CollectiveBatch("all_reduce", "tp", size, {}, PARTIAL_GRADS), 1, "backward")
 

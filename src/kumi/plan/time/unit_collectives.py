@@ -12,7 +12,7 @@ from kumi.plan.time.collective_times import collective_seconds
 from kumi.plan.time.layer_collectives import CollectiveBatch
 from kumi.spec.job import Job
 from kumi.spec.process_groups import process_group
-from kumi.spec.sharding import Unit, zero_group
+from kumi.spec.sharding import FsdpUnit, zero_group
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class UnitCollectives:
     replicas: CollectiveBatch
 
 
-def unit_collectives(job: Job, layouts: LayoutBatch, unit: Unit) -> UnitCollectives:
+def unit_collectives(job: Job, layouts: LayoutBatch, unit: FsdpUnit) -> UnitCollectives:
     """Return the collectives of `unit` in every row of `layouts`."""
     group = zero_group(routed=unit.name == "experts")
     every, trained = padded_elements(unit, layouts)

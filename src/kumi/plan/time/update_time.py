@@ -16,11 +16,11 @@ from kumi.plan.time.unit_collectives import back_to_back_seconds, grad_sync_grou
 from kumi.plan.unique_rows import unique_rows
 from kumi.spec.job import Job
 from kumi.spec.layout import OFFLOAD
-from kumi.spec.ledger import kind_ops
+from kumi.spec.ledger import unique_layer_ops
 from kumi.spec.optim_states import bytes_per_element
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.schedules import IN_ROUNDS
-from kumi.spec.sharding import Unit, units, zero_degree, zero_group
+from kumi.spec.sharding import FsdpUnit, fsdp_units, zero_degree, zero_group
 
 # Share of a computation's seconds that communication can overlap with: the kernels of both compete for processors and
 # memory bandwidth.
@@ -71,7 +71,9 @@ class DataParallelParams:
 def data_parallel_params(job: Job, layouts: LayoutBatch, share: RankStages) -> DataParallelParams:
     """Return the parameters of a rank with the `share` of the model."""
     counted = [
-        (unit, count) for ops, count in zip(kind_ops(job.model), share.layers, strict=True) for unit in units(ops)
+        (unit, count)
+        for ops, count in zip(unique_layer_ops(job.model), share.layers, strict=True)
+        for unit in fsdp_units(ops)
     ]
     counted += embedding_and_head_units(job.model, share)
     elements, trained, counts = ([np.zeros(len(layouts)), np.zeros(len(layouts))] for _ in range(3))
@@ -97,7 +99,7 @@ def sharded_elements(layouts: LayoutBatch, elements: tuple[Floats, Floats], from
     )
 
 
-def unit_collective_seconds(job: Job, layouts: LayoutBatch, units: Iterable[Unit]) -> tuple[Floats, Floats]:
+def unit_collective_seconds(job: Job, layouts: LayoutBatch, units: Iterable[FsdpUnit]) -> tuple[Floats, Floats]:
     """Return the seconds of all-gathers and of reduce-scatters of `units` in a microbatch, (rows,) each.
 
     Only ZeRO-3 all-gathers in every microbatch, and only ZeRO-2 and 3 reduce-scatter.
@@ -189,8 +191,8 @@ def _optimizer_seconds(job: Job, layouts: LayoutBatch, params: DataParallelParam
     # Gradients are read for the norm, read for the update, and zeroed; weights and states are read and written.
     touched = elements * (3 * job.engine.grad_itemsize + 2 * 4 + 2 * state + 2 * job.engine.half_weights)
     device = stream_seconds(job.cluster.device, touched)
-    names = np.array(OFFLOAD)[layouts.offload]
-    on_host, on_nvme = np.isin(names, _HOST_UPDATE), np.char.endswith(names, "-nvme")
+    on_host = layouts.one_of("offload", _HOST_UPDATE)
+    on_nvme = layouts.one_of("offload", [choice for choice in OFFLOAD if choice.endswith("-nvme")])
     host, unknown = job.cluster.host, np.full(len(layouts), np.inf)
     # Without separate master weights the parameters travel both ways; with them only the new compute weights return.
     weights = job.itemsize if job.engine.half_weights else 2 * ITEMSIZE[job.precision.param]

@@ -160,7 +160,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of `spec`, its layers as a pattern; of kinds of layers that it has not nothing is said."""
-    eos, kinds = spec.eos_token_id, spec.layer_kinds()[0]
+    eos, kinds = spec.eos_token_id, spec.unique_layers()[0]
     written: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
         "model_type": "nemotron_h",

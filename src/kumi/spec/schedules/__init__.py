@@ -1,11 +1,11 @@
-"""Pipeline schedules: all that is known of each, one module each, listed here."""
+"""Pipeline schedules, with one module for each."""
 
 from __future__ import annotations
 
 from kumi.spec.schedules import dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zb_v
 from kumi.spec.schedules.schedule_record import Schedule
 
-# Name -> its record. A planner's arrays hold the number of a schedule in this order.
+# Name -> record. The planner's arrays store a schedule as its index in this order.
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": one_f_one_b.SCHEDULE,
     "gpipe": gpipe.SCHEDULE,
@@ -15,10 +15,10 @@ SCHEDULES: dict[str, Schedule] = {
     "zb-v": zb_v.SCHEDULE,
     "dualpipe": dualpipe.SCHEDULE,
 }
-# The schedule where none is named. On one stage it accumulates gradients: each forward is followed by its backward.
+# The default schedule. With one stage it is gradient accumulation: each forward is followed by its backward.
 DEFAULT = "1f1b"
 
-V_SHAPED = tuple(name for name, one in SCHEDULES.items() if one.v_shaped)
-FULL_BACKWARD = tuple(name for name, one in SCHEDULES.items() if not one.splits_backward)
-FORWARDS_FIRST = tuple(name for name, one in SCHEDULES.items() if one.forwards_first)
-IN_ROUNDS = tuple(name for name, one in SCHEDULES.items() if one.in_rounds)
+V_SHAPED = tuple(name for name, record in SCHEDULES.items() if record.v_shaped)
+FULL_BACKWARD = tuple(name for name, record in SCHEDULES.items() if not record.splits_backward)
+FORWARDS_FIRST = tuple(name for name, record in SCHEDULES.items() if record.forwards_first)
+IN_ROUNDS = tuple(name for name, record in SCHEDULES.items() if record.in_rounds)

@@ -1,32 +1,34 @@
-"""DualPipe (DeepSeek-V3, 2024, arXiv:2412.19437) folded into a V, so that no weights are kept twice: in the block a
-forward and a full backward of the other direction stand together, whose messages can hide each other."""
+"""DualPipe (DeepSeek-V3, 2024, arXiv:2412.19437) folded into a V, so that each rank has one copy of its weights.
+
+The steady phase alternates a forward and a full backward of the other direction, whose messages can hide each other.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kumi.spec.schedules.schedule_record import Arrays, Pattern, Rows, Schedule
-from kumi.spec.schedules.v_shape import DOWN, UP, slow
+from kumi.spec.schedules.schedule_record import ArrayNamespace, PipelineTimes, RankProgram, Schedule
+from kumi.spec.schedules.v_shape import DOWN, UP, transfer_delay
 
 
-def program(rank: int, pp: int, stages: int, microbatches: int) -> Pattern:
+def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
     far = pp - 1 - rank
     pair = rank + 1
-    warm = (*(("F", DOWN),) * (2 * far), *(("F", DOWN), ("F", UP)) * pair, *(("I", UP), ("W", UP), ("F", UP)) * far)
-    block = (("F", DOWN), ("B", UP), ("F", UP), ("B", DOWN))
+    warmup = (*(("F", DOWN),) * (2 * far), *(("F", DOWN), ("F", UP)) * pair, *(("I", UP), ("W", UP), ("F", UP)) * far)
+    steady = (("F", DOWN), ("B", UP), ("F", UP), ("B", DOWN))
     alternate = tuple(("B" if index < pair else "I", (UP, DOWN)[index % 2]) for index in range(2 * pair))
     late = [*(chunk for kind, chunk in alternate if kind == "I"), *[DOWN] * far]
     between = tuple(token for chunk in late[:far] for token in (("W", chunk), ("I", DOWN)))
-    cool = (*block[1:] * far, *alternate, *between, *(("W", chunk) for chunk in late[far:]))
-    return Pattern(warm, block, microbatches - 2 * pp + pair, cool)
+    cooldown = (*steady[1:] * far, *alternate, *between, *(("W", chunk) for chunk in late[far:]))
+    return RankProgram(warmup, steady, microbatches - 2 * pp + pair, cooldown)
 
 
-def in_flight(xp: Arrays, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
+def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
     return xp.minimum(2 * microbatches, 2 * pp + 1)
 
 
-def bubble(xp: Arrays, x: Rows) -> Any:
-    q = x.others
+def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    q = x.other_ranks
     paths = [
         (q, 0, 0, 3 * q),
         (q, q, -q, 4 * q),
@@ -35,7 +37,7 @@ def bubble(xp: Arrays, x: Rows) -> Any:
         (2 * q, -q, -q, 3 * q),
         (2 * q, 0, -2 * q, 4 * q),
     ]
-    return x.longest(xp, paths) + slow(xp, x)
+    return x.critical_path(xp, paths) + transfer_delay(xp, x)
 
 
 SCHEDULE = Schedule(program, in_flight, bubble, stages=2, v_shaped=True, splits_backward=True, least_per_rank=2)

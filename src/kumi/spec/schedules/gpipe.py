@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from kumi.spec.schedules.schedule_record import Arrays, Pattern, Rows, Schedule
+from kumi.spec.schedules.schedule_record import ArrayNamespace, PipelineTimes, RankProgram, Schedule
 
 
-def program(rank: int, pp: int, stages: int, microbatches: int) -> Pattern:
-    return Pattern((("F", 0),) * microbatches, (), 0, (("B", 0),) * microbatches)
+def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
+    return RankProgram((("F", 0),) * microbatches, (), 0, (("B", 0),) * microbatches)
 
 
-def in_flight(xp: Arrays, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
+def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
     return microbatches
 
 
-def bubble(xp: Arrays, x: Rows) -> Any:
-    """A link that takes longer than a stage delays every microbatch."""
-    q, backward = x.others, x.work - x.ahead
-    slow = xp.maximum(0.0, x.send - x.ahead) + xp.maximum(0.0, x.send - backward)
-    return x.longest(xp, [(q, q, q, 2 * q)]) + x.after * slow
+def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    """Return the seconds of the bubble. A transfer that takes longer than a stage delays each microbatch."""
+    q, backward = x.other_ranks, x.busiest_work - x.busiest_forward
+    slow = xp.maximum(0.0, x.send - x.busiest_forward) + xp.maximum(0.0, x.send - backward)
+    return x.critical_path(xp, [(q, q, q, 2 * q)]) + x.later * slow
 
 
 SCHEDULE = Schedule(program, in_flight, bubble, forwards_first=True, common=True)

@@ -1,4 +1,4 @@
-"""What is known of a pipeline schedule: the record that every schedule fills in, and what its functions work with."""
+"""The record of a pipeline schedule, and the types that its functions use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-# A step of a rank: what to do, and on which of its own stages.
-Token = tuple[str, int]
+# (kind, chunk): an action on one of a rank's stages, without the microbatch.
+ChunkAction = tuple[str, int]
 
 
 class Action(NamedTuple):
@@ -19,29 +19,29 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """What a rank does: `warm`, then `block` as often as `repeats` says, then `rest`.
+class RankProgram:
+    """The actions of a rank: `warmup`, then `steady` `repeats` times, then `cooldown`.
 
-    One more block's worth of microbatches adds one repetition on every rank and changes nothing else, unless all
-    forwards come first (`Schedule.forwards_first`): such a schedule has no blocks.
+    The microbatches of one more steady phase add one repetition on each rank and change nothing else. A schedule with
+    all forwards first (`Schedule.forwards_first`) has an empty steady phase.
     """
 
-    warm: tuple[Token, ...]
-    block: tuple[Token, ...]
+    warmup: tuple[ChunkAction, ...]
+    steady: tuple[ChunkAction, ...]
     repeats: int
-    rest: tuple[Token, ...]
+    cooldown: tuple[ChunkAction, ...]
 
     @property
-    def tokens(self) -> tuple[Token, ...]:
-        return self.warm + self.block * self.repeats + self.rest
+    def chunk_actions(self) -> tuple[ChunkAction, ...]:
+        return self.warmup + self.steady * self.repeats + self.cooldown
 
 
-def numbered(tokens: Sequence[Token], stages: Sequence[int]) -> Iterator[Action]:
-    """Return `tokens` of a rank that holds `stages`, with the microbatch of each: how often the same was done on the
-    same stage before."""
+def number_microbatches(chunk_actions: Sequence[ChunkAction], stages: Sequence[int]) -> Iterator[Action]:
+    """Yield the actions of a rank with `stages`: each gets the microbatch number that equals the count of earlier
+    actions of its kind on its stage."""
     forward, backward, weight = ([0] * len(stages) for _ in range(3))
     counters = {"F": forward, "B": backward, "I": backward, "W": weight}
-    for kind, chunk in tokens:
+    for kind, chunk in chunk_actions:
         counter = counters[kind]
         yield Action(kind, stages[chunk], counter[chunk])
         counter[chunk] += 1
@@ -49,7 +49,7 @@ def numbered(tokens: Sequence[Token], stages: Sequence[int]) -> Iterator[Action]
             weight[chunk] += 1
 
 
-class Arrays(Protocol):
+class ArrayNamespace(Protocol):
     """The functions of an array namespace that formulas use; numpy is one (see docs/decisions/schedule-records.md)."""
 
     def minimum(self, x1: Any, x2: Any, /) -> Any: ...
@@ -59,40 +59,43 @@ class Arrays(Protocol):
     def floor(self, x: Any, /) -> Any: ...
 
 
-# A path through the start and the end of a pipeline: how many chunks' forwards, input gradients and weight gradients,
-# and how many transfers it takes beside one rank's work.
-Path = tuple[Any, Any, Any, Any]
+# A path through the warmup and the cooldown of a pipeline: how many forwards, input gradients and weight gradients of
+# chunks, and how many transfers, it has in addition to the work of one rank.
+PipelinePath = tuple[Any, Any, Any, Any]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Pipelines of one schedule, an array of floats for each field: pp - 1, stages of a rank, microbatches - 1, and
-    seconds.
+class PipelineTimes:
+    """Times of pipelines with one schedule: each field is an array of floats with an element per pipeline.
 
-    `ahead` and `work` are the busiest rank's forward and all it does in a microbatch; `forward`, `inputs` and `weights`
-    one chunk's forward, input gradient and weight gradient, on average over the other ranks; `send` a transfer.
+    - `other_ranks`: pp - 1.
+    - `stages`: stages of a rank.
+    - `later`: microbatches after the first.
+    - `busiest_forward`, `busiest_work`: seconds of a microbatch on the busiest rank: forward, and forward and backward.
+    - `forward`, `input_grad`, `weight_grad`: seconds of one chunk, on average over the other ranks.
+    - `send`: seconds of a transfer.
     """
 
-    others: Any
+    other_ranks: Any
     stages: Any
-    after: Any
-    ahead: Any
-    work: Any
+    later: Any
+    busiest_forward: Any
+    busiest_work: Any
     forward: Any
-    inputs: Any
-    weights: Any
+    input_grad: Any
+    weight_grad: Any
     send: Any
 
     @property
-    def total(self) -> Any:
-        """Seconds of a microbatch on one of the other ranks."""
-        return self.stages * (self.forward + self.inputs + self.weights)
+    def other_work(self) -> Any:
+        """Seconds of a microbatch on one of the other ranks, forward and backward."""
+        return self.stages * (self.forward + self.input_grad + self.weight_grad)
 
-    def longest(self, xp: Arrays, paths: Sequence[Path]) -> Any:
+    def critical_path(self, xp: ArrayNamespace, paths: Sequence[PipelinePath]) -> Any:
         """Return the seconds of the longest of `paths`."""
         first, *others = (
-            forward * self.forward + inputs * self.inputs + weights * self.weights + send * self.send
-            for forward, inputs, weights, send in paths
+            forward * self.forward + input_grad * self.input_grad + weight_grad * self.weight_grad + send * self.send
+            for forward, input_grad, weight_grad, send in paths
         )
         for seconds in others:
             first = xp.maximum(first, seconds)
@@ -101,29 +104,29 @@ class Rows:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule: in which order each rank works, and what follows from it for time and memory.
+    """A pipeline schedule: the order of each rank's actions, and its effects on time and memory.
 
-    - `program(rank, pp, stages, microbatches)`: what `rank` does in a step.
-    - `in_flight(xp, pp, stages, microbatches, rank)`: for how many microbatches times stages of a rank it keeps
-      activations at the peak. They are alive from the start of their forward to the end of the action that needs them
-      last: the full backward, or the weight gradient.
-    - `bubble(xp, rows)`: seconds of a step beyond the busiest rank's work, in closed form (see
+    - `program(rank, pp, stages, microbatches)`: the actions of `rank` in a step.
+    - `in_flight(xp, pp, stages, microbatches, rank)`: peak number of (microbatch, stage) pairs with live activations on
+      a rank. They live from the start of the forward to the end of the last action that reads them: the full backward,
+      or the weight gradient.
+    - `bubble(xp, times)`: seconds of a step beyond the work of the busiest rank, in closed form (see
       `kumi.plan.pipeline.closed_forms`).
-    - `stages`: how many stages each rank holds; with `more_stages` the smallest number of them.
-    - `v_shaped`: the second half of the stages goes back over the ranks; else stages are dealt round after round.
-    - `splits_backward`: weight gradients are actions of their own, which nobody waits for.
+    - `stages`: stages of each rank; with `more_stages`, the minimum.
+    - `v_shaped`: the second half of the stages is in reverse order of ranks; else stages are assigned round-robin.
+    - `splits_backward`: weight gradients are separate actions.
     - `forwards_first`: all forwards come before the first backward.
-    - `in_rounds`: microbatches go through each stage in groups of pp, which must divide them.
-    - `least_per_rank`: a step has at least so many microbatches for each rank.
-    - `reach`: how many blocks back an action may need, at most.
-    - `common`: most trainers with pipelines have it.
+    - `in_rounds`: microbatches go through each stage in groups of pp, which must divide their number.
+    - `least_per_rank`: minimum number of microbatches in a step, divided by pp.
+    - `reach`: maximum distance, in steady phases, between an action and the action that it depends on.
+    - `common`: most trainers with pipeline parallelism implement it.
 
     The formulas take ints, or arrays of ints, and `xp`, the namespace of the arrays.
     """
 
-    program: Callable[[int, int, int, int], Pattern]
-    in_flight: Callable[[Arrays, Any, Any, Any, Any], Any]
-    bubble: Callable[[Arrays, Rows], Any]
+    program: Callable[[int, int, int, int], RankProgram]
+    in_flight: Callable[[ArrayNamespace, Any, Any, Any, Any], Any]
+    bubble: Callable[[ArrayNamespace, PipelineTimes], Any]
     stages: int = 1
     more_stages: bool = False
     v_shaped: bool = False
@@ -135,10 +138,10 @@ class Schedule:
     common: bool = False
 
     def takes_stages(self, stages: Any) -> Any:
-        """Return whether each rank may hold so many `stages`, an int or an array of ints."""
+        """Return whether each rank may have `stages` stages, an int or an array of ints."""
         return stages >= self.stages if self.more_stages else stages == self.stages
 
     def takes_microbatches(self, pp: Any, microbatches: Any) -> Any:
-        """Return whether a step of `pp` ranks may have so many `microbatches`, ints or arrays of ints."""
+        """Return whether a step on `pp` ranks may have `microbatches` microbatches, ints or arrays of ints."""
         enough = microbatches >= self.least_per_rank * pp
         return enough & (microbatches % pp == 0) if self.in_rounds else enough

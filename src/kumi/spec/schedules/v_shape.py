@@ -1,17 +1,24 @@
-"""What schedules share that hold two stages a rank, down and back over the ranks."""
+"""Shared parts of the V-shaped schedules, with two stages per rank: one on the way down, one on the way back."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kumi.spec.schedules.schedule_record import Arrays, Rows
+from kumi.spec.schedules.schedule_record import ArrayNamespace, PipelineTimes
 
-# A rank's stages: the one on the way down, and the one on the way back.
+# Chunks of a rank: the stage on the way down, and the stage on the way back.
 DOWN, UP = 0, 1
 
 
-def slow(xp: Arrays, x: Rows) -> Any:
-    """Return the seconds by which transfers delay all microbatches but the first, where they are longer than the chunks
-    that a rank keeps can cover, or than its work, as the chunks of both directions of the V share a link."""
-    trip = x.forward + x.inputs + (x.forward + x.inputs + 2 * x.weights + 4 * x.others * x.send) / (2 * x.others + 1)
-    return x.after * xp.maximum(0.0, xp.maximum(trip, 2 * x.send) - x.work)
+def transfer_delay(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    """Return the seconds by which transfers delay all microbatches after the first.
+
+    There is a delay if transfers take longer than the chunks in flight on a rank can cover, or longer than the rank's
+    work, because both directions of the V share a link.
+    """
+    trip = (
+        x.forward
+        + x.input_grad
+        + (x.forward + x.input_grad + 2 * x.weight_grad + 4 * x.other_ranks * x.send) / (2 * x.other_ranks + 1)
+    )
+    return x.later * xp.maximum(0.0, xp.maximum(trip, 2 * x.send) - x.busiest_work)

@@ -1,38 +1,44 @@
-"""ZB-V: two stages a rank, the second half of the model going back over the ranks (Qi et al., 2024, arXiv:2405.15362).
-Every rank keeps as much as the first one of 1F1B."""
+"""ZB-V: two stages per rank, with the second half of the model in reverse order of ranks (Qi et al., 2024,
+arXiv:2405.15362). Each rank has as many activations as the first rank of 1F1B."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kumi.spec.schedules.schedule_record import Arrays, Pattern, Rows, Schedule, numbered
-from kumi.spec.schedules.v_shape import DOWN, UP, slow
+from kumi.spec.schedules.schedule_record import (
+    ArrayNamespace,
+    PipelineTimes,
+    RankProgram,
+    Schedule,
+    number_microbatches,
+)
+from kumi.spec.schedules.v_shape import DOWN, UP, transfer_delay
 
 
-def program(rank: int, pp: int, stages: int, microbatches: int) -> Pattern:
+def program(rank: int, pp: int, stages: int, microbatches: int) -> RankProgram:
     far, enough = pp - rank, 2 * pp - 1
     if microbatches < enough:
-        whole = numbered(program(rank, pp, stages, enough).tokens, (DOWN, UP))
-        return Pattern(tuple((kind, chunk) for kind, chunk, number in whole if number < microbatches), (), 0, ())
+        longer = number_microbatches(program(rank, pp, stages, enough).chunk_actions, (DOWN, UP))
+        return RankProgram(tuple((kind, chunk) for kind, chunk, number in longer if number < microbatches), (), 0, ())
     triple = (("F", UP), ("I", UP), ("W", UP))
-    warm = (*(("F", DOWN),) * (2 * far - 1), *(("F", UP), ("F", DOWN)) * rank, *triple * far)
-    block = (("F", DOWN), ("I", DOWN), ("W", DOWN), *triple)
-    cool = (
-        *block[1:] * (far - 1),
+    warmup = (*(("F", DOWN),) * (2 * far - 1), *(("F", UP), ("F", DOWN)) * rank, *triple * far)
+    steady = (("F", DOWN), ("I", DOWN), ("W", DOWN), *triple)
+    cooldown = (
+        *steady[1:] * (far - 1),
         *(("I", DOWN), ("I", UP)) * rank,
         *(("I", DOWN), ("W", DOWN)) * far,
         *(("W", UP),) * rank,
         *(("W", DOWN),) * rank,
     )
-    return Pattern(warm, block, microbatches - enough + rank, cool)
+    return RankProgram(warmup, steady, microbatches - enough + rank, cooldown)
 
 
-def in_flight(xp: Arrays, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
+def in_flight(xp: ArrayNamespace, pp: Any, stages: Any, microbatches: Any, rank: Any) -> Any:
     return xp.minimum(2 * pp, microbatches + xp.minimum(microbatches, rank + 1))
 
 
-def bubble(xp: Arrays, x: Rows) -> Any:
-    q, k = x.others, xp.minimum(x.after, 2 * x.others)
+def bubble(xp: ArrayNamespace, x: PipelineTimes) -> Any:
+    q, k = x.other_ranks, xp.minimum(x.later, 2 * x.other_ranks)
     less = 2 * q - k
     few = [
         (less, less, 0, 4 * q),
@@ -53,7 +59,7 @@ def bubble(xp: Arrays, x: Rows) -> Any:
         (q - 1, q + 1, -2 * q, 6 * q - 2),
         (q, q, -2 * q - 1, 6 * q),
     ]
-    return xp.where(less > 0, x.longest(xp, few), x.longest(xp, many)) + slow(xp, x)
+    return xp.where(less > 0, x.critical_path(xp, few), x.critical_path(xp, many)) + transfer_delay(xp, x)
 
 
 SCHEDULE = Schedule(program, in_flight, bubble, stages=2, v_shaped=True, splits_backward=True)
