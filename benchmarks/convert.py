@@ -137,7 +137,7 @@ def make_llama(folder, size):
     """The bytes of the weights, and of the largest of them, of a new folder with a random Llama in bfloat16."""
     import torch
 
-    from kumi.convert.hf import read_folder
+    from kumi.convert.hf import write_folder
     from kumi.spec import families
     from kumi.spec.ledger import num_params, params
 
@@ -171,7 +171,9 @@ def make_llama(folder, size):
             value = (bits & -0x7F81 | 0x3C00).view(torch.bfloat16)
             yield param.name, value if len(param.shape) > 1 else torch.ones_like(value)
 
-    read_folder.write(folder, spec, tensors(), base_config=config, dtype="bfloat16", tokenizer_folder=None, card="")
+    write_folder.write_hf_folder(
+        folder, spec, tensors(), base_config=config, dtype="bfloat16", tokenizer_folder=None, card=""
+    )
     return 2 * num_params(spec), 2 * max(param.numel for param in params(spec))
 
 

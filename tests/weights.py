@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kumi.convert.files.stored_tensor import read_entry
-from kumi.convert.hf.read_folder import entries
+from kumi.convert.hf.read_folder import file_entries
 from kumi.nn.initialize import fill
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
@@ -25,4 +25,4 @@ def init_weights(module: nn.Module, spec: ModelSpec, seed: int) -> None:
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of every entry in the weight files of `folder`."""
-    return ((name, read_entry(entry)) for name, entry in entries(folder).items())
+    return ((name, read_entry(entry)) for name, entry in file_entries(folder).items())

@@ -40,7 +40,7 @@ def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch):
     def offline(*words, **options):
         raise OSError("offline")
 
-    monkeypatch.setattr(reach, "out_of_reach", lambda: "")
+    monkeypatch.setattr(reach, "unreachable_reason", lambda: "")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(
         ConfigError,
@@ -76,7 +76,7 @@ def test_of_a_model_on_the_hub_a_plan_fetches_the_config_alone(tmp_path, monkeyp
         (tmp_path / file).write_text('{"model_type": "qwen3"}')
         return str(tmp_path / file)
 
-    monkeypatch.setattr(reach, "out_of_reach", lambda: "")
+    monkeypatch.setattr(reach, "unreachable_reason", lambda: "")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetched)
     assert read_hf_config(ModelSection(source="org/model")) == {"model_type": "qwen3"}
 

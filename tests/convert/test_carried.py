@@ -9,9 +9,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kumi.convert import convert, load_decoder
-from kumi.convert.files.safetensors_read import tensors_of
-from kumi.convert.hf import read_folder
-from kumi.convert.hf.passthrough import FILE, carried
+from kumi.convert.files.safetensors_read import spans_in_folder
+from kumi.convert.hf import write_folder
+from kumi.convert.hf.passthrough import FILE, passthrough_tensors
 from kumi.convert.open_model import open_source
 from kumi.convert.verify import verify
 from kumi.errors import ModelError
@@ -40,8 +40,8 @@ def test_transformers_loads_the_whole_of_a_model_that_sees(case, anew, saved, tm
     """With a config.json as it was, or `anew` from the model alone."""
     source = saved(case)
     opened = open_source(source)
-    assert opened.carried
-    read_folder.write(
+    assert opened.passthrough
+    write_folder.write_hf_folder(
         tmp_path / "new",
         opened.spec,
         opened.tensors(),
@@ -49,7 +49,7 @@ def test_transformers_loads_the_whole_of_a_model_that_sees(case, anew, saved, tm
         dtype=opened.dtypes,
         tokenizer_folder=None,
         card="",
-        carried=opened.carried,
+        passthrough=opened.passthrough,
     )
     kind = getattr(transformers, opened.config["architectures"][0])
     theirs, info = kind.from_pretrained(tmp_path / "new", output_loading_info=True)
@@ -64,14 +64,14 @@ def test_transformers_loads_the_whole_of_a_model_that_sees(case, anew, saved, tm
 @pytest.mark.parametrize("case", ["glm4-moe", "deepseek-v3"])
 def test_layers_that_predict_further_ahead(case, saved, tmp_path):
     source = with_layers_beyond(saved(case), 2)
-    assert sorted(carried(source, families.from_hf(families.read_config(source)))) == [
+    assert sorted(passthrough_tensors(source, families.from_hf(families.read_config(source)))) == [
         f"model.layers.{index}.{name}.weight" for index in (2, 3) for name in ("eh_proj", "enorm")
     ]
     said = convert(source, tmp_path / "native", to="kumi")
     assert "and 4 passthrough tensors copied unchanged" in said
     convert(tmp_path / "native", tmp_path / "back", to="hf")
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
-    assert tensors_of(tmp_path / "back").keys() == tensors_of(source).keys()
+    assert spans_in_folder(tmp_path / "back").keys() == spans_in_folder(source).keys()
     fewer = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(fewer))
     with pytest.raises(ModelError, match=r"'model\.layers\.3\.\w+\.weight' .* has no place|has dtype F8_E4M3"):
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_a_run_finds_what_it_left_in_its_source(saved, tmp_path)
     meta = {"hf_config": dict(opened.config), "tokenizer": None, "carried_from": str(source)}
     checkpoint.commit(tmp_path / "part", tmp_path / "saved", meta, ranks=1)
     convert(tmp_path / "saved", tmp_path / "new", to="hf", verify=False)
-    assert tensors_of(tmp_path / "new").keys() == tensors_of(source).keys()
+    assert spans_in_folder(tmp_path / "new").keys() == spans_in_folder(source).keys()
     source.rename(tmp_path / "away")
     with pytest.raises(ModelError, match=r"the tensors visual\.\*, which kumi copies unchanged, are in .* restore it"):
         open_source(tmp_path / "saved")
@@ -112,7 +112,8 @@ def test_a_checkpoint_of_a_run_finds_what_it_left_in_its_source(saved, tmp_path)
 def test_what_is_carried_is_said(saved):
     spec = families.from_hf(families.read_config(saved("gemma3-sees")))
     assert spec.notes == (
-        "vision_tower.*, multi_modal_projector.* are carried along as they are: not computed, not trained, not counted",
+        "vision_tower.*, multi_modal_projector.* are passthrough tensors: copied unchanged, "
+        "not computed, not trained, not counted",
     )
 
 
@@ -121,9 +122,9 @@ def test_a_larger_vocabulary_changes_the_text_alone(saved):
         config = families.read_config(saved(case))
         spec = replace(families.from_hf(config), vocab_size=128)
         changed = config | {"text_config": config["text_config"] | {"vocab_size": 128}}
-        assert families.patched(config, spec) == changed
+        assert families.patch_config(config, spec) == changed
         flat = {key: value for key, value in changed.items() if key != "text_config"} | changed["text_config"]
         flat |= {key: config[key] for key in ("model_type", "architectures")}
         if case.startswith("qwen2"):
             assert replace(families.from_hf(flat), notes=()) == spec
-            assert families.patched(flat | {"vocab_size": 97}, spec) == flat
+            assert families.patch_config(flat | {"vocab_size": 97}, spec) == flat

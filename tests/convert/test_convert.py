@@ -12,7 +12,7 @@ from tiny_models import CASES
 
 from kumi import load_decoder
 from kumi.convert import convert, verify
-from kumi.convert.hf import read_folder
+from kumi.convert.hf import write_folder
 from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, ModelError, RefusedError
 
@@ -81,7 +81,7 @@ def test_transformers_loads_what_kumi_wrote(case, anew, saved, tmp_path):
     """With a config.json as it was, or `anew` from the model alone."""
     source = saved(case)
     opened = open_source(source)
-    read_folder.write(
+    write_folder.write_hf_folder(
         tmp_path / "new",
         opened.spec,
         opened.tensors(),

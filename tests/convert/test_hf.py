@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kumi.convert import load_decoder, weights_reader
-from kumi.convert.hf import read_folder
+from kumi.convert.hf import read_folder, write_folder
+from kumi.convert.hf.card import model_card
 from kumi.errors import ModelError, RefusedError
 from kumi.spec import families
 from weights import read_tensors
@@ -153,7 +154,7 @@ def write(folder: Path, source: Path, **changes):
         "tokenizer_folder": None,
         "card": "# x\n",
     }
-    read_folder.write(folder, spec, tensors, **options | changes)
+    write_folder.write_hf_folder(folder, spec, tensors, **options | changes)
 
 
 def test_shards_and_their_index(saved, tmp_path):
@@ -241,7 +242,7 @@ def test_too_little_disk_is_found_before_anything_is_written(saved, tmp_path, mo
 
 def test_model_card(saved):
     spec = families.from_hf(families.read_config(saved()))
-    card = read_folder.model_card(
+    card = model_card(
         name='a "name"',
         model=spec,
         facts={"steps": "3"},

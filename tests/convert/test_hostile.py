@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kumi.convert import convert
-from kumi.convert.files.safetensors_read import INDEX, SINGLE, read_header, tensors_of
+from kumi.convert.files.safetensors_read import INDEX, SINGLE, read_header, spans_in_folder
 from kumi.convert.open_model import open_source
 from kumi.errors import ModelError, RefusedError
 from kumi.storage import checkpoint
@@ -87,7 +87,7 @@ def test_headers_are_believed_only_when_they_describe_the_file(edit, words, tmp_
 def test_header_lengths_that_cannot_be(raw, words, tmp_path):
     (tmp_path / SINGLE).write_bytes(raw)
     with pytest.raises(ModelError, match=words):
-        tensors_of(tmp_path)
+        spans_in_folder(tmp_path)
 
 
 def test_a_header_of_gigabytes_is_not_read(tmp_path):
@@ -95,7 +95,7 @@ def test_a_header_of_gigabytes_is_not_read(tmp_path):
         file.write((2**33).to_bytes(8, "little"))
         file.truncate(2**34)
     with pytest.raises(ModelError, match="at most 100000000 are allowed"):
-        tensors_of(tmp_path)
+        spans_in_folder(tmp_path)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def sharded(tmp_path):
     save_file({"b": torch.ones(3, 2)}, folder / "two.safetensors")
     save_file({"b": torch.zeros(3, 2)}, tmp_path / "secret.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    assert set(tensors_of(folder)) == {"a", "b"}
+    assert set(spans_in_folder(folder)) == {"a", "b"}
     return folder
 
 
@@ -137,7 +137,7 @@ def test_an_index_names_its_own_files_only(edit, words, sharded):
     index = sharded / INDEX
     index.write_text(edit(index.read_text()))
     with pytest.raises(ModelError, match=words):
-        tensors_of(sharded)
+        spans_in_folder(sharded)
 
 
 def test_links_out_of_the_folder_are_not_followed(sharded, tmp_path):
@@ -145,20 +145,20 @@ def test_links_out_of_the_folder_are_not_followed(sharded, tmp_path):
     two.unlink()
     two.symlink_to(tmp_path / "secret.safetensors")
     with pytest.raises(ModelError, match=r"'two\.safetensors' is a link to .*secret\.safetensors, out of the folder"):
-        tensors_of(sharded)
+        spans_in_folder(sharded)
     two.unlink()
     (sharded / "real.safetensors").write_bytes((tmp_path / "secret.safetensors").read_bytes())
     two.symlink_to("real.safetensors")
-    assert set(tensors_of(sharded)) == {"a", "b"}
+    assert set(spans_in_folder(sharded)) == {"a", "b"}
     (tmp_path / "link").symlink_to(sharded)
-    assert set(tensors_of(tmp_path / "link")) == {"a", "b"}
+    assert set(spans_in_folder(tmp_path / "link")) == {"a", "b"}
 
 
 def test_pipes_are_not_waited_for(sharded):
     (sharded / "two.safetensors").unlink()
     os.mkfifo(sharded / "two.safetensors")
     with pytest.raises(ModelError, match="not a regular file"):
-        tensors_of(sharded)
+        spans_in_folder(sharded)
 
 
 def test_the_links_of_a_hub_cache_are_followed(saved, tmp_path):
@@ -182,7 +182,7 @@ def test_the_links_of_a_hub_cache_are_followed(saved, tmp_path):
 def test_both_a_single_file_and_an_index_are_one_too_many(sharded):
     shutil.copy(sharded / "one.safetensors", sharded / SINGLE)
     with pytest.raises(ModelError, match="holds both"):
-        tensors_of(sharded)
+        spans_in_folder(sharded)
 
 
 def test_a_tokenizer_that_is_a_link_is_not_copied(saved, tmp_path):

@@ -18,7 +18,7 @@ import torch
 from kumi import load_decoder
 from kumi.convert import convert
 from kumi.convert.megatron import read_megatron
-from kumi.convert.megatron.write_megatron import ITERATION, Options
+from kumi.convert.megatron.write_megatron import ITERATION, MegatronOptions
 from kumi.convert.open_model import open_source
 from kumi.megatron import model_fields as megatron_model
 from kumi.spec import families
@@ -69,7 +69,7 @@ def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path:
         spec = families.from_hf(families.read_config(sources[case]))
         rope = spec.layers[0].attention.rope
         written = tmp_path / f"{case}-megatron"
-        convert(sources[case], written, to="megatron", verify=False, megatron=Options(local=True, multiple=2))
+        convert(sources[case], written, to="megatron", verify=False, megatron=MegatronOptions(local=True, multiple=2))
         job = {
             "load": str(written / ITERATION),
             "vocab": spec.vocab_size + 1,
@@ -87,7 +87,7 @@ def test_megatron_loads_computes_and_saves(saved: Callable[..., Path], tmp_path:
         ours, original = load_decoder(source)(ids), open_source(source)
         for tp in (1, 2):
             assert (torch.load(tmp_path / f"{case}-{tp}.pt")[..., :97] - ours).abs().max() <= 1e-4
-            keys = read_megatron.open_model(tmp_path / f"{case}-{tp}", config=source).keys
+            keys = read_megatron.open_megatron_model(tmp_path / f"{case}-{tp}", config=source).keys
             ways.add((keys.homogeneous, keys.halves))
             again = open_source(tmp_path / f"{case}-{tp}", config=source)
             assert all(tensor.equal(original.read(name)) for name, tensor in again.tensors())

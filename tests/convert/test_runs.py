@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kumi.convert import convert
 from kumi.convert.files import byte_runs, casts, stream
-from kumi.convert.hf import read_folder
+from kumi.convert.hf import write_folder
 from kumi.convert.open_model import open_source
 from kumi.errors import RefusedError
 from kumi.storage import checkpoint
@@ -163,7 +163,7 @@ def test_damage_is_seen_while_bytes_are_copied(damage, saved, tmp_path):
     data[-1] ^= 1
     shard.write_bytes(data if damage == "a bit" else data[:-1])
     with pytest.raises(RefusedError, match=rf"{shard.name}: the checkpoint is damaged: the checksum of 'model/"):
-        read_folder.write(
+        write_folder.write_hf_folder(
             tmp_path / "new",
             source.spec,
             source.reader,

@@ -11,7 +11,7 @@ from tiny_models import CASES
 from kumi.cli import main
 from kumi.convert import convert, kumi_checkpoint
 from kumi.convert.files import byte_runs, stored_tensor, stream
-from kumi.convert.hf import read_folder
+from kumi.convert.hf import read_folder, write_folder
 from kumi.convert.open_model import open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.layout import Layout
@@ -153,7 +153,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(saved, tmp_path):
     with weights.open("r+b") as file:
         file.truncate(weights.stat().st_size // 2)
     with pytest.raises(ModelError, match="earlier than when it was opened"):
-        read_folder.write(
+        write_folder.write_hf_folder(
             tmp_path / "new",
             source.spec,
             source.reader,

@@ -8,7 +8,7 @@ from vocabularies import NEW, OLD, byte_level, sentence_piece, unigram
 
 from kumi.convert.vocab.base_tokenizer import load_base
 from kumi.convert.vocab.corpus import fertility, read_corpus, words
-from kumi.convert.vocab.edit import extended
+from kumi.convert.vocab.edit import extended_tokenizer
 from kumi.convert.vocab.learn import learn
 from kumi.errors import ConfigError
 
@@ -25,7 +25,7 @@ def test_merging_goes_on_as_the_library_would_have(tmp_path):
 def learnt(folder, count=40):
     base = load_base(folder)
     pieces = learn(base, words(base, NEW), count)
-    return base, pieces, extended(base, pieces, [])
+    return base, pieces, extended_tokenizer(base, pieces, [])
 
 
 @pytest.mark.parametrize("kind", [byte_level, sentence_piece])
@@ -101,7 +101,7 @@ def test_words_that_are_tokens_are_found_whole_where_the_tokenizer_does_that(tmp
     """As Llama 3's does, which looks a word up before it merges anything."""
     base = load_base(byte_level(tmp_path / "base", ignore_merges=True))
     pieces = learn(base, words(base, NEW), 40)
-    new = extended(base, pieces, [])
+    new = extended_tokenizer(base, pieces, [])
     for text in (*OLD, *NEW):
         ids = new.backend.encode(text, add_special_tokens=False).ids
         assert new.backend.decode(ids, skip_special_tokens=False) == text

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kumi.data import Mixture, Sweep, binfile
+from kumi.data import Mixture, SequentialSampler, binfile
 from kumi.data.sampler import windows
 from kumi.errors import ConfigError
 
@@ -71,7 +71,7 @@ def test_windows_equal_a_plain_reading(files, cross):
     for file in files:
         owner = np.repeat(np.arange(file.document_count), file.lengths)
         for seq_len in (1, 6, 16, 150):
-            sweep = Sweep([file], seq_len, cross)
+            sweep = SequentialSampler([file], seq_len, cross)
             batch = sweep.batch(0, len(sweep))
             for row in range(len(sweep)):
                 check_row(file, owner, seq_len, cross, batch, row)
@@ -116,7 +116,7 @@ def test_an_epoch_draws_every_window_once(files, consumed):
 
 
 def test_a_sweep_covers_every_file_once_and_pads_behind_the_end(files):
-    sweep = Sweep(files, 16)
+    sweep = SequentialSampler(files, 16)
     assert len(sweep) == sum(windows(file, 16) for file in files)
     batch = sweep.batch(0, len(sweep) + 3)
     assert (batch["labels"][len(sweep) :] == -100).all()
@@ -124,7 +124,7 @@ def test_a_sweep_covers_every_file_once_and_pads_behind_the_end(files):
     predicted = batch["labels"][batch["labels"] != -100]
     tokens = sum(file.token_count - file.document_count for file in files)
     assert len(set(predicted.tolist())) == len(predicted) == tokens
-    assert same(sweep.batch(2, 3), Sweep(files, 16).batch(2, 3))
+    assert same(sweep.batch(2, 3), SequentialSampler(files, 16).batch(2, 3))
 
 
 def test_what_cannot_be_mixed_is_refused(files, tmp_path):
@@ -134,18 +134,18 @@ def test_what_cannot_be_mixed_is_refused(files, tmp_path):
     with pytest.raises(ConfigError, match="has 1 tokens, but a training sequence needs at least 2"):
         Mixture([(short, 1.0)], 8)
     with pytest.raises(ConfigError, match="at least one token file"):
-        Sweep([], 8)
+        SequentialSampler([], 8)
     with pytest.raises(ConfigError, match="seq_len=0"):
-        Sweep(files, 0)
+        SequentialSampler(files, 0)
     with pytest.raises(ConfigError, match="greater than 0"):
         Mixture([(files[0], 0.0)], 8)
 
 
 def test_a_limited_sweep_is_spread_evenly_over_all_windows(files):
-    every, some = Sweep(files, 8), Sweep(files, 8, limit=10)
+    every, some = SequentialSampler(files, 8), SequentialSampler(files, 8, limit=10)
     assert len(some) == 10
     wanted = np.concatenate([every.batch(number * len(every) // 10, 1)["input_ids"] for number in range(10)])
     chosen = some.batch(0, 12)
     assert np.array_equal(chosen["input_ids"][:10], wanted)
     assert (chosen["labels"][10:] == -100).all()
-    assert same(Sweep(files, 8, limit=10**6).batch(0, 20), every.batch(0, 20))
+    assert same(SequentialSampler(files, 8, limit=10**6).batch(0, 20), every.batch(0, 20))

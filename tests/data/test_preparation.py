@@ -116,7 +116,7 @@ def test_a_second_call_does_nothing_and_a_change_is_seen(corpus, tokens, tmp_pat
     corpus = [corpus[0], replace(corpus[1], path=str(tmp_path / "text")), corpus[2]]
     first = prepare(corpus, tokens, out, validation=0.1, workers=1)
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "answers", no_work)
+        patch.setattr(pool, "run_jobs", no_work)
         assert prepare(corpus, tokens, out, validation=0.1, workers=2) == first
         assert open_store(out) == first
         heavier = prepare([replace(corpus[0], weight=5.0), *corpus[1:]], tokens, out, validation=0.1)
@@ -166,8 +166,8 @@ def test_a_killed_preparation_goes_on_where_it_was(tokens, texts, tmp_path, writ
     process.wait()
     assert not (out / "meta.json").exists()
     jobs = []
-    answers = pool.answers
-    monkeypatch.setattr(pool, "answers", lambda todo, workers: answers(jobs.extend(todo) or todo, workers))
+    answers = pool.run_jobs
+    monkeypatch.setattr(pool, "run_jobs", lambda todo, workers: answers(jobs.extend(todo) or todo, workers))
     prepare([source], tokens, out, validation=0.1, workers=2)
     resumed, jobs[:] = len(jobs), []
     prepare([source], tokens, tmp_path / "fresh", validation=0.1, workers=1)
@@ -180,18 +180,18 @@ def test_a_dead_worker_is_reported_and_what_is_done_is_kept(tokens, texts, tmp_p
     source = Source(str(write_jsonl(tmp_path / "a.jsonl", texts * 3)))
     start, started = pool._start, []
     monkeypatch.setattr(pool, "_start", lambda *a: started.append(start(*a)) or started[-1])
-    answers = pool.answers
+    answers = pool.run_jobs
 
     def killing(jobs, workers):
         for number, answer in answers(jobs, workers):
             yield number, answer
             os.kill(started[0].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(pool, "answers", killing)
+    monkeypatch.setattr(pool, "run_jobs", killing)
     with pytest.raises(KumiError, match=r"killed by signal 9.*run the same command again") as error:
         prepare([source], tokens, tmp_path / "out", workers=1)
     assert error.value.exit_code == 1
-    monkeypatch.setattr(pool, "answers", answers)
+    monkeypatch.setattr(pool, "run_jobs", answers)
     assert prepare([source], tokens, tmp_path / "out", workers=1).documents == 3 * len(texts)
 
 
@@ -281,10 +281,10 @@ def test_a_full_disk_is_said_and_finished_units_stay(corpus, tokens, tmp_path, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kumi.data.preparation.join", full)
+        patch.setattr("kumi.data.preparation.merge_shards", full)
         with pytest.raises(RefusedError, match="the disk is full; finished units are kept"):
             prepare(corpus[1:2], tokens, tmp_path / "out", workers=1)
-    monkeypatch.setattr(pool, "answers", lambda jobs, workers: (no_work() for _ in jobs))
+    monkeypatch.setattr(pool, "run_jobs", lambda jobs, workers: (no_work() for _ in jobs))
     assert prepare(corpus[1:2], tokens, tmp_path / "out").documents == 100
 
 

@@ -8,7 +8,7 @@ import torch
 from kumi.convert.hf.write_folder import check_target
 from kumi.data import store
 from kumi.errors import KumiError, RefusedError
-from kumi.files.output import copy_into, open_kept, open_new, remove_tree
+from kumi.files.output import copy_into, open_append, open_new, remove_tree
 from kumi.storage import checkpoint
 from kumi.train import run_folder
 from kumi.train.metrics import truncate_metrics
@@ -68,13 +68,13 @@ def test_a_run_folder_with_links_is_refused(name, tmp_path, victim):
     ):
         pass
     with pytest.raises(RefusedError, match="link"):
-        open_kept(out / name)
+        open_append(out / name)
 
 
 def test_a_run_folder_may_be_a_link_itself(tmp_path):
     (tmp_path / "large").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "large")
-    with open_kept(tmp_path / "run" / "metrics.jsonl") as file:
+    with open_append(tmp_path / "run" / "metrics.jsonl") as file:
         file.write('{"step": 1}\n{"step": 2}\n')
     truncate_metrics(tmp_path / "run" / "metrics.jsonl", 1)
     assert (tmp_path / "large" / "metrics.jsonl").read_text() == '{"step": 1}\n'
@@ -89,7 +89,7 @@ def test_new_files_take_the_place_of_links_and_kept_ones_are_regular(tmp_path, v
     store.write_json(tmp_path / "meta.json", {})
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RefusedError, match="not a regular file"):
-        open_kept(tmp_path / "pipe")
+        open_append(tmp_path / "pipe")
     (tmp_path / "folder").symlink_to(victim)
     remove_tree(tmp_path / "folder")
     assert not os.path.lexists(tmp_path / "folder")

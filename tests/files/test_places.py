@@ -47,7 +47,10 @@ FUNCTIONS = {"open", "load_file", "save_file", "safe_open", "memmap", "fromfile"
 
 # By reason, the places: file, then the function or functions in it.
 REASONS: dict[str, list[str]] = {
-    "the door itself": ["files/untrusted.py open_regular open_stream parse_toml", "files/output.py open_new open_kept"],
+    "the door itself": [
+        "files/untrusted.py open_regular open_stream parse_toml",
+        "files/output.py open_new open_append",
+    ],
     "files of the system, in /proc and /sys": [
         "config/local_machine.py _cpuinfo _memory",
         "convert/verify.py free_memory",
@@ -62,9 +65,9 @@ REASONS: dict[str, list[str]] = {
     "a message from a process that kumi started, by its pipe or the store of the launch": [
         "launch/rendezvous.py _failure",
         "train/start.py _follow",
-        "data/bpe.py main",
+        "data/bpe.py _main",
         "data/pool.py _read",
-        "data/tokenize_worker.py main",
+        "data/tokenize_worker.py _main",
         "data/preparation.py _raise",
         "bench/run_bench.py _measure",
         "bench/measuring_rank.py measure_rank",
@@ -86,9 +89,9 @@ REASONS: dict[str, list[str]] = {
     "a file in a folder that was made for it just now": [
         "convert/hf/adapter_write.py write_adapter",
         "convert/hf/passthrough.py write_spans",
-        "convert/megatron/dcp_write.py write _write_pieces _write_objects _archive",
-        "convert/hf/write_folder.py write _write_json",
-        "convert/megatron/write_megatron.py write _write_json",
+        "convert/megatron/dcp_write.py write_dcp _write_pieces _write_objects _archive",
+        "convert/hf/write_folder.py write_hf_folder _write_json",
+        "convert/megatron/write_megatron.py write_megatron_folder _write_json",
         "convert/kumi_checkpoint.py write_model",
         "convert/files/safetensors_write.py create put sync",
         "convert/files/stream.py _opened",
@@ -97,7 +100,7 @@ REASONS: dict[str, list[str]] = {
     "a new file of optimizer states, opened with O_EXCL": ["parallel/optim/nvme_store.py open_drives"],
     "a folder, to sync it": ["storage/folders.py sync_folder"],
     "kumi's own checkpoint reader, which uses the door": [
-        "convert/kumi_checkpoint.py open_model",
+        "convert/kumi_checkpoint.py open_saved_model",
         "train/resume.py check_resume last_checkpoint",
     ],
     "a record in an archive, in memory, that the door opened": ["convert/megatron/pickles.py _archive"],

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kumi.config.load import load, load_plan
 from kumi.config.presets import read_node
 from kumi.convert import convert, merge
-from kumi.convert.hf.write_folder import read_generation, write
+from kumi.convert.hf.write_folder import read_generation, write_hf_folder
 from kumi.convert.open_model import open_source
 from kumi.convert.vocab.base_tokenizer import load_base
 from kumi.data import Source, load_tokenizer, prepare, records, store
@@ -126,7 +126,7 @@ def make(root: Path) -> list[Kind]:
 def _model(folder: Path) -> None:
     spec = families.from_hf(CONFIG)
     decoder = Decoder(spec)
-    write(
+    write_hf_folder(
         folder,
         spec,
         iter(decoder.state_dict().items()),

@@ -222,7 +222,7 @@ def test_a_run_trains_a_hub_s_model_and_pushes_it(hub, model, token, tmp_path, m
     assert len(mine.commits) == commits, "nothing new to push"
     convert(checkpoint, tmp_path / "new", to="hf")
     assert header((tmp_path / "new" / "README.md").read_text())["base_model_relation"] == "finetune"
-    assert read_folder.entries(tmp_path / "new")
+    assert read_folder.file_entries(tmp_path / "new")
 
 
 def test_adapters_of_a_hub_s_model_name_it_and_its_commit(hub, model, token, tmp_path, monkeypatch):

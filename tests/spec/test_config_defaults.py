@@ -38,10 +38,10 @@ WITH_CLASS = [name for name in families.FAMILIES if name not in ("kimi_k2", "nem
 def least(name: str) -> dict[str, object]:
     """The keys without which the family `name` refuses a config."""
     module = families.FAMILIES[name]
-    seeing = getattr(module, "FAMILY", None)
-    keys = module.KEYS if seeing is None else next(iter(seeing.texts.values())).KEYS
+    vision_language = getattr(module, "_FAMILY", None)
+    keys = module.KEYS if vision_language is None else next(iter(vision_language.text_families.values())).KEYS
     text = {key: SIZES[key] for key, said in keys.items() if said.default is REQUIRED} | BESIDE.get(name, {})
-    return text if seeing is None else {"text_config": text, "vision_config": {}}
+    return text if vision_language is None else {"text_config": text, "vision_config": {}}
 
 
 @pytest.mark.parametrize("name", WITH_CLASS)

@@ -28,7 +28,7 @@ def test_the_way_back_says_the_same(name):
     config, _ = MODELS[name]
     spec = families.from_hf(config)
     assert families.from_hf(families.to_hf(spec)) == spec
-    assert families.patched(config, spec) == config
+    assert families.patch_config(config, spec) == config
 
 
 def test_equal_layers_are_equal_objects():
@@ -99,12 +99,12 @@ def test_windows_of_qwen():
 def test_patching_changes_only_what_must_change():
     spec = families.from_hf(LLAMA)
     longer = families.from_hf(LLAMA | {"max_position_embeddings": 262144})
-    assert families.patched(LLAMA, longer) == LLAMA | {"max_position_embeddings": 262144}
+    assert families.patch_config(LLAMA, longer) == LLAMA | {"max_position_embeddings": 262144}
     new = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "rope_theta")}
     new["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA["rope_scaling"]}
-    assert families.patched(new, spec) == new
+    assert families.patch_config(new, spec) == new
     plain = families.from_hf(LLAMA | {"rope_scaling": None})
-    patched = families.patched(new, plain)
+    patched = families.patch_config(new, plain)
     assert "rope_parameters" not in patched
     assert families.from_hf(patched) == plain
 
@@ -128,10 +128,10 @@ REFUSED = [
     ({"attention_dropout": "0.1"}, r"attention_dropout='?\"?0.1.* of a llama model must be a number"),
     ({"hidden_act": "gelu"}, r"hidden_act='gelu' of a llama model is not supported, only 'silu'"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
-    ({"quantization_config": 4}, r"quantization_config is 4, no object; remove it"),
+    ({"quantization_config": 4}, r"quantization_config=4 must be a table"),
     ({"is_encoder_decoder": 1}, r"is_encoder_decoder=1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic' changes with the length"),
-    ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' of a llama model is not supported; kumi knows"),
+    ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' of a llama model is not supported; kumi supports"),
     ({"rope_scaling": {"type": "linear"}}, r"'factor' is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "fctor": 1}}, r"'fctor'"),
     ({"rope_scaling": 3}, r"rope_scaling=3 of a llama model must be a table"),
@@ -142,11 +142,14 @@ REFUSED = [
     ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, r"not supported: it is an encoder"),
     (
         {"architectures": ["CohereForCausalLM"], "model_type": "cohere"},
-        r"not supported: unlike those of cohere2 all its layers rotate and none has a window",
+        r"not supported: unlike cohere2, all its layers have RoPE and none has a sliding window",
     ),
-    ({"architectures": ["MistralForCausalLM2"], "model_type": "mistral2"}, r"supported: kumi has no family of that"),
-    ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification.* its head classifies"),
-    ({"architectures": ["LlamaForCausaLM"]}, r"a model of type llama has another architecture"),
+    ({"architectures": ["MistralForCausalLM2"], "model_type": "mistral2"}, r"supported: kumi has no family of"),
+    (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        r"LlamaForSequenceClassification.* it has a classification head",
+    ),
+    ({"architectures": ["LlamaForCausaLM"]}, r"the architecture of a llama model is another one"),
     ({"model_type": "qwen2"}, r"model_type='?\"?qwen2.* is not supported"),
 ]
 

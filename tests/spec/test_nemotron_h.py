@@ -99,7 +99,7 @@ def test_published_models(config, count):
     spec = families.from_hf(config)
     assert num_params(spec) == count
     assert families.from_hf(families.to_hf(spec)) == spec
-    assert families.patched(config, spec) == config
+    assert families.patch_config(config, spec) == config
 
 
 def test_three_billion_of_thirty_are_active():
@@ -130,7 +130,7 @@ def test_the_parts():
         ({"hybrid_override_pattern": "MX"}, "letters M, "),
         ({"hybrid_override_pattern": ""}, "give one of them"),
         ({"layers_block_type": ["mamba", "rnn"]}, "linear_attention"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers=3, but the kinds of 52 layers are given"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3, but 52 layer types are given"),
         ({"n_groups": 7}, "n_groups=7 does not divide mamba_num_heads=64"),
         ({"moe_latent_size": 64}, "moe_latent_size=64"),
         ({"num_nextn_predict_layers": 1}, "multi-token prediction"),

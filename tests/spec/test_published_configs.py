@@ -47,10 +47,10 @@ def test_there_is_one_of_every_family_that_any_is_published_of():
 
 def test_weights_in_blocks_of_fp8_are_read_and_said():
     assert any(
-        "quantised ('fp8')" in note for note in families.from_hf(PUBLISHED["Qwen/Qwen3-32B-FP8"]["config"]).notes
+        "quantized by 'fp8'" in note for note in families.from_hf(PUBLISHED["Qwen/Qwen3-32B-FP8"]["config"]).notes
     )
 
 
 def test_weights_that_kumi_cannot_read_are_said_to_be_planned_only():
     config = PUBLISHED["Qwen/Qwen3-32B-FP8"]["config"] | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    assert any("'gptq'), which kumi cannot read" in note for note in families.from_hf(config).notes)
+    assert any("'gptq', which kumi cannot read" in note for note in families.from_hf(config).notes)

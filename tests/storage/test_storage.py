@@ -240,11 +240,11 @@ def test_listing_rotation_and_leftovers(tmp_path):
 
 
 def test_free_space_is_compared_before_anything_is_written(tmp_path):
-    checkpoint.free_space_check(tmp_path / "not" / "yet", 1)
+    checkpoint.check_free_space(tmp_path / "not" / "yet", 1)
     with pytest.raises(
         RefusedError, match=r"not enough disk for a checkpoint: it needs .* \(1152921504606846976 bytes\) and .* free"
     ):
-        checkpoint.free_space_check(tmp_path / "not" / "yet", 2**60)
+        checkpoint.check_free_space(tmp_path / "not" / "yet", 2**60)
     assert not (tmp_path / "not").exists()
 
 

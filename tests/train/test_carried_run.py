@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from tiny_models import MROPE, QWEN3_VL, reference_of
 
 from kumi.cli import main
-from kumi.convert.files.safetensors_read import tensors_of
+from kumi.convert.files.safetensors_read import spans_in_folder
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def test_the_tower_comes_out_as_it_went_in(folder, capsys):
     model = {"source": "vl", "init": "pretrained"}
     with contextlib.chdir(folder):
         assert main(["train", str(run_file(folder, model=model, train__steps=2, optim__warmup_steps=1))]) == 0
-    assert "model.visual.* are carried along as they are" in " ".join(capsys.readouterr().out.split())
-    source, trained = tensors_of(folder / "vl"), tensors_of(folder / "run/hf")
+    assert "model.visual.* are passthrough tensors" in " ".join(capsys.readouterr().out.split())
+    source, trained = spans_in_folder(folder / "vl"), spans_in_folder(folder / "run/hf")
     assert source.keys() == trained.keys()
     changed = {name for name, span in source.items() if _bytes(span) != _bytes(trained[name])}
     assert changed
@@ -50,7 +50,7 @@ def test_a_merged_model_has_the_tower_too(folder):
     model, lora = {"source": "vl", "init": "pretrained"}, {"r": 2, "target_modules": ["q_proj"], "merge": True}
     with contextlib.chdir(folder):
         assert main(["train", str(run_file(folder, model=model, lora=lora, train__steps=4))]) == 0
-    source, merged = tensors_of(folder / "vl"), tensors_of(folder / "run/hf")
+    source, merged = spans_in_folder(folder / "vl"), spans_in_folder(folder / "run/hf")
     assert source.keys() == merged.keys()
     changed = {name for name, span in source.items() if _bytes(span) != _bytes(merged[name])}
     assert {name.rpartition("self_attn.")[2] for name in changed} == {"q_proj.weight"}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.train.conftest import back_to, losses, run_file
 
 from kumi.cli import main
-from kumi.convert.base_digest import digest
+from kumi.convert.base_digest import base_digest
 from kumi.convert.hf.adapter_write import CONFIG, WEIGHTS
 from kumi.convert.load_weights import load_decoder
 from kumi.storage import checkpoint
@@ -55,7 +55,7 @@ def test_only_adapters_are_trained_and_saved(run):
     saved = checkpoint.open(run / "adapted/checkpoints/step_000006")
     assert all(".lora_" in name for name in saved.tensors)
     assert len([name for name in saved.tensors if name.startswith("model/")]) == 2 * 3 * 2
-    assert saved.meta["base_digest"] == digest(run / "run/hf")
+    assert saved.meta["base_digest"] == base_digest(run / "run/hf")
     assert {path.name for path in (run / "adapted").iterdir()} <= set(RUN_FILES)
     found = losses(run / "adapted")
     assert found[6] < found[1]

@@ -137,4 +137,4 @@ def test_adapters_of_a_larger_model_are_not_cropped(stopped):
     meta = {"hf_config": {}, "lora": {"r": 2, "targets": ["o_proj"]}}
     checkpoint.save("larger/step_000001", pieces, meta)
     with pytest.raises(RefusedError, match=r"lora_A\.weight' is \(10, 32\) in the checkpoint, \(2, 32\) in the model"):
-        _trained(kumi_checkpoint.open_model(checkpoint.step_folder("larger", 1)), base)
+        _trained(kumi_checkpoint.open_saved_model(checkpoint.step_folder("larger", 1)), base)

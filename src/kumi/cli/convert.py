@@ -93,6 +93,6 @@ def _megatron(arguments: Namespace) -> Any:
     """Return the options of the Megatron that loads the result; None if the flags do not set any."""
     if not arguments.megatron_local and arguments.megatron_vocab == 1:
         return None
-    from kumi.convert.megatron.write_megatron import Options
+    from kumi.convert.megatron.write_megatron import MegatronOptions
 
-    return Options(arguments.megatron_local, arguments.megatron_vocab)
+    return MegatronOptions(arguments.megatron_local, arguments.megatron_vocab)

@@ -44,7 +44,7 @@ def add(verbs: Any) -> None:
 
 def run(arguments: Namespace) -> int:
     """Extend the vocabulary. Return the exit code."""
-    from kumi.convert.vocab import Request, extend, lines
+    from kumi.convert.vocab import Request, extend, report_lines
 
     request = Request(
         arguments.add,
@@ -59,5 +59,5 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         arguments.write_json(report)
     else:
-        print("\n".join(lines(report)))
+        print("\n".join(report_lines(report)))
     return OK

@@ -37,7 +37,7 @@ def fetch_snapshot(source: str, key: str, out: Path | None = None) -> hub.Snapsh
     """
     if Path(os.path.expanduser(source)).exists():
         return None
-    return hub.fetch(source, key, commit=None if out is None else hub.recorded(out, key, source))
+    return hub.fetch(source, key, commit=None if out is None else hub.recorded_commit(out, key, source))
 
 
 def hub_sources(config: PlanConfig) -> dict[str, str]:

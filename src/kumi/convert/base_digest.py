@@ -12,7 +12,7 @@ from kumi.files.untrusted import INDEX, inside, open_regular, read_bytes
 _BLOCKS, _BYTES = 16, 4096
 
 
-def digest(folder: Path) -> str:
+def base_digest(folder: Path) -> str:
     """Return a SHA-256 over config.json and a sample of every .safetensors file in `folder`.
 
     Of each file: name, size, header, and `_BLOCKS` blocks spread evenly over it.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from kumi.convert import kumi_checkpoint
 from kumi.convert.files.stored_tensor import DTYPES
-from kumi.convert.hf import read_folder, write_folder
+from kumi.convert.hf import write_folder
 from kumi.convert.hf.card import mark_verified, model_card
 from kumi.convert.hf.origin import origin_of
-from kumi.convert.hf.publish import located
+from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.open_model import Source, is_adapter_folder, open_source
 from kumi.errors import ConfigError, LayoutError, ModelError
 from kumi.spec.checks import not_divisible
@@ -21,10 +21,10 @@ from kumi.spec.layout import Layout
 from kumi.spec.ledger import num_params, params, tensors
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
-from kumi.storage.folders import free_space_check
+from kumi.storage.folders import check_free_space
 
 if TYPE_CHECKING:  # imports torch, which takes seconds; imported where it is used
-    from kumi.convert.megatron.write_megatron import Options
+    from kumi.convert.megatron.write_megatron import MegatronOptions
 
 FORMATS = ("hf", "kumi", "megatron")
 
@@ -38,7 +38,7 @@ def convert(
     dtype: str | None = None,
     layout: str | None = None,
     config: str | Path | None = None,
-    megatron: Options | None = None,
+    megatron: MegatronOptions | None = None,
     base: str | None = None,
 ) -> str:
     """Convert the model in `src` (any format) into the new folder `dst`; return a sentence that describes the result.
@@ -62,7 +62,7 @@ def convert(
         raise ConfigError(f"--layout {layout}: only kumi checkpoints are sharded by a layout; use --to kumi")
     if megatron is not None and to != "megatron":
         raise ConfigError("convert: --megatron-local and --megatron-vocab are for --to megatron; leave them out")
-    folder, target = located(src, "convert"), Path(dst)
+    folder, target = model_folder_of(src, "convert"), Path(dst)
     is_adapter = is_adapter_folder(folder)
     if base is not None and not is_adapter:
         raise ConfigError(f"--base {base}: only adapters have a base model, and {folder} holds none; leave --base out")
@@ -75,8 +75,8 @@ def convert(
     else:
         _write_native(source, target, dtypes, Layout() if layout is None else parse_layout(layout, source.spec))
     summary = f"{target}: {num_params(source.spec):,} parameters written as {to}"
-    if source.carried and to != "megatron":
-        summary += f", and {len(source.carried)} passthrough tensors copied unchanged"
+    if source.passthrough and to != "megatron":
+        summary += f", and {len(source.passthrough)} passthrough tensors copied unchanged"
     if is_adapter:
         difference = _check_merged(folder, base, target)
         summary += f"; adapters merged, logits within {difference:.1e} of those with unmerged adapters"
@@ -84,7 +84,7 @@ def convert(
         return "\n".join([summary, *notes])
     from kumi.convert.verify import verify as verify_written
 
-    comparable = replace(source, carried={}) if to == "megatron" else source
+    comparable = replace(source, passthrough={}) if to == "megatron" else source
     verdict = verify_written(comparable, open_source(target))
     if to == "hf":
         mark_verified(target, f"against the source: {verdict}")
@@ -125,7 +125,7 @@ def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
     origin = origin_of(source.folder)
     facts = {"made by": "kumi convert", "converted from": origin.published or source.folder.name}
     card = model_card(name=target.name, model=source.spec, facts=facts, origin=origin)
-    read_folder.write(
+    write_folder.write_hf_folder(
         target,
         source.spec,
         source.reader,
@@ -133,14 +133,14 @@ def _write_hf(source: Source, target: Path, dtypes: Mapping[str, str]) -> None:
         dtype=dtypes,
         tokenizer_folder=source.tokenizer,
         card=card,
-        carried=source.carried,
+        passthrough=source.passthrough,
     )
 
 
 def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layout: Layout) -> None:
     write_folder.check_target(target, replace=False)
     size = sum(entry.numel * ITEMSIZE[dtypes[entry.name]] for entry in tensors(source.spec))
-    free_space_check(target, size + sum(span.nbytes for span in source.carried.values()), "the model")
+    check_free_space(target, size + sum(span.nbytes for span in source.passthrough.values()), "the model")
     tokenizer = None if source.tokenizer is None else str(source.tokenizer.absolute())
     kumi_checkpoint.write_model(
         target,
@@ -148,16 +148,18 @@ def _write_native(source: Source, target: Path, dtypes: Mapping[str, str], layou
         source.reader,
         dtypes=dtypes,
         layout=layout,
-        passthrough=source.carried,
+        passthrough=source.passthrough,
         meta={"hf_config": dict(source.config), "tokenizer": tokenizer, "origin": origin_of(source.folder).plain()},
     )
 
 
-def _write_megatron(source: Source, target: Path, dtypes: Mapping[str, str], options: Options | None) -> list[str]:
+def _write_megatron(
+    source: Source, target: Path, dtypes: Mapping[str, str], options: MegatronOptions | None
+) -> list[str]:
     """Write a Megatron-Core checkpoint; return notes on the parts of the model that Megatron lacks or ignores."""
     from kumi.convert.megatron import write_megatron
 
-    notes = write_megatron.write(
+    notes = write_megatron.write_megatron_folder(
         target,
         source.spec,
         source.reader,
@@ -168,10 +170,10 @@ def _write_megatron(source: Source, target: Path, dtypes: Mapping[str, str], opt
     )
     left_out = (
         [
-            f"left out, because Megatron has no counterpart: {len(source.carried)} passthrough tensors, such "
-            f"as {next(iter(source.carried))}"
+            f"left out, because Megatron has no counterpart: {len(source.passthrough)} passthrough tensors, such "
+            f"as {next(iter(source.passthrough))}"
         ]
-        if source.carried
+        if source.passthrough
         else []
     )
     return [*left_out, *notes]

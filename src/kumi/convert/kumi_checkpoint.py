@@ -17,7 +17,7 @@ from kumi.convert.files.safetensors_read import Span
 from kumi.convert.files.safetensors_write import sync
 from kumi.convert.files.slices import Dims, flat_index, is_contiguous
 from kumi.convert.files.stream import Job, Move, Reader, Runs, ThreadBuffers, copy_job, write_at
-from kumi.convert.hf import passthrough as carried
+from kumi.convert.hf import passthrough as passthrough_files
 from kumi.convert.hf import write_folder
 from kumi.errors import ModelError, RefusedError
 from kumi.files.output import remove_tree
@@ -35,7 +35,7 @@ from kumi.storage.write import ITEMSIZE, Blank, as_bytes, block_rows, blocks, la
 if TYPE_CHECKING:  # copying bytes needs no torch, which takes seconds to import
     from torch import Tensor
 
-SHARD_BYTES = 10**9
+_SHARD_BYTES = 10**9
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class SavedModel:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The model's config.json, without the quantisation of the weights that training began from."""
-        return quantization.plain(self.checkpoint.meta["hf_config"])
+        """The model's config.json, without the quantization of the weights that training began from."""
+        return quantization.without_quantization(self.checkpoint.meta["hf_config"])
 
     @property
     def tokenizer(self) -> Path | None:
@@ -56,7 +56,7 @@ class SavedModel:
         return Path(folder) if folder else None
 
     @property
-    def carried_from(self) -> str | None:
+    def passthrough_source(self) -> str | None:
         """The Hugging Face folder with the passthrough tensors, if the checkpoint does not have them."""
         folder: str | None = self.checkpoint.meta.get("carried_from")
         return folder
@@ -71,7 +71,7 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "meta.json").exists() or (folder / "index.json").exists()
 
 
-def open_model(folder: Path) -> SavedModel:
+def open_saved_model(folder: Path) -> SavedModel:
     """Open the model in the checkpoint `folder`; raise RefusedError for damage, ModelError for a missing hf_config."""
     saved = SavedModel(checkpoint.open(folder))
     if not isinstance(saved.checkpoint.meta.get("hf_config"), dict):
@@ -81,7 +81,7 @@ def open_model(folder: Path) -> SavedModel:
     return saved
 
 
-def check(saved: SavedModel, spec: ModelSpec) -> None:
+def check_tensors(saved: SavedModel, spec: ModelSpec) -> None:
     """Raise RefusedError for a tensor that is missing, unknown or of another shape than in `spec`.
 
     Where the checkpoint holds adapters only, `spec.lora` must be set. Raise ModelError for a dtype that is not floating
@@ -99,7 +99,7 @@ def check(saved: SavedModel, spec: ModelSpec) -> None:
         )
 
 
-def reader(saved: SavedModel, spec: ModelSpec) -> Reader:
+def checkpoint_reader(saved: SavedModel, spec: ModelSpec) -> Reader:
     """Return a reader of the model's tensors; checksums are verified before bytes are used."""
     source = saved.checkpoint
 
@@ -138,10 +138,10 @@ def write_model(
 ) -> None:
     """Write a checkpoint of the model `source` into `folder` (absent or empty), in the pieces of the ranks of `layout`.
 
-    With a layout of one rank the pieces are entire tensors, in files of about `SHARD_BYTES`. `passthrough` tensors are
+    With a layout of one rank the pieces are entire tensors, in files of about `_SHARD_BYTES`. `passthrough` tensors are
     copied unchanged.
     """
-    staging = write_folder.unfinished(folder)
+    staging = write_folder.staging_folder(folder)
     remove_tree(staging)
     if folder.exists():
         folder.rmdir()
@@ -159,12 +159,12 @@ def write_model(
             jobs += [_piece_job(file, entry, blank.dtype, source) for entry, blank in _by_entry(entries, shards[rank])]
         stream.run(jobs, str(folder))
         if passthrough:
-            carried.write_spans(staging / carried.FILE, passthrough)
-            sync(staging / carried.FILE)
+            passthrough_files.write_spans(staging / passthrough_files.FILE, passthrough)
+            sync(staging / passthrough_files.FILE)
         for rank, (entries, header) in enumerate(layouts):
             sync(_shard_path(staging, rank))
             write_index(_shard_path(staging, rank), rank, entries, header)
-        checkpoint.commit(staging, folder, meta, ranks=len(layouts), beside=(carried.FILE,))
+        checkpoint.commit(staging, folder, meta, ranks=len(layouts), beside=(passthrough_files.FILE,))
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -208,9 +208,9 @@ def _assign_files(pieces: Sequence[tuple[Blank, list[int]]], layout: Layout) -> 
 
 
 def _split_in_order(blanks: Sequence[Blank]) -> Iterator[list[Blank]]:
-    """Split the pieces, in order, into at least one list per thread, of at most `SHARD_BYTES` (or one piece)."""
+    """Split the pieces, in order, into at least one list per thread, of at most `_SHARD_BYTES` (or one piece)."""
     total = sum(blank.nbytes for blank in blanks)
-    limit = min(SHARD_BYTES, max(2**20, -(-total // stream.threads())))
+    limit = min(_SHARD_BYTES, max(2**20, -(-total // stream.threads())))
     current: list[Blank] = []
     size = 0
     for blank in blanks:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kumi.convert import kumi_checkpoint, merge
 from kumi.convert.hf import read_folder
-from kumi.convert.hf.publish import located
+from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.open_model import is_adapter_folder, open_source
 from kumi.errors import ConfigError
 from kumi.nn.decoder import Decoder
@@ -30,7 +30,7 @@ def load_decoder(source: str | Path, *, dtype: torch.dtype = torch.float32, base
     """
     folder = model_folder(source)
     if is_adapter_folder(folder):
-        decoder = merge.decoder_of(merge.open_beside(folder, None if base is None else str(base)))
+        decoder = merge.unmerged_decoder(merge.open_unmerged(folder, None if base is None else str(base)))
         return decoder.to(dtype)
     if base is not None:
         raise ConfigError(
@@ -45,7 +45,7 @@ def model_folder(source: str | Path) -> Path:
     It is `source` itself, its download from the hub, or the last checkpoint of a run folder. Raise ConfigError if there
     is no such folder.
     """
-    folder = located(source, "source")
+    folder = model_folder_of(source, "source")
     if not folder.is_dir():
         raise ConfigError(
             f"{str(source)!r}: neither a folder below {Path.cwd()} nor a hub id (org/name); name a model's folder"
@@ -61,10 +61,10 @@ def tokenizer_folder(source: str | Path) -> Path:
     """
     folder = model_folder(source)
     if is_adapter_folder(folder):
-        return merge.open_beside(folder).base.folder
+        return merge.open_unmerged(folder).base.folder
     if not kumi_checkpoint.is_checkpoint(folder):
         return folder
-    tokenizer = kumi_checkpoint.open_model(folder).tokenizer
+    tokenizer = kumi_checkpoint.open_saved_model(folder).tokenizer
     if tokenizer is None:
         raise ConfigError(f"{folder}: this checkpoint names no tokenizer; name the folder of its tokenizer")
     return tokenizer
@@ -75,7 +75,7 @@ def weights_reader(folder: str | Path, spec: ModelSpec) -> Callable[[str, tuple[
 
     Raise ModelError unless `folder` holds exactly the tensors of `spec`.
     """
-    stored = read_folder.check(folder, spec)
+    stored = read_folder.locate_params(folder, spec)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         return read_folder.read(stored[name.removeprefix("model/")], start, shape)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kumi import hub
 from kumi.convert import kumi_checkpoint
-from kumi.convert.base_digest import digest
+from kumi.convert.base_digest import base_digest
 from kumi.convert.files.slices import Dims
 from kumi.convert.files.stream import Reader, Runs
 from kumi.convert.hf import adapter_read
 from kumi.convert.hf.adapter_read import Adapter
-from kumi.convert.hf.publish import located
+from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.open_model import Source, adapters_of_run, open_source
 from kumi.convert.verify import sample_prompts
 from kumi.errors import ConfigError, ModelError
@@ -38,7 +38,7 @@ from kumi.spec.model import ModelSpec
 
 # Allowed difference between the float32 logits of a merged model and of its base with unmerged adapters, relative to
 # the standard deviation of the logits; by the dtype of the merged weights.
-TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+_TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _base_model(config: Mapping[str, Any]) -> str | None:
     return f"{name}@{revision}" if isinstance(name, str) and revision and hub.is_id(name) else name
 
 
-def open_beside(folder: Path, base: str | None = None) -> AdaptedModel:
+def open_unmerged(folder: Path, base: str | None = None) -> AdaptedModel:
     """Open the adapters in `folder` and their base model: `base`, or else the one that they name."""
     trained = adapters_of_run(folder)
     if trained is None:
@@ -65,7 +65,7 @@ def open_beside(folder: Path, base: str | None = None) -> AdaptedModel:
         base_name = trained.checkpoint.meta["base"] if base is None else base
     if not base_name:
         raise ConfigError(f"{folder}: its adapters name no base model; name it with --base FOLDER")
-    path = located(base_name, "--base")
+    path = model_folder_of(base_name, "--base")
     if not path.is_dir():
         raise ConfigError(
             f"{folder}: its base model {looked_for(str(base_name))} is not a folder here; name its folder with "
@@ -74,7 +74,7 @@ def open_beside(folder: Path, base: str | None = None) -> AdaptedModel:
     source = open_source(path)
     if trained is None:
         return AdaptedModel(folder, source, adapter_read.read_adapters(folder, source.spec))
-    if (path / "config.json").exists() and digest(path) != trained.checkpoint.meta["base_digest"]:
+    if (path / "config.json").exists() and base_digest(path) != trained.checkpoint.meta["base_digest"]:
         raise ConfigError(
             f"{folder}: its adapters were trained on another model than the one in {path}; restore that model, or "
             f"name its folder with --base FOLDER"
@@ -86,7 +86,7 @@ def _trained(saved: kumi_checkpoint.SavedModel, spec: ModelSpec) -> dict[str, Ad
     """Read the adapters from a run's checkpoint."""
     lora = Lora(**saved.checkpoint.meta["lora"] | {"targets": tuple(saved.checkpoint.meta["lora"]["targets"])})
     result, read, adapted = {}, saved.checkpoint.read, replace(spec, lora=lora)
-    kumi_checkpoint.check(saved, adapted)
+    kumi_checkpoint.check_tensors(saved, adapted)
     for op in ops(adapted):
         if has_adapter(lora, op):
             a, b = (read(f"model/{op.name}.lora_{matrix}.weight").float() for matrix in "AB")
@@ -100,7 +100,7 @@ def open_merged(folder: Path, base: str | None = None) -> Source:
 
     The base is `base`, or else the one that the adapters name.
     """
-    model = open_beside(folder, base)
+    model = open_unmerged(folder, base)
     return replace(model.base, folder=folder, reader=_merging_reader(model.base, model.adapters))
 
 
@@ -136,16 +136,16 @@ def merged(rows: Tensor, adapter: Adapter, first: int = 0) -> Tensor:
 def check_merged(folder: Path, base: str | None, written: Source) -> float:
     """Return the largest difference between the float32 logits of `written` and of the base with unmerged adapters.
 
-    `written` is a copy of `open_merged(folder, base)`. Raise ModelError if the difference exceeds `TOLERANCE`.
+    `written` is a copy of `open_merged(folder, base)`. Raise ModelError if the difference exceeds `_TOLERANCE`.
     """
     with torch.no_grad():
         prompts = sample_prompts(written.spec.vocab_size, min(16, written.spec.max_position_embeddings))
         # The first model is freed before the second is loaded.
-        expected = decoder_of(open_beside(folder, base))(prompts)
+        expected = unmerged_decoder(open_unmerged(folder, base))(prompts)
         actual = written.decoder().eval()(prompts)
     difference = float((expected - actual).abs().max())
     names = [name for name in written.dtypes if name.endswith("_proj.weight")]
-    allowed = max(TOLERANCE[written.dtypes[name]] for name in names or written.dtypes) * float(expected.std())
+    allowed = max(_TOLERANCE[written.dtypes[name]] for name in names or written.dtypes) * float(expected.std())
     if not difference <= allowed:
         raise ModelError(
             f"{written.folder}: its logits differ by {difference:.3g} from those of the base with unmerged adapters, "
@@ -156,7 +156,7 @@ def check_merged(folder: Path, base: str | None, written: Source) -> float:
 
 
 @torch.no_grad()
-def decoder_of(model: AdaptedModel) -> Decoder:
+def unmerged_decoder(model: AdaptedModel) -> Decoder:
     """Return the model in float32, with the adapters as separate modules."""
     decoder = model.base.decoder().eval()
     modules = dict(decoder.named_modules())

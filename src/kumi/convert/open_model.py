@@ -12,7 +12,7 @@ from kumi.convert import kumi_checkpoint
 from kumi.convert.files.safetensors_read import Span
 from kumi.convert.files.stream import Reader
 from kumi.convert.hf import read_folder
-from kumi.convert.hf.passthrough import carried, from_checkpoint
+from kumi.convert.hf.passthrough import passthrough_of_checkpoint, passthrough_tensors
 from kumi.errors import ModelError
 from kumi.megatron.checkpoint_files import is_checkpoint
 from kumi.paths import looked_for
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Source:
     """A checked model on disk: its spec and config.json, and a reader of its tensors.
 
-    carried   passthrough tensors, which are only copied
+    passthrough   tensors that kumi does not compute, which are only copied
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class Source:
     config: Mapping[str, Any]
     reader: Reader
     tokenizer: Path | None
-    carried: Mapping[str, Span]
+    passthrough: Mapping[str, Span]
 
     @property
     def dtypes(self) -> Mapping[str, str]:
@@ -112,7 +112,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 def adapters_of_run(folder: Path) -> kumi_checkpoint.SavedModel | None:
     """Return the checkpoint in `folder` if a run saved adapters in it, else None."""
-    saved = kumi_checkpoint.open_model(folder) if kumi_checkpoint.is_checkpoint(folder) else None
+    saved = kumi_checkpoint.open_saved_model(folder) if kumi_checkpoint.is_checkpoint(folder) else None
     return saved if saved is not None and "lora" in saved.checkpoint.meta else None
 
 
@@ -125,20 +125,29 @@ def models_in_run(folder: Path) -> str:
 def _open_hf(folder: Path) -> Source:
     config = families.read_config(folder)
     spec = families.from_hf(config)
-    stored = read_folder.check(folder, spec)
-    return Source(folder, spec, quantization.plain(config), read_folder.reader(stored), folder, carried(folder, spec))
+    stored = read_folder.locate_params(folder, spec)
+    return Source(
+        folder,
+        spec,
+        quantization.without_quantization(config),
+        read_folder.folder_reader(stored),
+        folder,
+        passthrough_tensors(folder, spec),
+    )
 
 
 def _open_native(folder: Path) -> Source:
-    saved = kumi_checkpoint.open_model(folder)
+    saved = kumi_checkpoint.open_saved_model(folder)
     spec = families.from_hf(saved.config)
-    kumi_checkpoint.check(saved, spec)
-    passthrough = from_checkpoint(folder, spec, saved.carried_from)
-    return Source(folder, spec, saved.config, kumi_checkpoint.reader(saved, spec), saved.tokenizer, passthrough)
+    kumi_checkpoint.check_tensors(saved, spec)
+    passthrough = passthrough_of_checkpoint(folder, spec, saved.passthrough_source)
+    return Source(
+        folder, spec, saved.config, kumi_checkpoint.checkpoint_reader(saved, spec), saved.tokenizer, passthrough
+    )
 
 
 def _open_megatron(folder: Path, config: str | Path | None) -> Source:
     from kumi.convert.megatron import read_megatron
 
-    saved = read_megatron.open_model(folder, config)
+    saved = read_megatron.open_megatron_model(folder, config)
     return Source(saved.folder, saved.spec, saved.config, saved.reader(), saved.tokenizer, {})

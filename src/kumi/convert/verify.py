@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kumi.convert.files.stream import threads
-from kumi.convert.hf.passthrough import check_equal
+from kumi.convert.hf.passthrough import check_passthrough
 from kumi.convert.open_model import Source
 from kumi.errors import ModelError
 from kumi.nn.decoder import Decoder
@@ -26,7 +26,7 @@ from kumi.spec.precision import ITEMSIZE
 from kumi.units import format_bytes
 
 # Allowed difference between the float32 logits of two implementations, relative to the largest logit.
-TOLERANCE = 1e-3
+_TOLERANCE = 1e-3
 
 # Memory of a float32 decoder and its activations for three short prompts, relative to its weights.
 _MEMORY_FACTOR = 1.2
@@ -60,8 +60,8 @@ def verify(source: Source, written: Source) -> Verdict:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    check_equal(written.carried, source.carried, written.folder)
-    return Verdict(len(params) + len(source.carried), _logits_agree(source, written))
+    check_passthrough(written.passthrough, source.passthrough, written.folder)
+    return Verdict(len(params) + len(source.passthrough), _logits_agree(source, written))
 
 
 def _compare(source: Source, written: Source, param: Param) -> Param:
@@ -93,7 +93,7 @@ def _logits_agree(source: Source, written: Source) -> str:
     ours = _logits(written, prompts, written)
     theirs, reference = _reference_logits(source, written, prompts)
     difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
-    if not difference <= TOLERANCE * max(1.0, largest):
+    if not difference <= _TOLERANCE * max(1.0, largest):
         raise ModelError(
             f"{written.folder}: its logits by kumi differ from {reference} by {difference:g} (largest logit "
             f"{largest:g}), although all tensors are equal; please report this model"
@@ -119,7 +119,7 @@ def _reference_logits(source: Source, written: Source, prompts: Tensor) -> tuple
 
 
 def _is_plain(folder: Path) -> bool:
-    """True if `folder` is a Hugging Face folder with unquantised weights; others need special devices and packages."""
+    """True if `folder` is a Hugging Face folder with unquantized weights; others need special devices and packages."""
     return (folder / "config.json").exists() and not families.read_config(folder).get("quantization_config")
 
 

@@ -10,7 +10,7 @@ from kumi.data.batches import BatchSource, MixtureSource
 from kumi.data.binfile import IndexedFile
 from kumi.data.preparation import TOKENIZER, TOKENS, foreign_files, prepare
 from kumi.data.records import Fault, Record, read
-from kumi.data.sampler import Batch, Mixture, Sweep
+from kumi.data.sampler import Batch, Mixture, SequentialSampler
 from kumi.data.sources import DataPathError, expand, would_read
 from kumi.data.store import Store, StoredSource, inspect, open_store
 from kumi.data.tokenizer import Tokenizer
@@ -28,10 +28,10 @@ __all__ = [
     "Mixture",
     "MixtureSource",
     "Record",
+    "SequentialSampler",
     "Source",
     "Store",
     "StoredSource",
-    "Sweep",
     "Tokenizer",
     "expand",
     "foreign_files",

@@ -223,7 +223,7 @@ def _exit_with(parent: int) -> None:
     os._exit(1)
 
 
-def main() -> int:
+def _main() -> int:
     """Run the job on standard input and return the exit code; a ConfigError's message goes to standard output."""
     job = json.load(sys.stdin)
     threading.Thread(target=_exit_with, args=(job["parent"],), daemon=True).start()
@@ -239,4 +239,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

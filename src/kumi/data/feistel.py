@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+_Array = npt.NDArray[Any]
 _ROUNDS = 6
 _STEP = 0x9E3779B97F4A7C15
 
 
-def scramble(values: Array) -> Array:
+def scramble(values: _Array) -> _Array:
     """Return a 64-bit hash of each value, by the finaliser of splitmix64."""
     mixed = values.astype(np.uint64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -24,7 +24,7 @@ def scramble(values: Array) -> Array:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def key(seed: int, *numbers: int | Array) -> Array:
+def key(seed: int, *numbers: int | _Array) -> _Array:
     """Return a 64-bit key for a seed and further numbers, (1,); arrays of numbers give an array of keys."""
     state = scramble(np.array([seed % 2**64], np.uint64))
     for number in numbers:
@@ -32,7 +32,7 @@ def key(seed: int, *numbers: int | Array) -> Array:
     return state
 
 
-def permute(indices: Array, size: int, keys: Array) -> Array:
+def permute(indices: _Array, size: int, keys: _Array) -> _Array:
     """Return the image of each index in [0, size) under its key, uint64; a bijection for each key."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     result = indices.astype(np.uint64)
@@ -44,7 +44,7 @@ def permute(indices: Array, size: int, keys: Array) -> Array:
     return result
 
 
-def _feistel(values: Array, half: int, keys: Array) -> Array:
+def _feistel(values: _Array, half: int, keys: _Array) -> _Array:
     """Return the Feistel permutation of each value of 2 * `half` bits."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask

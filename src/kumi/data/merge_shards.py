@@ -26,7 +26,7 @@ from kumi.files.untrusted import json_record
 from kumi.spec.data_source import Source
 
 
-def join(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
+def merge_shards(folder: Path, cache: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """Merge the units in `cache` into a store in `folder`; write meta.json last.
 
     Raise ConfigError when a source has no training document, or `validation` holds out none.

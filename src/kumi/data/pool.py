@@ -17,7 +17,7 @@ from kumi.errors import KumiError
 Answer = dict[str, Any]
 
 
-def answers(
+def run_jobs(
     jobs: Sequence[dict[str, Any]], workers: int, module: str = "kumi.data.tokenize_worker"
 ) -> Generator[tuple[int, Answer], None, None]:
     """Run `jobs` on `workers` processes; yield (job number, answer) in order of arrival.

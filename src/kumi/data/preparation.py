@@ -1,6 +1,6 @@
-"""Prepare a store of token files from sources: plan units, tokenise them in parallel, merge them in order.
+"""Prepare a store of token files from sources: plan units, tokenize them in parallel, merge them in order.
 
-    expand the sources and split them into units -> tokenise units that are not in the cache, in worker processes
+    expand the sources and split them into units -> tokenize units that are not in the cache, in worker processes
       -> merge units per source and side (train, validation) -> write meta.json last
 
 The cache (`<out>/cache`) has one folder per finished unit, named by a digest of its input. A killed run leaves the
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from kumi.data import pool, records, shards, store
-from kumi.data.merge_shards import join
+from kumi.data.merge_shards import merge_shards
 from kumi.data.shards import SIDES, Plan, Unit
 from kumi.data.sources import DataPathError
 from kumi.data.store import Store
 from kumi.data.tokenizer import ORIGIN, Tokenizer
 from kumi.data.verify_store import verify
 from kumi.errors import ConfigError, DataError, KumiError, RefusedError
-from kumi.files.output import make_folder, open_kept, remove_tree
+from kumi.files.output import make_folder, open_append, remove_tree
 from kumi.files.untrusted import json_record
 from kumi.progress import show_progress
 from kumi.spec.data_source import Source
@@ -107,7 +107,7 @@ def _owned(folder: Path) -> Iterator[None]:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / OWNER).exists():
         raise RefusedError(f"{folder}: has files that kumi did not prepare; name a new or empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    with open_kept(folder / OWNER) as lock:
+    with open_append(folder / OWNER) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -123,12 +123,12 @@ def _matches(folder: Path, plan: Plan) -> bool:
 
 
 def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
-    """Tokenise the units of `plan` and merge them into a store in `folder`."""
+    """Tokenize the units of `plan` and merge them into a store in `folder`."""
     cache = folder / "cache"
     make_folder(cache)
     try:
         _run_units(cache, plan, tokenizer, on_error, workers, show)
-        join(folder, cache, plan, tokenizer)
+        merge_shards(folder, cache, plan, tokenizer)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -141,7 +141,7 @@ def _make(folder: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers
 
 
 def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, workers: int, show: bool) -> None:
-    """Tokenise the units that are not in `cache`, on `workers` processes."""
+    """Tokenize the units that are not in `cache`, on `workers` processes."""
     counts = [shards.read_unit(cache / key) for key in plan.keys]
     missing = [number for number, unit_counts in enumerate(counts) if unit_counts is None]
     jobs = [_job(cache, plan, number, tokenizer, on_error) for number in missing]
@@ -149,7 +149,7 @@ def _run_units(cache: Path, plan: Plan, tokenizer: Tokenizer, on_error: str, wor
     done = {number: unit.bytes for number, unit in enumerate(plan.units) if counts[number] is not None}
     tokens: dict[int, int] = {}
     started = time.monotonic()
-    with show_progress("tokenising", total, enabled=show) as update, closing(pool.answers(jobs, workers)) as answers:
+    with show_progress("tokenizing", total, enabled=show) as update, closing(pool.run_jobs(jobs, workers)) as answers:
         for job, answer in answers:
             number = missing[job]
             if "error" in answer:

@@ -87,7 +87,7 @@ def open_bytes(path: Path) -> BinaryIO:
     if kind == ".gz":
         return cast(BinaryIO, io.BufferedReader(Frames(path, GzipFrame), 1 << 17))
     if kind == ".zst":
-        new_frame = partial(ZstdFrame, need("zstandard", ".zst").ZstdDecompressor())
+        new_frame = partial(ZstdFrame, import_optional("zstandard", ".zst").ZstdDecompressor())
         return cast(BinaryIO, io.BufferedReader(Frames(path, new_frame), 1 << 17))
     return open_stream(path, follow=True, buffering=_BLOCK)
 
@@ -102,7 +102,7 @@ def record_limit(path: Path) -> int:
     return min(MAX_BYTES, max(64 * 2**20, 64 * path.stat().st_size)) if compression(path) else MAX_BYTES
 
 
-def need(module: str, suffix: str) -> Any:
+def import_optional(module: str, suffix: str) -> Any:
     """Import and return the optional module `module`. Raise ConfigError with the install command if it is missing."""
     try:
         return __import__(module, fromlist=["_"])
@@ -118,12 +118,12 @@ def parquet_groups(path: Path, text_key: str) -> list[int] | None:
 
     Raise ConfigError when the file has no column `text_key` of strings.
     """
-    parquet = need("pyarrow.parquet", ".parquet")
+    parquet = import_optional("pyarrow.parquet", ".parquet")
     try:
         with open_stream(path, follow=True) as stream, parquet.ParquetFile(stream) as file:
             schema, metadata = file.schema_arrow, file.metadata
             rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    except (OSError, ValueError, need("pyarrow", ".parquet").ArrowException):
+    except (OSError, ValueError, import_optional("pyarrow", ".parquet").ArrowException):
         return None
     if text_key not in schema.names:
         raise ConfigError(f"{path}: no column {text_key!r}; it has {', '.join(schema.names)}; set text_key")
@@ -234,7 +234,7 @@ def _checked(text: str, file: str, line: int) -> Item:
 
 def _parquet(path: Path, key: str, start: int, end: int | None) -> Iterator[tuple[int, Item | None]]:
     """Yield (row, item) for each row of the row groups [start, end) of `path`."""
-    parquet, file = need("pyarrow.parquet", ".parquet"), str(path)
+    parquet, file = import_optional("pyarrow.parquet", ".parquet"), str(path)
     # Keep dictionary encoding: one long text may stand for millions of rows, and expanding it would fill memory.
     options = {"read_dictionary": [key], "buffer_size": _BLOCK, "pre_buffer": False}
     with open_stream(path, follow=True) as stream, parquet.ParquetFile(stream, **options) as table:
@@ -249,7 +249,7 @@ def _parquet(path: Path, key: str, start: int, end: int | None) -> Iterator[tupl
                     item = _value(value, key, file, row + 1)
                     row += 1
                     yield row, item
-        except need("pyarrow", ".parquet").ArrowException as error:
+        except import_optional("pyarrow", ".parquet").ArrowException as error:
             # Some of these are IndexError or KeyError: a row refers to a missing dictionary entry.
             raise ValueError(_first_line(error)) from error
 

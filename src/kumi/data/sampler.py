@@ -11,20 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kumi.data.binfile import IndexedFile
+from kumi.data.binfile import Array, IndexedFile
 from kumi.data.feistel import key, permute
 from kumi.errors import ConfigError
 from kumi.objectives import IGNORED
 
-Array = npt.NDArray[Any]
 _BLOCK = 256
 _ONE = 1 << 32
-
 
 # A batch of token sequences: name -> array. "input_ids", "labels", "position_ids" and "document_ids" are (B, S); an
 # objective may add arrays (B, ...). labels[b, s] is the token after input_ids[b, s], or `IGNORED` at the last token of
@@ -110,7 +106,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
+class SequentialSampler:
     """The validation set: all windows of the files in order, each once; len() is their number.
 
     limit: if greater than 0, use at most so many windows, evenly spaced over all files.

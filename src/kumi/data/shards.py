@@ -144,7 +144,7 @@ def _segments(file: File, text_key: str, size: int) -> Iterator[Segment]:
     """Split `file` into segments of about `size` bytes; compressed and text files are one segment."""
     path = Path(file.path)
     if compression(path) == ".zst":
-        records.need("zstandard", ".zst")
+        records.import_optional("zstandard", ".zst")
     if file.format == "jsonl" and not compression(path) and file.size > size:
         count = file.size // size
         bounds = [file.size * n // count for n in range(count + 1)]

@@ -21,7 +21,7 @@ import numpy as np
 from kumi.data import binfile
 from kumi.data.binfile import Array, IndexedFile
 from kumi.data.checksums import Checksums, from_plain
-from kumi.data.sampler import Mixture, Sweep
+from kumi.data.sampler import Mixture, SequentialSampler
 from kumi.data.tokenizer import Tokenizer, load
 from kumi.errors import ConfigError, RefusedError
 from kumi.files.output import write_text
@@ -149,9 +149,9 @@ class Store:
         """Return the training sequences of this store."""
         return Mixture(self.train_parts(), seq_len, seed, cross_document)
 
-    def sweep(self, seq_len: int, *, cross_document: bool = False, limit: int = 0) -> Sweep:
+    def sweep(self, seq_len: int, *, cross_document: bool = False, limit: int = 0) -> SequentialSampler:
         """Return the validation sequences of this store, at most `limit` if that is greater than 0."""
-        return Sweep(self.validation_parts(), seq_len, cross_document, limit)
+        return SequentialSampler(self.validation_parts(), seq_len, cross_document, limit)
 
 
 def open_store(folder: Path | str) -> Store:

@@ -1,4 +1,4 @@
-"""Worker process: read jobs from standard input, tokenise each unit into the cache, and answer with JSON lines.
+"""Worker process: read jobs from standard input, tokenize each unit into the cache, and answer with JSON lines.
 
 kumi.data.pool runs it as `python -m kumi.data.tokenize_worker`. The process is started, not forked, which keeps the
 tokenizer's threads and memory out of the parent. A unit's result is a folder with `train` and `validation` token files,
@@ -230,7 +230,7 @@ def _publish(partial: Path, final: Path) -> None:
         partial.rename(final)
 
 
-def main() -> None:
+def _main() -> None:
     """Run each job of a line on stdin. Answer on stdout with JSON lines.
 
     Answers of a job: any number of {"progress": bytes, "tokens": n}, then {"result": ...} or {"error": ...}.
@@ -265,4 +265,4 @@ def _answer(job: dict[str, Any], answers: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -28,7 +28,7 @@ def open_new(path: Path | str, mode: str = "w", buffering: int = -1) -> Any:
     return os.fdopen(handle, mode, buffering=buffering, encoding=None if "b" in mode else "utf-8")
 
 
-def open_kept(path: Path | str, mode: str = "a") -> Any:
+def open_append(path: Path | str, mode: str = "a") -> Any:
     """Open the file `path` for appending text, or create it. Raise RefusedError when `path` is not a regular file."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _FLAGS, 0o666)

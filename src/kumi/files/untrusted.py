@@ -48,7 +48,7 @@ class Bounds:
     depth: int = 64
 
 
-# The largest published files: a config.json that lists unquantised modules has 0.2 MB, an index 15 MB, a tokenizer.json
+# The largest published files: a config.json that lists unquantized modules has 0.2 MB, an index 15 MB, a tokenizer.json
 # 35 MB with 1.5 million values. safetensors itself allows a header of 100 MB.
 CONFIG = Bounds(4 * 2**20, 200_000)
 INDEX = Bounds(100_000_000, 8_000_000)

@@ -14,7 +14,7 @@ is a dependency of tokenizers and is imported only when it is used.
 
 from kumi.hub.fetch import Snapshot, fetch, fetch_config, fetch_weights, is_id, split
 from kumi.hub.push import check_push, push
-from kumi.hub.recorded_commits import recorded, write_record
+from kumi.hub.recorded_commits import recorded_commit, write_record
 
 __all__ = [
     "Snapshot",
@@ -24,7 +24,7 @@ __all__ = [
     "fetch_weights",
     "is_id",
     "push",
-    "recorded",
+    "recorded_commit",
     "split",
     "write_record",
 ]

@@ -67,11 +67,11 @@ def fetch_weights(snapshot: Snapshot) -> None:
     """
     files = _weight_files(snapshot)
     if not all((snapshot.folder / file).is_file() for file in files):
-        unreachable = reach.out_of_reach()
+        unreachable = reach.unreachable_reason()
         try:
             _download(snapshot.name, snapshot.commit, files, bool(unreachable))
         except Exception as error:  # of many classes, see `_from_hub`
-            reason = unreachable or reach.meaning(error, snapshot.name, snapshot.revision)
+            reason = unreachable or reach.explain_hub_error(error, snapshot.name, snapshot.revision)
             raise ConfigError(
                 f"{snapshot.name}: the weights could not be downloaded from the hub ({reason}); run the same command "
                 f"again to continue, the files so far are kept"
@@ -135,11 +135,11 @@ def _required_file(key: str) -> str:
 def _from_hub(source: str, key: str, get: Callable[[bool], str]) -> str:
     """Return `get(cached)`; `cached` is true when the hub is unreachable. Raise ConfigError when it fails."""
     name, revision = _parse(source, key)
-    unreachable = reach.out_of_reach()
+    unreachable = reach.unreachable_reason()
     try:
         return get(bool(unreachable))
     except Exception as error:  # the hub client raises many unrelated classes
-        reason = unreachable or reach.meaning(error, name, revision)
+        reason = unreachable or reach.explain_hub_error(error, name, revision)
         raise ConfigError(
             f"{key}: {source!r} is not a folder, and fetching it from the hub failed ({reason}); name a folder with "
             f"{_required_file(key)}{from_where(source)}"

@@ -55,8 +55,8 @@ def push(folder: Path, name: str, *, public: bool = False, flag: str = "--push")
         raise
     except Exception as error:  # the hub client raises many unrelated classes
         raise CommunicationError(
-            f"{flag} {name}: the upload of {folder} to the hub failed ({reach.meaning(error, name, None)}); the folder "
-            f"is complete, push it later with `kumi push {folder} {name}`"
+            f"{flag} {name}: the upload of {folder} to the hub failed ({reach.explain_hub_error(error, name, None)}); "
+            f"the folder is complete, push it later with `kumi push {folder} {name}`"
         ) from None
     return url
 

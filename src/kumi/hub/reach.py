@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 # Timeout in seconds of the test.
-REACHED = 5.0
+_TIMEOUT = 5.0
 
 
-def out_of_reach() -> str:
+def unreachable_reason() -> str:
     """Return why the hub is unreachable, or "" if it answers.
 
     The test makes one request; a download from an unreachable hub would retry six times.
@@ -14,18 +14,18 @@ def out_of_reach() -> str:
     try:
         from huggingface_hub import constants, get_session
 
-        get_session().head(constants.ENDPOINT, timeout=REACHED)
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
     except Exception as error:  # the hub client raises many unrelated classes
-        return in_a_line(error)
+        return _one_line(error)
     return ""
 
 
-def in_a_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Return the message of `error` on one line, without the full stop; the name of its class if it has none."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def meaning(error: BaseException, name: str, revision: str | None) -> str:
+def explain_hub_error(error: BaseException, name: str, revision: str | None) -> str:
     """Return an explanation, for the user, of an error of the hub client about the repository `name`."""
     # Compare names: the module of these classes differs between versions of the client.
     classes = {base.__name__ for base in type(error).__mro__}
@@ -41,4 +41,4 @@ def meaning(error: BaseException, name: str, revision: str | None) -> str:
         return "the repository has no such file"
     # For a download of several files the client raises a RuntimeError with the file's name; the reason is its cause.
     cause = error.__cause__ if type(error) is RuntimeError else None
-    return in_a_line(error) if cause is None else f"{in_a_line(error)}: {in_a_line(cause)}"
+    return _one_line(error) if cause is None else f"{_one_line(error)}: {_one_line(cause)}"

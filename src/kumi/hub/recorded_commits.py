@@ -28,7 +28,7 @@ def write_record(out: Path, sources: Mapping[str, str], snapshots: Mapping[str, 
     part.replace(out / FILE)
 
 
-def recorded(out: Path, key: str, source: str) -> str | None:
+def recorded_commit(out: Path, key: str, source: str) -> str | None:
     """Return the recorded commit for `key` of the run in `out`; None in a new run or for another `source`."""
     file = out / FILE
     if not file.exists():

@@ -278,7 +278,7 @@ class ModelSpec:
       before they are added to the residual stream, and of the logits.
     - `logit_softcap`: logits become softcap * tanh(logit / softcap).
     - `weights`: the format of the tensors in files.
-    - `carried_config`: the entries of config.json, as JSON, about passthrough tensors (`Weights.carried`).
+    - `carried_config`: the entries of config.json, as JSON, about passthrough tensors (`Weights.passthrough`).
     - `lora`: adapters; all other parameters are then frozen.
     - `notes`: sentences about parts of config.json that were left out.
     """

@@ -72,7 +72,7 @@ class Weights:
     prefixes: tuple[tuple[str, str], ...] = ()
     base: str = ""
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    carried: tuple[str, ...] = ()
+    passthrough: tuple[str, ...] = ()
 
 
 PLAIN = Weights()

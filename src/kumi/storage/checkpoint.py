@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kumi.errors import KumiError, SaveError
 from kumi.storage.folders import (
+    check_free_space,
     clean,
-    free_space_check,
     latest,
     list_complete,
     rotate,
@@ -36,9 +36,9 @@ __all__ = [
     "Checkpoint",
     "Piece",
     "StoredTensor",
+    "check_free_space",
     "clean",
     "commit",
-    "free_space_check",
     "latest",
     "list_complete",
     "open",

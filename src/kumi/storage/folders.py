@@ -92,7 +92,7 @@ def clean(root: Path | str, before: int) -> list[Path]:
     return leftovers
 
 
-def free_space_check(root: Path | str, bytes_needed: int, what: str = "a checkpoint") -> None:
+def check_free_space(root: Path | str, bytes_needed: int, what: str = "a checkpoint") -> None:
     """Raise RefusedError unless the disk of `root` has `bytes_needed` free bytes; the error calls them `what`."""
     existing = Path(root).absolute()
     while not existing.exists():

@@ -16,8 +16,8 @@ from kumi.config import ResolvedRun
 from kumi.convert import convert, load_decoder, merge
 from kumi.convert.hf.adapter_write import adapter_card, write_adapter
 from kumi.convert.hf.card import check_verified, mark_verified, model_card
-from kumi.convert.hf.passthrough import carried, copy_processor
-from kumi.convert.hf.write_folder import write
+from kumi.convert.hf.passthrough import copy_processor, passthrough_tensors
+from kumi.convert.hf.write_folder import write_hf_folder
 from kumi.data import Store, load_tokenizer
 from kumi.errors import KumiError, RefusedError
 from kumi.nn.decoder import Decoder
@@ -76,7 +76,7 @@ def _finish_adapters(run: ResolvedRun, store: Store, *, anew: bool) -> Decoder:
         if old.exists():
             print(f"export     {old} was an export of an earlier step; renamed to {_put_aside(old)}")
     part = folder if folder.exists() else _write_adapters(run, store, folder.with_name(folder.name + ".unverified"))
-    decoder = merge.decoder_of(merge.open_beside(part, str(run.source)))
+    decoder = merge.unmerged_decoder(merge.open_unmerged(part, str(run.source)))
     if run.model.lora is not None and run.model.lora.quantize:
         quantize_linears(decoder)
     difference = _compare(decoder, run, part)
@@ -120,14 +120,14 @@ def _export(run: ResolvedRun, store: Store, folder: Path) -> tuple[Decoder, floa
     saved = last_checkpoint(run)
     assert saved is not None, "a finished run has a checkpoint"
     part = folder.with_name(folder.name + ".unverified")
-    write(
+    write_hf_folder(
         part,
         run.model,
         ((name.removeprefix("model/"), saved.read(name)) for name in saved.tensors if name.startswith("model/")),
         base_config=run.hf_config,
         dtype=_export_dtype(run),
         tokenizer_folder=tokenizer_folder(run),
-        carried=carried(source, run.model) if (source := passthrough_source(run)) else None,
+        passthrough=passthrough_tensors(source, run.model) if (source := passthrough_source(run)) else None,
         card=model_card(**_card(run, store)),
         replace=True,
     )

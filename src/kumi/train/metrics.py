@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kumi.errors import RefusedError
-from kumi.files.output import open_kept, write_text
+from kumi.files.output import open_append, write_text
 from kumi.files.untrusted import inside, json_record, open_stream
 from kumi.train.step_lines import step_line
 from kumi.units import format_count, format_seconds
@@ -65,7 +65,7 @@ class Metrics:
         self.steps, self.every = steps, every
         self._first = first_step
         self._timed_from: tuple[int, float] | None = None
-        self._file: IO[str] = open_kept(out / "metrics.jsonl")
+        self._file: IO[str] = open_append(out / "metrics.jsonl")
         self._trackers: dict[str, Tracker] = {}
         for kind in trackers:
             self._start_tracker(kind, out, name)

@@ -26,7 +26,7 @@ from kumi.config.run_plan import PLAN_FILE, RunPlan
 from kumi.config.stored_config import CONFIG_FILE, changed_keys, load_stored_config
 from kumi.data import foreign_files
 from kumi.errors import RefusedError
-from kumi.files.output import open_kept, open_new, refuse_link
+from kumi.files.output import open_append, open_new, refuse_link
 
 _CHECKPOINTS, DATA, _LOCK = "checkpoints", "data", ".lock"
 _CONFIG_DRAFT, _PLAN_DRAFT = "config.part", "plan.part"
@@ -169,7 +169,7 @@ def _allowed(key: str, allow_change: Sequence[str]) -> bool:
 @contextmanager
 def _locked(out: Path, patience: float = 15.0) -> Iterator[None]:
     """Take an exclusive lock on `out`, waiting at most `patience` seconds for the dying ranks of a killed run."""
-    with open_kept(out / _LOCK) as file:
+    with open_append(out / _LOCK) as file:
         for attempt in range(int(patience / 0.1) + 1):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,7 +25,7 @@ from kumi.spec.families import check_trained
 from kumi.spec.numerics import parse_numerics
 from kumi.spec.schedules import FULL_BACKWARD
 from kumi.spec.sharding import checkpoint_bytes
-from kumi.storage.folders import free_space_check, latest, list_complete, step_of
+from kumi.storage.folders import check_free_space, latest, list_complete, step_of
 from kumi.train.callbacks import Listener
 from kumi.train.measure_numerics import with_measured_numerics, with_numerics
 from kumi.train.prepare_data import check_data, open_data, prepare_data
@@ -131,7 +131,7 @@ def check_run(run: ResolvedRun) -> None:
     root = checkpoint_root(run.out)
     size = checkpoint_bytes(run.model, run.precision, run.optim)
     # Old checkpoints are removed only after the new one is complete.
-    free_space_check(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
+    check_free_space(root, size * max(1, run.config.checkpoint.keep + 1 - len(list_complete(root))))
 
 
 def _resumable(run: ResolvedRun, allow_change: Sequence[str]) -> list[str]:
@@ -196,7 +196,7 @@ def _check_weights(run: ResolvedRun) -> None:
         raise ModelError(
             f"model.source: {run.source} has no .safetensors file; add the weights, or set model.init=random"
         )
-    read_folder.check_headers(run.source, run.base)
+    read_folder.locate_params_by_headers(run.source, run.base)
 
 
 def _trained(run: ResolvedRun) -> bool:

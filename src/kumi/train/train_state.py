@@ -13,9 +13,9 @@ from kumi import __version__
 from kumi.config import ResolvedRun
 from kumi.config.local_machine import cpu_name
 from kumi.config.pinned_run import layout_keys
-from kumi.convert.base_digest import digest
+from kumi.convert.base_digest import base_digest
 from kumi.convert.hf.origin import UNKNOWN, Origin, origin_of
-from kumi.data import BatchSource, Store, Sweep
+from kumi.data import BatchSource, SequentialSampler, Store
 from kumi.objectives import OBJECTIVES, Objective
 from kumi.parallel.grad_norm import LossScale
 from kumi.parallel.mesh import Mesh
@@ -48,7 +48,7 @@ class RankState:
     model: nn.Module
     optimizer: Optimizer
     data: BatchSource
-    validation: Sweep | None  # held-out sequences; None without any
+    validation: SequentialSampler | None  # held-out sequences; None without any
     store: Store
     probe_ids: npt.NDArray[np.int64]  # (3, S): tokens for the comparison of export and model, equal on all ranks
 
@@ -106,12 +106,12 @@ def adapter_base(run: ResolvedRun) -> dict[str, Any]:
     """Return the adapters' settings, and the folder and digest of the frozen base model; {} without adapters."""
     if run.model.lora is None or run.source is None:
         return {}
-    return {"lora": asdict(run.model.lora), "base": str(run.source.resolve()), "base_digest": digest(run.source)}
+    return {"lora": asdict(run.model.lora), "base": str(run.source.resolve()), "base_digest": base_digest(run.source)}
 
 
 def passthrough_source(run: ResolvedRun) -> str | None:
     """Return the folder with the tensors that the model passes through unchanged; None if it has none."""
-    if run.source is None or run.config.model.init != "pretrained" or not run.model.weights.carried:
+    if run.source is None or run.config.model.init != "pretrained" or not run.model.weights.passthrough:
         return None
     return str(run.source.resolve())
 

@@ -127,7 +127,7 @@ class Target:
         self.wrote(count)
 
 
-class Stored:
+class RunSequence:
     """A tensor as its runs, in element order."""
 
     def __init__(self, runs: Iterable[Run]) -> None:

@@ -81,7 +81,7 @@ def read_header(file: Path) -> dict[str, Span]:
     return _in_order(file, spans, 8 + length, size)
 
 
-def tensors_of(folder: Path) -> dict[str, Span]:
+def spans_in_folder(folder: Path) -> dict[str, Span]:
     """Return every tensor of the safetensors file or files in `folder`, by name.
 
     Raise ModelError where index and files disagree: the index names a file that is missing or outside of the folder, or

@@ -28,7 +28,7 @@ class FileSlice:
     skip: Dims
 
 
-def seen(part: Part, offsets: Dims, shape: Dims) -> FileSlice:
+def file_slice(part: Part, offsets: Dims, shape: Dims) -> FileSlice:
     """Return the slice of the file tensor that has the elements of `part` from `offsets`, of shape `shape`."""
     at, size = list(part.at), list(part.size)
     native_shape, skip = [], []

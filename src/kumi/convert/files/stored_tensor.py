@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kumi.convert.files.byte_runs import Run, opened, plain_run, read_all
 from kumi.convert.files.safetensors_read import Span
-from kumi.convert.files.slices import Dims, flat_index, is_contiguous, rows_are_contiguous, seen, strides
+from kumi.convert.files.slices import Dims, file_slice, flat_index, is_contiguous, rows_are_contiguous, strides
 from kumi.errors import ModelError
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part
@@ -32,7 +32,7 @@ class Entry:
 
     dtype     torch's name
     offset    first byte of the data in the file
-    decode    for a quantised tensor: returns rows [low, high), dequantised from the tensors in the file
+    decode    for a quantized tensor: returns rows [low, high), dequantized from the tensors in the file
     """
 
     file: Path
@@ -44,12 +44,12 @@ class Entry:
 
 
 def entry_of(span: Span) -> Entry:
-    """Return the entry of an unquantised tensor; raise ModelError unless its dtype is supported."""
+    """Return the entry of an unquantized tensor; raise ModelError unless its dtype is supported."""
     dtype = DTYPES.get(span.dtype)
     if dtype is None:
         raise ModelError(
             f"{span.file}: {span.name!r} has dtype {span.dtype}, and kumi reads {', '.join(DTYPES)} only; "
-            f"export the model without quantisation"
+            f"export the model without quantization"
         )
     return Entry(span.file, span.name, span.shape, dtype, span.offset)
 
@@ -83,7 +83,7 @@ def read_bytes(file: Path, view: memoryview, offset: int) -> None:
 def run_of(entry: Entry, part: Part) -> Run | None:
     """Return the byte range with the elements of `part`.
 
-    None where they are quantised, not contiguous in the file, or in another order than in the native tensor.
+    None where they are quantized, not contiguous in the file, or in another order than in the native tensor.
     """
     if entry.decode is not None or not rows_are_contiguous(part):
         return None
@@ -95,7 +95,7 @@ def read_part(entry: Entry, part: Part, offsets: Dims, out: Tensor) -> None:
     """Fill `out` (any strides) with the elements of `part` that begin at `offsets`, relative to the part's start."""
     import torch
 
-    rectangle = seen(part, offsets, tuple(out.shape))
+    rectangle = file_slice(part, offsets, tuple(out.shape))
     if rectangle.shape != tuple(out.shape):
         superset = torch.empty(rectangle.shape, dtype=out.dtype)
         _read_rectangle(entry, part, rectangle.at, rectangle.size, superset)

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kumi.convert.files.byte_runs import BUFFER_BYTES, Run, Stored, Sums, Target, Wrote, write_all
+from kumi.convert.files.byte_runs import BUFFER_BYTES, Run, RunSequence, Sums, Target, Wrote, write_all
 from kumi.convert.files.slices import Dims
 from kumi.progress import Update, show_progress
 from kumi.spec.precision import ITEMSIZE
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # copying bytes needs no torch, which takes seconds to import
     from kumi.convert.files.casts import Cast
 
 # More threads only compete for one machine's disks.
-MAX_THREADS = 8
+_MAX_THREADS = 8
 
 # Of jobs that need an entire tensor in memory, those above this size run one at a time.
 _SMALL_BYTES = 16 * 2**20
@@ -75,7 +75,7 @@ class ThreadBuffers:
         self._casts: dict[tuple[str, str], Cast] = {}
 
     def take(self, use: str, shape: Dims, dtype: str) -> Tensor:
-        """Return an uninitialised tensor, valid until the next call with the same `use`."""
+        """Return an uninitialized tensor, valid until the next call with the same `use`."""
         import torch
 
         size = prod(shape) * ITEMSIZE[dtype]
@@ -134,7 +134,7 @@ def copy_job(file: Path, runs: Runs, moves: Sequence[Move], before: str, after: 
     size = ITEMSIZE[before]
 
     def work(handle: int, buffers: ThreadBuffers, wrote: Wrote) -> None:
-        stored, cast = Stored(runs()), None if before == after else buffers.cast(before, after)
+        stored, cast = RunSequence(runs()), None if before == after else buffers.cast(before, after)
         for move in moves:
             target = Target(handle, move.offset, wrote, cast, move.sums)
             stored.copy(move.first * size, (move.first + move.numel) * size, target, buffers.buffer)
@@ -145,7 +145,7 @@ def copy_job(file: Path, runs: Runs, moves: Sequence[Move], before: str, after: 
 def threads() -> int:
     """Return the number of jobs to run at once."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_THREADS, cores)
+    return min(_MAX_THREADS, cores)
 
 
 def run(jobs: Sequence[Job], title: str) -> None:

@@ -186,13 +186,13 @@ def _has_type(value: Any, types: tuple[type, ...]) -> bool:
 
 
 def as_trained(adapters: Mapping[str, Adapter], spec: ModelSpec, folder: Path) -> dict[str, Tensor]:
-    """Return the adapter parameters of `spec`, by name, initialised from `adapters`, which were read from `folder`.
+    """Return the adapter parameters of `spec`, by name, initialized from `adapters`, which were read from `folder`.
 
     Fused adapters (see `write_adapter`) are split again. Raise ModelError unless rank, scale, DoRA and the adapted
     matrices agree with `spec`.
     """
     lora, result = spec.lora, dict[str, Tensor]()
-    assert lora is not None, "spec.lora is None: the model has no adapters to initialise"
+    assert lora is not None, "spec.lora is None: the model has no adapters to initialize"
     targets = [op.name for op in ops(spec) if has_adapter(lora, op)]
     adapted = {name: adapter for name, adapter in adapters.items() if bool(adapter.b.any()) or name in targets}
     other = sorted(set(targets) ^ set(adapted))

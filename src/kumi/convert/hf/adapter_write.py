@@ -27,7 +27,7 @@ from torch import Tensor
 import kumi
 from kumi import hub
 from kumi.convert.files.safetensors_write import sync
-from kumi.convert.hf.write_folder import check_target, unfinished
+from kumi.convert.hf.write_folder import check_target, staging_folder
 from kumi.files.output import remove_tree
 from kumi.spec.adapters import has_adapter
 from kumi.spec.ledger import ops
@@ -139,7 +139,7 @@ def write_adapter(
             ranks[module.name] = len(matrices)
             for ending, tensor in _fused(module, matrices, spec.lora, read).items():
                 tensors[f"{PREFIX}{module.name}.{ending}"] = tensor
-    staging = unfinished(folder)
+    staging = staging_folder(folder)
     remove_tree(staging)
     staging.mkdir(parents=True)
     try:

@@ -20,7 +20,7 @@ from kumi.spec.model import ModelSpec
 from kumi.units import format_count
 
 # Rows of the card's table: how the folder was verified, and the digest of the verified files.
-VERIFIED, DIGEST = "verified", "SHA-256 of weights, config and tokenizer"
+_VERIFIED, _DIGEST = "verified", "SHA-256 of weights, config and tokenizer"
 
 
 def model_card(
@@ -81,27 +81,27 @@ def mark_verified(folder: Path, how: str) -> None:
     path = folder / "README.md"
     lines = _text(folder).split("\n")
     last = max((index for index, line in enumerate(lines) if line.startswith("|")), default=len(lines) - 1)
-    rows = [f"| {VERIFIED} | {_cell(how)} |", f"| {DIGEST} | {digest(folder)} |"]
+    rows = [f"| {_VERIFIED} | {_cell(how)} |", f"| {_DIGEST} | {files_digest(folder)} |"]
     write_text(path, "\n".join([*lines[: last + 1], *rows, *lines[last + 1 :]]))
 
 
 def check_verified(folder: Path) -> None:
     """Raise RefusedError unless `folder` was verified and its files have not changed since."""
     text = _text(folder) if (folder / "README.md").is_file() else ""
-    recorded = re.search(rf"^\| {re.escape(DIGEST)} \| (\w+) \|$", text, re.M)
+    recorded = re.search(rf"^\| {re.escape(_DIGEST)} \| (\w+) \|$", text, re.M)
     if recorded is None:
         raise RefusedError(
             f"{folder}: its README.md has no record of a verification; write it again with --verify, "
             f"or push it unverified with --unverified"
         )
-    if recorded[1] != digest(folder):
+    if recorded[1] != files_digest(folder):
         raise RefusedError(
             f"{folder}: its files have changed since they were verified; write it again with --verify, or "
             f"push it unverified with --unverified"
         )
 
 
-def digest(folder: Path) -> str:
+def files_digest(folder: Path) -> str:
     """Return the SHA-256 over names and contents of the weights, config.json and tokenizer.json in `folder`."""
     sha = hashlib.sha256()
     names = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json")

@@ -1,4 +1,4 @@
-"""Dequantise fp8 and mxfp4 weights to bfloat16 while reading, a few rows at a time.
+"""Dequantize fp8 and mxfp4 weights to bfloat16 while reading, a few rows at a time.
 
 fp8     a matrix in F8_E4M3, and `<name>_scale_inv`: a factor for each block of rows and columns (DeepSeek-V3's
         technical report, arXiv:2412.19437, section 3.3), or for the entire matrix (weight_block_size null)
@@ -19,7 +19,7 @@ from torch import Tensor
 from kumi.convert.files.safetensors_read import Span
 from kumi.convert.files.stored_tensor import Entry, entry_of, read_bytes
 from kumi.errors import ModelError
-from kumi.spec.families._shared import quantization as quantised
+from kumi.spec.families._shared.quantization import READABLE_METHODS
 from kumi.storage.write import as_bytes
 
 # Values of FP4 (E2M1) without the sign bit: two bits of exponent, one of mantissa.
@@ -28,8 +28,8 @@ _GROUP = 32
 _SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.float8_e8m0fnu}
 
 
-def entries(folder: Path, spans: Mapping[str, Span], quantization: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return the tensors of `spans` by name, quantised ones dequantised as `quantization` (of config.json) describes.
+def dequantized_entries(folder: Path, spans: Mapping[str, Span], quantization: Mapping[str, Any]) -> dict[str, Entry]:
+    """Return the tensors of `spans` by name, quantized ones dequantized as `quantization` (of config.json) describes.
 
     Raise ModelError for a method other than fp8 and mxfp4.
     """
@@ -38,15 +38,15 @@ def entries(folder: Path, spans: Mapping[str, Span], quantization: Mapping[str, 
         return _fp8(folder, spans, quantization)
     if method == "mxfp4":
         return _mxfp4(spans)
-    readable = " and ".join(quantised.READABLE)
+    readable = " and ".join(READABLE_METHODS)
     raise ModelError(
-        f"{folder}: the weights are quantised by {method!r}, and kumi reads {readable} only; "
-        f"name the unquantised model, or dequantise this one first"
+        f"{folder}: the weights are quantized by {method!r}, and kumi reads {readable} only; "
+        f"name the unquantized model, or dequantize this one first"
     )
 
 
 def _fp8(folder: Path, spans: Mapping[str, Span], quantization: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return the tensors; an F8_E4M3 matrix is dequantised with its scale per block, or with its one scale.
+    """Return the tensors; an F8_E4M3 matrix is dequantized with its scale per block, or with its one scale.
 
     With a static `activation_scheme`, files also hold a scale of each matrix's input, for inference in fp8. kumi
     computes in higher precision and skips these.
@@ -83,12 +83,12 @@ def _block(folder: Path, quantization: Mapping[str, Any]) -> list[int] | None:
         return None
     raise ModelError(
         f"{folder}: fp8 weights have weight_block_size {block!r}, and kumi reads [rows, columns] such as "
-        f"[128, 128], or null for one scale per matrix; dequantise the model first"
+        f"[128, 128], or null for one scale per matrix; dequantize the model first"
     )
 
 
 def _fp8_rows(span: Span, scale: Span, block: list[int]) -> Callable[[int, int], Tensor]:
-    """Return a function that dequantises rows [low, high) of an fp8 matrix."""
+    """Return a function that dequantizes rows [low, high) of an fp8 matrix."""
 
     def rows(low: int, high: int) -> Tensor:
         values = _read(span, torch.float8_e4m3fn, low, high).float()
@@ -123,7 +123,7 @@ def _mxfp4(spans: Mapping[str, Span]) -> dict[str, Entry]:
 
 
 def _mxfp4_rows(blocks: Span, scales: Span) -> Callable[[int, int], Tensor]:
-    """Return a function that dequantises experts [low, high) to (X, columns, rows).
+    """Return a function that dequantizes experts [low, high) to (X, columns, rows).
 
     Files store (X, rows, columns); the model multiplies with the transpose.
     """

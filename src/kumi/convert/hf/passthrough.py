@@ -1,6 +1,6 @@
 """Passthrough tensors: kumi neither computes nor trains them, and copies them byte for byte, whatever their dtype.
 
-Examples are a vision tower and multi-token-prediction layers. `kumi.spec.weight_rules.Weights.carried` lists the
+Examples are a vision tower and multi-token-prediction layers. `kumi.spec.weight_rules.Weights.passthrough` lists the
 prefixes of their names.
 """
 
@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kumi.convert.files.byte_runs import BUFFER_BYTES, Stored, Target, plain_run
-from kumi.convert.files.safetensors_read import Span, read_header, tensors_of
+from kumi.convert.files.byte_runs import BUFFER_BYTES, RunSequence, Target, plain_run
+from kumi.convert.files.safetensors_read import Span, read_header, spans_in_folder
 from kumi.convert.files.stored_tensor import BLOCK_BYTES, read_bytes
 from kumi.errors import ModelError
 from kumi.files.output import copy_into
@@ -24,32 +24,32 @@ FILE = "carried.safetensors"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
-def carried(folder: str | Path, spec: ModelSpec) -> dict[str, Span]:
+def passthrough_tensors(folder: str | Path, spec: ModelSpec) -> dict[str, Span]:
     """Return the passthrough tensors of a model of `spec` in the Hugging Face folder `folder`, by name."""
-    return {name: span for name, span in tensors_of(Path(folder)).items() if is_carried(spec, name)}
+    return {name: span for name, span in spans_in_folder(Path(folder)).items() if is_passthrough(spec, name)}
 
 
-def is_carried(spec: ModelSpec, name: str) -> bool:
+def is_passthrough(spec: ModelSpec, name: str) -> bool:
     """True if `name` is a passthrough tensor of `spec`."""
-    return bool(spec.weights.carried) and name.startswith(spec.weights.carried)
+    return bool(spec.weights.passthrough) and name.startswith(spec.weights.passthrough)
 
 
-def from_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str, Span]:
+def passthrough_of_checkpoint(folder: Path, spec: ModelSpec, source: str | None) -> dict[str, Span]:
     """Return the passthrough tensors of the checkpoint `folder`: from its own file, or from `source`.
 
     `source` is the Hugging Face folder that training began from; raise ModelError if it is not a folder any more.
     """
     if (folder / FILE).exists():
         return read_header(inside(folder, FILE))
-    if source is None or not spec.weights.carried:
+    if source is None or not spec.weights.passthrough:
         return {}
     if not Path(source).is_dir():
-        names = ", ".join(f"{prefix}*" for prefix in spec.weights.carried)
+        names = ", ".join(f"{prefix}*" for prefix in spec.weights.passthrough)
         raise ModelError(
             f"{folder}: the tensors {names}, which kumi copies unchanged, are in {source}, which is not a "
             f"folder any more; restore it"
         )
-    return carried(source, spec)
+    return passthrough_tensors(source, spec)
 
 
 def copy_processor(source: Path, folder: Path) -> None:
@@ -59,7 +59,7 @@ def copy_processor(source: Path, folder: Path) -> None:
             copy_into(folder, source, name)
 
 
-def grouped(spans: Mapping[str, Span], limit: int) -> list[dict[str, Span]]:
+def split_by_size(spans: Mapping[str, Span], limit: int) -> list[dict[str, Span]]:
     """Split `spans` into groups of at most `limit` bytes; a larger tensor gets a group of its own."""
     groups: list[dict[str, Span]] = []
     size = 0
@@ -86,10 +86,10 @@ def write_spans(path: Path, spans: Mapping[str, Span]) -> None:
         target, buffer = Target(file.fileno(), 0), memoryview(bytearray(BUFFER_BYTES))
         target.write(memoryview(len(text).to_bytes(8, "little") + text))
         for span in spans.values():
-            Stored([plain_run(span.file, span.offset, span.nbytes)]).copy(0, span.nbytes, target, buffer)
+            RunSequence([plain_run(span.file, span.offset, span.nbytes)]).copy(0, span.nbytes, target, buffer)
 
 
-def check_equal(written: Mapping[str, Span], spans: Mapping[str, Span], folder: Path) -> None:
+def check_passthrough(written: Mapping[str, Span], spans: Mapping[str, Span], folder: Path) -> None:
     """Raise ModelError, naming the tensor, unless `written` (in `folder`) equals `spans` byte for byte."""
     if written.keys() != spans.keys():
         name = min(written.keys() ^ spans.keys())

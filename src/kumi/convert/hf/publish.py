@@ -11,7 +11,7 @@ from kumi.errors import RefusedError
 from kumi.paths import looked_for
 
 
-def located(source: str | Path, key: str) -> Path:
+def model_folder_of(source: str | Path, key: str) -> Path:
     """Return the folder of the model `source`: itself if it exists, else the hub's download of that repository.
 
     `key` is its name on the command line. Raise ConfigError if it is neither.

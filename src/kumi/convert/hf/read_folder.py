@@ -1,4 +1,4 @@
-"""Read Hugging Face model folders strictly: where each native tensor is stored. Re-exports the writer."""
+"""Read Hugging Face model folders strictly: where each native tensor is stored."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kumi.convert.files.byte_runs import Run, plain_run
-from kumi.convert.files.safetensors_read import tensors_of as spans_of
+from kumi.convert.files.safetensors_read import spans_in_folder
 from kumi.convert.files.slices import Dims, flat_index, is_contiguous, overlap, rows_are_close
 from kumi.convert.files.stored_tensor import BLOCK_BYTES, Entry, entry_of, read_part, run_of
 from kumi.convert.files.stream import Reader, Runs
-from kumi.convert.hf.card import model_card
-from kumi.convert.hf.passthrough import is_carried
-from kumi.convert.hf.write_folder import write
+from kumi.convert.hf.passthrough import is_passthrough
 from kumi.errors import ModelError
 from kumi.spec.families import read_config
-from kumi.spec.families._shared import quantization as quantised
+from kumi.spec.families._shared import quantization
 from kumi.spec.ledger import EMBEDDING, HEAD
 from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.model import ModelSpec
@@ -29,11 +27,9 @@ from kumi.spec.weights import Part, stored_name, stored_parts
 if TYPE_CHECKING:  # bytes are copied without torch, which takes seconds to import
     from torch import Tensor
 
-__all__ = ["Entry", "Stored", "check", "entries", "model_card", "read", "read_into", "write"]
-
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParam:
     """A native tensor: shape, dtype, and the parts of file tensors that it is read from."""
 
     shape: tuple[int, ...]
@@ -41,23 +37,23 @@ class Stored:
     parts: tuple[tuple[Part, Entry], ...]
 
 
-def entries(folder: str | Path, spec: ModelSpec | None = None) -> dict[str, Entry]:
+def file_entries(folder: str | Path, spec: ModelSpec | None = None) -> dict[str, Entry]:
     """Return every tensor of the safetensors files in `folder`, by name; only headers are read.
 
-    Quantised tensors appear dequantised. With `spec`, its passthrough tensors are left out.
+    Quantized tensors appear dequantized. With `spec`, its passthrough tensors are left out.
     """
     folder = Path(folder)
-    spans = spans_of(folder)
-    selected = {name: span for name, span in spans.items() if spec is None or not is_carried(spec, name)}
-    quantization = quantised.method(read_config(folder)) if (folder / "config.json").exists() else None
-    if quantization is None:
+    spans = spans_in_folder(folder)
+    selected = {name: span for name, span in spans.items() if spec is None or not is_passthrough(spec, name)}
+    method = quantization.quantization_config(read_config(folder)) if (folder / "config.json").exists() else None
+    if method is None:
         return {name: entry_of(span) for name, span in selected.items()}
     from kumi.convert.hf import dequantize
 
-    return dequantize.entries(folder, selected, quantization)
+    return dequantize.dequantized_entries(folder, selected, method)
 
 
-def read(stored: Stored, start: Dims | None = None, shape: Dims | None = None) -> Tensor:
+def read(stored: StoredParam, start: Dims | None = None, shape: Dims | None = None) -> Tensor:
     """Return `stored`, or its slice of shape `shape` from `start` on; only its bytes are read."""
     import torch
 
@@ -66,7 +62,7 @@ def read(stored: Stored, start: Dims | None = None, shape: Dims | None = None) -
     return out
 
 
-def read_into(stored: Stored, start: Dims, out: Tensor) -> None:
+def read_into(stored: StoredParam, start: Dims, out: Tensor) -> None:
     """Fill `out` (of the stored dtype, any strides) with the slice of `stored` that begins at `start`."""
     for part, entry in stored.parts:
         common = overlap(part.start, part.extent, start, tuple(out.shape))
@@ -76,7 +72,7 @@ def read_into(stored: Stored, start: Dims, out: Tensor) -> None:
             read_part(entry, part, tuple(a - b for a, b in zip(first, part.start)), out[inside])
 
 
-def next_cut(stored: Stored, row: int) -> int:
+def next_cut(stored: StoredParam, row: int) -> int:
     """Return the row before which a block of rows that begins at `row` should end.
 
     The rows of a block are close together in the file, so no byte is read twice; where rows are scattered, a block is
@@ -89,10 +85,10 @@ def next_cut(stored: Stored, row: int) -> int:
     return min(rows, row + max(1, BLOCK_BYTES // row_bytes))
 
 
-def runs(stored: Stored) -> Runs | None:
+def runs(stored: StoredParam) -> Runs | None:
     """Return a function that lists the byte ranges of `stored` in element order.
 
-    None where files have its elements quantised or in another order.
+    None where files have its elements quantized or in another order.
     """
     result: list[Run] = []
     end = 0
@@ -105,7 +101,7 @@ def runs(stored: Stored) -> Runs | None:
     return result.copy if end == prod(stored.shape) else None
 
 
-def reader(stored: Mapping[str, Stored]) -> Reader:
+def folder_reader(stored: Mapping[str, StoredParam]) -> Reader:
     """Return a reader of a model's native tensors."""
     files = {part.name: entry for tensor in stored.values() for part, entry in tensor.parts}
 
@@ -124,15 +120,15 @@ def reader(stored: Mapping[str, Stored]) -> Reader:
     )
 
 
-def check(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
+def locate_params(folder: str | Path, spec: ModelSpec) -> dict[str, StoredParam]:
     """Return where every tensor of `spec` is stored; raise ModelError unless `folder` holds exactly these tensors.
 
     Also allowed in the folder: rotary tables that old versions of transformers saved, a copy of the tied embedding (its
     values are compared), and passthrough tensors.
     """
-    stored, head = check_headers(folder, spec), entries(folder, spec).get(stored_name(spec, HEAD))
+    stored, head = locate_params_by_headers(folder, spec), file_entries(folder, spec).get(stored_name(spec, HEAD))
     if spec.tie_word_embeddings and head is not None:
-        copy = Stored(head.shape, head.dtype, ((_entire(head), head),))
+        copy = StoredParam(head.shape, head.dtype, ((_entire(head), head),))
         if copy.dtype != stored[EMBEDDING].dtype or not _equal(copy, stored[EMBEDDING]):
             raise _untied(spec, head)
     return stored
@@ -144,7 +140,7 @@ def _entire(entry: Entry) -> Part:
     return Part(entry.name, entry.shape, zeros, entry.shape, entry.shape, zeros, entry.shape, (*range(len(zeros)),))
 
 
-def _equal(a: Stored, b: Stored) -> bool:
+def _equal(a: StoredParam, b: StoredParam) -> bool:
     """True if two tensors of one shape and dtype have equal values, compared a few rows at a time."""
     row, rest = 0, (0,) * (len(a.shape) - 1)
     while row < a.shape[0]:
@@ -164,12 +160,12 @@ def _untied(spec: ModelSpec, head: Entry) -> ModelError:
     )
 
 
-def check_headers(folder: str | Path, spec: ModelSpec) -> dict[str, Stored]:
+def locate_params_by_headers(folder: str | Path, spec: ModelSpec) -> dict[str, StoredParam]:
     """Return where every tensor of `spec` is stored, from the headers alone.
 
     Raise ModelError unless names and shapes in `folder` are those of `spec`.
     """
-    by_name = _with_base(spec, entries(folder, spec))
+    by_name = _with_base(spec, file_entries(folder, spec))
     stored = {param.name: _stored(folder, spec, param, by_name) for param in tensors_of(spec)}
     expected = {part.name: part.shape for tensor in stored.values() for part, _ in tensor.parts}
     for name in by_name.keys() - expected.keys():
@@ -194,7 +190,7 @@ def _with_base(spec: ModelSpec, by_name: dict[str, Entry]) -> dict[str, Entry]:
     return {name if name == head else base + name: entry for name, entry in by_name.items()}
 
 
-def _stored(folder: str | Path, spec: ModelSpec, param: Param, by_name: Mapping[str, Entry]) -> Stored:
+def _stored(folder: str | Path, spec: ModelSpec, param: Param, by_name: Mapping[str, Entry]) -> StoredParam:
     """Return where `param` is stored; `by_name` are the tensors of `folder`.
 
     Experts are one stacked tensor (transformers 5) or several. Raise ModelError for a missing part, or parts whose
@@ -218,7 +214,7 @@ def _stored(folder: str | Path, spec: ModelSpec, param: Param, by_name: Mapping[
                 f"{folder}: {part.name!r} is {entry.dtype}, but {param_parts[0].name!r} is "
                 f"{by_name[param_parts[0].name].dtype}, and both are parts of one tensor; save them in one dtype"
             )
-    return Stored(
+    return StoredParam(
         param.shape, by_name[param_parts[0].name].dtype, tuple((part, by_name[part.name]) for part in param_parts)
     )
 

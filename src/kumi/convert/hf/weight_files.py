@@ -8,7 +8,15 @@ from pathlib import Path
 
 from kumi.convert.files.byte_runs import Wrote
 from kumi.convert.files.safetensors_write import Layout
-from kumi.convert.files.slices import Dims, flat_index, is_contiguous, overlap, rows_are_contiguous, seen, unit_rows
+from kumi.convert.files.slices import (
+    Dims,
+    file_slice,
+    flat_index,
+    is_contiguous,
+    overlap,
+    rows_are_contiguous,
+    unit_rows,
+)
 from kumi.convert.files.stream import Job, Move, Reader, ThreadBuffers, copy_job, write_at
 from kumi.spec.ledger import tensors
 from kumi.spec.model import ModelSpec
@@ -86,7 +94,7 @@ def _rows_job(param: Param, param_parts: list[Part], reader: Reader, file: Path,
 
 def _offset(part: Part, offsets: Dims, size: Dims) -> int:
     """Return the index of the slice's first element in the flattened file tensor."""
-    return flat_index(part.view, seen(part, offsets, size).at)
+    return flat_index(part.view, file_slice(part, offsets, size).at)
 
 
 def _scattered_job(name: str, pieces: tuple[ParamPart, ...], reader: Reader, file: Path, layout: Layout) -> Job:
@@ -110,7 +118,7 @@ def _scattered_job(name: str, pieces: tuple[ParamPart, ...], reader: Reader, fil
                 size = (end - row, *part.extent[1:])
                 start = (part.start[0] + row, *part.start[1:])
                 data = buffers.rows(reader, piece.param.name, start, size, reader.dtypes[piece.param.name])
-                rectangle = seen(part, (row, *(0,) * (len(size) - 1)), size)
+                rectangle = file_slice(part, (row, *(0,) * (len(size) - 1)), size)
                 region = target[tuple(slice(low, low + count) for low, count in zip(rectangle.at, rectangle.size))]
                 ordered = region.permute(part.order)
                 ordered.copy_(data.view(ordered.shape))

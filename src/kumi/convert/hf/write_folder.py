@@ -14,7 +14,7 @@ from kumi.convert.files.safetensors_read import Span
 from kumi.convert.files.safetensors_write import Layout, create, lay_out, put, sync
 from kumi.convert.files.stream import Reader
 from kumi.convert.hf import weight_files
-from kumi.convert.hf.passthrough import PROCESSOR_FILES, grouped, write_spans
+from kumi.convert.hf.passthrough import PROCESSOR_FILES, split_by_size, write_spans
 from kumi.errors import ModelError, RefusedError
 from kumi.files.output import copy_into, refuse_link, remove_tree
 from kumi.files.untrusted import read_object
@@ -24,7 +24,7 @@ from kumi.spec.ledger import tensors as tensors_of
 from kumi.spec.model import ModelSpec
 from kumi.spec.precision import ITEMSIZE
 from kumi.spec.weights import Part, stored_parts
-from kumi.storage.folders import free_space_check
+from kumi.storage.folders import check_free_space
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ _Expected = Mapping[str, tuple[tuple[int, ...], tuple[Part, ...]]]
 _SLACK = 2**20
 
 
-def write(
+def write_hf_folder(
     folder: str | Path,
     spec: ModelSpec,
     tensors: Iterator[tuple[str, Tensor]] | Reader,
@@ -61,7 +61,7 @@ def write(
     tokenizer_folder: str | Path | None,
     card: str,
     generation_config: Mapping[str, Any] | None = None,
-    carried: Mapping[str, Span] | None = None,
+    passthrough: Mapping[str, Span] | None = None,
     max_shard_bytes: int = 5 * 10**9,
     replace: bool = False,
 ) -> None:
@@ -72,7 +72,7 @@ def write(
     dtype              dtypes by name, or one for all parameters
     tokenizer_folder   source of tokenizer files, copied unchanged
     card               content of README.md
-    carried            passthrough tensors, copied unchanged
+    passthrough        passthrough tensors, copied unchanged
 
     Names and parts of tensors follow `kumi.spec.weights`. Raise RefusedError, before writing, when `folder` exists and
     is not empty (unless `replace`) or the disk is too small; ModelError for a tensor that is missing, unknown or of a
@@ -83,15 +83,16 @@ def write(
     if isinstance(dtype, str):
         dtypes |= {tensor.name: "float32" for tensor in buffers(spec)}
     expected = {tensor.name: (tensor.shape, stored_parts(spec, tensor)) for tensor in tensors_of(spec)}
-    passthrough = grouped(carried or {}, max_shard_bytes)
-    shards, names = _shards(expected, dtypes, max_shard_bytes, len(passthrough))
-    passthrough_files = dict(zip(names, passthrough, strict=True))
+    passthrough = passthrough or {}
+    passthrough_groups = split_by_size(passthrough, max_shard_bytes)
+    shards, names = _shards(expected, dtypes, max_shard_bytes, len(passthrough_groups))
+    passthrough_files = dict(zip(names, passthrough_groups, strict=True))
     check_target(folder, replace=replace)
-    carried_bytes = sum(span.nbytes for span in (carried or {}).values())
-    free_space_check(folder, sum(layout.size for layout in shards.values()) + carried_bytes + _SLACK, "the model")
-    config = _with_dtype(families.patched(base_config, spec) if base_config else families.to_hf(spec), dtypes)
-    config.pop("quantization_config", None)  # kumi writes weights unquantised
-    staging = unfinished(folder)
+    passthrough_bytes = sum(span.nbytes for span in passthrough.values())
+    check_free_space(folder, sum(layout.size for layout in shards.values()) + passthrough_bytes + _SLACK, "the model")
+    config = _with_dtype(families.patch_config(base_config, spec) if base_config else families.to_hf(spec), dtypes)
+    config.pop("quantization_config", None)  # kumi writes weights unquantized
+    staging = staging_folder(folder)
     remove_tree(staging)
     staging.mkdir(parents=True)
     try:
@@ -178,7 +179,7 @@ def _write_index(
     _write_json(staging / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": file_of})
 
 
-def unfinished(folder: Path) -> Path:
+def staging_folder(folder: Path) -> Path:
     """Return the staging folder for `folder`.
 
     Its name is kumi's own: a leftover staging folder of that name is deleted.

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+from kumi.convert.files.slices import Dims
 from kumi.convert.megatron import pickles
 from kumi.errors import RefusedError
 from kumi.files.untrusted import inside, open_stream
 from kumi.storage.write import tiling_problem
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,17 @@ class Blob:
 class Chunk:
     """A slice of a tensor, from `start` with the shape `extent`, and its bytes."""
 
-    start: Shape
-    extent: Shape
+    start: Dims
+    extent: Dims
     blob: Blob
 
 
 @dataclass(frozen=True)
-class Stored:
+class ChunkedTensor:
     """A tensor: dtype, shape, and the chunks that tile it."""
 
     dtype: torch.dtype
-    shape: Shape
+    shape: Dims
     chunks: tuple[Chunk, ...]
 
 
@@ -63,11 +62,11 @@ class Checkpoint:
     """
 
     folder: Path
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, ChunkedTensor]
     objects: Mapping[str, Blob]
     heads: dict[Blob, tuple[pickles.Head, int]] = field(default_factory=dict, repr=False, compare=False)
 
-    def read(self, name: str, start: Shape, shape: Shape) -> Tensor:
+    def read(self, name: str, start: Dims, shape: Dims) -> Tensor:
         """Return the slice of the tensor `name` that begins at `start` and has the shape `shape`."""
         stored = self.tensors[name]
         out = torch.empty(shape, dtype=stored.dtype)
@@ -215,7 +214,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, tensors, objects)
 
 
-def _check_disjoint(folder: Path, tensors: Mapping[str, Stored]) -> None:
+def _check_disjoint(folder: Path, tensors: Mapping[str, ChunkedTensor]) -> None:
     """Raise RefusedError if two chunks share bytes."""
     spans = sorted(
         (chunk.blob.file, chunk.blob.offset, chunk.blob.offset + chunk.blob.length, name)
@@ -232,7 +231,7 @@ def _check_disjoint(folder: Path, tensors: Mapping[str, Stored]) -> None:
 
 def _tensor(
     folder: Path, name: str, entry: TensorStorageMetadata, storage: Mapping[Any, Any], sizes: dict[str, int]
-) -> Stored:
+) -> ChunkedTensor:
     """Return the tensor `name` from its metadata; raise RefusedError unless its chunks tile it."""
     try:
         dtype, shape = entry.properties.dtype, _shape(entry.size)
@@ -251,10 +250,10 @@ def _tensor(
         Chunk(start, extent, _blob(folder, name, storage.get(MetadataIndex(name, start)), sizes))
         for start, extent in boxes
     )
-    return Stored(dtype, shape, chunks)
+    return ChunkedTensor(dtype, shape, chunks)
 
 
-def _shape(dims: Any) -> Shape:
+def _shape(dims: Any) -> Dims:
     """Return `dims` as a tuple; raise ValueError unless they are a valid shape."""
     shape = tuple(dims)
     if any(type(n) is not int or not 0 <= n < 2**60 for n in shape) or len(shape) > 8:

@@ -27,18 +27,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from kumi.convert.files.slices import Dims
 from kumi.storage.write import tiling_problem
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkData:
     """A slice of the tensor `name` (of shape `shape`), beginning at `start`."""
 
     name: str
-    shape: Shape
-    start: Shape
+    shape: Dims
+    start: Dims
     data: Tensor
 
 
@@ -49,12 +48,12 @@ class _Location:
     name: str
     index: MetadataIndex
     info: _StorageInfo
-    piece: Piece | None
+    piece: ChunkData | None
 
 
-def write(
+def write_dcp(
     folder: Path,
-    groups: Sequence[Iterable[Piece]],
+    groups: Sequence[Iterable[ChunkData]],
     objects: Iterable[tuple[str, Any]],
     *,
     wrote: Callable[[int], None] = lambda _: None,
@@ -98,7 +97,12 @@ def write(
 
 
 def _write_pieces(
-    folder: Path, group: int, pieces: Iterable[Piece], limit: int, wrote: Callable[[int], None], stop: threading.Event
+    folder: Path,
+    group: int,
+    pieces: Iterable[ChunkData],
+    limit: int,
+    wrote: Callable[[int], None],
+    stop: threading.Event,
 ) -> list[_Location]:
     """Write the pieces of a group; return their locations."""
     locations: list[_Location] = []
@@ -115,7 +119,7 @@ def _write_pieces(
             # torch.save writes the entire storage of a view.
             torch.save(data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), file)
             info = _StorageInfo(f"__{group}_{file_number}.distcp", start, file.tell() - start)
-            blank = Piece(piece.name, piece.shape, piece.start, data.to("meta"))
+            blank = ChunkData(piece.name, piece.shape, piece.start, data.to("meta"))
             locations.append(_Location(piece.name, MetadataIndex(piece.name, piece.start), info, blank))
             wrote(data.nbytes)
             del piece, data

@@ -25,7 +25,7 @@ from kumi.errors import RefusedError
 from kumi.files.untrusted import inside, open_stream
 
 # Upper bound on the bytes of a pickle; a megabyte of metadata describes some ten thousand chunks of tensors.
-LIMIT = 2**31
+_MAX_PICKLE_BYTES = 2**31
 
 
 # Exceptions that a damaged pickle or archive may cause.
@@ -216,9 +216,9 @@ def load_metadata(path: Path) -> metadata.Metadata:
     """Return the metadata of a distributed checkpoint; raise RefusedError unless the file holds just that."""
     with _guarded(lambda: open_stream(inside(path.parent, path.name, RefusedError)), str(path)) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > LIMIT:
+        if size > _MAX_PICKLE_BYTES:
             raise RefusedError(
-                f"{path}: has {size} bytes, and metadata have at most {LIMIT}; copy the checkpoint again"
+                f"{path}: has {size} bytes, and metadata have at most {_MAX_PICKLE_BYTES}; copy the checkpoint again"
             )
         content = _load(file, str(path), _PLAIN | _METADATA)
     if not isinstance(content, metadata.Metadata):
@@ -261,9 +261,9 @@ def _archive(file: BinaryIO, name: str) -> Archive:
         if "data.pkl" not in records:
             raise RefusedError(f"{name}: has no data.pkl, so torch.save did not write it; copy the checkpoint again")
         start, length = records["data.pkl"]
-        if length > LIMIT:
+        if length > _MAX_PICKLE_BYTES:
             raise RefusedError(
-                f"{name}: its data.pkl claims {length} bytes, more than {LIMIT}; copy the checkpoint again"
+                f"{name}: its data.pkl claims {length} bytes, more than {_MAX_PICKLE_BYTES}; copy the checkpoint again"
             )
         file.seek(start)
         content = _load(io.BytesIO(file.read(length)), name, _PLAIN)

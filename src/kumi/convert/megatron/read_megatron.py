@@ -1,8 +1,8 @@
-"""Reading Megatron-Core's distributed checkpoints (torch_dist), of Megatron-LM and Megatron-Bridge, without Megatron.
+"""Read Megatron-Core's distributed checkpoints (torch_dist), from Megatron-LM and Megatron-Bridge, without Megatron.
 
-A folder is a checkpoint (`iter_0001000`, with `.metadata`), or has some and names the newest one
-(`latest_checkpointed_iteration.txt`). What the model is says, in this order: the config.json that is given; one in the
-folder, beside it, or in a folder `hf` there; Megatron-LM's arguments in the checkpoint; Megatron-Bridge's
+A folder is a checkpoint (`iter_0001000`, with `.metadata`), or contains checkpoints and names the newest one in
+`latest_checkpointed_iteration.txt`. The model's configuration comes from the first of: the given config.json; one in
+the folder, its parent, or a subfolder `hf` of either; Megatron-LM's arguments in the checkpoint; Megatron-Bridge's
 run_config.yaml.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kumi.convert.files.slices import Dims, overlap, seen, unit_rows
+from kumi.convert.files.slices import Dims, file_slice, overlap, unit_rows
 from kumi.convert.files.stored_tensor import BLOCK_BYTES
 from kumi.convert.files.stream import Reader
 from kumi.convert.megatron import dcp_read, pickles
@@ -37,7 +37,7 @@ from kumi.spec.weights import Part
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYER_KEY = re.compile(r"decoder\.layers\.\d+\.")
-# Tensors that are no part of the model, by how their names begin, and what they are.
+# Name prefixes of tensors that are not parameters of the model, and their meaning.
 _LEFT_OUT = {
     "optimizer.": "optimizer state",
     "chained_": "optimizer state",
@@ -47,10 +47,12 @@ _LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checked Megatron checkpoint, seen as a model: its native tensors are put together on demand.
+class MegatronModel:
+    """A checked Megatron checkpoint as a model; native tensors are assembled on demand.
 
-    `tokenizer` is a folder that may have one. `keys` says how the checkpoint is keyed.
+    tokenizer   folder that may contain a tokenizer
+    keys        naming scheme of the checkpoint's tensors
+    params      native tensors, by name
     """
 
     folder: Path
@@ -63,81 +65,84 @@ class Saved:
     params: Mapping[str, Param]
 
     def reader(self) -> Reader:
-        """The model's tensors, as other formats give theirs."""
+        """Return a reader of the model's native tensors."""
         return Reader(self.dtypes, self.read_into, self.cut)
 
     def read_into(self, name: str, start: Dims, out: Tensor) -> None:
-        """Fill `out` with what the native tensor `name` has from the indices `start` on."""
+        """Fill `out` with the slice of the native tensor `name` that begins at `start`."""
         for part in megatron_parts(self.spec, self.params[name], self.keys):
-            found = overlap(part.start, part.extent, start, tuple(out.shape))
-            if found:
-                first, shape = found
-                place = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, start, shape))
-                out[place] = self._part(part, tuple(a - b for a, b in zip(first, part.start)), shape)
+            common = overlap(part.start, part.extent, start, tuple(out.shape))
+            if common:
+                first, shape = common
+                target = tuple(slice(a - b, a - b + n) for a, b, n in zip(first, start, shape))
+                out[target] = self._read_part(part, tuple(a - b for a, b in zip(first, part.start)), shape)
 
     def cut(self, name: str, row: int) -> int:
-        """The row before which to stop when rows of `name` are read in blocks, and `row` is the next."""
+        """Return the row before which a block of rows that begins at `row` should end."""
         param = self.params[name]
-        own, rows = megatron_parts(self.spec, param, self.keys), param.shape[0]
+        param_parts, rows = megatron_parts(self.spec, param, self.keys), param.shape[0]
         row_bytes = prod(param.shape[1:]) * ITEMSIZE[self.dtypes[name]]
-        unit = max(unit_rows(part) for part in own)
+        unit = max(unit_rows(part) for part in param_parts)
         return min(rows, -(-(row + max(1, BLOCK_BYTES // row_bytes)) // unit) * unit)
 
-    def _part(self, part: Part, offsets: Dims, shape: Dims) -> Tensor:
-        """Of the native rectangle that `part` holds the one of `shape` from `offsets` on."""
-        found = seen(part, offsets, shape)
-        start, extent = box(part, found.at, found.size)
-        data = inside(part, found.at, found.size, self.checkpoint.read(part.name, start, extent))
-        whole = data.permute(part.order).reshape(found.shape)
-        return whole[tuple(slice(low, low + count) for low, count in zip(found.skip, shape))]
+    def _read_part(self, part: Part, offsets: Dims, shape: Dims) -> Tensor:
+        """Return the slice of `part` from `offsets` on of shape `shape`, in native dims."""
+        source = file_slice(part, offsets, shape)
+        start, extent = bounding_box(part, source.at, source.size)
+        data = select_in_box(part, source.at, source.size, self.checkpoint.read(part.name, start, extent))
+        native = data.permute(part.order).reshape(source.shape)
+        return native[tuple(slice(low, low + count) for low, count in zip(source.skip, shape))]
 
 
-def common_dims(part: Part) -> int:
-    """How many leading dims are the same in `part`'s view and in the file's tensor."""
+def _leading_dims(part: Part) -> int:
+    """Return the number of leading dims that `part`'s view shares with the file's tensor."""
     pairs = zip(part.view, part.shape)
-    return next((dim for dim, (one, other) in enumerate(pairs) if one != other), len(part.shape))
+    return next((dim for dim, (viewed, stored) in enumerate(pairs) if viewed != stored), len(part.shape))
 
 
-def box(part: Part, at: Dims, size: Dims) -> tuple[Dims, Dims]:
-    """Start and extent of the smallest rectangle of the file's tensor that has all of the rectangle of `size` from `at`
-    on of `part`'s view, which differs from the tensor in that one dim is several there, if at all."""
-    lead = common_dims(part)
+def bounding_box(part: Part, at: Dims, size: Dims) -> tuple[Dims, Dims]:
+    """Return start and extent of the smallest slice of the file's tensor that contains a slice of `part`'s view.
+
+    The view slice begins at `at` and has the shape `size`. The view may split one dim of the tensor into several.
+    """
+    lead = _leading_dims(part)
     if part.view == part.shape:
         return at, size
     rows, rest = part.shape[lead] // part.view[lead], part.shape[lead + 1 :]
     return (*at[:lead], at[lead] * rows, *(0 for _ in rest)), (*size[:lead], size[lead] * rows, *rest)
 
 
-def inside(part: Part, at: Dims, size: Dims, data: Tensor) -> Tensor:
-    """The rectangle of `part`'s view, out of the `data` of its `box`; writing to it writes to `data`."""
+def select_in_box(part: Part, at: Dims, size: Dims, data: Tensor) -> Tensor:
+    """Return the slice of `part`'s view in `data`, the content of its `bounding_box`; it shares memory with `data`."""
     if part.view == part.shape:
         return data
-    lead = common_dims(part) + 1
-    whole = data.view(*size[:lead], *part.view[lead:])
+    lead = _leading_dims(part) + 1
+    viewed = data.view(*size[:lead], *part.view[lead:])
     within = tuple(slice(low, low + count) for low, count in zip(at[lead:], size[lead:]))
-    return whole[(*(slice(None) for _ in range(lead)), *within)]
+    return viewed[(*(slice(None) for _ in range(lead)), *within)]
 
 
-def open_model(folder: Path, config: str | Path | None = None) -> Saved:
-    """The model in a Megatron folder, of the config.json `config` where it is given.
+def open_megatron_model(folder: Path, config: str | Path | None = None) -> MegatronModel:
+    """Open the model in a Megatron folder; `config` is the path of its config.json, if given.
 
-    ModelError where a tensor is missing, unknown or of another shape; RefusedError where files are damaged or hostile.
+    Raise ModelError for a tensor that is missing, unknown or of another shape, RefusedError for damaged or hostile
+    files.
     """
     inner = newest_checkpoint(folder)
     saved = dcp_read.open_checkpoint(inner)
-    found, tokenizer = _config(inner, folder, saved, config)
-    spec = families.from_hf(found)
-    keys, left_out = check(inner, spec, saved.tensors)
+    model_config, tokenizer = _config(inner, folder, saved, config)
+    spec = families.from_hf(model_config)
+    keys, left_out = match_tensors(inner, spec, saved.tensors)
     spec = replace(spec, notes=(*spec.notes, *left_out))
     params = {param.name: param for param in tensors(spec)}
     dtypes = {name: _dtype(inner, spec, param, keys, saved) for name, param in params.items()}
-    return Saved(inner, spec, found, dtypes, tokenizer, keys, saved, params)
+    return MegatronModel(inner, spec, model_config, dtypes, tokenizer, keys, saved, params)
 
 
 def _config(
     inner: Path, folder: Path, saved: dcp_read.Checkpoint, given: str | Path | None
 ) -> tuple[dict[str, Any], Path | None]:
-    """The model's config.json, read or made of Megatron's arguments, and its tokenizer's folder, if there is one."""
+    """Return the model's config.json, read or derived from Megatron's arguments, and the tokenizer's folder or None."""
     if given is not None:
         path = Path(given)
         return families.read_config(path), path if path.is_dir() else path.parent
@@ -151,96 +156,106 @@ def _config(
     if (inner / RUN_CONFIG).is_file():
         return to_config(from_run_config(_run_config(inner / RUN_CONFIG))), None
     raise ModelError(
-        f"{inner}: has neither Megatron-LM's arguments nor {RUN_CONFIG}, so that nothing says what the "
-        f"model is; give its config.json with --config"
+        f"{inner}: has neither Megatron-LM's arguments nor {RUN_CONFIG}, so the model's configuration is "
+        f"unknown; give its config.json with --config"
     )
 
 
 def _common(inner: Path, saved: dcp_read.Checkpoint) -> dict[str, Any]:
-    """What Megatron saved besides tensors: in a file of its own, or, from megatron-core 0.17 on, in an entry."""
+    """Return Megatron's non-tensor state: from its own file or, since megatron-core 0.17, from an entry."""
     path, entry = inner / COMMON, next((name for name in saved.objects if name.startswith(COMMON_ENTRY)), None)
     if path.exists():
         try:
             with open_stream(untrusted_file(inner, COMMON, RefusedError)) as file:
-                found = pickles.load_archive(file, str(path)).content
+                state = pickles.load_archive(file, str(path)).content
         except OSError as error:
             raise RefusedError(f"{path}: cannot be read ({explain(error)}); copy it again") from None
     else:
-        found = saved.load(entry) if entry is not None else {}
-    found = found[0] if isinstance(found, list) and len(found) == 1 else found
-    if not isinstance(found, dict):
-        raise RefusedError(f"{path if path.is_file() else inner}: the common state is {type(found).__name__}, no table")
-    args = found.get("args")
-    return found if hasattr(args, "__dict__") and not isinstance(args, pickles.Unread) else {}
+        state = saved.load(entry) if entry is not None else {}
+    state = state[0] if isinstance(state, list) and len(state) == 1 else state
+    if not isinstance(state, dict):
+        raise RefusedError(
+            f"{path if path.is_file() else inner}: the common state is a {type(state).__name__} "
+            f"instead of a dict; copy the checkpoint again"
+        )
+    args = state.get("args")
+    return state if hasattr(args, "__dict__") and not isinstance(args, pickles.Unread) else {}
 
 
 def _run_config(path: Path) -> Mapping[str, Any]:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        found = yaml.safe_load(read_bytes(path.parent, path.name))
-        model = found["model"]
+        model = yaml.safe_load(read_bytes(path.parent, path.name))["model"]
     except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(
             f"{path}: cannot be read ({error!s:.120}); give the model's config.json with --config"
         ) from None
     if not isinstance(model, dict):
-        raise ModelError(f"{path}: its model is {type(model).__name__}, no table; give a config.json with --config")
+        raise ModelError(
+            f"{path}: its model is a {type(model).__name__} instead of a table; give a config.json with --config"
+        )
     return model
 
 
-def check(folder: Path, spec: ModelSpec, found: Mapping[str, dcp_read.Stored]) -> tuple[CheckpointKeys, list[str]]:
-    """How a checkpoint with the tensors `found` is keyed, once it is sure that it holds exactly those of `spec`; and
-    what it holds besides and is left out."""
-    names = {name for name in found if not name.startswith(tuple(_LEFT_OUT))}
+def match_tensors(
+    folder: Path, spec: ModelSpec, stored: Mapping[str, dcp_read.ChunkedTensor]
+) -> tuple[CheckpointKeys, list[str]]:
+    """Return the naming scheme of the checkpoint tensors `stored`, and notes on the tensors that kumi leaves out.
+
+    Raise ModelError unless the remaining tensors are exactly those of `spec`.
+    """
+    names = {name for name in stored if not name.startswith(tuple(_LEFT_OUT))}
     if "decoder.final_norm.weight" in names:
         raise ModelError(
-            f"{folder}: written by Megatron-Core's HybridModel, with one sublayer an index; kumi reads "
-            f"those of GPTModel"
+            f"{folder}: written by Megatron-Core's HybridModel, with one sublayer per index; kumi reads "
+            f"checkpoints of GPTModel only"
         )
-    vocab = found[VOCABULARY[0]].shape[0] if VOCABULARY[0] in names and found[VOCABULARY[0]].shape else spec.vocab_size
+    vocab = (
+        stored[VOCABULARY[0]].shape[0] if VOCABULARY[0] in names and stored[VOCABULARY[0]].shape else spec.vocab_size
+    )
     if vocab < spec.vocab_size:
         raise ModelError(
-            f"{folder}: {VOCABULARY[0]!r} has {vocab} rows, vocab_size={spec.vocab_size} in the model's "
+            f"{folder}: {VOCABULARY[0]!r} has {vocab} rows, but vocab_size={spec.vocab_size} in the model's "
             f"config.json; the two belong to different models"
         )
     by_layer = any(_LAYER_KEY.match(name) for name in names)
     halves = any(name.endswith(("_w", "_v")) for name in names)
-    ways = [CheckpointKeys(not by_layer, vocab, local, halves) for local in (False, True)]
-    keys = next((way for way in ways if megatron_tensors(spec, way).keys() <= names), ways[0])
-    _same(folder, spec, megatron_tensors(spec, keys), {name: found[name].shape for name in names})
-    left = {what for name in found for prefix, what in _LEFT_OUT.items() if name.startswith(prefix)}
-    return keys, [f"left out of what {folder.name} holds: {what}" for what in sorted(left)]
+    schemes = [CheckpointKeys(not by_layer, vocab, local, halves) for local in (False, True)]
+    keys = next((scheme for scheme in schemes if megatron_tensors(spec, scheme).keys() <= names), schemes[0])
+    _check_same(folder, spec, megatron_tensors(spec, keys), {name: stored[name].shape for name in names})
+    left = {kind for name in stored for prefix, kind in _LEFT_OUT.items() if name.startswith(prefix)}
+    return keys, [f"left out of {folder.name}: {kind}" for kind in sorted(left)]
 
 
-def _same(folder: Path, spec: ModelSpec, wanted: Mapping[str, Dims], found: Mapping[str, Dims]) -> None:
-    for name, shape in wanted.items():
-        if name not in found:
+def _check_same(folder: Path, spec: ModelSpec, expected: Mapping[str, Dims], shapes: Mapping[str, Dims]) -> None:
+    for name, shape in expected.items():
+        if name not in shapes:
             hint = (
                 ""
                 if name != "output_layer.weight"
-                else "; a model whose head is its embedding ties them in config.json"
+                else "; if the head is the embedding, set tie_word_embeddings to true in config.json"
             )
             raise ModelError(f"{folder}: {name!r} is missing from the checkpoint of this {spec.family} model{hint}")
-        if found[name] != shape:
+        if shapes[name] != shape:
             raise ModelError(
-                f"{folder}: {name!r} is {found[name]} in the checkpoint, {shape} in the model of its "
+                f"{folder}: {name!r} is {shapes[name]} in the checkpoint, but {shape} in the model of its "
                 f"configuration; the two belong to different models"
             )
-    unknown = sorted(found.keys() - wanted.keys())
+    unknown = sorted(shapes.keys() - expected.keys())
     if unknown:
         raise ModelError(
-            f"{folder}: {unknown[0]!r} {found[unknown[0]]} has no place in the {spec.family} model of its "
-            f"configuration; kumi would drop it"
+            f"{folder}: {unknown[0]!r} {shapes[unknown[0]]} is not a tensor of the {spec.family} model of its "
+            f"configuration, and kumi would drop it; give the right config.json with --config"
         )
 
 
 def _dtype(folder: Path, spec: ModelSpec, param: Param, keys: CheckpointKeys, saved: dcp_read.Checkpoint) -> str:
-    """The dtype of `param`, whose parts must have one."""
+    """Return the dtype of `param`; raise ModelError unless all its parts have the same supported dtype."""
     dtypes = {saved.tensors[part.name].dtype: part.name for part in megatron_parts(spec, param, keys)}
-    strange = [name for dtype, name in dtypes.items() if dtype not in _DTYPES]
-    if strange or len(dtypes) > 1:
-        name = (strange or sorted(dtypes.values()))[0]
+    unsupported = [name for dtype, name in dtypes.items() if dtype not in _DTYPES]
+    if unsupported or len(dtypes) > 1:
+        name = (unsupported or sorted(dtypes.values()))[0]
         raise ModelError(
             f"{folder}: {name!r} is {saved.tensors[name].dtype}; kumi reads parameters in one of "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
@@ -249,6 +264,6 @@ def _dtype(folder: Path, spec: ModelSpec, param: Param, keys: CheckpointKeys, sa
 
 
 def tensor_bytes(spec: ModelSpec, keys: CheckpointKeys, itemsizes: Mapping[str, int]) -> int:
-    """The bytes of a checkpoint's tensors, `itemsizes` by native name."""
+    """Return the bytes of a checkpoint's tensors; `itemsizes` by native name."""
     sizes = {part.name: itemsizes[param.name] for param in tensors(spec) for part in megatron_parts(spec, param, keys)}
     return sum(prod(shape) * sizes[name] for name, shape in megatron_tensors(spec, keys).items())

@@ -7,6 +7,6 @@ extend  the entire operation                  report  its result
 """
 
 from kumi.convert.vocab.extend import INITS, Request, extend
-from kumi.convert.vocab.extension_report import lines
+from kumi.convert.vocab.extension_report import report_lines
 
-__all__ = ["INITS", "Request", "extend", "lines"]
+__all__ = ["INITS", "Request", "extend", "report_lines"]

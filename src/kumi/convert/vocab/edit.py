@@ -18,7 +18,7 @@ from kumi.files.untrusted import TOKENIZER, read_object
 STALE = ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
 
 
-def extended(base: Base, pieces: Sequence[Piece], tokens: Sequence[NewToken]) -> Base:
+def extended_tokenizer(base: Base, pieces: Sequence[Piece], tokens: Sequence[NewToken]) -> Base:
     """Return `base` with `pieces` (BPE only) and then `tokens`, with ids from `base.size` on.
 
     Raise ConfigError if the tokenizers library would assign other ids to new or old tokens.

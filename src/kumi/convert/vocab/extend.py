@@ -13,13 +13,13 @@ from typing import Any
 from kumi.convert.hf import write_folder
 from kumi.convert.hf.card import mark_verified, model_card
 from kumi.convert.hf.origin import origin_of
-from kumi.convert.hf.publish import located
+from kumi.convert.hf.publish import model_folder_of
 from kumi.convert.open_model import Source, open_source
 from kumi.convert.vocab import rows
 from kumi.convert.vocab.base_tokenizer import Base, load_base
 from kumi.convert.vocab.corpus import Corpus, read_corpus, words
-from kumi.convert.vocab.edit import extended, write_files
-from kumi.convert.vocab.extension_report import NewRow, facts, reported
+from kumi.convert.vocab.edit import extended_tokenizer, write_files
+from kumi.convert.vocab.extension_report import NewRow, card_facts, extension_report
 from kumi.convert.vocab.learn import Piece, learn
 from kumi.convert.vocab.requested_tokens import NewToken, check_tokens, read_tokens
 from kumi.errors import ConfigError, KumiError, ModelError
@@ -30,14 +30,14 @@ INITS = ("pieces", "weighted", "mean")
 
 @dataclass(frozen=True)
 class Request:
-    """The tokens to add, and the initialisation of their rows.
+    """The tokens to add, and the initialization of their rows.
 
     add        files of tokens to add
     special    files of special tokens to add
     learn      number of tokens to learn from `data`
     data       texts to learn from, and to measure the tokenizer on
     text_key   key of the text in a record
-    init       initialisation of rows, one of `INITS`
+    init       initialization of rows, one of `INITS`
     multiple   round the table up to a multiple of this many rows
     """
 
@@ -62,7 +62,7 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     _check_request(request)
     target = Path(out)
     write_folder.check_target(target, replace=False)
-    source = open_source(located(base, "vocab"))
+    source = open_source(model_folder_of(base, "vocab"))
     tokenizer = load_base(source.tokenizer)
     _check_sizes(source, tokenizer)
     tokens = [
@@ -80,10 +80,10 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
     new = [_new_piece(tokenizer, piece, request.init) for piece in pieces]
     new += [_new_token(tokenizer, token, request.init) for token in tokens]
     place = _place(source.spec, tokenizer, len(new), request.multiple)
-    _check_carried(source, place)
+    _check_passthrough(source, place)
     _check_meanings(source.config, place)
-    extended_base = extended(tokenizer, pieces, tokens)
-    report = reported(base, target, tokenizer, extended_base, new, place, corpus, request.init)
+    extended_base = extended_tokenizer(tokenizer, pieces, tokens)
+    report = extension_report(base, target, tokenizer, extended_base, new, place, corpus, request.init)
     spec = replace(source.spec, vocab_size=place.new)
     report["notes"] = list(source.spec.notes)
     report["files_left_out"] = _write(source, target, spec, (tokenizer, extended_base, tokens), place, new, report)
@@ -93,7 +93,7 @@ def extend(base: str | Path, out: str | Path, request: Request, *, verify: bool 
 
 
 def _check_request(request: Request) -> None:
-    """Raise ConfigError unless the request names tokens and a known initialisation."""
+    """Raise ConfigError unless the request names tokens and a known initialization."""
     if not (request.add or request.special or request.learn):
         raise ConfigError("vocab: nothing to add; name a file with --add or --special, or give --learn N and --data")
     if request.learn and not request.data:
@@ -152,9 +152,9 @@ def _place(spec: ModelSpec, tokenizer: Base, count: int, multiple: int) -> rows.
     return rows.Place(tokenizer.size, count, spec.vocab_size, -(-needed // multiple) * multiple)
 
 
-def _check_carried(source: Source, place: rows.Place) -> None:
+def _check_passthrough(source: Source, place: rows.Place) -> None:
     """Raise ModelError if the table grows and a passthrough tensor seems to have a row per token, too."""
-    for name, span in source.carried.items():
+    for name, span in source.passthrough.items():
         if place.old in span.shape and place.new != place.old:
             raise ModelError(
                 f"{source.folder}: kumi copies {name!r} {span.shape} unchanged, although it seems to have a row "
@@ -193,11 +193,11 @@ def _write(
     old, extended_base, tokens = tokenizers
     reader = rows.extended_reader(source, place, [row.shares for row in new])
     origin = replace(origin_of(source.folder), relation="finetune")
-    card = model_card(name=target.name, model=spec, facts=facts(report), origin=origin)
+    card = model_card(name=target.name, model=spec, facts=card_facts(report), origin=origin)
     with tempfile.TemporaryDirectory(prefix="kumi-vocab-") as folder:
         names = (*write_folder.TOKENIZER_FILES, "generation_config.json")
         left_out = write_files(old, extended_base, tokens, Path(folder), names)
-        write_folder.write(
+        write_folder.write_hf_folder(
             target,
             spec,
             reader,
@@ -205,7 +205,7 @@ def _write(
             dtype=source.dtypes,
             tokenizer_folder=folder,
             card=card,
-            carried=source.carried,
+            passthrough=source.passthrough,
         )
     return left_out
 

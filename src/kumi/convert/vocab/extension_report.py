@@ -17,7 +17,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class NewRow:
-    """A new token and the initialisation of its row.
+    """A new token and the initialization of its row.
 
     text     spelling in the vocabulary
     kind     "learnt", "added" or "special"
@@ -29,7 +29,7 @@ class NewRow:
     shares: tuple[tuple[int, float], ...]
 
 
-def reported(
+def extension_report(
     base: str | Path,
     out: Path,
     old: Base,
@@ -75,7 +75,7 @@ def _entry(old: Base, extended: Base, token_id: int, token: NewRow) -> dict[str,
     }
 
 
-def facts(report: Mapping[str, Any]) -> dict[str, str]:
+def card_facts(report: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of the model card's table."""
     kinds = [entry["kind"] for entry in report["added"]]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("learnt", "added", "special") if kind in kinds)
@@ -91,7 +91,7 @@ def facts(report: Mapping[str, Any]) -> dict[str, str]:
     return result
 
 
-def lines(report: Mapping[str, Any]) -> list[str]:
+def report_lines(report: Mapping[str, Any]) -> list[str]:
     """Return the result as lines for the terminal."""
     tokens, size, rows = report["tokens"], report["vocab_size"], report["rows"]
     result = [

@@ -50,7 +50,7 @@ from kumi.spec.families import (
     starcoder2,
 )
 from kumi.spec.families._shared import bounds, config_keys, quantization
-from kumi.spec.families._shared.nearest_family import difference
+from kumi.spec.families._shared.nearest_family import unsupported_reason
 from kumi.spec.ledger import num_params
 from kumi.spec.model import ModelSpec
 
@@ -95,24 +95,24 @@ FAMILIES: dict[str, ModuleType] = {
     "starcoder2": starcoder2,
 }
 
-# What architectures were called before the first release of transformers that had them.
+# Architecture names before their first release in transformers -> names today.
 _OLD_NAMES = {"LLaMAForCausalLM": ["LlamaForCausalLM"]}
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json describes; what kumi does not understand in it is a ModelError."""
+    """Return the model that a config.json describes; raise ModelError for keys or values that kumi does not support."""
     _check_names(config)
-    quantisation, config = quantization.method(config), _renamed(quantization.plain(config))
+    method, config = quantization.quantization_config(config), _renamed(quantization.without_quantization(config))
     family = _family(config)
-    # Before a reader touches a value, all are of the right type and within their bounds.
-    config_keys.check_types(family, config, getattr(FAMILIES[family], "KEYS", {}) | config_keys.TABLES)
+    # Check all types and bounds before a family reads values.
+    config_keys.check_types(family, config, getattr(FAMILIES[family], "KEYS", {}) | config_keys.TABLE_KEYS)
     spec: ModelSpec = FAMILIES[family].from_hf(config)
-    bounds.check_model(num_params(spec))
-    return spec if quantisation is None else replace(spec, notes=(*spec.notes, quantization.note(quantisation)))
+    bounds.check_num_params(num_params(spec))
+    return spec if method is None else replace(spec, notes=(*spec.notes, quantization.quantization_note(method)))
 
 
 def check_trained(spec: ModelSpec) -> None:
-    """Raise ModelError unless the trainer computes the family of `spec`; one that it does not can be planned for."""
+    """Raise ModelError unless kumi can train the family of `spec`; other models can only be planned."""
     if spec.family not in FAMILIES:
         raise ModelError(
             f"a {spec.family} model can be planned for but not trained: this version trains "
@@ -121,23 +121,23 @@ def check_trained(spec: ModelSpec) -> None:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`, in the spelling that transformers 4 and 5 both read."""
+    """Return the config.json of `spec`, in the spelling that transformers 4 and 5 both read."""
     check_trained(spec)
     config: dict[str, Any] = FAMILIES[spec.family].to_hf(spec)
     if from_hf(config) != spec:
         raise ModelError(
-            f"this model cannot be written as a {spec.family} config.json: that format has no words for "
-            f"all of it (layers that differ, biases or norms the family does not have)"
+            f"this model cannot be written as a {spec.family} config.json: that format cannot express "
+            f"all of it (layers that differ, biases or norms that the family lacks); change the model"
         )
     return config
 
 
-def patched(base: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """`base`, a config.json, with only those keys changed that must change to describe `spec`."""
+def patch_config(base: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """Return the config.json `base`, changed only in the keys that must change to describe `spec`."""
     new, old = to_hf(spec), to_hf(from_hf(base))
     if "text_config" not in new:
         return _changed(base, new, old)
-    # A model that sees has its text in a table of its own, or, as older ones do, beside the rest.
+    # Vision-language models have the text model in text_config or, in older configs, at the top level.
     inner, before = new.pop("text_config"), old.pop("text_config")
     config = _changed(base, new, old)
     if "text_config" in base:
@@ -146,7 +146,7 @@ def patched(base: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 
 def _changed(base: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with what is another in `new` than in `old`."""
+    """Return `base` with the keys that differ between `new` and `old`."""
     config = dict(base)
     changes = {key: value for key, value in new.items() if key not in old or old[key] != value}
     if "rope_theta" in changes or "rope_scaling" in changes:
@@ -156,10 +156,10 @@ def _changed(base: Mapping[str, Any], new: Mapping[str, Any], old: Mapping[str, 
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of `folder`, or of the file `folder` itself."""
+    """Return the config.json in `folder`, or the content of `folder` if it is a file."""
     path = Path(folder)
     path = path / "config.json" if path.is_dir() else path
-    # Configurations written by Python have Infinity where a limit is none; `keys.read` knows where that may be.
+    # Python writes Infinity for an absent limit; `config_keys.read` checks where it is allowed.
     return read_object(path.parent, path.name, infinity=True)
 
 
@@ -171,12 +171,12 @@ def _check_names(config: Mapping[str, Any]) -> None:
         if name is not None and (not isinstance(name, str) or len(name) > 200):
             raise ModelError(
                 f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)}: "
-                f"{brief(name)} is no name of a model; correct it"
+                f"{brief(name)} is not a valid model name; correct it"
             )
 
 
 def _renamed(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` with the architecture under the name that it has today."""
+    """Return `config` with the current name of its architecture."""
     names: Any = config.get("architectures")
     return config | {"architectures": _OLD_NAMES[names[0]]} if names in ([old] for old in _OLD_NAMES) else config
 
@@ -186,12 +186,12 @@ def _family(config: Mapping[str, Any]) -> str:
     model_type: Any = config.get("model_type")
     if architectures is None and model_type in FAMILIES:
         return str(model_type)
-    # An architecture may go by several names: the first is its own.
+    # Several model types may share an architecture: the first is the default.
     names = [name for name, module in FAMILIES.items() if architectures == [module.ARCHITECTURE]]
     if names and model_type in (*names, None):
         return str(model_type or names[0])
     raise ModelError(
         f"config.json: architectures={brief(architectures)} with model_type={brief(model_type)} is not "
-        f"supported: {difference(config, FAMILIES)}; docs/models.md lists the {len(FAMILIES)} families "
-        f"that kumi knows"
+        f"supported: {unsupported_reason(config, FAMILIES)}; docs/models.md lists the {len(FAMILIES)} supported "
+        f"families"
     )

@@ -1,4 +1,4 @@
-"""BLOOM: scores biased by distance (ALiBi) instead of position embeddings, normed embeddings (arXiv:2211.05100)."""
+"""BLOOM: ALiBi instead of position embeddings, and normalized token embeddings (arXiv:2211.05100)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import QKV, Groups, Rename, Weights
 
 ARCHITECTURE = "BloomForCausalLM"
-# Two spellings each of three sizes.
-SPELLINGS = (("hidden_size", "n_embed"), ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"))
+# Three sizes have two names each.
+_SPELLINGS = (("hidden_size", "n_embed"), ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"))
 KEYS = {
-    **{name: Key("integer?", None) for pair in SPELLINGS for name in pair},
+    **{name: Key("integer?", None) for pair in _SPELLINGS for name in pair},
     "vocab_size": Key("integer"),
     "n_inner": Key("integer?", None),
     "seq_length": Key("integer", 2048),
@@ -27,7 +27,7 @@ KEYS = {
     "pad_token_id": Key("integer?", None),
     "unk_token_id": Key("integer?", None),
     "apply_residual_connection_post_layernorm": Key("true or false", False),
-    # How the program ran that trained the published weights.
+    # Runtime options of the original trainer.
     "pretraining_tp": Key("integer", 1),
     "slow_but_exact": Key("true or false", False),
     "attention_softmax_in_fp32": Key("true or false", True),
@@ -56,7 +56,7 @@ WEIGHTS = Weights(
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "bloom" describes."""
+    """Return the model that a config.json with model_type "bloom" describes."""
     values = _one_spelling(read("bloom", config, KEYS))
     check_sizes(values)
     neutral("bloom", values, apply_residual_connection_post_layernorm=False, n_inner=None)
@@ -77,7 +77,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     same = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings", "bos_token_id", "pad_token_id")
     return {name: getattr(spec, name) for name in same} | {
         "architectures": [ARCHITECTURE],
@@ -95,13 +95,13 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _one_spelling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with each size under the first of its spellings."""
-    found = dict(values)
-    for first, second in SPELLINGS:
-        said = {values[name] for name in (first, second) if values[name] is not None}
-        if len(said) != 1:
+    """Return `values` with each size under the first of its two names."""
+    result = dict(values)
+    for first, second in _SPELLINGS:
+        sizes = {values[name] for name in (first, second) if values[name] is not None}
+        if len(sizes) != 1:
             raise ModelError(
                 f"config.json: {first}={values[first]} and {second}={values[second]} of a bloom model; give one of them"
             )
-        found[first] = said.pop()
-    return found
+        result[first] = sizes.pop()
+    return result

@@ -1,4 +1,4 @@
-"""Cohere's Command R7B and A: attention and mlp side by side after one layer norm; only layers with a window turn."""
+"""Cohere's Command R7B and A: attention and MLP in parallel after one LayerNorm; RoPE only in sliding-window layers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config, sliding_windows
-from kumi.spec.families._shared.config_keys import DECODER, Key, fixed, neutral, read
+from kumi.spec.families._shared.config_keys import DECODER, Key, fixed_keys, neutral, read
 from kumi.spec.families._shared.decoder_config import (
     check_layer_types,
     check_sizes,
+    common_to_hf,
     dense,
     grouped,
     grouped_attention,
     model,
 )
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 
 ARCHITECTURE = "Cohere2ForCausalLM"
-# What published configs say besides, and what no other value of is computed.
-FIXED = {
+# Keys of published configs with one supported value.
+_FIXED = {
     "position_embedding_type": "rope_gptj",
     "rotary_pct": 1.0,
     "use_embedding_sharing": True,
@@ -34,7 +34,7 @@ FIXED = {
 }
 KEYS = {
     **{name: key for name, key in DECODER.items() if name != "rms_norm_eps"},
-    **fixed(FIXED),
+    **fixed_keys(_FIXED),
     "max_position_embeddings": Key("integer", 8_192),
     "num_key_value_heads": Key("integer?", None),
     "layer_norm_eps": Key("number", 1e-5),
@@ -53,11 +53,11 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "cohere2" describes."""
+    """Return the model that a config.json with model_type "cohere2" describes."""
     values = read("cohere2", config, KEYS)
     check_sizes(values)
-    neutral("cohere2", values, **FIXED)
-    bias, turned = values["attention_bias"], replace(rope_config.from_hf("cohere2", values), interleave=True)
+    neutral("cohere2", values, **_FIXED)
+    bias, turned = values["attention_bias"], replace(rope_config.rope_from_hf("cohere2", values), interleave=True)
     attention = grouped_attention(values, turned, qkv_bias=bias, out_bias=bias, sliding_window=values["sliding_window"])
     mlp = MLP(values["intermediate_size"])
     layer = {
@@ -78,26 +78,26 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     written = common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
         "layer_norm_eps": spec.norm_eps,
         "logit_scale": spec.logit_scale,
         "attention_bias": grouped(spec).qkv_bias,
-        "sliding_window": sliding_windows.width(spec) or 4096,
-        "layer_types": sliding_windows.kinds(spec),
+        "sliding_window": sliding_windows.first_window(spec) or 4096,
+        "layer_types": sliding_windows.layer_types(spec),
     }
     return {name: value for name, value in written.items() if name != "rms_norm_eps"}
 
 
 def _types(values: Mapping[str, Any]) -> list[str]:
-    """Each layer's kind: every so many sees everything, unless the config lists them."""
+    """Return each layer's type: as listed, or full attention in every `sliding_window_pattern`-th layer."""
     pattern, switch = values["sliding_window_pattern"], values["layer_switch"]
     if values["layer_types"] is not None:
         return check_layer_types(values)
     if pattern < 1 or switch not in (None, pattern):
         raise ModelError(
             f"config.json: sliding_window_pattern={pattern} and layer_switch={switch} of a cohere2 model "
-            f"must be one number above 0: after how many layers one sees everything"
+            f"must be equal and above 0: every so many layers one has full attention; correct them"
         )
     return [
         "sliding_attention" if (index + 1) % pattern else "full_attention"

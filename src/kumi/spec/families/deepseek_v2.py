@@ -7,11 +7,10 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import Key, neutral, read
-from kumi.spec.families._shared.deepseek_layers import LATENT_KEYS, build
-from kumi.spec.families._shared.deepseek_layers import to_hf as latent_to_hf
+from kumi.spec.families._shared.deepseek_layers import LATENT_KEYS, build_deepseek, deepseek_to_hf
 from kumi.spec.model import ModelSpec
 
-METHODS = ("greedy", "group_limited_greedy")
+_TOPK_METHODS = ("greedy", "group_limited_greedy")
 ARCHITECTURE = "DeepseekV2ForCausalLM"
 KEYS = {
     **LATENT_KEYS,
@@ -27,18 +26,18 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "deepseek_v2" describes."""
+    """Return the model that a config.json with model_type "deepseek_v2" describes."""
     values = read("deepseek_v2", config, KEYS)
     # transformers never divides the chosen scores by their sum, whatever norm_topk_prob says.
     neutral("deepseek_v2", values, scoring_func="softmax", mlp_bias=False, norm_topk_prob=False)
-    if values["topk_method"] not in METHODS:
+    if values["topk_method"] not in _TOPK_METHODS:
         raise ModelError(
             f"config.json: topk_method={values['topk_method']!r} of a deepseek_v2 model is not supported; "
-            f"kumi knows {', '.join(METHODS)}"
+            f"kumi supports {', '.join(_TOPK_METHODS)}"
         )
-    return build("deepseek_v2", values, scoring="softmax")
+    return build_deepseek("deepseek_v2", values, scoring="softmax")
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
-    return latent_to_hf(spec, ARCHITECTURE) | {"mlp_bias": False}
+    """Return the config.json of `spec`."""
+    return deepseek_to_hf(spec, ARCHITECTURE) | {"mlp_bias": False}

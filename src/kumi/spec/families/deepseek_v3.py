@@ -1,6 +1,6 @@
-"""DeepSeek-V3 and R1 (arXiv:2412.19437). Layers that predict tokens further ahead are carried along.
+"""DeepSeek-V3 and R1 (arXiv:2412.19437). Multi-token-prediction layers are passthrough.
 
-The bias that keeps the experts busy is no parameter: the optimizer never sees it.
+The load-balancing bias of the router is a buffer: the optimizer does not update it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import Key, neutral, read
-from kumi.spec.families._shared.decoder_config import layers_beyond
-from kumi.spec.families._shared.deepseek_layers import LATENT_KEYS, build
-from kumi.spec.families._shared.deepseek_layers import to_hf as latent_to_hf
+from kumi.spec.families._shared.decoder_config import mtp_fields
+from kumi.spec.families._shared.deepseek_layers import LATENT_KEYS, build_deepseek, deepseek_to_hf
 from kumi.spec.model import LatentAttention, ModelSpec
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
@@ -37,26 +36,26 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "deepseek_v3" describes."""
-    return of_family("deepseek_v3", config)
+    """Return the model that a config.json with model_type "deepseek_v3" describes."""
+    return deepseek_v3_from_hf("deepseek_v3", config)
 
 
-def of_family(family: str, config: Mapping[str, Any]) -> ModelSpec:
+def deepseek_v3_from_hf(family: str, config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json describes whose model_type `family` is another name for DeepSeek-V3."""
     values = read(family, config, KEYS)
     neutral(family, values, scoring_func="sigmoid", topk_method="noaux_tc")
     extra = values["num_nextn_predict_layers"] or 0
     if extra < 0:
         raise ModelError(f"config.json: num_nextn_predict_layers={extra} must not be negative; correct it")
-    spec = build(family, values, scoring="sigmoid", interleave=values["rope_interleave"])
-    return replace(spec, **layers_beyond(spec.weights, spec.num_hidden_layers, extra))
+    spec = build_deepseek(family, values, scoring="sigmoid", interleave=values["rope_interleave"])
+    return replace(spec, **mtp_fields(spec.weights, spec.num_hidden_layers, extra))
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     attention = spec.layers[0].attention
     interleave = isinstance(attention, LatentAttention) and attention.rope_interleave
-    return latent_to_hf(spec, ARCHITECTURE) | {
+    return deepseek_to_hf(spec, ARCHITECTURE) | {
         "rope_interleave": interleave,
-        "num_nextn_predict_layers": len(spec.weights.carried),
+        "num_nextn_predict_layers": len(spec.weights.passthrough),
     }

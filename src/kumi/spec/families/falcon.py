@@ -1,4 +1,4 @@
-"""Falcon 7B, 40B and 180B: attention and MLP side by side, few key heads (arXiv:2311.16867)."""
+"""Falcon 7B, 40B and 180B: attention and MLP in parallel, few key-value heads (arXiv:2311.16867)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config
-from kumi.spec.families._shared.config_keys import Key, activation, neutral, read, unread
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.config_keys import Key, activation, check_redundant, neutral, read
+from kumi.spec.families._shared.decoder_config import (
+    check_sizes,
+    common_to_hf,
+    dense,
+    grouped,
+    grouped_attention,
+    model,
+)
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import QKV, Groups, Rename, Rule, Weights
 
@@ -45,12 +51,12 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "falcon" describes."""
+    """Return the model that a config.json with model_type "falcon" describes."""
     values = read("falcon", config, KEYS)
     check_sizes(values)
     neutral("falcon", values, apply_residual_connection_post_layernorm=False)
     norms = _norms(values)
-    embedding = None if values["alibi"] else rope_config.from_hf("falcon", values)
+    embedding = None if values["alibi"] else rope_config.rope_from_hf("falcon", values)
     heads = {"num_key_value_heads": _key_heads(values)}
     attention = grouped_attention(
         values | heads,
@@ -62,7 +68,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     )
     act = activation("falcon", "activation", values["activation"])
     width = values["ffn_hidden_size"] or 4 * values["hidden_size"]
-    unread("falcon", values, intermediate_size=width)
+    check_redundant("falcon", values, intermediate_size=width)
     mlp = MLP(width, values["bias"], act, gated=False)
     layer = LayerSpec(attention, mlp, parallel=values["parallel_attn"], shared_norm=norms == 1)
     return model(
@@ -76,7 +82,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`; the newer architecture where there are groups of key heads or two norms."""
+    """Return the config.json of `spec`; the newer architecture where there are groups of key heads or two norms."""
     attention, mlp, layer = grouped(spec), dense(spec), spec.layers[0]
     heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads
     new = layer.parallel and (kv_heads not in (1, heads) or not layer.shared_norm)
@@ -102,7 +108,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _weights(norms: int) -> Weights:
-    """How files hold the tensors of models with `norms` norms before a parallel layer."""
+    """Return the names of tensors in files; `norms` is the number of norms before a parallel layer."""
     named = (Rename("input_layernorm", "ln_attn"), Rename("post_attention_layernorm", "ln_mlp")) if norms == 2 else ()
     rules: tuple[Rule, ...] = (
         Groups(QKV, "self_attention.query_key_value"),
@@ -120,26 +126,26 @@ def _weights(norms: int) -> Weights:
 
 
 def _key_heads(values: Mapping[str, Any]) -> int:
-    """How many key heads there are: one for all unless `multi_query` is off; the newer architecture has groups."""
+    """Return the number of key-value heads: 1 with `multi_query` in the old architecture, else num_kv_heads."""
     if values["multi_query"] and not values["new_decoder_architecture"]:
         return 1
     return int(values["num_kv_heads"] or values["num_attention_heads"])
 
 
 def _norms(values: Mapping[str, Any]) -> int:
-    """How many norms stand before a parallel layer; 0 where attention and MLP come in turn."""
-    new, said = values["new_decoder_architecture"], values["num_ln_in_parallel_attn"]
+    """Return the number of norms before a parallel layer; 0 if attention and MLP are sequential."""
+    new, norm_count = values["new_decoder_architecture"], values["num_ln_in_parallel_attn"]
     if not values["parallel_attn"]:
         if new:
             raise ModelError(
-                "config.json: parallel_attn=False with new_decoder_architecture=True is no falcon model; "
-                "set one of them otherwise"
+                "config.json: parallel_attn=False with new_decoder_architecture=True contradict each other; "
+                "change one of them"
             )
         return 0
-    norms = said or (2 if new else 1)
+    norms = norm_count or (2 if new else 1)
     if norms not in ((1, 2) if new else (1,)):
         raise ModelError(
-            f"config.json: num_ln_in_parallel_attn={said} of a falcon model with "
-            f"new_decoder_architecture={new} must be {'1 or 2' if new else '1'}"
+            f"config.json: num_ln_in_parallel_attn={norm_count} of a falcon model with "
+            f"new_decoder_architecture={new} must be {'1 or 2' if new else '1'}; correct it"
         )
     return int(norms)

@@ -1,4 +1,4 @@
-"""Gemma, the first (arXiv:2403.08295): Llama with norms around 1, scaled embeddings and a gated GELU."""
+"""Gemma, the first (arXiv:2403.08295): Llama with zero-centered norms, scaled embeddings and a gated GELU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import DECODER, Key, activation, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, model, windowed
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, dense, grouped, model, windowed
 from kumi.spec.model import MLP, ModelSpec
 
 ARCHITECTURE = "GemmaForCausalLM"
-BOTH_WAYS = "use_bidirectional_attention"
-# What the first configs called "gelu" and trained with: the approximation by tanh.
-GELU = "gelu_pytorch_tanh"
+_BIDIRECTIONAL = "use_bidirectional_attention"
+# The tanh approximation; the first configs call it "gelu".
+_GELU_TANH = "gelu_pytorch_tanh"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 8_192),
@@ -26,9 +25,9 @@ KEYS = {
     "bos_token_id": Key("integer?", 2),
     "eos_token_id": Key("integer or list of integers?", 1),
     "pad_token_id": Key("integer?", 0),
-    "hidden_act": Key("text", GELU),
+    "hidden_act": Key("text", _GELU_TANH),
     "hidden_activation": Key("text?", None),
-    BOTH_WAYS: Key("true or false?", None),
+    _BIDIRECTIONAL: Key("true or false?", None),
 }
 
 
@@ -36,7 +35,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "gemma" describes."""
     values = read("gemma", config, KEYS)
     check_sizes(values)
-    neutral("gemma", {**values, BOTH_WAYS: bool(values[BOTH_WAYS])}, use_bidirectional_attention=False)
+    neutral("gemma", {**values, _BIDIRECTIONAL: bool(values[_BIDIRECTIONAL])}, use_bidirectional_attention=False)
     bias, mlp = values["attention_bias"], MLP(values["intermediate_size"], hidden_act=_activation(values))
     layers = windowed("gemma", values, [None] * values["num_hidden_layers"], mlp, qkv_bias=bias, out_bias=bias)
     return model("gemma", values, layers, zero_centered_norm=True, embedding_scale=values["hidden_size"] ** 0.5)
@@ -52,12 +51,12 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _activation(values: Mapping[str, Any]) -> str:
-    """Return the activation that transformers uses, whose versions read one key or the other."""
-    act = GELU if values["hidden_act"] == "gelu" else values["hidden_act"]
+    """Return the activation; versions of transformers read either of its two keys."""
+    act = _GELU_TANH if values["hidden_act"] == "gelu" else values["hidden_act"]
     if values["hidden_activation"] not in (None, act):
         raise ModelError(
             f"config.json: hidden_act={values['hidden_act']!r} and hidden_activation="
             f"{values['hidden_activation']!r} of a gemma model differ, and versions of transformers read "
-            f"one or the other; give the same for both"
+            f"either; set both to the same value"
         )
     return activation("gemma", "hidden_act", act)

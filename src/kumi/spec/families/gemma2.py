@@ -12,7 +12,7 @@ from kumi.spec.families._shared.decoder_config import check_layer_types, check_s
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "Gemma2ForCausalLM"
-BOTH_WAYS = "use_bidirectional_attention"
+_BIDIRECTIONAL = "use_bidirectional_attention"
 KEYS = {
     **gemma_layers.GEMMA_KEYS,
     "max_position_embeddings": Key("integer", 8_192),
@@ -24,10 +24,10 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "gemma2" describes."""
+    """Return the model that a config.json with model_type "gemma2" describes."""
     values = read("gemma2", config, KEYS)
     check_sizes(values)
-    neutral("gemma2", {**values, BOTH_WAYS: bool(values[BOTH_WAYS])}, use_bidirectional_attention=False)
+    neutral("gemma2", {**values, _BIDIRECTIONAL: bool(values[_BIDIRECTIONAL])}, use_bidirectional_attention=False)
     bias, types = values["attention_bias"], values["layer_types"]
     if types is not None:
         types = check_layer_types(values)
@@ -40,14 +40,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         "gemma2",
         values,
         windows,
-        gemma_layers.mlp("gemma2", values),
+        gemma_layers.gemma_mlp("gemma2", values),
         qkv_bias=bias,
         out_bias=bias,
-        **gemma_layers.scores(values),
+        **gemma_layers.score_fields(values),
     )
-    return gemma_layers.model("gemma2", values, [replace(layer, post_norms=True) for layer in layers])
+    return gemma_layers.gemma_model("gemma2", values, [replace(layer, post_norms=True) for layer in layers])
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
-    return gemma_layers.to_hf(spec, ARCHITECTURE)
+    """Return the config.json of `spec`."""
+    return gemma_layers.gemma_to_hf(spec, ARCHITECTURE)

@@ -1,19 +1,25 @@
-"""Gemma 3 models that see: Gemma 3's text, and a vision tower and projector that are carried along."""
+"""Gemma 3 vision-language models: Gemma 3's text model and a passthrough vision tower and projector."""
 
 from __future__ import annotations
 
 from kumi.spec.families import gemma3_text
-from kumi.spec.families._shared.vision_language import Seeing
+from kumi.spec.families._shared.vision_language import VisionLanguageFamily
 
 ARCHITECTURE = "Gemma3ForConditionalGeneration"
-FAMILY = Seeing(
+_FAMILY = VisionLanguageFamily(
     "gemma3",
     ARCHITECTURE,
-    texts={"gemma3_text": gemma3_text},
-    kept=("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
-    beginnings=("vision_tower.", "multi_modal_projector."),
+    text_families={"gemma3_text": gemma3_text},
+    passthrough_keys=(
+        "vision_config",
+        "mm_tokens_per_image",
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+    ),
+    passthrough_prefixes=("vision_tower.", "multi_modal_projector."),
     prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
-    # Published configs leave out what is as in the first of the models.
+    # Published configs leave out values that equal those of the first model.
     defaults={
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -23,4 +29,4 @@ FAMILY = Seeing(
         "max_position_embeddings": 131_072,
     },
 )
-from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf
+from_hf, to_hf = _FAMILY.from_hf, _FAMILY.to_hf

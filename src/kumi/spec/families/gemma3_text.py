@@ -1,4 +1,4 @@
-"""Gemma 3, the text model (arXiv:2503.19786): five layers of six slide, with a rotation of their own."""
+"""Gemma 3, the text model (arXiv:2503.19786): five layers of six have a sliding window, and a RoPE of their own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "gemma3_text" describes."""
+    """Return the model that a config.json with model_type "gemma3_text" describes."""
     values = read("gemma3_text", config, KEYS)
     check_sizes(values)
     neutral("gemma3_text", values, use_bidirectional_attention=False)
-    bias, mlp, ropes = values["attention_bias"], gemma_layers.mlp("gemma3_text", values), _ropes(values)
+    bias, mlp, ropes = values["attention_bias"], gemma_layers.gemma_mlp("gemma3_text", values), _ropes(values)
     layer = {
         kind: LayerSpec(
             grouped_attention(
@@ -37,29 +37,29 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
                 out_bias=bias,
                 qk_norm=True,
                 sliding_window=window,
-                **gemma_layers.scores(values),
+                **gemma_layers.score_fields(values),
             ),
             mlp,
             post_norms=True,
         )
         for kind, window in (("sliding_attention", values["sliding_window"]), ("full_attention", None))
     }
-    return gemma_layers.model("gemma3_text", values, [layer[kind] for kind in _types(values)])
+    return gemma_layers.gemma_model("gemma3_text", values, [layer[kind] for kind in _types(values)])
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`: the rotation of layers without a window, and the base of the others'."""
+    """Return the config.json of `spec`: the full-attention RoPE and the base of the sliding-window RoPE."""
     own: dict[str, Any] = {"use_bidirectional_attention": False}
-    turned = {layer.window is not None: layer.attends.rope for layer in spec.layers if layer.attends is not None}
-    if (whole := turned.get(False)) is not None:
-        own |= rope_config.to_hf(whole)
-    if (local := turned.get(True)) is not None:
+    ropes = {layer.window is not None: layer.attends.rope for layer in spec.layers if layer.attends is not None}
+    if (whole := ropes.get(False)) is not None:
+        own |= rope_config.rope_to_hf(whole)
+    if (local := ropes.get(True)) is not None:
         own |= {"rope_local_base_freq": local.rope_theta}
-    return gemma_layers.to_hf(spec, ARCHITECTURE) | own
+    return gemma_layers.gemma_to_hf(spec, ARCHITECTURE) | own
 
 
 def _types(values: Mapping[str, Any]) -> list[str]:
-    """Each layer's kind: every sixth sees everything, unless the config says otherwise."""
+    """Return each layer's type: every sixth has full attention, unless the config says otherwise."""
     if values["layer_types"] is not None:
         return check_layer_types(values)
     pattern = values["sliding_window_pattern"] or values["_sliding_window_pattern"] or 6
@@ -70,10 +70,10 @@ def _types(values: Mapping[str, Any]) -> list[str]:
 
 
 def _ropes(values: Mapping[str, Any]) -> dict[str, Rope]:
-    """The rotations of sliding and of other layers, from one table each or from the older two bases."""
+    """Return the RoPE of both layer types, from one table each or, in older configs, from two bases."""
     kinds, tables = ("sliding_attention", "full_attention"), values["rope_parameters"]
     if tables is None:
         local = {**values, "rope_theta": values["rope_local_base_freq"] or 10_000.0, "rope_scaling": None}
         whole = {**values, "rope_theta": values["rope_theta"] or 1_000_000.0}
-        return dict(zip(kinds, (rope_config.from_hf("gemma3_text", each) for each in (local, whole)), strict=True))
-    return rope_config.by_kind("gemma3_text", values, kinds)
+        return dict(zip(kinds, (rope_config.rope_from_hf("gemma3_text", each) for each in (local, whole)), strict=True))
+    return rope_config.ropes_by_layer_type("gemma3_text", values, kinds)

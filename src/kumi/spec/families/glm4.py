@@ -1,4 +1,4 @@
-"""GLM-4-0414: norms before and after both halves of a layer, and half of every head turned, neighbours together."""
+"""GLM-4-0414: norms before and after both halves of a layer, and interleaved RoPE on half of every head."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any
 
 from kumi.spec.families._shared import rope_config
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import (
+    check_sizes,
+    common_to_hf,
+    dense,
+    grouped,
+    grouped_attention,
+    model,
+)
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import Rename, Rows, Weights
 
@@ -38,8 +44,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "glm4" describes."""
     values = read("glm4", config, KEYS)
     check_sizes(values)
-    turned = rope_config.partial_from_hf("glm4", values, values["partial_rotary_factor"], 0.5)
-    attention = grouped_attention(values, replace(turned, interleave=True), qkv_bias=values["attention_bias"])
+    rope = rope_config.partial_rope_from_hf("glm4", values, values["partial_rotary_factor"], 0.5)
+    attention = grouped_attention(values, replace(rope, interleave=True), qkv_bias=values["attention_bias"])
     layer = LayerSpec(attention, MLP(values["intermediate_size"]), post_norms=True)
     return model("glm4", values, [layer] * values["num_hidden_layers"], weights=WEIGHTS)
 

@@ -1,6 +1,6 @@
-"""GLM-4.5 and 4.6: half of every head turned, a few dense layers, then experts beside a shared one (arXiv:2508.06471).
+"""GLM-4.5 and 4.6: RoPE on half of every head, a few dense layers, then experts beside a shared one (arXiv:2508.06471).
 
-Its files have layers besides that predict tokens further ahead: they are carried along as they are.
+Additional layers in the files, for multi-token prediction, are passthrough tensors.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import experts, rope_config
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, read
-from kumi.spec.families._shared.decoder_config import check_sizes, grouped, grouped_attention, layers_beyond, model
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, read
+from kumi.spec.families._shared.decoder_config import (
+    check_sizes,
+    common_to_hf,
+    grouped,
+    grouped_attention,
+    model,
+    mtp_fields,
+)
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
 from kumi.spec.weight_rules import EXPERTS
 
@@ -21,7 +27,7 @@ ARCHITECTURE = "Glm4MoeForCausalLM"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 131_072),
-    **ROUTER_LOSS,
+    **ROUTER_KEYS,
     "num_key_value_heads": Key("integer", 8),
     "partial_rotary_factor": Key("number?", None),
     "rms_norm_eps": Key("number", 1e-5),
@@ -43,26 +49,26 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "glm4_moe" describes."""
+    """Return the model that a config.json with model_type "glm4_moe" describes."""
     values = read("glm4_moe", config, KEYS)
     check_sizes(values)
     count, first, extra = values["num_hidden_layers"], values["first_k_dense_replace"], _extra(values)
     if not 0 <= first <= count or values["n_shared_experts"] < 1:
         raise ModelError(
             f"config.json: first_k_dense_replace={first} must be 0 to num_hidden_layers={count}, and "
-            f"n_shared_experts={values['n_shared_experts']} 1 or more"
+            f"n_shared_experts={values['n_shared_experts']} 1 or more; correct them"
         )
-    turned = rope_config.partial_from_hf("glm4_moe", values, values["partial_rotary_factor"], 0.5)
+    turned = rope_config.partial_rope_from_hf("glm4_moe", values, values["partial_rotary_factor"], 0.5)
     attention = grouped_attention(values, turned, qkv_bias=values["attention_bias"], qk_norm=values["use_qk_norm"])
     dense = LayerSpec(attention, MLP(values["intermediate_size"]))
     routed = replace(dense, mlp=_experts(values))
     layers = [dense if index < first else routed for index in range(count)]
-    return model("glm4_moe", values, layers, **layers_beyond(EXPERTS, count, extra))
+    return model("glm4_moe", values, layers, **mtp_fields(EXPERTS, count, extra))
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`; without dense layers, their width is that of an expert."""
-    moe, attention = experts.routed(spec), grouped(spec)
+    """Return the config.json of `spec`; without dense layers, their width is that of an expert."""
+    moe, attention = experts.first_moe(spec), grouped(spec)
     dense = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MLP)]
     width = dense[0].intermediate_size if dense else moe.moe_intermediate_size
     same = (
@@ -83,21 +89,21 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
             "n_routed_experts": moe.num_experts,
             "n_shared_experts": moe.shared_intermediate_size // moe.moe_intermediate_size,
             "first_k_dense_replace": len(dense),
-            "num_nextn_predict_layers": len(spec.weights.carried),
+            "num_nextn_predict_layers": len(spec.weights.passthrough),
         }
     )
 
 
 def _extra(values: Mapping[str, Any]) -> int:
-    """How many layers predict tokens further ahead, under either name."""
+    """Return the number of multi-token-prediction layers, under either name."""
     old, new = values["num_nextn_predict_layers"], values["num_mtp_layers"]
-    said = {old, new} - {None}
-    if len(said) > 1 or min(said, default=0) < 0:
+    counts = {old, new} - {None}
+    if len(counts) > 1 or min(counts, default=0) < 0:
         raise ModelError(
             f"config.json: num_nextn_predict_layers={old} and num_mtp_layers={new} of a glm4_moe model; "
             f"give one number, 0 or more"
         )
-    return int(max(said, default=0))
+    return int(max(counts, default=0))
 
 
 def _experts(values: Mapping[str, Any]) -> MoE:

@@ -30,7 +30,7 @@ KEYS = {
     "scale_attn_weights": Key("true or false", True),
     "scale_attn_by_inverse_layer_idx": Key("true or false", False),
     "reorder_and_upcast_attn": Key("true or false", False),
-    # Of models that classify.
+    # Keys of classification heads.
     "summary_type": Key("text", ""),
     "summary_use_proj": Key("true or false", True),
     "summary_activation": Key("text?", None),
@@ -58,7 +58,7 @@ WEIGHTS = Weights(
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "gpt2" describes."""
+    """Return the model that a config.json with model_type "gpt2" describes."""
     values = read("gpt2", config, KEYS)
     check_sizes(values)
     neutral("gpt2", values, reorder_and_upcast_attn=False)
@@ -86,7 +86,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _scaled(layer: LayerSpec, number: int) -> LayerSpec:
-    """`layer`, its scores divided by the number of the layer, which counts from 1."""
+    """Return `layer` with scores divided by its number, counted from 1."""
     assert isinstance(layer.attention, Attention)
     if number == 1:
         return layer
@@ -95,7 +95,7 @@ def _scaled(layer: LayerSpec, number: int) -> LayerSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     attention, mlp = grouped(spec), dense(spec)
     scales = [layer.attention.score_scale for layer in spec.layers if isinstance(layer.attention, Attention)]
     return {

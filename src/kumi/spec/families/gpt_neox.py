@@ -1,4 +1,4 @@
-"""GPT-NeoX-20B and Pythia: attention and MLP side by side, and a quarter of every head turned (arXiv:2204.06745)."""
+"""GPT-NeoX-20B and Pythia: attention and MLP in parallel, and RoPE on a quarter of every head (arXiv:2204.06745)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared import rope_config
-from kumi.spec.families._shared.config_keys import DECODER, Key, activation, read, unread
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.config_keys import DECODER, Key, activation, check_redundant, read
+from kumi.spec.families._shared.decoder_config import (
+    check_sizes,
+    common_to_hf,
+    dense,
+    grouped,
+    grouped_attention,
+    model,
+)
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import QKV, Groups, Rename, Weights
 
@@ -46,12 +52,12 @@ WEIGHTS = Weights(
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "gpt_neox" describes."""
+    """Return the model that a config.json with model_type "gpt_neox" describes."""
     values = read("gpt_neox", config, KEYS)
     check_sizes(values)
-    unread("gpt_neox", values, num_key_value_heads=values["num_attention_heads"])
+    check_redundant("gpt_neox", values, num_key_value_heads=values["num_attention_heads"])
     heads = {"num_key_value_heads": values["num_attention_heads"], "rope_theta": values["rotary_emb_base"]}
-    embedding = rope_config.partial_from_hf("gpt_neox", values | heads, values["rotary_pct"], 0.25)
+    embedding = rope_config.partial_rope_from_hf("gpt_neox", values | heads, values["rotary_pct"], 0.25)
     bias = values["attention_bias"]
     attention = grouped_attention(values | heads, embedding, qkv_bias=bias, out_bias=bias)
     act = activation("gpt_neox", "hidden_act", values["hidden_act"])
@@ -68,14 +74,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
-    attention, mlp, turned = grouped(spec), dense(spec), grouped(spec).rope
+    """Return the config.json of `spec`."""
+    attention, mlp, rope = grouped(spec), dense(spec), grouped(spec).rope
     left_out = ("rms_norm_eps", "num_key_value_heads", "head_dim", "rope_theta")
     written = common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size)
     return {name: value for name, value in written.items() if name not in left_out} | {
         "layer_norm_eps": spec.norm_eps,
-        "rotary_pct": 1.0 if turned is None else turned.partial_rotary_factor,
-        "rotary_emb_base": None if turned is None else turned.rope_theta,
+        "rotary_pct": 1.0 if rope is None else rope.partial_rotary_factor,
+        "rotary_emb_base": None if rope is None else rope.rope_theta,
         "use_parallel_residual": spec.layers[0].parallel,
         "attention_bias": attention.qkv_bias,
         "hidden_dropout": 0.0,

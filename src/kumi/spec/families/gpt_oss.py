@@ -7,10 +7,16 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config, sliding_windows
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, read
-from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, grouped, model, windowed
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
-from kumi.spec.families._shared.experts import COUNT, check_experts, count, routed
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, read
+from kumi.spec.families._shared.decoder_config import (
+    check_layer_types,
+    check_sizes,
+    common_to_hf,
+    grouped,
+    model,
+    windowed,
+)
+from kumi.spec.families._shared.experts import NUM_EXPERTS_KEYS, check_experts, first_moe, num_experts
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.weight_rules import Pairs, Rename, Weights
 
@@ -18,8 +24,8 @@ ARCHITECTURE = "GptOssForCausalLM"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 131_072),
-    **ROUTER_LOSS,
-    **COUNT,
+    **ROUTER_KEYS,
+    **NUM_EXPERTS_KEYS,
     "num_key_value_heads": Key("integer?", 8),
     "head_dim": Key("integer?", 64),
     "attention_bias": Key("true or false", True),
@@ -43,9 +49,9 @@ WEIGHTS = Weights(
 )
 
 
-# What transformers assumes where a config says nothing, or null.
-DEFAULT_THETA = 150_000.0
-DEFAULT_SCALING = {
+# Defaults of transformers for absent or null keys.
+_DEFAULT_THETA = 150_000.0
+_DEFAULT_SCALING = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -56,18 +62,18 @@ DEFAULT_SCALING = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "gpt_oss" describes."""
-    values = rope_config.with_base(read("gpt_oss", config, KEYS), DEFAULT_THETA)
+    """Return the model that a config.json with model_type "gpt_oss" describes."""
+    values = rope_config.with_default_theta(read("gpt_oss", config, KEYS), _DEFAULT_THETA)
     if not values["rope_scaling"] and not values["rope_parameters"]:
-        values["rope_scaling"] = DEFAULT_SCALING
+        values["rope_scaling"] = _DEFAULT_SCALING
     check_sizes(values)
     for name in ("swiglu_limit", "swiglu_alpha"):
         if values[name] <= 0:
             raise ModelError(f"config.json: {name}={values[name]} of a gpt_oss model must be above 0; correct it")
-    # Softmax over the chosen experts' scores is softmax over all of them, divided by its sum over the chosen. The
-    # weight that configs give the auxiliary loss is not taken over: 0.9 would count for more than the loss itself.
+    # Softmax over the selected experts' scores equals softmax over all scores, normalized over the selected. The
+    # configs' weight of the auxiliary loss, 0.9, is ignored: it would outweigh the language-model loss.
     moe = MoE(
-        count("gpt_oss", values),
+        num_experts("gpt_oss", values),
         values["num_experts_per_tok"],
         values["intermediate_size"],
         bias=True,
@@ -80,16 +86,16 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
-    moe, turned = routed(spec), grouped(spec).rope
+    """Return the config.json of `spec`."""
+    moe, turned = first_moe(spec), grouped(spec).rope
     plain = {"rope_scaling": {"rope_type": "default"}} if turned is not None and turned.scaling is None else {}
     return common_to_hf(spec, ARCHITECTURE, moe.moe_intermediate_size) | {
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_tok,
         "experts_per_token": moe.num_experts_per_tok,
         "attention_bias": grouped(spec).qkv_bias,
-        "sliding_window": sliding_windows.width(spec) or 128,
-        "layer_types": sliding_windows.kinds(spec),
+        "sliding_window": sliding_windows.first_window(spec) or 128,
+        "layer_types": sliding_windows.layer_types(spec),
         "swiglu_limit": moe.act_limit,
         "swiglu_alpha": moe.act_alpha,
         **plain,
@@ -97,7 +103,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _windows(values: Mapping[str, Any]) -> list[int | None]:
-    """Each layer's window: every other one slides, the first included, unless `layer_types` says otherwise."""
+    """Return each layer's window: every other layer has one, from the first on, unless `layer_types` is given."""
     count = values["num_hidden_layers"]
     if values["layer_types"] is None:
         return [None if index % 2 else values["sliding_window"] for index in range(count)]

@@ -7,16 +7,15 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, model, windowed
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, dense, grouped, model, windowed
 from kumi.spec.model import MLP, ModelSpec
 
 ARCHITECTURE = "GraniteForCausalLM"
-FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 2_048),
-    **{name: Key("number", 1.0) for name in FACTORS},
+    **{name: Key("number", 1.0) for name in _FACTORS},
     "num_key_value_heads": Key("integer?", None),
     "attention_bias": Key("true or false", False),
     "mlp_bias": Key("true or false", False),
@@ -27,10 +26,10 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "granite" describes."""
+    """Return the model that a config.json with model_type "granite" describes."""
     values = read("granite", config, KEYS)
     check_sizes(values)
-    for name in FACTORS:
+    for name in _FACTORS:
         if values[name] <= 0:
             raise ModelError(f"config.json: {name}={values[name]} of a granite model must be above 0; correct it")
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
@@ -49,7 +48,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     attention, mlp = grouped(spec), dense(spec)
     scale = attention.head_dim**-0.5 if attention.score_scale is None else attention.score_scale
     return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {

@@ -17,7 +17,7 @@ KEYS = deepseek_v3.KEYS
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "kimi_k2" describes."""
-    return deepseek_v3.of_family("kimi_k2", config)
+    return deepseek_v3.deepseek_v3_from_hf("kimi_k2", config)
 
 
 to_hf = deepseek_v3.to_hf

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kumi.spec.families._shared.config_keys import DECODER, Key, read, unread
-from kumi.spec.families._shared.decoder_config import build, dense, grouped
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.config_keys import DECODER, Key, check_redundant, read
+from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, dense, grouped
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -20,22 +19,22 @@ KEYS = {
     "mlp_bias": Key("true or false", False),
     "bos_token_id": Key("integer?", 1),
     "eos_token_id": Key("integer or list of integers?", 2),
-    # What the first configs have beside the limit, or instead of it.
+    # In the first configs, a copy of max_position_embeddings.
     "max_sequence_length": Key("integer?", None),
 }
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "llama" describes."""
+    """Return the model that a config.json with model_type "llama" describes."""
     values = read("llama", config, KEYS)
-    unread("llama", values, max_sequence_length=values["max_position_embeddings"])
+    check_redundant("llama", values, max_sequence_length=values["max_position_embeddings"])
     bias = values["attention_bias"]
     windows = [None] * values["num_hidden_layers"]
-    return build("llama", values, windows=windows, qkv_bias=bias, out_bias=bias, mlp_bias=values["mlp_bias"])
+    return build_llama_like("llama", values, windows=windows, qkv_bias=bias, out_bias=bias, mlp_bias=values["mlp_bias"])
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     mlp = dense(spec)
     own = {"attention_bias": grouped(spec).qkv_bias, "mlp_bias": mlp.bias, "pretraining_tp": 1}
     return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | own

@@ -1,4 +1,4 @@
-"""Ministral: Mistral with sliding windows in some layers, as its list of layers says."""
+"""Ministral: Mistral with sliding windows in some layers, as listed in layer_types."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from kumi.errors import ModelError
 from kumi.spec.families import mistral
 from kumi.spec.families._shared import sliding_windows
 from kumi.spec.families._shared.config_keys import read
-from kumi.spec.families._shared.decoder_config import build, check_layer_types, dense
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import build_llama_like, check_layer_types, common_to_hf, dense
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "MinistralForCausalLM"
@@ -18,13 +17,13 @@ KEYS = mistral.KEYS
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "ministral" describes."""
+    """Return the model that a config.json with model_type "ministral" describes."""
     values = read("ministral", config, KEYS)
-    return build("ministral", values, windows=_windows(values))
+    return build_llama_like("ministral", values, windows=_windows(values))
 
 
 def _windows(values: Mapping[str, Any]) -> list[int | None]:
-    """Each layer's window; without a list, every layer has that of `sliding_window`."""
+    """Return each layer's window; without `layer_types`, all layers have `sliding_window`."""
     window = values["sliding_window"]
     if values["layer_types"] is None:
         return [window] * values["num_hidden_layers"]
@@ -38,8 +37,8 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {
-        "sliding_window": sliding_windows.width(spec),
-        "layer_types": sliding_windows.kinds(spec),
+        "sliding_window": sliding_windows.first_window(spec),
+        "layer_types": sliding_windows.layer_types(spec),
     }

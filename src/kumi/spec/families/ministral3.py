@@ -1,4 +1,4 @@
-"""Ministral 3, the text: Mistral with YaRN, and queries that grow with their position."""
+"""Ministral 3, the text model: Mistral with YaRN and position-dependent query scaling (llama_4_scaling_beta)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from typing import Any
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import (
+    check_sizes,
+    common_to_hf,
+    dense,
+    grouped,
+    grouped_attention,
+    model,
+)
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, Rope
 
 ARCHITECTURE = "Ministral3ForCausalLM"
@@ -25,9 +31,9 @@ KEYS = {
     "eos_token_id": Key("integer or list of integers?", 2),
     "pad_token_id": Key("integer?", 11),
 }
-GROWTH = "llama_4_scaling_beta"
-# What transformers assumes where a config says nothing.
-DEFAULT_ROPE = {
+_SCALING_BETA = "llama_4_scaling_beta"
+# Defaults of transformers.
+_DEFAULT_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
     "factor": 16.0,
@@ -36,12 +42,12 @@ DEFAULT_ROPE = {
     "beta_slow": 1.0,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
-    GROWTH: 0.1,
+    _SCALING_BETA: 0.1,
 }
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "ministral3" describes."""
+    """Return the model that a config.json with model_type "ministral3" describes."""
     values = read("ministral3", config, KEYS)
     check_sizes(values)
     attention = grouped_attention(values, _rope(values), sliding_window=values["sliding_window"])
@@ -50,26 +56,26 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     turned, written = grouped(spec).rope, common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size)
     if turned is None or written["rope_scaling"] is None:
-        raise ModelError("a ministral3 config.json has no words for a model without YaRN; use mistral")
-    written["rope_scaling"] |= {GROWTH: turned.query_growth}
+        raise ModelError("a ministral3 config.json cannot express a model without YaRN; use mistral")
+    written["rope_scaling"] |= {_SCALING_BETA: turned.query_growth}
     return written | {"sliding_window": grouped(spec).sliding_window}
 
 
 def _rope(values: Mapping[str, Any]) -> Rope:
-    """The rotation; its table has two keys more, one of which only says again how long rows may be."""
+    """Return the RoPE; its table also has llama_4_scaling_beta, and repeats max_position_embeddings."""
     tables = {key: dict(values[key]) for key in ("rope_scaling", "rope_parameters") if values[key]}
-    tables = tables or {"rope_parameters": dict(DEFAULT_ROPE)}
-    said = {float(table.pop(GROWTH, 0)) for table in tables.values()}
+    tables = tables or {"rope_parameters": dict(_DEFAULT_ROPE)}
+    betas = {float(table.pop(_SCALING_BETA, 0)) for table in tables.values()}
     for table in tables.values():
         table.pop("max_position_embeddings", None)
-    found = rope_config.from_hf("ministral3", {**values, **tables})
-    if found.scaling != "yarn" or len(said) != 1 or min(said) < 0:
+    rope = rope_config.rope_from_hf("ministral3", {**values, **tables})
+    if rope.scaling != "yarn" or len(betas) != 1 or min(betas) < 0:
         raise ModelError(
             f"config.json: rope_parameters={values['rope_parameters']!r} and rope_scaling="
-            f"{values['rope_scaling']!r} of a ministral3 model must be YaRN's, with one {GROWTH} of 0 or "
+            f"{values['rope_scaling']!r} of a ministral3 model must be YaRN's, with one {_SCALING_BETA} of 0 or "
             f"more"
         )
-    return replace(found, query_growth=said.pop())
+    return replace(rope, query_growth=betas.pop())

@@ -7,8 +7,7 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import build, check_layer_types, dense
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import build_llama_like, check_layer_types, common_to_hf, dense
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "MistralForCausalLM"
@@ -25,7 +24,7 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "mistral" describes."""
+    """Return the model that a config.json with model_type "mistral" describes."""
     values = read("mistral", config, KEYS)
     window, layers = values["sliding_window"], values["num_hidden_layers"]
     if values["layer_types"] is not None:
@@ -35,9 +34,9 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
                 f"config.json: layer_types contradicts sliding_window={window}, which makes every layer "
                 f"of a mistral model {kind!r}; remove layer_types"
             )
-    return build("mistral", values, windows=[window] * layers)
+    return build_llama_like("mistral", values, windows=[window] * layers)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | {"sliding_window": spec.layers[0].window}

@@ -1,16 +1,16 @@
-"""Ministral 3, and Mistral Small since 3.1: the text, and a vision tower and projector that are carried along."""
+"""Ministral 3, and Mistral Small since 3.1: the text model and a passthrough vision tower and projector."""
 
 from __future__ import annotations
 
 from kumi.spec.families import ministral3, mistral
-from kumi.spec.families._shared.vision_language import Seeing
+from kumi.spec.families._shared.vision_language import VisionLanguageFamily
 
 ARCHITECTURE = "Mistral3ForConditionalGeneration"
-FAMILY = Seeing(
+_FAMILY = VisionLanguageFamily(
     "mistral3",
     ARCHITECTURE,
-    texts={"mistral": mistral, "ministral3": ministral3},
-    kept=(
+    text_families={"mistral": mistral, "ministral3": ministral3},
+    passthrough_keys=(
         "vision_config",
         "image_token_index",
         "image_token_id",
@@ -19,7 +19,7 @@ FAMILY = Seeing(
         "multimodal_projector_bias",
         "spatial_merge_size",
     ),
-    beginnings=("vision_tower.", "multi_modal_projector."),
+    passthrough_prefixes=("vision_tower.", "multi_modal_projector."),
     prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
 )
-from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf
+from_hf, to_hf = _FAMILY.from_hf, _FAMILY.to_hf

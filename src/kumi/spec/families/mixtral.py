@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with eight experts in every layer, two of which each token takes (arXiv:2401.04088)."""
+"""Mixtral: Mistral with eight experts in every layer, two per token (arXiv:2401.04088)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared import rope_config
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, read
-from kumi.spec.families._shared.decoder_config import check_sizes, model, windowed
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
-from kumi.spec.families._shared.experts import aux_loss_coef, check_experts, routed
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, read
+from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, model, windowed
+from kumi.spec.families._shared.experts import aux_loss_coef, check_experts, first_moe
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.weight_rules import Rename, Stack, Weights
 
@@ -18,7 +17,7 @@ KEYS = {
     **DECODER,
     "rms_norm_eps": Key("number", 1e-5),
     "max_position_embeddings": Key("integer", 131_072),
-    **ROUTER_LOSS,
+    **ROUTER_KEYS,
     "num_key_value_heads": Key("integer?", 8),
     "sliding_window": Key("integer?", None),
     "num_local_experts": Key("integer", 8),
@@ -26,7 +25,7 @@ KEYS = {
     "bos_token_id": Key("integer?", 1),
     "eos_token_id": Key("integer or list of integers?", 2),
 }
-DEFAULT_THETA = 1_000_000.0
+_DEFAULT_THETA = 1_000_000.0
 
 WEIGHTS = Weights(
     (
@@ -41,8 +40,8 @@ WEIGHTS = Weights(
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "mixtral" describes."""
-    values = rope_config.with_base(read("mixtral", config, KEYS), DEFAULT_THETA)
+    """Return the model that a config.json with model_type "mixtral" describes."""
+    values = rope_config.with_default_theta(read("mixtral", config, KEYS), _DEFAULT_THETA)
     check_sizes(values)
     moe = MoE(
         values["num_local_experts"],
@@ -55,8 +54,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
-    moe = routed(spec)
+    """Return the config.json of `spec`."""
+    moe = first_moe(spec)
     own = {
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_tok,

@@ -1,7 +1,8 @@
 """Nemotron-H and Nemotron 3 (arXiv:2504.03624, arXiv:2512.20848): every layer is one of a Mamba-2 mixer, attention, a
-dense layer and experts, behind one norm. Nothing says where a token stands but the mixers.
+dense layer and experts, behind one norm. There are no position
+embeddings.
 
-As in transformers, steps are at least `time_step_min`, and the keys `time_step_limit` and `mamba_proj_bias` do nothing.
+As in transformers, time steps are at least `time_step_min`, and `time_step_limit` and `mamba_proj_bias` have no effect.
 """
 
 from __future__ import annotations
@@ -12,16 +13,23 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import experts
-from kumi.spec.families._shared.config_keys import ROUTER_LOSS, Key, activation, neutral, read
+from kumi.spec.families._shared.config_keys import ROUTER_KEYS, Key, activation, neutral, read
 from kumi.spec.families._shared.decoder_config import check_sizes, grouped_attention, model
 from kumi.spec.model import MLP, Attention, LayerSpec, Mamba, ModelSpec, MoE
 from kumi.spec.weight_rules import Rename, Rows, Stack, Weights
 
 ARCHITECTURE = "NemotronHForCausalLM"
-# What transformers calls the kinds of layers now and did before, and their letters in a pattern.
-KINDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
-# What a mixer's and a layer's fields are called.
-MIXER = {
+# Current and old names of layer types in transformers -> letters in a pattern.
+_LAYER_LETTERS = {
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+# Keys of config.json -> fields of `Mamba`.
+_MAMBA_FIELDS = {
     "mamba_num_heads": "num_heads",
     "mamba_head_dim": "head_dim",
     "ssm_state_size": "state_size",
@@ -31,7 +39,7 @@ MIXER = {
     "use_conv_bias": "conv_bias",
     "use_bias": "bias",
 }
-ROUTED = (
+_MOE_FIELDS = (
     "num_experts_per_tok",
     "moe_intermediate_size",
     "routed_scaling_factor",
@@ -40,7 +48,7 @@ ROUTED = (
     "norm_topk_prob",
 )
 KEYS = {
-    **ROUTER_LOSS,
+    **ROUTER_KEYS,
     "vocab_size": Key("integer"),
     "hidden_size": Key("integer"),
     "hybrid_override_pattern": Key("text?", None),
@@ -84,7 +92,7 @@ KEYS = {
     "topk_group": Key("integer", 1),
     "norm_topk_prob": Key("true or false", True),
     "num_nextn_predict_layers": Key("integer?", None),
-    # What no model computes: how it starts and is run, and words of other families.
+    # Without effect on the computation: initialization, runtime options, keys of other families.
     **dict.fromkeys(("time_step_max", "time_step_floor", "rms_norm_eps", "norm_eps", "rope_theta"), Key("number", 0)),
     **dict.fromkeys(("expand", "time_step_rank", "num_logits_to_keep"), Key("integer?", None)),
     **dict.fromkeys(
@@ -116,7 +124,7 @@ WEIGHTS = Weights(
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "nemotron_h" describes."""
+    """Return the model that a config.json with model_type "nemotron_h" describes."""
     values = read("nemotron_h", config, KEYS)
     check_sizes(values)
     neutral(
@@ -159,7 +167,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`, its layers as a pattern; of kinds of layers that it has not nothing is said."""
+    """Return the config.json of `spec`, its layers as a pattern; keys of absent layer types are left out."""
     eos, kinds = spec.eos_token_id, spec.unique_layers()[0]
     written: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
@@ -186,30 +194,29 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _pattern(values: Mapping[str, Any]) -> str:
-    """The letter of every layer, of whichever of the two spellings is there; transformers reads the list first."""
+    """Return the letters of the layers, from the list or the pattern; transformers prefers the list."""
     pattern, kinds, count = (
         values[name] for name in ("hybrid_override_pattern", "layers_block_type", "num_hidden_layers")
     )
-    found = pattern if kinds is None else "".join(KINDS.get(str(kind), "?") for kind in kinds)
-    if not found or set(found) - set(KINDS.values()):
+    letters = pattern if kinds is None else "".join(_LAYER_LETTERS.get(str(kind), "?") for kind in kinds)
+    if not letters or set(letters) - set(_LAYER_LETTERS.values()):
         raise ModelError(
             f"config.json: hybrid_override_pattern={pattern!r} and layers_block_type={kinds!r} of a "
-            f"nemotron_h model; give one of them, of the letters M, *, - and E, or of the words "
-            f"{', '.join(KINDS)}"
+            f"nemotron_h model; give one of them: a pattern of the letters M, *, - and E, or a list of "
+            f"{', '.join(_LAYER_LETTERS)}"
         )
-    if count not in (len(found), None):
+    if count not in (len(letters), None):
         raise ModelError(
-            f"config.json: num_hidden_layers={count}, but the kinds of {len(found)} layers are given; "
-            f"correct one of them"
+            f"config.json: num_hidden_layers={count}, but {len(letters)} layer types are given; correct one of them"
         )
-    return str(found)
+    return str(letters)
 
 
 def _mamba(values: Mapping[str, Any]) -> Mamba:
     heads, groups = values["mamba_num_heads"], values["n_groups"]
     if heads % groups:
         raise ModelError(f"config.json: n_groups={groups} does not divide mamba_num_heads={heads}; correct one of them")
-    fields = {field: values[name] for name, field in MIXER.items()}
+    fields = {field: values[name] for name, field in _MAMBA_FIELDS.items()}
     return Mamba(**fields, time_step_limit=(float(values["time_step_min"]), inf))
 
 
@@ -224,7 +231,7 @@ def _experts(values: Mapping[str, Any], act: str) -> MoE:
             hidden_act=act,
             gated=False,
             router_aux_loss_coef=experts.aux_loss_coef("nemotron_h", values, "router_aux_loss_coef", 0.0),
-            **{name: values[name] for name in ROUTED},
+            **{name: values[name] for name in _MOE_FIELDS},
         )
     )
 
@@ -237,7 +244,7 @@ def _letter(layer: LayerSpec) -> str:
 def _part(part: object) -> dict[str, Any]:
     """The keys of one half of a layer."""
     if isinstance(part, Mamba):
-        return {name: getattr(part, field) for name, field in MIXER.items()} | {
+        return {name: getattr(part, field) for name, field in _MAMBA_FIELDS.items()} | {
             "mamba_hidden_act": "silu",
             "time_step_min": part.time_step_limit[0],
         }
@@ -246,7 +253,7 @@ def _part(part: object) -> dict[str, Any]:
     if isinstance(part, MLP):
         return {"intermediate_size": part.intermediate_size, "mlp_bias": part.bias, "mlp_hidden_act": part.hidden_act}
     if isinstance(part, MoE):
-        return {name: getattr(part, name) for name in ROUTED} | {
+        return {name: getattr(part, name) for name in _MOE_FIELDS} | {
             "n_routed_experts": part.num_experts,
             "n_shared_experts": 1,
             "moe_shared_expert_intermediate_size": part.shared_intermediate_size,

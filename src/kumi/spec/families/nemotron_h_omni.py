@@ -1,16 +1,16 @@
-"""Nemotron 3 Nano Omni: the text of a Nemotron-H hybrid; what sees and hears is carried along."""
+"""Nemotron 3 Nano Omni: the language model of a Nemotron-H hybrid; its vision and audio parts are passthrough."""
 
 from __future__ import annotations
 
 from kumi.spec.families import nemotron_h
-from kumi.spec.families._shared.vision_language import Seeing
+from kumi.spec.families._shared.vision_language import VisionLanguageFamily
 
 ARCHITECTURE = "NemotronH_Omni_Reasoning_V3"
-FAMILY = Seeing(
+_FAMILY = VisionLanguageFamily(
     "nemotron_h_omni",
     ARCHITECTURE,
-    texts={"nemotron_h": nemotron_h},
-    kept=(
+    text_families={"nemotron_h": nemotron_h},
+    passthrough_keys=(
         "vision_config",
         "audio_config",
         "force_image_size",
@@ -23,10 +23,10 @@ FAMILY = Seeing(
         "video_token_id",
         "audio_token_id",
     ),
-    beginnings=("vision_model.", "mlp1.", "sound_encoder.", "sound_projection."),
+    passthrough_prefixes=("vision_model.", "mlp1.", "sound_encoder.", "sound_projection."),
     prefixes=(
         *((native, f"language_model.{stored}") for native, stored in nemotron_h.WEIGHTS.prefixes),
         ("lm_head.", "language_model.lm_head."),
     ),
 )
-from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf
+from_hf, to_hf = _FAMILY.from_hf, _FAMILY.to_hf

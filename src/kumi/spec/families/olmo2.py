@@ -1,4 +1,4 @@
-"""OLMo 2: what attention and mlp return is normalised, not what they are given (arXiv:2501.00656)."""
+"""OLMo 2: norms follow attention and MLP instead of preceding them (arXiv:2501.00656)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, model, windowed
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, dense, grouped, model, windowed
 from kumi.spec.model import MLP, ModelSpec
 from kumi.spec.weight_rules import Rename, Weights
 
@@ -28,7 +27,7 @@ WEIGHTS = Weights(
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "olmo2" describes."""
+    """Return the model that a config.json with model_type "olmo2" describes."""
     values = read("olmo2", config, KEYS)
     check_sizes(values)
     bias, windows = values["attention_bias"], [None] * values["num_hidden_layers"]
@@ -47,6 +46,6 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     own = {"attention_bias": grouped(spec).qkv_bias}
     return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with sliding windows in three layers of four; only the others' rotation is stretched."""
+"""OLMo 3: OLMo 2 with sliding windows in three layers of four; only the other layers have RoPE scaling."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kumi.spec.families._shared.config_keys import Key, read
 from kumi.spec.families._shared.decoder_config import (
     check_layer_types,
     check_sizes,
+    common_to_hf,
     dense,
     grouped,
     grouped_attention,
     model,
 )
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, Rope
 
 ARCHITECTURE = "Olmo3ForCausalLM"
-KINDS = ("sliding_attention", "full_attention")
-# What transformers 5 takes for layers with a window where a config has one base for all layers.
-DEFAULT_THETA = 500_000.0
+_LAYER_TYPES = ("sliding_attention", "full_attention")
+# Base of sliding-window layers in transformers 5 if a config has one base for all layers.
+_DEFAULT_THETA = 500_000.0
 KEYS = {**olmo2.KEYS, "sliding_window": Key("integer", 4096), "layer_types": Key("list?", None)}
 
 
@@ -58,43 +58,49 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
     ropes = {layer.window is not None: layer.attends.rope for layer in spec.layers if layer.attends is not None}
     own = {
         "attention_bias": grouped(spec).qkv_bias,
-        "sliding_window": sliding_windows.width(spec) or 4096,
-        "layer_types": sliding_windows.kinds(spec),
+        "sliding_window": sliding_windows.first_window(spec) or 4096,
+        "layer_types": sliding_windows.layer_types(spec),
     }
     local, whole = ropes.get(True), ropes.get(False)
     turned = whole or local
     if turned is not None:
-        own |= rope_config.to_hf(turned)
+        own |= rope_config.rope_to_hf(turned)
     if local is not None and turned is not None and not _as_one_base(local, turned):
-        own |= {"rope_parameters": dict(zip(KINDS, map(rope_config.table_to_hf, (local, turned)), strict=True))}
+        own |= {
+            "rope_parameters": dict(
+                zip(_LAYER_TYPES, map(rope_config.rope_parameters_to_hf, (local, turned)), strict=True)
+            )
+        }
     return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own
 
 
 def _as_one_base(local: Rope, whole: Rope) -> bool:
-    """Whether all versions read the two rotations from one base and one scaling."""
-    return local.scaling is None and local.rope_theta == whole.rope_theta == DEFAULT_THETA
+    """True if transformers 4 and 5 both read the two RoPEs from one base and one scaling."""
+    return local.scaling is None and local.rope_theta == whole.rope_theta == _DEFAULT_THETA
 
 
 def _types(values: Mapping[str, Any]) -> list[str]:
-    """Return each layer's kind: every fourth sees everything, unless the config lists them."""
+    """Return each layer's type: every fourth has full attention, unless the config lists the types."""
     if values["layer_types"] is not None:
         return check_layer_types(values)
-    return [KINDS[(index + 1) % 4 == 0] for index in range(values["num_hidden_layers"])]
+    return [_LAYER_TYPES[(index + 1) % 4 == 0] for index in range(values["num_hidden_layers"])]
 
 
 def _ropes(values: Mapping[str, Any], types: list[str]) -> dict[str, Rope]:
     """Return the rotation of each kind of layer, from a table each or from one base, whose scaling is that of layers
     without a window."""
     if values["rope_parameters"] is not None:
-        ropes = rope_config.by_kind("olmo3", {**values, "rope_theta": None, "rope_scaling": None}, KINDS, DEFAULT_THETA)
-        said = {**values, "rope_parameters": rope_config.table_to_hf(ropes["full_attention"])}
-        return ropes | {"full_attention": rope_config.from_hf("olmo3", said)}
-    values = rope_config.with_base(values, DEFAULT_THETA)
-    whole = rope_config.from_hf("olmo3", values)
-    if whole.rope_theta != DEFAULT_THETA and "sliding_attention" in types:
+        ropes = rope_config.ropes_by_layer_type(
+            "olmo3", {**values, "rope_theta": None, "rope_scaling": None}, _LAYER_TYPES, _DEFAULT_THETA
+        )
+        full = {**values, "rope_parameters": rope_config.rope_parameters_to_hf(ropes["full_attention"])}
+        return ropes | {"full_attention": rope_config.rope_from_hf("olmo3", full)}
+    values = rope_config.with_default_theta(values, _DEFAULT_THETA)
+    whole = rope_config.rope_from_hf("olmo3", values)
+    if whole.rope_theta != _DEFAULT_THETA and "sliding_attention" in types:
         raise ModelError(
-            f"config.json: rope_theta={whole.rope_theta:g} of an olmo3 model is that of layers with a "
-            f"window in transformers 4, and {DEFAULT_THETA:g} in transformers 5; give rope_parameters, "
-            f"with a table for each of {' and '.join(KINDS)}"
+            f"config.json: rope_theta={whole.rope_theta:g} of an olmo3 model is ambiguous: transformers 4 "
+            f"uses it in sliding-window layers, and transformers 5 uses {_DEFAULT_THETA:g} there; "
+            f"give rope_parameters, with a table for each of {' and '.join(_LAYER_TYPES)}"
         )
     return {"sliding_attention": Rope(whole.rope_theta), "full_attention": whole}

@@ -1,4 +1,4 @@
-"""OLMoE: experts in every layer, and queries and keys normalised over all heads at once (arXiv:2409.02060)."""
+"""OLMoE: experts in every layer, and queries and keys normalized over all heads at once (arXiv:2409.02060)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared import experts
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, grouped, model, windowed
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, neutral, read
+from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, grouped, model, windowed
 from kumi.spec.model import ModelSpec, MoE
 from kumi.spec.weight_rules import EXPERTS
 
@@ -16,8 +15,8 @@ ARCHITECTURE = "OlmoeForCausalLM"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 4_096),
-    **ROUTER_LOSS,
-    **experts.COUNT,
+    **ROUTER_KEYS,
+    **experts.NUM_EXPERTS_KEYS,
     "num_key_value_heads": Key("integer?", None),
     "attention_bias": Key("true or false", False),
     "num_experts_per_tok": Key("integer", 8),
@@ -30,12 +29,12 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "olmoe" describes."""
+    """Return the model that a config.json with model_type "olmoe" describes."""
     values = read("olmoe", config, KEYS)
     check_sizes(values)
     neutral("olmoe", values, clip_qkv=None)
     moe = MoE(
-        experts.count("olmoe", values),
+        experts.num_experts("olmoe", values),
         values["num_experts_per_tok"],
         values["intermediate_size"],
         norm_topk_prob=values["norm_topk_prob"],
@@ -56,8 +55,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
-    moe = experts.routed(spec)
+    """Return the config.json of `spec`."""
+    moe = experts.first_moe(spec)
     own = {
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_tok,

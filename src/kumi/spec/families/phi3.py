@@ -8,14 +8,20 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config
-from kumi.spec.families._shared.config_keys import DECODER, Key, fixed, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, grouped, grouped_attention, model
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.config_keys import DECODER, Key, fixed_keys, neutral, read
+from kumi.spec.families._shared.decoder_config import (
+    check_sizes,
+    common_to_hf,
+    dense,
+    grouped,
+    grouped_attention,
+    model,
+)
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import QKV, Rows, Weights
 
 ARCHITECTURE = "Phi3ForCausalLM"
-FIXED = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
+_FIXED = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
 KEYS = {
     **DECODER,
     "rms_norm_eps": Key("number", 1e-5),
@@ -29,20 +35,20 @@ KEYS = {
     "eos_token_id": Key("integer or list of integers?", 32000),
     "pad_token_id": Key("integer?", 32000),
     "auto_map": Key("table?", None),
-    # What Phi-4-mini says besides, and what no other value of is computed.
-    **fixed(FIXED),
+    # Keys of Phi-4-mini with one supported value.
+    **fixed_keys(_FIXED),
 }
 
 WEIGHTS = Weights((Rows(QKV, "self_attn.qkv_proj"), Rows(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj")))
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "phi3" describes; `attention_bias` is not read by its modules."""
+    """Return the model that a config.json with model_type "phi3" describes; its modules ignore `attention_bias`."""
     values = read("phi3", config, KEYS)
     check_sizes(values)
-    neutral("phi3", values, **FIXED)
+    neutral("phi3", values, **_FIXED)
     values |= {key: _with_original(values[key], values) for key in ("rope_scaling", "rope_parameters")}
-    embedding = rope_config.partial_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
+    embedding = rope_config.partial_rope_from_hf("phi3", values, values["partial_rotary_factor"], 1.0)
     attention = grouped_attention(values, embedding)
     _check_factors(attention)
     layer = LayerSpec(replace(attention, sliding_window=values["sliding_window"]), MLP(values["intermediate_size"]))
@@ -50,14 +56,14 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`. transformers 4 wants nothing in the table of longrope but the factors and its kind."""
+    """Return the config.json of `spec`. For longrope, transformers 4 accepts only type and factors."""
     attention = grouped(spec)
     own: dict[str, Any] = {"sliding_window": attention.sliding_window, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     turned = attention.rope
     if turned is not None:
         own["partial_rotary_factor"] = turned.partial_rotary_factor
     if turned is not None and turned.scaling == "longrope":
-        table = rope_config.to_hf(turned)["rope_scaling"]
+        table = rope_config.rope_to_hf(turned)["rope_scaling"]
         factors = {name: table[name] for name in ("short_factor", "long_factor")}
         own |= {
             "original_max_position_embeddings": turned.original_max_position_embeddings,
@@ -68,7 +74,7 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
 
 def _with_original(table: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
     """The rotary table with the original context, which stands beside it."""
-    if table is None or rope_config.kind_of("phi3", table) != "longrope":
+    if table is None or rope_config.scaling_type("phi3", table) != "longrope":
         return None if table is None else dict(table)
     return {"original_max_position_embeddings": values["original_max_position_embeddings"], **table}
 
@@ -77,9 +83,9 @@ def _check_factors(attention: Attention) -> None:
     turned, pairs = attention.rope, attention.rotary_dim // 2
     if turned is None or turned.short_factor is None or turned.long_factor is None:
         return
-    for name, one in (("short_factor", turned.short_factor), ("long_factor", turned.long_factor)):
-        if len(one) != pairs:
+    for name, factors in (("short_factor", turned.short_factor), ("long_factor", turned.long_factor)):
+        if len(factors) != pairs:
             raise ModelError(
-                f"config.json: {name} of a phi3 model has {len(one)} numbers for {pairs} pairs of turned "
-                f"dimensions; give one for each"
+                f"config.json: {name} of a phi3 model has {len(factors)} numbers for {pairs} pairs of rotated "
+                f"dimensions; give one number per pair"
             )

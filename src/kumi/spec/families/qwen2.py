@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import build, dense
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
-from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS, from_values, to_values
+from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, dense
+from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS, window_keys, windows_from_values
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -22,11 +21,11 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "qwen2" describes."""
+    """Return the model that a config.json with model_type "qwen2" describes."""
     values = read("qwen2", config, KEYS)
-    return build("qwen2", values, windows=from_values(values), qkv_bias=True)
+    return build_llama_like("qwen2", values, windows=windows_from_values(values), qkv_bias=True)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | to_values(spec)
+    """Return the config.json of `spec`."""
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | window_keys(spec)

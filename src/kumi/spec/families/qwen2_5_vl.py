@@ -1,16 +1,16 @@
-"""Qwen2.5-VL: Qwen2.5's text, and a vision tower that is carried along (arXiv:2502.13923)."""
+"""Qwen2.5-VL: Qwen2.5's text model and a passthrough vision tower (arXiv:2502.13923)."""
 
 from __future__ import annotations
 
 from kumi.spec.families import qwen2
-from kumi.spec.families._shared.vision_language import Seeing
+from kumi.spec.families._shared.vision_language import VisionLanguageFamily
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
-FAMILY = Seeing(
+_FAMILY = VisionLanguageFamily(
     "qwen2_5_vl",
     ARCHITECTURE,
-    texts={"qwen2_5_vl_text": qwen2},
-    kept=(
+    text_families={"qwen2_5_vl_text": qwen2},
+    passthrough_keys=(
         "vision_config",
         "image_token_id",
         "video_token_id",
@@ -18,10 +18,10 @@ FAMILY = Seeing(
         "vision_end_token_id",
         "vision_token_id",
     ),
-    beginnings=("visual.",),
-    unsaid=("head_dim",),
+    passthrough_prefixes=("visual.",),
+    unsupported_text_keys=("head_dim",),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 151_643, "eos_token_id": 151_645},
-    theta=1_000_000.0,
+    default_theta=1_000_000.0,
     either_ties=True,
 )
-from_hf, to_hf = FAMILY.from_hf, FAMILY.to_hf
+from_hf, to_hf = _FAMILY.from_hf, _FAMILY.to_hf

@@ -1,4 +1,4 @@
-"""Qwen1.5 and Qwen2 with routed experts, and a shared one beside them whose result a gate scales token by token."""
+"""Qwen1.5 and Qwen2 with routed experts, and a shared expert scaled by a gate per token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import experts
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, neutral, read
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, neutral, read
 from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, grouped, model, windowed
 from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS
 from kumi.spec.model import ModelSpec, MoE
@@ -17,10 +17,10 @@ ARCHITECTURE = "Qwen2MoeForCausalLM"
 KEYS = {
     **DECODER,
     "max_position_embeddings": Key("integer", 32_768),
-    **ROUTER_LOSS,
+    **ROUTER_KEYS,
     **WINDOW_KEYS,
-    **experts.COUNT,
-    **experts.SPARSE,
+    **experts.NUM_EXPERTS_KEYS,
+    **experts.SPARSE_LAYER_KEYS,
     "num_key_value_heads": Key("integer?", 16),
     "qkv_bias": Key("true or false", True),
     "rms_norm_eps": Key("number", 1e-6),
@@ -37,7 +37,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     values = _without_windows(read("qwen2_moe", config, KEYS))
     check_sizes(values)
     moe = MoE(
-        num_experts=experts.count("qwen2_moe", values),
+        num_experts=experts.num_experts("qwen2_moe", values),
         num_experts_per_tok=values["num_experts_per_tok"],
         moe_intermediate_size=values["moe_intermediate_size"],
         shared_intermediate_size=values["shared_expert_intermediate_size"],
@@ -52,20 +52,20 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         experts.check_experts(moe),
         qkv_bias=values["qkv_bias"],
     )
-    return model("qwen2_moe", values, experts.in_some_layers(values, layers), weights=WEIGHTS)
+    return model("qwen2_moe", values, experts.with_dense_layers(values, layers), weights=WEIGHTS)
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
     """Return the config.json of `spec`."""
-    return experts.to_hf(spec, ARCHITECTURE) | {
-        "shared_expert_intermediate_size": experts.routed(spec).shared_intermediate_size,
+    return experts.experts_to_hf(spec, ARCHITECTURE) | {
+        "shared_expert_intermediate_size": experts.first_moe(spec).shared_intermediate_size,
         "qkv_bias": grouped(spec).qkv_bias,
         "use_sliding_window": False,
     }
 
 
 def _without_windows(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` where no layer has a window; versions of transformers disagree about which layers would."""
+    """Return `values` without windows, since versions of transformers disagree about which layers have one."""
     neutral("qwen2_moe", values, use_sliding_window=False)
     if values["layer_types"] is not None and "sliding_attention" in check_layer_types(values):
         raise ModelError(

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import build, dense, grouped
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
-from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS, from_values, to_values
+from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, dense, grouped
+from kumi.spec.families._shared.sliding_windows import WINDOW_KEYS, window_keys, windows_from_values
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -24,13 +23,15 @@ KEYS = {
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "qwen3" describes."""
+    """Return the model that a config.json with model_type "qwen3" describes."""
     values = read("qwen3", config, KEYS)
     bias = values["attention_bias"]
-    return build("qwen3", values, windows=from_values(values), qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return build_llama_like(
+        "qwen3", values, windows=windows_from_values(values), qkv_bias=bias, out_bias=bias, qk_norm=True
+    )
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     own = {"attention_bias": grouped(spec).qkv_bias}
-    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own | to_values(spec)
+    return common_to_hf(spec, ARCHITECTURE, dense(spec).intermediate_size) | own | window_keys(spec)

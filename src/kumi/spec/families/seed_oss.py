@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on queries, keys and values, and heads of a size of their own."""
+"""Seed-OSS: Llama with biases on queries, keys and values, and a head_dim independent of hidden_size."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import build, dense, grouped
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import build_llama_like, common_to_hf, dense, grouped
 from kumi.spec.model import ModelSpec
 
 ARCHITECTURE = "SeedOssForCausalLM"
@@ -29,7 +28,7 @@ KEYS = {
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a config.json with model_type "seed_oss" describes."""
     values = read("seed_oss", config, KEYS)
-    return build(
+    return build_llama_like(
         "seed_oss",
         values,
         windows=[None] * values["num_hidden_layers"],

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer knows no positions."""
+"""SmolLM3: Llama without RoPE in every fourth layer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config, sliding_windows
 from kumi.spec.families._shared.config_keys import DECODER, Key, read
-from kumi.spec.families._shared.decoder_config import check_layer_types, check_sizes, dense, grouped, model, windowed
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import (
+    check_layer_types,
+    check_sizes,
+    common_to_hf,
+    dense,
+    grouped,
+    model,
+    windowed,
+)
 from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec
 
 ARCHITECTURE = "SmolLM3ForCausalLM"
@@ -25,22 +32,22 @@ KEYS = {
     "bos_token_id": Key("integer?", 128000),
     "eos_token_id": Key("integer or list of integers?", 128001),
     "pad_token_id": Key("integer?", 128004),
-    # A 1 for every layer that turns queries and keys; older configs say after how many layers one does not.
+    # A 1 for each layer with RoPE; older configs have the interval of layers without RoPE.
     "no_rope_layers": Key("list?", None),
     "no_rope_layer_interval": Key("integer", 4),
     "use_sliding_window": Key("true or false", False),
     "sliding_window": Key("integer?", None),
     "layer_types": Key("list?", None),
-    # Published beside the others; no program reads them.
+    # Published, but not read by transformers.
     "max_window_layers": Key("integer?", None),
     "pretraining_tp": Key("integer?", None),
 }
-DEFAULT_THETA = 2_000_000.0
+_DEFAULT_THETA = 2_000_000.0
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "smollm3" describes."""
-    values = rope_config.with_base(read("smollm3", config, KEYS), DEFAULT_THETA)
+    """Return the model that a config.json with model_type "smollm3" describes."""
+    values = rope_config.with_default_theta(read("smollm3", config, KEYS), _DEFAULT_THETA)
     check_sizes(values)
     turns, bias, mlp = _turns(values), values["attention_bias"], MLP(values["intermediate_size"], values["mlp_bias"])
     layers = windowed("smollm3", values, _windows(values, turns), mlp, qkv_bias=bias, out_bias=bias)
@@ -52,40 +59,44 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
-    window, mlp = sliding_windows.width(spec), dense(spec)
+    """Return the config.json of `spec`."""
+    window, mlp = sliding_windows.first_window(spec), dense(spec)
     return common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
         "attention_bias": grouped(spec).qkv_bias,
         "mlp_bias": mlp.bias,
         "no_rope_layers": [int(layer.attends is not None and layer.attends.rope is not None) for layer in spec.layers],
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "layer_types": sliding_windows.kinds(spec),
+        "layer_types": sliding_windows.layer_types(spec),
     }
 
 
 def _turns(values: Mapping[str, Any]) -> list[bool]:
-    """For every layer whether its queries and keys are turned by their positions."""
-    count, said, interval = values["num_hidden_layers"], values["no_rope_layers"], values["no_rope_layer_interval"]
-    if said is None:
+    """Return for each layer whether it has RoPE."""
+    count, rope_flags, interval = (
+        values["num_hidden_layers"],
+        values["no_rope_layers"],
+        values["no_rope_layer_interval"],
+    )
+    if rope_flags is None:
         if interval < 1:
-            raise ModelError(f"config.json: no_rope_layer_interval={interval} must be 1 or more")
+            raise ModelError(f"config.json: no_rope_layer_interval={interval} must be 1 or more; correct it")
         return [bool((index + 1) % interval) for index in range(count)]
-    if len(said) != count or any(one not in (0, 1) for one in said):
+    if len(rope_flags) != count or any(flag not in (0, 1) for flag in rope_flags):
         raise ModelError(
-            f"config.json: no_rope_layers={said!r} must have a 0 (no positions) or 1 for each of the {count} layers"
+            f"config.json: no_rope_layers={rope_flags!r} must have a 0 (no RoPE) or 1 for each of the {count} layers"
         )
-    return [bool(one) for one in said]
+    return [bool(flag) for flag in rope_flags]
 
 
 def _without_positions(layer: LayerSpec) -> LayerSpec:
-    """`layer`, its queries and keys as they are."""
+    """Return `layer` without RoPE."""
     assert isinstance(layer.attention, Attention)
     return replace(layer, attention=replace(layer.attention, rope=None))
 
 
 def _windows(values: Mapping[str, Any], turns: list[bool]) -> list[int | None]:
-    """Each layer's window; without a list, those slide that know no positions."""
+    """Each layer's window; without layer_types, layers without RoPE slide."""
     window = values["sliding_window"] if values["use_sliding_window"] else None
     if values["layer_types"] is None:
         return [None if turn else window for turn in turns]

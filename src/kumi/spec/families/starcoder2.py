@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kumi.spec.families._shared.config_keys import DECODER, Key, activation, neutral, read
-from kumi.spec.families._shared.decoder_config import check_sizes, dense, model, windowed
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, dense, model, windowed
 from kumi.spec.model import MLP, ModelSpec
 from kumi.spec.weight_rules import Rename, Weights
 
@@ -24,7 +23,7 @@ KEYS = {
     "tie_word_embeddings": Key("true or false", True),
     "bos_token_id": Key("integer?", 50256),
     "eos_token_id": Key("integer or list of integers?", 50256),
-    # Published beside the others; transformers reads none of them.
+    # Published, but not read by transformers.
     "activation_function": Key("text?", None),
     "attention_softmax_in_fp32": Key("true or false", True),
     "layer_norm_epsilon": Key("number", 1e-5),
@@ -37,7 +36,7 @@ WEIGHTS = Weights((Rename("mlp.up_proj", "mlp.c_fc"), Rename("mlp.down_proj", "m
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a config.json with model_type "starcoder2" describes."""
+    """Return the model that a config.json with model_type "starcoder2" describes."""
     values = read("starcoder2", config, KEYS)
     check_sizes(values | {"layer_norm_eps": values["norm_epsilon"]})
     neutral("starcoder2", values, mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
@@ -51,7 +50,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of `spec`."""
+    """Return the config.json of `spec`."""
     mlp = dense(spec)
     written = common_to_hf(spec, ARCHITECTURE, mlp.intermediate_size) | {
         "norm_epsilon": spec.norm_eps,

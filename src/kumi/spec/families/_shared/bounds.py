@@ -1,7 +1,7 @@
-"""How large the numbers of a model configuration may be: the one table, checked before anything is built of them.
+"""Upper bounds on the numbers in a config.json, checked before anything is built from them.
 
-Each bound leaves room for models many times as large as any that is published, and keeps every product of sizes within
-the integers that the planner computes with.
+Each bound allows models many times larger than any published one, and keeps all products of sizes within the planner's
+integers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kumi.files.untrusted import brief
 
 _WIDTH, _HEADS, _EXPERTS, _LAYERS, _CONTEXT = 2**20, 2**16, 2**16, 1024, 2**31
 
-# The largest value of each size. In comments the largest that is published, as far as we know.
-LARGEST = {
+# The largest allowed value of each size; in comments, the largest published value known to us.
+_LARGEST = {
     "vocab_size": 2**24,  # 262,208 (Gemma 3)
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "head_dim", "v_head_dim"), _WIDTH),  # 18,432 (PaLM)
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), _WIDTH),
@@ -30,41 +30,40 @@ LARGEST = {
     **dict.fromkeys(("max_position_embeddings", "sliding_window", "n_positions", "seq_length"), _CONTEXT),  # 10,485,760
 }
 
-# Integers that are no size (ids of tokens, counts), and numbers: 1e12 is larger than any base of rotary embeddings.
-LARGEST_INTEGER, LARGEST_NUMBER = 2**40, 1e15
+# Bounds on other integers (token ids, counts) and on floating-point numbers; a RoPE base is below 1e12.
+_LARGEST_INTEGER, _LARGEST_NUMBER = 2**40, 1e15
 
-# All parameters together: a thousand times as many as the largest model has.
-LARGEST_MODEL = 10**15
+# Total parameters: a thousand times the largest model.
+_LARGEST_MODEL = 10**15
 
 
 def check_bound(name: str, value: Any) -> None:
-    """Raise ModelError when `value` of the key `name`, or a number in its list, is beyond its bound."""
+    """Raise ModelError when `value` of the key `name`, or a number in its list, exceeds its bound."""
     for number in value if isinstance(value, list) else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
-        largest = LARGEST.get(name, LARGEST_INTEGER if isinstance(number, int) else LARGEST_NUMBER)
+        largest = _LARGEST.get(name, _LARGEST_INTEGER if isinstance(number, int) else _LARGEST_NUMBER)
         if abs(number) > largest and abs(number) != float("inf"):
             raise ModelError(
-                f"config.json: {name}={brief(number, 40)} is more than {largest:,}, the most that kumi "
-                f"reads; correct it"
+                f"config.json: {name}={brief(number, 40)} is more than the limit of {largest:,}; correct it"
             )
 
 
-def check_model(parameters: int) -> None:
-    """Raise ModelError when a model has more `parameters` than kumi computes with."""
-    if parameters > LARGEST_MODEL:
+def check_num_params(parameters: int) -> None:
+    """Raise ModelError when the number of `parameters` exceeds `_LARGEST_MODEL`."""
+    if parameters > _LARGEST_MODEL:
         raise ModelError(
-            f"config.json: the model has {parameters:,} parameters, more than the {LARGEST_MODEL:,} that "
-            f"kumi reads; correct its sizes"
+            f"config.json: the model has {parameters:,} parameters, more than the limit of {_LARGEST_MODEL:,}; "
+            f"correct its sizes"
         )
 
 
 def check_least(values: Mapping[str, Any]) -> None:
-    """Raise ModelError unless every size in `values` is 1 or more, and none of the small numbers is negative."""
-    for name in LARGEST:
+    """Raise ModelError unless all sizes are 1 or more, and epsilons and initializer_range are not negative."""
+    for name in _LARGEST:
         value = values.get(name)
         if value is not None and value < 1:
-            raise ModelError(f"config.json: {name}={value} must be 1 or more")
+            raise ModelError(f"config.json: {name}={value} must be 1 or more; correct it")
         check_bound(name, value)
     for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "initializer_range"):
         if values.get(name, 0) < 0:

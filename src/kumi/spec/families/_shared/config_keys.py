@@ -1,6 +1,6 @@
-"""How a config.json is read: every key is read, or ignored for a stated reason, or refused by name.
+"""Check the keys of a config.json: each is read, ignored for a stated reason, or refused by name.
 
-A family declares what it reads as a table of `Key`; `read` checks a config against the table, `IGNORED` and `NEUTRAL`.
+A family declares its keys as a table of `Key`; `read` checks a config against it, `IGNORED_KEYS` and `_NEUTRAL`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Key:
-    """What a key may hold and what its absence means.
+    """The type and default of a key.
 
-    `kind` is one of `KINDS`, followed by "?" where null is allowed; an absent key without a default is an error.
+    kind      a name in `_PYTHON_TYPES`, with "?" if null is allowed
+    default   value of an absent key; a `REQUIRED` key must be present
     """
 
     kind: str
     default: Any = REQUIRED
 
 
-KINDS: dict[str, tuple[type, ...]] = {
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
     "true or false": (bool,),
@@ -39,8 +40,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     "integer or list of integers": (int, list),
 }
 
-# What every family of this package reads. The defaults are those of the Hugging Face config classes, which differ by
-# family where there is none here. Sizes have none in any: a model of another size than meant would be trained.
+# Keys of every decoder family. Defaults are those of the Hugging Face config classes; where they differ by family, none
+# is given here. Sizes never have a default: a wrong guess would train a model of another size.
 DECODER = {
     "vocab_size": Key("integer"),
     "hidden_size": Key("integer"),
@@ -60,18 +61,18 @@ DECODER = {
     "rope_parameters": Key("table?", None),
 }
 
-# Tables that several families take apart before `read`, when there are any.
-TABLES = {name: Key("table?", None) for name in ("text_config", "vision_config", "rope_scaling", "rope_parameters")}
+# Tables that several families unpack before `read`.
+TABLE_KEYS = {name: Key("table?", None) for name in ("text_config", "vision_config", "rope_scaling", "rope_parameters")}
 
-# What models with routed experts have besides, none of which changes the forward pass: weights of auxiliary losses.
-ROUTER_LOSS = {
+# Keys of the router's auxiliary losses (MoE); they do not change the forward pass.
+ROUTER_KEYS = {
     "output_router_logits": Key("true or false", False),
     "router_aux_loss_coef": Key("number?", None),
     "router_jitter_noise": Key("number?", None),
 }
 
-# How much of what is dropped in training. That is the trainer's choice, and this one drops nothing.
-DROPOUT = dict.fromkeys(
+# Dropout rates of training; kumi trains without dropout.
+_DROPOUT_KEYS = dict.fromkeys(
     (
         "attention_dropout",
         "attention_probs_dropout_prob",
@@ -88,24 +89,24 @@ DROPOUT = dict.fromkeys(
     Key("number?", None),
 )
 
-# Activation functions, as Hugging Face calls them.
+# Activation functions, with their names in Hugging Face.
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 
-# Keys that do not say what the model computes, by the reason.
-IGNORED = {
-    "found the family before this reader was chosen": "model_type architectures",
+# Keys that do not affect the computation: reason -> keys.
+IGNORED_KEYS = {
+    "used earlier, to select the family": "model_type architectures",
     "the tensors carry their own dtype": "torch_dtype dtype",
-    "how a program of the past ran the model": """
+    "runtime options of other programs": """
         use_cache output_past
         attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
         experts_implementation _experts_implementation_internal _flash_attn_2_enabled torchscript
         output_attentions output_hidden_states return_dict use_return_dict return_dict_in_generate output_scores
         chunk_size_feed_forward tie_last_hidden_states""",
-    "where the file comes from": """
+    "origin of the file": """
         _name_or_path name_or_path _commit_hash transformers_version transformers.js_config is_llama_config
         unsloth_fixed unsloth_version tokenizer_class prefix""",
     "labels of classifiers": "id2label label2id num_labels problem_type finetuning_task task_specific_params",
-    "how text is generated; generation_config.json has it now": """
+    "text generation; now in generation_config.json": """
         max_length max_new_tokens min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
         temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
         encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
@@ -113,10 +114,10 @@ IGNORED = {
         decoder_start_token_id sep_token_id cls_token_id max_matching_ngram_size""",
     "other frameworks": "use_bfloat16 tf_legacy_loss",
 }
-_IGNORED = frozenset(key for group in IGNORED.values() for key in group.split())
+_IGNORED = frozenset(key for group in IGNORED_KEYS.values() for key in group.split())
 
-# Keys that would change what the model computes: only the values that change nothing are accepted.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Keys that could change the computation: only the values that do not are accepted.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "pretraining_tp": (1, None),
     "partial_rotary_factor": (1, None),
@@ -136,12 +137,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
-    """The value of each of `keys`, defaults filled in; ModelError for an unknown, missing or mistyped one."""
-    known = {**DROPOUT, **keys}
+    """Return the values of `keys` with defaults; raise ModelError for an unknown, missing or mistyped key."""
+    all_keys = {**_DROPOUT_KEYS, **keys}
     for name, value in config.items():
-        if name in known:
-            _check_kind(family, name, value, known[name].kind)
-        elif name in NEUTRAL:
+        if name in all_keys:
+            _check_kind(family, name, value, all_keys[name].kind)
+        elif name in _NEUTRAL:
             _check_neutral(family, name, value)
         elif name not in _IGNORED:
             raise ModelError(_unknown(family, name, value, keys))
@@ -149,7 +150,8 @@ def read(family: str, config: Mapping[str, Any], keys: Mapping[str, Key]) -> dic
     if missing:
         are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
         raise ModelError(
-            f"config.json: {', '.join(missing)} {are} missing; a {family} model cannot be built without {them}"
+            f"config.json: {', '.join(missing)} {are} missing; a {family} model cannot be built without {them}; "
+            f"fetch the complete config.json"
         )
     return {name: config.get(name, key.default) for name, key in keys.items()}
 
@@ -162,39 +164,41 @@ def check_types(family: str, config: Mapping[str, Any], keys: Mapping[str, Key])
 
 
 def activation(family: str, name: str, value: str) -> str:
-    """`value` of the key `name`, when it is an activation function whose cost is known."""
+    """Return `value` of the key `name`; raise ModelError unless it is one of `ACTIVATIONS`."""
     if value not in ACTIVATIONS:
         raise ModelError(
-            f"config.json: {name}={value!r} of a {family} model is not supported; kumi knows {', '.join(ACTIVATIONS)}"
+            f"config.json: {name}={value!r} of a {family} model is not supported; "
+            f"kumi supports {', '.join(ACTIVATIONS)}"
         )
     return value
 
 
-def fixed(values: Mapping[str, Any]) -> dict[str, Key]:
-    """Return the keys of `values`, which published configs have although nothing but their one value is computed; the
-    family's reader holds them to it (see `neutral`)."""
+def fixed_keys(values: Mapping[str, Any]) -> dict[str, Key]:
+    """Return keys with the only supported `values` as defaults; the family's reader enforces them with `neutral`."""
     kinds = {str: "text", bool: "true or false", int: "integer", float: "number"}
     return {name: Key(kinds[type(value)], value) for name, value in values.items()}
 
 
 def neutral(family: str, values: Mapping[str, Any], **allowed: Any) -> None:
-    """Nothing, when each of `allowed` has that value in `values`; ModelError for one that changes what is computed."""
+    """Raise ModelError unless each key of `allowed` has its allowed value in `values`."""
     for name, value in allowed.items():
         if values[name] != value:
             raise ModelError(
                 f"config.json: {name}={values[name]!r} of a {family} model is not supported, only "
-                f"{value!r}; kumi would plan for something else than this model"
+                f"{value!r}, because kumi would compute a different model; use another model"
             )
 
 
-def unread(family: str, values: Mapping[str, Any], **meant: Any) -> None:
-    """Raise ModelError unless each key of `meant`, which configs have and transformers never reads, is absent from
-    `values`, null, or says what the model is."""
-    for name, value in meant.items():
+def check_redundant(family: str, values: Mapping[str, Any], **expected: Any) -> None:
+    """Raise ModelError if a key of `expected`, which transformers never reads, contradicts the other keys.
+
+    The key may be absent, null or equal to its expected value.
+    """
+    for name, value in expected.items():
         if values[name] not in (None, value):
             raise ModelError(
-                f"config.json: {name}={values[name]!r} of a {family} model contradicts the rest, which "
-                f"makes it {value!r}; no program reads it: remove it, or correct the rest"
+                f"config.json: {name}={values[name]!r} of a {family} model contradicts the rest of the "
+                f"config, which implies {value!r}; no program reads this key: remove it, or correct the rest"
             )
 
 
@@ -203,7 +207,7 @@ def _check_kind(family: str, name: str, value: Any, kind: str) -> None:
     if value is None and nullable:
         return
     # In Python a bool is an int.
-    right = isinstance(value, KINDS[kind]) and (bool in KINDS[kind] or not isinstance(value, bool))
+    right = isinstance(value, _PYTHON_TYPES[kind]) and (bool in _PYTHON_TYPES[kind] or not isinstance(value, bool))
     if right and isinstance(value, list) and "integers" in kind:
         right = bool(value) and all(type(item) is int for item in value)
     check_bound(name, value)
@@ -218,16 +222,16 @@ def _article(kind: str) -> str:
 
 
 def _check_neutral(family: str, name: str, value: Any) -> None:
-    allowed = NEUTRAL[name]
+    allowed = _NEUTRAL[name]
     if not any(value == option and (type(value) is not bool or type(option) is bool) for option in allowed):
-        says = " or ".join("null" if option is None else repr(option) for option in allowed)
+        supported = " or ".join("null" if option is None else repr(option) for option in allowed)
         raise ModelError(
-            f"config.json: {name}={brief(value)} of a {family} model is not supported, only {says}; "
-            f"kumi would compute something else than this model"
+            f"config.json: {name}={brief(value)} of a {family} model is not supported, only {supported}, "
+            f"because kumi would compute a different model; use another model"
         )
 
 
 def _unknown(family: str, name: str, value: Any, keys: Mapping[str, Key]) -> str:
-    near = difflib.get_close_matches(name, [*keys, *NEUTRAL, *DROPOUT], n=1, cutoff=0.8)
+    near = difflib.get_close_matches(name, [*keys, *_NEUTRAL, *_DROPOUT_KEYS], n=1, cutoff=0.8)
     hint = f"did you mean {near[0]!r}?" if near else "remove it if it does not change what the model computes"
     return f"config.json: {brief(name)} ({brief(value)}) is not a key that kumi knows for a {family} model; {hint}"

@@ -1,4 +1,4 @@
-"""What the families have in common: from checked values to a ModelSpec, and back to a config.json."""
+"""Helpers of all families: build a ModelSpec from checked config.json values, and write the common keys back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kumi.spec.model import MLP, Attention, LayerSpec, ModelSpec, MoE, Rope
 from kumi.spec.weight_rules import Weights
 
 
-def build(
+def build_llama_like(
     family: str,
     values: Mapping[str, Any],
     *,
@@ -22,7 +22,7 @@ def build(
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> ModelSpec:
-    """The Llama-like ModelSpec of `values` (what `keys.read` returned); `windows`: each layer's window, or None."""
+    """Return a Llama-like ModelSpec of `values` (from `config_keys.read`); `windows`: each layer's window, or None."""
     check_sizes(values)
     mlp = MLP(values["intermediate_size"], mlp_bias)
     layers = windowed(family, values, windows, mlp, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm)
@@ -32,48 +32,51 @@ def build(
 def windowed(
     family: str, values: Mapping[str, Any], windows: Sequence[int | None], mlp: MLP | MoE, **attention: Any
 ) -> list[LayerSpec]:
-    """Layers that differ in their sliding window only; `attention` has more fields of `Attention`."""
-    base = grouped_attention(values, rope_config.from_hf(family, values), **attention)
+    """Return layers that differ only in their sliding window; `attention` are more fields of `Attention`."""
+    base = grouped_attention(values, rope_config.rope_from_hf(family, values), **attention)
     layer = {window: LayerSpec(replace(base, sliding_window=window), mlp) for window in set(windows)}
     return [layer[window] for window in windows]
 
 
 def grouped_attention(values: Mapping[str, Any], embedding: Rope | None, **fields: Any) -> Attention:
-    """The attention of `values`, its heads checked; `fields` has more fields of `Attention`."""
+    """Return the attention of `values`, with its heads checked; `fields` are more fields of `Attention`."""
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"] or values["num_attention_heads"]
     head_dim = _head_dim(values, heads, rotary=embedding is not None)
     if heads % kv_heads:
-        raise ModelError(f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+        raise ModelError(
+            f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; "
+            f"correct one of them"
+        )
     return Attention(heads, kv_heads, head_dim, embedding, **fields)
 
 
 def model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec], **fields: Any) -> ModelSpec:
-    """The ModelSpec of `values` with `layers`; `fields` has more of its fields, or others than `values` says."""
+    """Return the ModelSpec of `values` with `layers`; `fields` add to or override its fields."""
     eos = values["eos_token_id"]
-    said = {
+    spec_fields = {
         "norm_eps": float(values["rms_norm_eps"]) if "rms_norm_eps" in values else None,
         "max_position_embeddings": values.get("max_position_embeddings"),
         "eos_token_id": tuple(eos) if isinstance(eos, list) else eos,
     }
     same = ("vocab_size", "hidden_size", "tie_word_embeddings", "bos_token_id", "pad_token_id")
-    said |= {name: values[name] for name in same} | {"initializer_range": float(values["initializer_range"])}
-    return ModelSpec(**{"family": family, "layers": tuple(layers), **said, **fields})
+    spec_fields |= {name: values[name] for name in same} | {"initializer_range": float(values["initializer_range"])}
+    return ModelSpec(**{"family": family, "layers": tuple(layers), **spec_fields, **fields})
 
 
-def layers_beyond(weights: Weights, layers: int, extra: int) -> dict[str, Any]:
-    """Fields of a ModelSpec of `layers` layers whose files have `extra` more, which predict tokens further ahead."""
+def mtp_fields(weights: Weights, layers: int, extra: int) -> dict[str, Any]:
+    """Return the ModelSpec fields for `extra` multi-token-prediction layers in the files, after `layers` layers."""
     names = tuple(f"model.layers.{layers + index}." for index in range(extra))
     note = (
-        f"{', '.join(f'{name}*' for name in names)} predict tokens further ahead; they are carried along as they are: "
-        f"not computed, not trained, not counted"
+        f"{', '.join(f'{name}*' for name in names)} are layers for multi-token prediction: passthrough tensors, "
+        f"copied unchanged, not computed, not trained, not counted"
     )
-    return {"weights": replace(weights, carried=names), "notes": (note,) if extra else ()}
+    return {"weights": replace(weights, passthrough=names), "notes": (note,) if extra else ()}
 
 
-def to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[str, Any]:
-    """The keys that every family writes, from the first layer: a family adds its own."""
+def common_to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[str, Any]:
+    """Return the config.json keys that every family writes, from the first layer; a family adds its own."""
     attention, mlp, eos = spec.first_attention, spec.first_mlp, spec.eos_token_id
-    turned = [layer.attends.rope for layer in spec.layers if layer.attends is not None and layer.attends.rope]
+    ropes = [layer.attends.rope for layer in spec.layers if layer.attends is not None and layer.attends.rope]
     return {
         "architectures": [architecture],
         "model_type": spec.family,
@@ -91,7 +94,7 @@ def to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[st
         "use_cache": True,
         "tie_word_embeddings": spec.tie_word_embeddings,
         "attention_dropout": 0.0,
-        **(rope_config.to_hf(turned[0]) if turned else {}),
+        **(rope_config.rope_to_hf(ropes[0]) if ropes else {}),
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "pad_token_id": spec.pad_token_id,
@@ -99,29 +102,34 @@ def to_hf(spec: ModelSpec, architecture: str, intermediate_size: int) -> dict[st
 
 
 def grouped(spec: ModelSpec) -> Attention:
-    """The first layer's attention; ModelError where the family has no words for its kind."""
+    """Return the first layer's attention; raise ModelError unless it is an `Attention`."""
     attention = spec.layers[0].attention
     if not isinstance(attention, Attention):
-        raise ModelError(f"a {spec.family} config.json has no words for {type(attention).__name__}; use Attention")
+        raise ModelError(f"a {spec.family} config.json cannot express {type(attention).__name__}; use Attention")
     return attention
 
 
 def dense(spec: ModelSpec) -> MLP:
-    """The first layer's feed-forward part; ModelError where the family has no words for its kind."""
+    """Return the first layer's MLP; raise ModelError unless it is dense."""
     mlp = spec.layers[0].mlp
     if not isinstance(mlp, MLP):
-        raise ModelError(f"a {spec.family} config.json has no words for {type(mlp).__name__}; use MLP")
+        raise ModelError(f"a {spec.family} config.json cannot express {type(mlp).__name__}; use MLP")
     return mlp
 
 
 def check_layer_types(values: Mapping[str, Any]) -> list[str]:
-    """`layer_types`, one known word for each layer."""
+    """Return `layer_types`; raise ModelError unless it has one supported type per layer."""
     types, layers = values["layer_types"], values["num_hidden_layers"]
     if len(types) != layers:
-        raise ModelError(f"config.json: layer_types has {len(types)} entries for num_hidden_layers={layers}")
+        raise ModelError(
+            f"config.json: layer_types has {len(types)} entries for num_hidden_layers={layers}; correct one of them"
+        )
     unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise ModelError(f"config.json: layer_types: {unknown[0]!r}; kumi knows full_attention and sliding_attention")
+        raise ModelError(
+            f"config.json: layer_types has {unknown[0]!r}, and kumi supports full_attention and sliding_attention; "
+            f"use these"
+        )
     return list(types)
 
 
@@ -134,9 +142,12 @@ def _head_dim(values: Mapping[str, Any], heads: int, *, rotary: bool) -> int:
     hidden = values["hidden_size"]
     if values.get("head_dim") is None and hidden % heads:
         raise ModelError(
-            f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, and head_dim is not given"
+            f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, and head_dim is missing; "
+            f"set head_dim"
         )
     head_dim: int = values.get("head_dim") or hidden // heads
     if rotary and head_dim % 2:
-        raise ModelError(f"config.json: head_dim={head_dim} is odd; rotary embeddings turn pairs")
+        raise ModelError(
+            f"config.json: head_dim={head_dim} is odd, but RoPE rotates pairs of dimensions; use an even size"
+        )
     return head_dim

@@ -1,4 +1,4 @@
-"""What DeepSeek-V2 and V3 have in common: latent attention, a few dense layers, then experts beside a shared one."""
+"""Helpers of DeepSeek-V2 and V3: latent attention (MLA), a few dense layers, then routed and shared experts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import experts, rope_config
-from kumi.spec.families._shared.config_keys import DECODER, ROUTER_LOSS, Key, neutral
-from kumi.spec.families._shared.decoder_config import check_sizes, model
-from kumi.spec.families._shared.decoder_config import to_hf as common_to_hf
+from kumi.spec.families._shared.config_keys import DECODER, ROUTER_KEYS, Key, neutral
+from kumi.spec.families._shared.decoder_config import check_sizes, common_to_hf, model
 from kumi.spec.families._shared.experts import check_experts
 from kumi.spec.model import MLP, LatentAttention, LayerSpec, ModelSpec, MoE
 from kumi.spec.weight_rules import EXPERTS
 
 LATENT_KEYS = {
     **DECODER,
-    **ROUTER_LOSS,
+    **ROUTER_KEYS,
     "num_key_value_heads": Key("integer?", None),
     "q_lora_rank": Key("integer?", 1536),
     "kv_lora_rank": Key("integer", 512),
@@ -35,17 +34,17 @@ LATENT_KEYS = {
     "topk_group": Key("integer?", None),
     "norm_topk_prob": Key("true or false", False),
     "routed_scaling_factor": Key("number", 1.0),
-    # How experts are kept busy in training: a loss over every sequence.
+    # The load-balancing loss, computed over each sequence.
     "aux_loss_alpha": Key("number?", None),
     "seq_aux": Key("true or false", True),
-    # How the published weights were made and stored, not what they compute.
+    # Without effect on the computation.
     "ep_size": Key("integer", 1),
     "auto_map": Key("table?", None),
 }
 
 
-def build(family: str, values: Mapping[str, Any], *, scoring: str, interleave: bool = True) -> ModelSpec:
-    """The ModelSpec of `values`, its router's scores passed through `scoring`."""
+def build_deepseek(family: str, values: Mapping[str, Any], *, scoring: str, interleave: bool = True) -> ModelSpec:
+    """Return the ModelSpec of `values`; `scoring` is the router's scoring function."""
     check_sizes(values)
     neutral(family, values, moe_layer_freq=1, seq_aux=True)
     _check_counts(values)
@@ -53,7 +52,7 @@ def build(family: str, values: Mapping[str, Any], *, scoring: str, interleave: b
     if kv_heads not in (heads, None):
         raise ModelError(
             f"config.json: num_key_value_heads={kv_heads} of a {family} model must be "
-            f"num_attention_heads={heads}: latent attention makes keys for every head"
+            f"num_attention_heads={heads}, because latent attention has keys for every head; correct it"
         )
     attention = LatentAttention(
         heads,
@@ -62,7 +61,7 @@ def build(family: str, values: Mapping[str, Any], *, scoring: str, interleave: b
         values["qk_nope_head_dim"],
         values["qk_rope_head_dim"],
         values["v_head_dim"],
-        rope_config.from_hf(family, values),
+        rope_config.rope_from_hf(family, values),
         values["attention_bias"],
         interleave,
         rope_config.mscale_all_dim(values),
@@ -79,20 +78,21 @@ def _check_counts(values: Mapping[str, Any]) -> None:
     if (shared or 0) < 0:
         raise ModelError(f"config.json: n_shared_experts={shared} must not be negative; correct it")
     if not 0 <= first <= layers:
-        raise ModelError(f"config.json: first_k_dense_replace={first} must be 0 to num_hidden_layers={layers}")
+        raise ModelError(
+            f"config.json: first_k_dense_replace={first} must be from 0 to num_hidden_layers={layers}; correct it"
+        )
     if values["qk_rope_head_dim"] % 2:
         raise ModelError(
-            f"config.json: qk_rope_head_dim={values['qk_rope_head_dim']} is odd; rotary embeddings turn pairs"
+            f"config.json: qk_rope_head_dim={values['qk_rope_head_dim']} is odd, but RoPE rotates pairs of "
+            f"dimensions; use an even size"
         )
 
 
-def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
-    """The keys that both versions write; without dense layers, their width is that of an expert."""
-    moe, attention = experts.routed(spec), spec.layers[0].attention
+def deepseek_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
+    """Return the keys that both families write; without dense layers, intermediate_size is an expert's width."""
+    moe, attention = experts.first_moe(spec), spec.layers[0].attention
     if not isinstance(attention, LatentAttention):
-        raise ModelError(
-            f"a {spec.family} config.json has no words for {type(attention).__name__}; use LatentAttention"
-        )
+        raise ModelError(f"a {spec.family} config.json cannot express {type(attention).__name__}; use LatentAttention")
     dense = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MLP)]
     written = common_to_hf(spec, architecture, dense[0].intermediate_size if dense else moe.moe_intermediate_size)
     if attention.mscale_all_dim:

@@ -1,4 +1,4 @@
-"""What families with routed experts have in common."""
+"""Helpers for families with routed experts (MoE)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from kumi.spec.families._shared import decoder_config
 from kumi.spec.families._shared.config_keys import Key, neutral
 from kumi.spec.model import MLP, LayerSpec, ModelSpec, MoE
 
-# transformers 4 and 5 write one or the other.
-COUNT = {"num_experts": Key("integer?", None), "num_local_experts": Key("integer?", None)}
-# Which layers have experts.
-SPARSE = {"decoder_sparse_step": Key("integer", 1), "mlp_only_layers": Key("list?", None)}
+# The number of experts has two names: transformers 4 writes one, transformers 5 the other.
+NUM_EXPERTS_KEYS = {"num_experts": Key("integer?", None), "num_local_experts": Key("integer?", None)}
+# The keys that select the layers with experts.
+SPARSE_LAYER_KEYS = {"decoder_sparse_step": Key("integer", 1), "mlp_only_layers": Key("list?", None)}
 
 
-def count(family: str, values: Mapping[str, Any]) -> int:
-    """How many routed experts a layer has, under either of the two names of `COUNT`."""
-    said = {values[name] for name in COUNT if values[name] is not None}
-    if len(said) != 1:
+def num_experts(family: str, values: Mapping[str, Any]) -> int:
+    """Return the routed experts per layer; raise ModelError unless `NUM_EXPERTS_KEYS` give exactly one number."""
+    counts = {values[name] for name in NUM_EXPERTS_KEYS if values[name] is not None}
+    if len(counts) != 1:
         raise ModelError(
             f"config.json: num_experts={values['num_experts']} and num_local_experts="
-            f"{values['num_local_experts']} of a {family} model; give one of them"
+            f"{values['num_local_experts']} of a {family} model; set exactly one of the two"
         )
-    return int(said.pop())
+    return int(counts.pop())
 
 
 def check_experts(moe: MoE) -> MoE:
-    """`moe`, when its router can choose as many experts as it should."""
+    """Return `moe`; raise ModelError unless its router can select `num_experts_per_tok` experts."""
     if moe.num_experts_per_tok > moe.num_experts:
         raise ModelError(
             f"config.json: num_experts_per_tok={moe.num_experts_per_tok} is more than the "
@@ -48,18 +48,22 @@ def check_experts(moe: MoE) -> MoE:
         )
     if moe.has_correction_bias and size < 2:
         raise ModelError(
-            f"config.json: n_group={moe.n_group} leaves one expert a group, and a group is as good as its "
-            f"two best; use at most {moe.num_experts // 2}"
+            f"config.json: n_group={moe.n_group} leaves one expert per group, but the router scores a group by its "
+            f"two best experts; use at most {moe.num_experts // 2}"
         )
     return moe
 
 
-def in_some_layers(values: Mapping[str, Any], layers: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """Return `layers`, which all have experts, with a dense part instead where `values` (see `SPARSE`) want it: but in
-    each `decoder_sparse_step`-th, and in those of `mlp_only_layers`."""
+def with_dense_layers(values: Mapping[str, Any], layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return MoE `layers` with a dense MLP where `values` (`SPARSE_LAYER_KEYS`) ask for one.
+
+    Every `decoder_sparse_step`-th layer keeps its experts, except the layers in `mlp_only_layers`.
+    """
     count, step, dense = len(layers), values["decoder_sparse_step"], values["mlp_only_layers"] or []
     if any(type(index) is not int or not 0 <= index < count for index in dense):
-        raise ModelError(f"config.json: mlp_only_layers={dense!r} must be numbers of layers, 0 to {count - 1}")
+        raise ModelError(
+            f"config.json: mlp_only_layers={dense!r} must be layer indices from 0 to {count - 1}; correct it"
+        )
     mlp = MLP(values["intermediate_size"])
     return [
         layer if index not in dense and (index + 1) % step == 0 else replace(layer, mlp=mlp)
@@ -67,32 +71,35 @@ def in_some_layers(values: Mapping[str, Any], layers: Sequence[LayerSpec]) -> li
     ]
 
 
-def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
-    """Return the keys of families with `SPARSE`: dense layers are listed; without any, their width is an expert's."""
-    moe = routed(spec)
+def experts_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
+    """Return the config.json keys of families with `SPARSE_LAYER_KEYS`.
+
+    Dense layers are listed in `mlp_only_layers`; without dense layers, intermediate_size is an expert's width.
+    """
+    moe = first_moe(spec)
     dense = {index: layer.mlp for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MLP)}
     width = next(iter(dense.values())).intermediate_size if dense else moe.moe_intermediate_size
     same = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
     return (
-        decoder_config.to_hf(spec, architecture, width)
+        decoder_config.common_to_hf(spec, architecture, width)
         | {name: getattr(moe, name) for name in same}
         | {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
     )
 
 
 def aux_loss_coef(family: str, values: Mapping[str, Any], name: str, default: float) -> float:
-    """The weight of the loss that keeps experts equally busy, under the key `name`."""
+    """Return the weight of the load-balancing loss under the key `name`, or `default` where it is null."""
     if values.get("router_jitter_noise"):
         neutral(family, values, router_jitter_noise=0)
     coef = values[name]
     if coef is not None and coef < 0:
-        raise ModelError(f"config.json: {name}={coef} must not be negative; use 0 for no such loss")
+        raise ModelError(f"config.json: {name}={coef} must not be negative; use 0 for no load-balancing loss")
     return default if coef is None else float(coef)
 
 
-def routed(spec: ModelSpec) -> MoE:
-    """The experts of the first layer that has any; ModelError where none has."""
-    found = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoE)]
-    if not found:
-        raise ModelError(f"a {spec.family} model without experts in any layer has no config.json; use a dense family")
-    return found[0]
+def first_moe(spec: ModelSpec) -> MoE:
+    """Return the MoE of the first layer that has one; raise ModelError if no layer has."""
+    moes = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoE)]
+    if not moes:
+        raise ModelError(f"a {spec.family} config.json needs at least one layer with experts; use a dense family")
+    return moes[0]

@@ -1,4 +1,4 @@
-"""What Gemma 2 and 3 have in common: norms before and after attention and MLP, gated GELU, sliding windows."""
+"""Helpers of Gemma 2 and 3: norms before and after attention and MLP, gated GELU, sliding windows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kumi.spec.families._shared.decoder_config import dense, grouped
 from kumi.spec.model import MLP, LayerSpec, ModelSpec
 from kumi.spec.weight_rules import Rename, Weights
 
-# Files call the norm after attention what other families call the one before the MLP.
-WEIGHTS = Weights(
+# In files, post_attention_layernorm is the norm after attention; in other families, it is the norm before the MLP.
+_WEIGHTS = Weights(
     (
         Rename("self_attn_post_norm", "post_attention_layernorm"),
         Rename("post_attention_layernorm", "pre_feedforward_layernorm"),
@@ -31,7 +31,7 @@ GEMMA_KEYS = {
     "eos_token_id": Key("integer or list of integers?", 1),
     "pad_token_id": Key("integer?", 0),
     "layer_types": Key("list?", None),
-    # Older configs have the first of these, or both; the second counts.
+    # Older configs have hidden_act, or both; hidden_activation wins.
     "hidden_act": Key("text", "gelu_pytorch_tanh"),
     "hidden_activation": Key("text?", None),
     "query_pre_attn_scalar": Key("number", 256),
@@ -42,23 +42,24 @@ GEMMA_KEYS = {
 }
 
 
-def model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec]) -> ModelSpec:
-    """The ModelSpec of `values` with `layers`: zero-centred norms, embeddings as long as the hidden state is wide, and
-    where it is given a cap on logits."""
+def gemma_model(family: str, values: Mapping[str, Any], layers: Sequence[LayerSpec]) -> ModelSpec:
+    """Return the ModelSpec of `values` with `layers`: zero-centered norms, embeddings scaled by sqrt(hidden_size), and
+    an optional logit softcap.
+    """
     cap = values["final_logit_softcapping"]
     return decoder_config.model(
         family,
         values,
         layers,
-        weights=WEIGHTS,
+        weights=_WEIGHTS,
         zero_centered_norm=True,
         embedding_scale=values["hidden_size"] ** 0.5,
         logit_softcap=None if cap is None else _positive("final_logit_softcapping", cap),
     )
 
 
-def scores(values: Mapping[str, Any]) -> dict[str, float | None]:
-    """The fields of `Attention` that say what becomes of scores."""
+def score_fields(values: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the fields of `Attention` that scale and cap the scores."""
     cap = values["attn_logit_softcapping"]
     return {
         "score_scale": _positive("query_pre_attn_scalar", values["query_pre_attn_scalar"]) ** -0.5,
@@ -72,22 +73,22 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
-    """The keys that both write."""
+def gemma_to_hf(spec: ModelSpec, architecture: str) -> dict[str, Any]:
+    """Return the keys that both families write."""
     attention, mlp = grouped(spec), dense(spec)
     scalar = attention.head_dim if attention.score_scale is None else round(attention.score_scale**-2, 6)
-    return decoder_config.to_hf(spec, architecture, mlp.intermediate_size) | {
+    return decoder_config.common_to_hf(spec, architecture, mlp.intermediate_size) | {
         "hidden_activation": mlp.hidden_act,
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "attn_logit_softcapping": attention.softcap,
         "final_logit_softcapping": spec.logit_softcap,
         "attention_bias": attention.qkv_bias,
-        "sliding_window": sliding_windows.width(spec) or 4096,
-        "layer_types": sliding_windows.kinds(spec),
+        "sliding_window": sliding_windows.first_window(spec) or 4096,
+        "layer_types": sliding_windows.layer_types(spec),
     }
 
 
-def mlp(family: str, values: Mapping[str, Any]) -> MLP:
-    """The gated MLP of `values`."""
+def gemma_mlp(family: str, values: Mapping[str, Any]) -> MLP:
+    """Return the gated MLP of `values`."""
     act = activation(family, "hidden_activation", values["hidden_activation"] or "gelu_pytorch_tanh")
     return MLP(values["intermediate_size"], hidden_act=act)

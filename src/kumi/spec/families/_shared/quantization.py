@@ -1,4 +1,4 @@
-"""What config.json says of how the weights are stored, which says nothing of what the model computes."""
+"""The quantization_config of config.json: the storage format of the weights, not the model's computation."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 from kumi.errors import ModelError
 from kumi.files.untrusted import brief
 
-KEY = "quantization_config"
+_KEY = "quantization_config"
 # The methods that kumi.convert.hf.dequantize reads.
-READABLE = ("fp8", "mxfp4")
+READABLE_METHODS = ("fp8", "mxfp4")
 
 
-def method(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return how the weights that go with `config` are quantised, None where they are not.
+def quantization_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the quantization_config of `config`, None for unquantized weights; raise ModelError unless it is a table.
 
-    Raise ModelError where that is no table. Who reads the weights refuses ways that kumi cannot read.
+    Methods that kumi cannot read are refused later, by the reader of the weights.
     """
-    found = config.get(KEY)
-    if found is not None and not isinstance(found, dict):
-        raise ModelError(f"config.json: {KEY} is {brief(found)}, no object; remove it")
-    return found
+    table = config.get(_KEY)
+    if table is not None and not isinstance(table, dict):
+        raise ModelError(f"config.json: {_KEY}={brief(table)} must be a table (a JSON object); correct or remove it")
+    return table
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` as it is of the same model with weights that are not quantised."""
-    return {key: value for key, value in config.items() if key != KEY}
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` of the same model with unquantized weights."""
+    return {key: value for key, value in config.items() if key != _KEY}
 
 
-def note(how: Mapping[str, Any]) -> str:
-    """Return a sentence for the user of a model whose weights are quantised as `how` says."""
-    name = brief(how.get("quant_method"))
-    if how.get("quant_method") not in READABLE:
-        return f"the weights are quantised ({name}), which kumi cannot read: it plans the model, and does not load it"
-    return f"the weights are quantised ({name}); they are read, and written, as bfloat16"
+def quantization_note(method: Mapping[str, Any]) -> str:
+    """Return a note for the user about weights quantized by `method` (a quantization_config)."""
+    name = brief(method.get("quant_method"))
+    if method.get("quant_method") not in READABLE_METHODS:
+        return f"the weights are quantized by {name}, which kumi cannot read: it can plan this model but not load it"
+    return f"the weights are quantized by {name}; kumi reads and writes them as bfloat16"

@@ -1,7 +1,7 @@
-"""Rotary embeddings in a config.json, both spellings.
+"""Read and write rotary embeddings (RoPE) in a config.json, in both formats.
 
-transformers up to 4 writes `rope_theta` beside `rope_scaling` (whose kind is under "rope_type" or, older, "type");
-transformers 5 writes one table, `rope_parameters`. What a scaling leaves out is filled in here: a `Rope` is whole.
+transformers up to 4 writes `rope_theta` and `rope_scaling` (its type under "rope_type" or, older, "type");
+transformers 5 writes one table, `rope_parameters`. Defaults of a scaling are filled in: a `Rope` is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _YARN = {
     "mscale": Key("number?", None),
     "mscale_all_dim": Key("number?", None),
     "truncate": Key("true or false", True),
-    # Whether the model was trained with it; no program reads that.
+    # True if the model was trained with the scaling; no program reads it.
     "finetuned": Key("true or false", True),
 }
 _LLAMA3 = {**_FACTOR, "low_freq_factor": Key("number"), "high_freq_factor": Key("number"), _ORIGINAL: Key("integer")}
@@ -37,24 +37,24 @@ _LONGROPE = {
     "short_factor": Key("list"),
     "long_factor": Key("list"),
 }
-SCALINGS: dict[str, dict[str, Key]] = {
+_SCALING_KEYS: dict[str, dict[str, Key]] = {
     "default": {},
     "linear": _FACTOR,
     "llama3": _LLAMA3,
     "yarn": _YARN,
     "longrope": _LONGROPE,
 }
-# Whose readers see to it that there are as many factors as pairs.
-LONGROPE_FAMILIES = ("phi3",)
-# What their first configs called it.
-LONGROPE_NAMES = ("su", "yarn")
+# Families that support LongRoPE; their readers check that there is one factor per pair of dims.
+_LONGROPE_FAMILIES = ("phi3",)
+# Names of LongRoPE in their first configs.
+_OLD_LONGROPE_NAMES = ("su", "yarn")
 
-# What transformers assumes where a config names no base.
-DEFAULT_THETA = 10_000.0
+# The default base of transformers.
+_DEFAULT_THETA = 10_000.0
 
 
-def from_hf(family: str, values: Mapping[str, Any]) -> Rope:
-    """The rotary embedding in `values` (what `keys.read` returned), in one spelling or, where they agree, both."""
+def rope_from_hf(family: str, values: Mapping[str, Any]) -> Rope:
+    """Return the RoPE in `values` (from `config_keys.read`); raise ModelError if its two formats disagree."""
     limit, theta = values["max_position_embeddings"], values["rope_theta"]
     old = _table(family, values["rope_scaling"] or {}, theta, limit)
     if values["rope_parameters"] is None:
@@ -68,93 +68,99 @@ def from_hf(family: str, values: Mapping[str, Any]) -> Rope:
     return new
 
 
-def with_base(values: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """`values` with the base `theta`, for families that assume another than `DEFAULT_THETA` where none is given."""
+def with_default_theta(values: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """Return `values` with rope_theta=`theta` if they give no base; for families with their own default base."""
     tables = [values[key] or {} for key in ("rope_parameters", "rope_scaling")]
-    said = values["rope_theta"] is not None or any(table.get("rope_theta") is not None for table in tables)
-    return dict(values) if said else {**values, "rope_theta": theta}
+    has_theta = values["rope_theta"] is not None or any(table.get("rope_theta") is not None for table in tables)
+    return dict(values) if has_theta else {**values, "rope_theta": theta}
 
 
 def mscale_all_dim(values: Mapping[str, Any]) -> float:
-    """The YaRN key of latent attention that lengthens all scores; 0 where it is not given."""
+    """Return YaRN's mscale_all_dim, which scales the scores of latent attention; 0 if absent."""
     tables = [values[key] for key in ("rope_parameters", "rope_scaling") if values[key]]
     return float(next((table.get("mscale_all_dim") or 0.0 for table in tables), 0.0))
 
 
 def mscales_to_hf(attention: LatentAttention) -> dict[str, float]:
-    """The YaRN keys that latent attention has besides, for readers that know no attention_factor."""
-    found, grows = attention.rope, attention.rope.factor > 1
-    slope = 0.1 * math.log(found.factor) if grows else 1.0
-    scale = (found.attention_factor or 1.0) * _mscale(found.factor, attention.mscale_all_dim)
-    mscale = round((scale - 1.0) / slope, 12) if grows else attention.mscale_all_dim
+    """Return the additional YaRN keys of latent attention, for readers without attention_factor."""
+    rope, extends = attention.rope, attention.rope.factor > 1
+    slope = 0.1 * math.log(rope.factor) if extends else 1.0
+    scale = (rope.attention_factor or 1.0) * _mscale(rope.factor, attention.mscale_all_dim)
+    mscale = round((scale - 1.0) / slope, 12) if extends else attention.mscale_all_dim
     return {"mscale": mscale, "mscale_all_dim": attention.mscale_all_dim}
 
 
-def partial_from_hf(family: str, values: Mapping[str, Any], share: float | None, default: float) -> Rope:
-    """`from_hf` for families that turn a part of every head: `share` of it, or what a table says, or `default`."""
+def partial_rope_from_hf(family: str, values: Mapping[str, Any], share: float | None, default: float) -> Rope:
+    """Return a partial RoPE, which rotates a share of each head: `share`, or that of a table, or `default`."""
     tables = {key: dict(values[key]) if values[key] else None for key in ("rope_scaling", "rope_parameters")}
-    said = {share} | {table.pop("partial_rotary_factor", None) for table in tables.values() if table}
-    shares = [value for value in said if value is not None] or [default]
+    given = {share} | {table.pop("partial_rotary_factor", None) for table in tables.values() if table}
+    shares = [value for value in given if value is not None] or [default]
     if len(shares) > 1 or not isinstance(shares[0], (int, float)) or not 0 < shares[0] <= 1:
         raise ModelError(
-            f"config.json: the share of each head that a {family} model turns is "
-            f"{' and '.join(map(repr, shares))}; give one number above 0 and at most 1"
+            f"config.json: partial_rotary_factor, the share of each head that RoPE rotates in a {family} "
+            f"model, is {' and '.join(map(repr, shares))}; give one number above 0 and at most 1"
         )
-    return replace(from_hf(family, {**values, **tables}), partial_rotary_factor=float(shares[0]))
+    return replace(rope_from_hf(family, {**values, **tables}), partial_rotary_factor=float(shares[0]))
 
 
-def to_hf(rope: Rope) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, the spelling that every version of transformers reads."""
+def rope_to_hf(rope: Rope) -> dict[str, Any]:
+    """Return `rope_theta` and `rope_scaling`, the format that every version of transformers reads."""
     if rope.scaling is None:
         return {"rope_theta": rope.rope_theta, "rope_scaling": None}
     table = {"rope_type": rope.scaling, "factor": rope.factor}
-    fields = [name for name in SCALINGS[rope.scaling] if hasattr(rope, name) and name != "factor"]
+    fields = [name for name in _SCALING_KEYS[rope.scaling] if hasattr(rope, name) and name != "factor"]
     values = {name: list(value) if isinstance(value := getattr(rope, name), tuple) else value for name in fields}
     return {"rope_theta": rope.rope_theta, "rope_scaling": table | {k: v for k, v in values.items() if v is not None}}
 
 
-def by_kind(
-    family: str, values: Mapping[str, Any], kinds: Sequence[str], theta: float = DEFAULT_THETA
+def ropes_by_layer_type(
+    family: str, values: Mapping[str, Any], kinds: Sequence[str], theta: float = _DEFAULT_THETA
 ) -> dict[str, Rope]:
-    """Return the rotation of each of `kinds` of layers, of which `rope_parameters` has a table each; `theta` is the
-    base where a table names none."""
+    """Return the RoPE of each layer type in `kinds`, each from its own table in `rope_parameters`.
+
+    `theta` is the base for tables without one.
+    """
     tables = values["rope_parameters"]
     if sorted(tables) != sorted(kinds) or not all(isinstance(table, dict) for table in tables.values()):
         raise ModelError(
             f"config.json: rope_parameters of a {family} model has {', '.join(map(repr, tables))}; it "
             f"must have a table for each of {' and '.join(kinds)}"
         )
-    return {kind: from_hf(family, with_base({**values, "rope_parameters": tables[kind]}, theta)) for kind in kinds}
+    return {
+        kind: rope_from_hf(family, with_default_theta({**values, "rope_parameters": tables[kind]}, theta))
+        for kind in kinds
+    }
 
 
-def table_to_hf(rope: Rope) -> dict[str, Any]:
+def rope_parameters_to_hf(rope: Rope) -> dict[str, Any]:
     """Return the table that transformers 5 reads as `rope`."""
-    written = to_hf(rope)
+    written = rope_to_hf(rope)
     return {"rope_type": "default", **(written["rope_scaling"] or {}), "rope_theta": written["rope_theta"]}
 
 
-def kind_of(family: str, table: Mapping[str, Any]) -> str:
-    """Return the kind of scaling that `table` names, under today's name."""
+def scaling_type(family: str, table: Mapping[str, Any]) -> str:
+    """Return the scaling type that `table` names, under its current name."""
     kind = table.get("rope_type") or table.get("type") or "default"
-    return "longrope" if family in LONGROPE_FAMILIES and kind in LONGROPE_NAMES else str(kind)
+    return "longrope" if family in _LONGROPE_FAMILIES and kind in _OLD_LONGROPE_NAMES else str(kind)
 
 
 def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: int) -> Rope:
-    kind = kind_of(family, table)
+    kind = scaling_type(family, table)
     if kind == "dynamic":
         raise ModelError(
-            "config.json: rope type 'dynamic' changes with the length of the input, which training cannot "
-            "follow; up to max_position_embeddings it equals no scaling: remove it"
+            "config.json: rope type 'dynamic' changes with the length of the input, which kumi does not "
+            "train; up to max_position_embeddings it equals no scaling: remove it"
         )
-    known = [one for one in SCALINGS if one != "longrope" or family in LONGROPE_FAMILIES]
-    if kind not in known:
+    supported = [name for name in _SCALING_KEYS if name != "longrope" or family in _LONGROPE_FAMILIES]
+    if kind not in supported:
         raise ModelError(
-            f"config.json: rope type {kind!r} of a {family} model is not supported; kumi knows {', '.join(known)}"
+            f"config.json: rope type {kind!r} of a {family} model is not supported; "
+            f"kumi supports {', '.join(supported)}"
         )
-    # partial_rotary_factor may stand in the table, too: `read` accepts its neutral value.
-    values = read(f"{family} (rope type {kind})", table, _BASE | SCALINGS[kind])
+    # The table may also have partial_rotary_factor: `read` accepts its neutral value.
+    values = read(f"{family} (rope type {kind})", table, _BASE | _SCALING_KEYS[kind])
     _check_positive({**values, "rope_theta": values["rope_theta"] if theta is None else theta})
-    base = float(values["rope_theta"] or theta or DEFAULT_THETA)
+    base = float(values["rope_theta"] or theta or _DEFAULT_THETA)
     if kind == "default":
         return Rope(base)
     if kind == "linear":
@@ -172,15 +178,17 @@ def _table(family: str, table: Mapping[str, Any], theta: float | None, limit: in
 
 
 def _longrope(base: float, values: Mapping[str, Any], limit: int) -> Rope:
-    """LongRoPE, whose softmax temperature grows with the root of 1 + log(factor) / log(original context)."""
+    """Return LongRoPE; its attention_factor defaults to sqrt(1 + log(factor) / log(original context))."""
     original = values[_ORIGINAL] or limit
     factor = float(values["factor"] or limit / original)
     factors = []
     for name in ("short_factor", "long_factor"):
-        one = values[name]
-        if not one or not all(type(value) in (int, float) and 0 < value < math.inf for value in one):
-            raise ModelError(f"config.json: {name}={one!r} of the rotary embedding must be numbers above 0; correct it")
-        factors.append(tuple(float(value) for value in one))
+        numbers = values[name]
+        if not numbers or not all(type(value) in (int, float) and 0 < value < math.inf for value in numbers):
+            raise ModelError(
+                f"config.json: {name}={numbers!r} of the rotary embedding must be numbers above 0; correct it"
+            )
+        factors.append(tuple(float(value) for value in numbers))
     attention = values["attention_factor"]
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -203,7 +211,7 @@ def _check_positive(values: Mapping[str, Any]) -> None:
 
 
 def _yarn(base: float, values: Mapping[str, Any], limit: int) -> Rope:
-    """YaRN with its defaults: 32 and 1 rotations, and a softmax temperature that grows with log(factor)."""
+    """Return YaRN with its defaults: beta_fast 32, beta_slow 1, attention_factor 0.1 log(factor) + 1."""
     original = values[_ORIGINAL] or limit
     factor = float(values["factor"] or limit / original)
     attention = values["attention_factor"]

@@ -1,7 +1,7 @@
-"""Which layers of a Qwen model see only a sliding window.
+"""Sliding windows of Qwen models.
 
-Newer configs list the kind of every layer in `layer_types`; in older ones the layers from `max_window_layers` on slide.
-Neither counts unless `use_sliding_window` is true.
+Newer configs list the type of every layer in `layer_types`; in older configs the layers from `max_window_layers` on
+have a window. Both apply only if `use_sliding_window` is true.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WINDOW_KEYS = {
 }
 
 
-def from_values(values: Mapping[str, Any]) -> list[int | None]:
-    """Each layer's sliding window, or None where the layer sees everything before."""
+def windows_from_values(values: Mapping[str, Any]) -> list[int | None]:
+    """Return each layer's sliding window; None for full attention."""
     window = values["sliding_window"] if values["use_sliding_window"] else None
     if values["layer_types"] is not None:
         slides = [kind == "sliding_attention" for kind in check_layer_types(values)]
@@ -38,29 +38,28 @@ def from_values(values: Mapping[str, Any]) -> list[int | None]:
     return [window if slide else None for slide in slides]
 
 
-def to_values(spec: ModelSpec) -> dict[str, Any]:
-    """Return the keys that say which layers of `spec` slide.
+def window_keys(spec: ModelSpec) -> dict[str, Any]:
+    """Return the keys for the sliding windows of `spec`.
 
-    Versions of transformers before `layer_types` can only let the last layers slide, and then read the same from
-    `max_window_layers`. Where windows come in another order that key is left out: nothing in it would be true, and only
-    readers of `layer_types` are meant.
+    Versions of transformers before `layer_types` read `max_window_layers`: only the last layers can have a window. For
+    other patterns that key is left out, since no value of it is right.
     """
     windows = [layer.window for layer in spec.layers]
     slides = [window is not None for window in windows]
     first = slides.index(True) if any(slides) else len(slides)
     return {
         "use_sliding_window": any(slides),
-        "sliding_window": width(spec),
+        "sliding_window": first_window(spec),
         **({"max_window_layers": first} if all(slides[first:]) else {}),
-        "layer_types": kinds(spec),
+        "layer_types": layer_types(spec),
     }
 
 
-def kinds(spec: ModelSpec) -> list[str]:
-    """The word of `layer_types` for every layer."""
+def layer_types(spec: ModelSpec) -> list[str]:
+    """Return the `layer_types` of a config.json."""
     return ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers]
 
 
-def width(spec: ModelSpec) -> int | None:
-    """The window of the first layer that has one; None where all see everything before."""
+def first_window(spec: ModelSpec) -> int | None:
+    """Return the window of the first layer that has one; None if all layers have full attention."""
     return next((layer.window for layer in spec.layers if layer.window is not None), None)

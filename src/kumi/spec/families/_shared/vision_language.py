@@ -1,7 +1,7 @@
-"""Language models inside of models that see: their text is read, and all else is carried along as it is.
+"""Vision-language models: kumi reads the language model, and copies all other weights unchanged (passthrough).
 
-What config.json says of the rest (`vision_config`, numbers of special tokens) is kept as text, so that the way back
-says it again. Text alone has the same position in time, height and width, so that rotation by three positions is plain.
+The config.json keys of the other parts (`vision_config`, ids of special tokens) are stored in the spec as JSON and
+written back. For text alone, time, height and width positions are equal, so multimodal RoPE equals plain RoPE.
 """
 
 from __future__ import annotations
@@ -14,78 +14,84 @@ from typing import Any
 
 from kumi.errors import ModelError
 from kumi.spec.families._shared import rope_config
-from kumi.spec.families._shared.config_keys import IGNORED
+from kumi.spec.families._shared.config_keys import IGNORED_KEYS
 from kumi.spec.model import ModelSpec
 
-# What both the model and its text may say; where they differ, what the text says counts.
-SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
-# How a rotation is shared out among three positions; of no effect where they are equal.
-SECTIONS = ("mrope_section", "mrope_interleaved")
-NO_ROTATION = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
-# Keys that may differ, for nobody reads them.
-UNREAD = {key for group in IGNORED.values() for key in group.split()}
+# Keys that may occur outside and inside text_config; if they differ, text_config wins.
+_SHARED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+# How multimodal RoPE divides dims among its three positions; without effect where these are equal.
+_MROPE_KEYS = ("mrope_section", "mrope_interleaved")
+_NO_ROPE_KEYS = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
+# Keys that may differ, because no reader uses them.
+_IGNORED_KEYS = {key for group in IGNORED_KEYS.values() for key in group.split()}
 
 
 @dataclass(frozen=True)
-class Seeing:
-    """A family of models that see: its text is a model of one of `texts` (by the model_type of text_config; else of the
-    first), with `defaults` where the text says nothing.
+class VisionLanguageFamily:
+    """A family of vision-language models.
 
-    Without a base of its own its rotation has `theta`, where that is not None. Whether the head is the embedding is
-    said outside of the text, else in it; with `either_ties` one of them is enough.
-
-    `kept` are keys of config.json about what is carried along, `beginnings` those of its tensors' names. Names of the
-    text's tensors begin as `prefixes` say (see `Weights`). `unsaid` are keys that the text's family writes and this one
-    has no words for.
+    text_families           family of the language model, by model_type of text_config; the first is the default
+    passthrough_keys        keys of config.json about the passthrough parts
+    passthrough_prefixes    name prefixes of the passthrough tensors
+    prefixes                name prefixes of the language model's tensors (see `Weights`)
+    defaults                values of keys that text_config lacks
+    default_theta           RoPE base if text_config has none; None for the text family's own default
+    either_ties             embeddings are tied if either config says so; else the outer tie_word_embeddings wins
+    unsupported_text_keys   keys that the text family writes and this family does not have
     """
 
     family: str
     architecture: str
-    texts: Mapping[str, ModuleType]
-    kept: tuple[str, ...]
-    beginnings: tuple[str, ...]
+    text_families: Mapping[str, ModuleType]
+    passthrough_keys: tuple[str, ...]
+    passthrough_prefixes: tuple[str, ...]
     prefixes: tuple[tuple[str, str], ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    theta: float | None = None
+    default_theta: float | None = None
     either_ties: bool = False
-    unsaid: tuple[str, ...] = ()
+    unsupported_text_keys: tuple[str, ...] = ()
 
     def from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
-        """The text of the model that `config` describes."""
+        """Return the spec of the language model in `config`."""
         kind, (text, outer) = self._kind(config), self._split(config)
         tables = {key: dict(text[key]) for key in ("rope_scaling", "rope_parameters") if text.get(key)}
-        rotation = {key: table.pop(key) for table in tables.values() for key in SECTIONS if key in table}
+        rotation = {key: table.pop(key) for table in tables.values() for key in _MROPE_KEYS if key in table}
         for table in tables.values():
             table |= {key: "default" for key in ("type", "rope_type") if table.get(key) == "mrope"}
         text = {**self.defaults, **text, **tables}
-        text = text if self.theta is None else rope_config.with_base(NO_ROTATION | text, self.theta)
-        refused = next((key for key in self.unsaid if text.get(key)), None)
+        text = (
+            text
+            if self.default_theta is None
+            else rope_config.with_default_theta(_NO_ROPE_KEYS | text, self.default_theta)
+        )
+        refused = next((key for key in self.unsupported_text_keys if text.get(key)), None)
         if refused:
             raise ModelError(
-                f"config.json: {refused}={text[refused]!r} is not supported of a {self.family} model; remove it"
+                f"config.json: {refused}={text[refused]!r} in text_config of a {self.family} model is not supported; "
+                f"remove it"
             )
-        read_text: ModelSpec = self.texts[kind].from_hf(text)
-        weights = replace(read_text.weights, prefixes=self.prefixes, base="", carried=self.beginnings)
-        kept = {key: outer[key] for key in self.kept if key in outer}
+        read_text: ModelSpec = self.text_families[kind].from_hf(text)
+        weights = replace(read_text.weights, prefixes=self.prefixes, base="", passthrough=self.passthrough_prefixes)
+        passthrough = {key: outer[key] for key in self.passthrough_keys if key in outer}
         return replace(
             read_text,
             family=self.family,
             weights=weights,
-            carried_config=json.dumps([kind, kept, rotation], sort_keys=True),
+            carried_config=json.dumps([kind, passthrough, rotation], sort_keys=True),
             notes=(*read_text.notes, self._note()),
         )
 
     def to_hf(self, spec: ModelSpec) -> dict[str, Any]:
-        """The config.json of `spec`, with what it said of the parts that are carried along."""
+        """Return the config.json of `spec`, with the stored keys of its passthrough parts."""
         if not spec.carried_config:
             raise ModelError(
-                f"this {self.family} model says nothing of what it sees with; read it from a config.json, "
-                f"or use the family of its text"
+                f"this {self.family} model has no configuration of its vision parts; read it from a config.json, or "
+                f"use the family of its language model"
             )
-        kind, kept, rotation = json.loads(spec.carried_config)
-        written: dict[str, Any] = self.texts[kind].to_hf(spec)
-        unsaid = (*self.unsaid, "architectures", "tie_word_embeddings")
-        text = {key: value for key, value in written.items() if key not in unsaid} | {"model_type": kind}
+        kind, passthrough, rotation = json.loads(spec.carried_config)
+        written: dict[str, Any] = self.text_families[kind].to_hf(spec)
+        omitted = (*self.unsupported_text_keys, "architectures", "tie_word_embeddings")
+        text = {key: value for key, value in written.items() if key not in omitted} | {"model_type": kind}
         if rotation:
             text["rope_scaling"] = (text["rope_scaling"] or {"rope_type": "default"}) | rotation
         return {
@@ -93,40 +99,43 @@ class Seeing:
             "model_type": self.family,
             "tie_word_embeddings": spec.tie_word_embeddings,
             "text_config": text,
-            **kept,
+            **passthrough,
         }
 
     def _kind(self, config: Mapping[str, Any]) -> str:
-        """Which of `texts` the text is."""
-        said, known = (config.get("text_config") or {}).get("model_type"), list(self.texts)
-        if said not in known and said is not None and len(known) > 1:
+        """Return the model_type of the language model, one of `text_families`."""
+        kind, supported = (config.get("text_config") or {}).get("model_type"), list(self.text_families)
+        if kind not in supported and kind is not None and len(supported) > 1:
             raise ModelError(
-                f"config.json: model_type={said!r} of the text_config of a {self.family} model is not "
-                f"supported; kumi knows {', '.join(known)}"
+                f"config.json: model_type={kind!r} of the text_config of a {self.family} model is not "
+                f"supported; kumi supports {', '.join(supported)}"
             )
-        return str(said) if said in known else known[0]
+        return str(kind) if kind in supported else supported[0]
 
     def _split(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What `config` says of the text, in a table of its own or, as older ones do, beside the rest; and the rest."""
-        outer = {key: value for key, value in config.items() if key in self.kept}
-        flat = {key: value for key, value in config.items() if key not in (*self.kept, "text_config")}
+        """Split `config` into the keys of the language model and of the passthrough parts.
+
+        The former are in text_config or, in older configs, at the top level.
+        """
+        outer = {key: value for key, value in config.items() if key in self.passthrough_keys}
+        flat = {key: value for key, value in config.items() if key not in (*self.passthrough_keys, "text_config")}
         inner = dict(config.get("text_config") or {})
-        said = [
-            one
-            for one in (flat.pop("tie_word_embeddings", None), inner.pop("tie_word_embeddings", None))
-            if one is not None
-        ]
-        tied = {"tie_word_embeddings": any(said) if self.either_ties else said[0]} if said else {}
-        for key in set(flat) & set(inner) - {*SHARED, *UNREAD}:
+        candidates = (flat.pop("tie_word_embeddings", None), inner.pop("tie_word_embeddings", None))
+        ties = [value for value in candidates if value is not None]
+        tied = {"tie_word_embeddings": any(ties) if self.either_ties else ties[0]} if ties else {}
+        for key in set(flat) & set(inner) - {*_SHARED_KEYS, *_IGNORED_KEYS}:
             if flat[key] != inner[key]:
                 raise ModelError(
                     f"config.json: {key}={flat[key]!r} differs from {inner[key]!r} in text_config; remove one of them"
                 )
-        text = {**flat, **{key: value for key, value in inner.items() if key not in self.kept}}
+        text = {**flat, **{key: value for key, value in inner.items() if key not in self.passthrough_keys}}
         if "vision_config" not in outer:
-            raise ModelError(f"config.json: 'vision_config' is missing; a {self.family} model has one")
+            raise ModelError(
+                f"config.json: 'vision_config' is missing; a {self.family} model needs one; "
+                f"fetch the complete config.json"
+            )
         return text | tied, outer
 
     def _note(self) -> str:
-        names = ", ".join(f"{beginning}*" for beginning in self.beginnings)
-        return f"{names} are carried along as they are: not computed, not trained, not counted"
+        names = ", ".join(f"{prefix}*" for prefix in self.passthrough_prefixes)
+        return f"{names} are passthrough tensors: copied unchanged, not computed, not trained, not counted"
