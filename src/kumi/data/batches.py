@@ -22,8 +22,10 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """Consecutive sequences of a mixture, `sequences` a step, of which data-parallel rank `index` of `ranks` gets its
-    share. Step `first_step` begins with the sequence `first_sequence`."""
+    """Consecutive sequences of a mixture: `sequences` per step, dealt to `ranks` data-parallel ranks.
+
+    Rank `index` gets its share of each step, in `microbatches` batches.
+    """
 
     mixture: Mixture
     sequences: int
