@@ -24,7 +24,7 @@ class BatchSource(Protocol):
 class MixtureSource:
     """Consecutive sequences of a mixture: `sequences` per step, dealt to `ranks` data-parallel ranks.
 
-    Rank `index` gets its share of each step, in `microbatches` batches.
+    Rank `index` gets its share of each step. Step `first_step` begins with the sequence `first_sequence`.
     """
 
     mixture: Mixture
